@@ -1,0 +1,45 @@
+"""The Muon optimizer for Hugging Face training: `optim: muon`.
+
+Importing this package registers `optim: muon` with transformers and LLaMA-Factory, through lazy hooks that run when
+those are imported; it imports neither of them, and torch only when a name below is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_muon._autoload import install, uninstall
+
+if TYPE_CHECKING:
+    from hf_muon.build import build_optimizer
+    from hf_muon.config import MuonConfig
+    from hf_muon.newton_schulz import orthogonalize
+    from hf_muon.optimizer import Muon
+    from hf_muon.routing import route_parameters
+
+__version__ = "0.1.0"
+__all__ = ["Muon", "MuonConfig", "build_optimizer", "install", "orthogonalize", "route_parameters", "uninstall"]
+
+_HOMES = {
+    "Muon": "hf_muon.optimizer",
+    "MuonConfig": "hf_muon.config",
+    "build_optimizer": "hf_muon.build",
+    "orthogonalize": "hf_muon.newton_schulz",
+    "route_parameters": "hf_muon.routing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+install()

@@ -1,0 +1,143 @@
+"""Lazy hooks: a few modules of other packages are patched right after their own import, and not before.
+
+Standard library only. A patch that fails leaves its module as it was, and `status` tells why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+HOOKS = {
+    "transformers.training_args": "hf_muon.integrations.transformers:patch_training_args",
+    "transformers.trainer_optimizer": "hf_muon.integrations.transformers:patch_trainer_optimizer",
+    "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory:patch_parser",
+}
+"""Module that is patched: function that patches it and returns how to undo that, or the reason why it did not."""
+
+_undo: dict[str, Callable[[], None]] = {}
+_reasons: dict[str, str] = {}
+_lock = threading.RLock()
+
+
+def install() -> None:
+    """Register `optim: muon`: patch what is imported, and hook what is not. Does nothing if it is done already."""
+    with _lock:
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+        for name in HOOKS:
+            module = sys.modules.get(name)
+            if module is None:
+                continue
+            if getattr(module.__spec__, "_initializing", False):
+                _patch_when_ready(module)
+            else:
+                _patch(module)
+
+
+def uninstall() -> None:
+    """Undo `install`: `optim: muon` is unknown again. Optimizers that exist go on working."""
+    with _lock:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        for name in list(_undo):
+            _undo.pop(name)()
+        _reasons.clear()
+
+
+def status() -> dict[str, str]:
+    """For each hooked module: patched, waiting for its import, or why it is not patched."""
+    hooked = any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    return {
+        name: "patched" if name in _undo else _reasons.get(name, "waiting for its import" if hooked else "not hooked")
+        for name in HOOKS
+    }
+
+
+def _patch(module: ModuleType) -> None:
+    name = module.__name__
+    with _lock:
+        if name in _undo:
+            return
+        home, _, function = HOOKS[name].partition(":")
+        try:
+            result = getattr(importlib.import_module(home), function)(module)
+        except Exception as error:  # noqa: BLE001  the import of somebody else's module must go on
+            result = f"failed: {type(error).__name__}: {error}"
+            logging.getLogger("hf_muon").warning("optim: muon is not available, %s: %s", name, result)
+        if callable(result):
+            _undo[name] = result
+            _reasons.pop(name, None)
+        else:
+            _reasons[name] = result
+
+
+def _patch_when_ready(module: ModuleType) -> None:
+    """Patch a module that is in the middle of its own import, as transformers.training_args is when it imports torch.
+
+    Its import cannot be hooked any more, but whoever wants something from it must read an attribute.
+    """
+
+    class Awaited(ModuleType):
+        def __getattribute__(self, attribute: str) -> Any:
+            spec = ModuleType.__getattribute__(self, "__spec__")
+            if not attribute.startswith("__") and not getattr(spec, "_initializing", False):
+                # A name that install() has put on this module's list may be gone by now.
+                ModuleType.__setattr__(self, "__class__", ModuleType)
+                if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+                    _patch(self)
+            return ModuleType.__getattribute__(self, attribute)
+
+    if type(module) is ModuleType:
+        module.__class__ = Awaited
+    else:
+        _reasons[module.__name__] = f"failed: {type(module).__name__} is not a plain module"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the hooked modules as everybody else does, and has them patched after they were executed."""
+
+    def __init__(self) -> None:
+        self._busy = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in HOOKS or getattr(self._busy, "name", None) == fullname:
+            return None
+        self._busy.name = fullname
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy.name = None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader)
+        return spec
+
+
+class _PatchingLoader(importlib.abc.Loader):
+    """The module's own loader, followed by the patch."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        _patch(module)

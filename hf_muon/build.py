@@ -1,0 +1,116 @@
+"""From a model and options to an optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hf_muon import diagnostics
+from hf_muon.config import MuonConfig
+from hf_muon.optimizer import Muon
+from hf_muon.routing import Route, route_parameters, table
+
+
+def build_optimizer(model: nn.Module, config: MuonConfig | Mapping[str, Any] | None = None, **options: Any) -> Muon:
+    """A `Muon` over a model's trainable parameters: hidden matrices by Muon, the rest by AdamW.
+
+    Rank 0 logs one table of the decisions, with their reasons.
+
+    Args:
+        model: any module, plain or wrapped in DDP.
+        config: a `MuonConfig`, or a mapping of its options as a YAML file gives them.
+        **options: options that replace those of `config`.
+
+    Raises:
+        ValueError: an option that is not valid, a pattern that matches nothing, or no parameter that reaches Muon.
+        RuntimeError: a parameter stored in a way that this version cannot step.
+    """
+    config = _as_config(config).replace(options)
+    routes = route_parameters(model, config)
+    require_muon(routes, type(model).__name__)
+    groups = [
+        group_of(part, config)
+        for use_muon, decay in ((True, True), (False, True), (False, False))
+        if (part := [route for route in routes if (route.use_muon, route.decay) == (use_muon, decay)])
+    ]
+    optimizer = Muon(groups, **muon_options(config))
+    log_routes(routes)
+    return optimizer
+
+
+def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
+    if isinstance(config, MuonConfig):
+        return config
+    return MuonConfig.from_mapping(config or {})
+
+
+def muon_options(config: MuonConfig) -> dict[str, Any]:
+    """The arguments of `Muon` that a config holds; they become the defaults of its groups."""
+    names = (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "ns_steps",
+        "ns_dtype",
+        "adjust_lr_fn",
+        "adamw_betas",
+        "adamw_eps",
+    )
+    return {name: getattr(config, name) for name in names}
+
+
+def group_of(
+    routes: Sequence[Route], config: MuonConfig, *, lr: float | None = None, weight_decay: float | None = None
+) -> dict[str, Any]:
+    """A param group of routes that share a route and a decay.
+
+    Args:
+        routes: at least one.
+        config: the options.
+        lr: a group's own rate; `muon_lr` and `adamw_lr` keep their ratio to `config.lr` on top of it.
+        weight_decay: a group's own decay, which `adamw_weight_decay` replaces unless it is zero.
+    """
+    use_muon = routes[0].use_muon
+    half_lr = config.muon_lr if use_muon else config.adamw_lr
+    if lr is None:
+        lr = config.lr if half_lr is None else half_lr
+    elif half_lr is not None and config.lr:
+        lr = lr * half_lr / config.lr
+    half_decay = config.weight_decay if use_muon or config.adamw_weight_decay is None else config.adamw_weight_decay
+    if weight_decay is None:
+        weight_decay = half_decay if routes[0].decay else 0.0
+    elif weight_decay and not use_muon and config.adamw_weight_decay is not None:
+        weight_decay = half_decay
+    return {
+        "params": [(route.name, route.parameter) for route in routes],
+        "use_muon": use_muon,
+        "lr": lr,
+        "weight_decay": weight_decay,
+    }
+
+
+def require_muon(routes: Sequence[Route], model_name: str) -> None:
+    """Raise unless something reaches Muon: a run of AdamW alone is not what was asked for.
+
+    Raises:
+        ValueError: with the reasons, counted.
+    """
+    if any(route.use_muon for route in routes):
+        return
+    reasons = Counter(route.reason for route in routes)
+    counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
+    advice = "Name matrices with muon_patterns, or choose another optimizer."
+    if any("lora" in route.name.lower() for route in routes):
+        advice = 'Only LoRA factors are trained: set lora=muon (in optim_args: "lora=muon") to give them to Muon.'
+    raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
+
+
+def log_routes(routes: Iterable[Route]) -> None:
+    """Log the table of routes on rank 0."""
+    if diagnostics.is_rank_zero():
+        diagnostics.logger().info("which parameter goes where:\n%s", table(list(routes)))

@@ -1,0 +1,121 @@
+"""Newton-Schulz coefficients as data, each preset with its source.
+
+A step with coefficients ``(a, b, c)`` maps every singular value ``s`` to ``a*s + b*s**3 + c*s**5``. The band of a
+preset is what five steps make of the singular values in ``[1e-3, 1]`` of a matrix of Frobenius norm one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named sequence of Newton-Schulz steps.
+
+    Attributes:
+        steps: one ``(a, b, c)`` per step.
+        band: smallest and largest singular value after five steps, for inputs in ``[1e-3, 1]``.
+        source: where the numbers were published.
+        repeat_last: whether more steps than listed repeat the last one; otherwise the number of steps is fixed.
+        truncates: whether fewer steps than listed are the best choice for that number, too.
+    """
+
+    steps: tuple[Triple, ...]
+    band: tuple[float, float]
+    source: str
+    repeat_last: bool = False
+    truncates: bool = False
+
+
+def _with_margin(steps: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
+    """Shrink the input of each step by ``margin``, so that rounding cannot push a singular value out of its range."""
+    return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in steps)
+
+
+PRESETS: dict[str, Preset] = {
+    # Amsel, Persson, Musco, Gower: The Polar Express, Algorithm 1. Each step is optimal given the ones before, so a
+    # prefix is right for fewer steps; from the eighth on they are (15/8, -10/8, 3/8) to double precision.
+    "polar_express": Preset(
+        steps=(
+            *_with_margin(
+                (
+                    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+                    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+                    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+                    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+                    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+                    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+                    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+                ),
+                1.01,
+            ),
+            (1.875, -1.25, 0.375),
+        ),
+        band=(0.846, 1.141),
+        source="https://arxiv.org/abs/2505.16932",
+        repeat_last=True,
+        truncates=True,
+    ),
+    "original": Preset(
+        steps=((3.4445, -4.7750, 2.0315),),
+        band=(0.470, 1.203),
+        source="https://kellerjordan.github.io/posts/muon/",
+        repeat_last=True,
+        truncates=True,
+    ),
+    "you_jiacheng": Preset(
+        steps=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        band=(0.474, 1.146),
+        source="https://x.com/YouJiacheng/status/1905861218138804534",
+    ),
+    "cans": Preset(
+        steps=(
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        band=(0.884, 1.120),
+        source="https://arxiv.org/abs/2506.10935",
+    ),
+}
+
+
+def resolve(ns_coefficients: str | Sequence[float], ns_steps: int) -> tuple[Triple, ...]:
+    """The ``(a, b, c)`` of each of ``ns_steps`` steps.
+
+    Args:
+        ns_coefficients: a preset's name, or three numbers used in every step.
+        ns_steps: number of steps, at least one.
+
+    Raises:
+        ValueError: an unknown preset, not three numbers, or a preset that is not defined for ``ns_steps``.
+    """
+    if not isinstance(ns_coefficients, str):
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients={ns_coefficients!r}: expected a preset's name or three numbers")
+        a, b, c = (float(x) for x in ns_coefficients)
+        return ((a, b, c),) * ns_steps
+    if ns_coefficients not in PRESETS:
+        raise ValueError(
+            f"ns_coefficients={ns_coefficients!r} is not a preset. Valid: {', '.join(PRESETS)}, or three numbers"
+        )
+    preset = PRESETS[ns_coefficients]
+    listed = len(preset.steps)
+    if (ns_steps < listed and not preset.truncates) or (ns_steps > listed and not preset.repeat_last):
+        raise ValueError(
+            f"ns_steps={ns_steps}: the preset {ns_coefficients!r} is a sequence of exactly {listed} steps. "
+            f"Set ns_steps={listed}, or use polar_express or original, which work with any number"
+        )
+    return (preset.steps + preset.steps[-1:] * max(0, ns_steps - listed))[:ns_steps]

@@ -1,0 +1,27 @@
+"""Facts for people, on rank 0, through logging."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that speaks; known from the launcher before process groups exist."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def logger() -> logging.Logger:
+    """The package's logger. Where nobody has configured logging it writes to stderr, as transformers' does."""
+    log = logging.getLogger("hf_muon")
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s|%(name)s] %(message)s"))
+        log.addHandler(handler)
+    return log

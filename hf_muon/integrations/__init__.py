@@ -1,0 +1,1 @@
+"""Who calls us. The only files that name other packages."""

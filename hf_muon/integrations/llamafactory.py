@@ -1,0 +1,51 @@
+"""LLaMA-Factory v0: `optim: muon` works there through transformers; what would silently win over it is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from hf_muon.integrations.transformers import NAME
+
+RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
+
+
+def patch_parser(module: Any) -> Callable[[], None] | str:
+    """Check the parsed arguments of a training run, before its model is loaded."""
+    get_train_args = module.get_train_args
+
+    @functools.wraps(get_train_args)
+    def checked_get_train_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = get_train_args(*args, **kwargs)
+        training_args, finetuning_args = parsed[2], parsed[3]
+        if training_args.optim == NAME:
+            refuse_rivals(finetuning_args)
+        return parsed
+
+    module.get_train_args = checked_get_train_args
+
+    def undo() -> None:
+        module.get_train_args = get_train_args
+
+    return undo
+
+
+def refuse_rivals(finetuning_args: Any) -> None:
+    """Raise if an option of LLaMA-Factory's would replace the optimizer that `optim: muon` asks for.
+
+    Raises:
+        ValueError: which option it is, and which one to keep.
+    """
+    if getattr(finetuning_args, "use_muon", False):
+        raise ValueError(
+            "use_muon: true and optim: muon are two different optimizers, and use_muon would win without a word. Keep "
+            "optim: muon for hf_muon (embeddings and heads stay with AdamW), and remove use_muon; or keep "
+            "use_muon: true for LLaMA-Factory's own Muon, and remove optim."
+        )
+    for rival in RIVALS[1:]:
+        if getattr(finetuning_args, rival, False):
+            raise ValueError(
+                f"{rival}: true would replace the optimizer that optim: muon asks for. Keep optim: muon and remove "
+                f"{rival}, or keep {rival} and remove optim."
+            )

@@ -1,0 +1,185 @@
+"""`optim: muon` in transformers' TrainingArguments and Trainer."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hf_muon import diagnostics
+from hf_muon.build import build_optimizer, group_of, log_routes, muon_options, require_muon
+from hf_muon.config import MuonConfig, parse_optim_args
+from hf_muon.optimizer import Muon
+from hf_muon.routing import Route, route_parameters
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from transformers.trainer_optimizer import OptimizerContext
+
+NAME = "muon"
+MEMBER = "MUON"
+
+
+def patch_training_args(module: ModuleType) -> Callable[[], None] | str:
+    """Add the member `OptimizerNames.MUON`, and check muon's options when TrainingArguments are made."""
+    names = module.OptimizerNames
+    if NAME in names._value2member_map_:
+        diagnostics.logger().info("transformers has its own optim: muon; hf_muon steps aside")
+        return "stepped aside: transformers has its own optim: muon"
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = MEMBER, NAME
+    member.__objclass__ = names
+    member._sort_order_ = len(names._member_names_)
+    names._member_names_.append(MEMBER)
+    names._member_map_[MEMBER] = member
+    names._value2member_map_[NAME] = member
+    type.__setattr__(names, MEMBER, member)
+
+    arguments = module.TrainingArguments
+    post_init = arguments.__post_init__
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        if self.optim is member:
+            config_from_arguments(self)
+
+    arguments.__post_init__ = checked_post_init
+
+    def undo() -> None:
+        arguments.__post_init__ = post_init
+        type.__delattr__(names, MEMBER)
+        names._member_names_.remove(MEMBER)
+        del names._member_map_[MEMBER], names._value2member_map_[NAME]
+
+    return undo
+
+
+def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str:
+    """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for `optim: muon`."""
+    handlers = getattr(module, "_OPTIMIZER_HANDLERS", None)
+    if handlers is None:
+        return "failed: this transformers has no registry of optimizers; hf_muon needs transformers 5.2 or newer"
+    if NAME in handlers:
+        return "stepped aside: transformers has its own optim: muon"
+    handlers[NAME] = handle
+
+    def undo() -> None:
+        handlers.pop(NAME, None)
+
+    return undo
+
+
+def handle(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
+    """What transformers calls for `optim: muon`.
+
+    With a model, a factory that transformers calls as ``factory()(model, **kwargs)``; without one, a class for
+    ready-made param groups.
+    """
+    config = config_from_arguments(context.args, context.optim_args)
+    refuse_unsupported(context.args)
+    if context.model is None:
+        return MuonOfGroups, {"config": config}
+    return lambda: build_optimizer, {"config": config}
+
+
+def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str] | None = None) -> MuonConfig:
+    """The options of a run: TrainingArguments' own fields, replaced by what `optim_args` says.
+
+    Raises:
+        ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range.
+    """
+    config = MuonConfig(
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        adamw_betas=(args.adam_beta1, args.adam_beta2),
+        adamw_eps=args.adam_epsilon,
+        optim_target_modules=args.optim_target_modules or None,
+    )
+    return config.replace(parse_optim_args(args.optim_args) if optim_args is None else optim_args)
+
+
+def refuse_unsupported(args: TrainingArguments) -> None:
+    """Raise where this version would train something that is not Muon.
+
+    Raises:
+        RuntimeError: what was asked for, and what to do instead.
+    """
+    parallelism = getattr(args, "parallelism_config", None)
+    sharded = [
+        axis for axis in ("tp", "cp", "sp", "dp_shard") if getattr(parallelism, f"{axis}_size", 1) not in (None, 1)
+    ]
+    asked = None
+    if getattr(args, "deepspeed", None) or _truthy("ACCELERATE_USE_DEEPSPEED"):
+        asked = "DeepSpeed"
+    elif getattr(args, "fsdp", None) or _truthy("ACCELERATE_USE_FSDP"):
+        asked = "FSDP"
+    elif sharded:
+        asked = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sharded)})"
+    if asked:
+        raise RuntimeError(
+            f"optim: muon does not run under {asked} in this version of hf_muon: it cuts matrices into pieces. "
+            "Train on one process or with DDP, or choose another optimizer."
+        )
+
+
+def _truthy(variable: str) -> bool:
+    return os.environ.get(variable, "false").strip().lower() in ("1", "true", "yes", "on")
+
+
+class MuonOfGroups(Muon):
+    """`Muon` over ready-made param groups, as callers without a model give them (LLaMA-Factory's PPO and LoRA+).
+
+    Each group is split into its Muon and its AdamW part, with its own learning rate and decay. Groups do not say which
+    of their matrices are embeddings; the model that holds them does, and is found among the live modules.
+
+    Raises:
+        ValueError: no parameter reaches Muon.
+        RuntimeError: a parameter that no live module holds.
+    """
+
+    def __init__(self, params: Iterable[Any], config: MuonConfig, **options: Any) -> None:
+        config = config.replace(options)
+        groups: list[dict[str, Any]] = [g if isinstance(g, dict) else {"params": [g]} for g in params]
+        members = [[p[1] if isinstance(p, tuple) else p for p in group["params"]] for group in groups]
+        routes = _routes_of({p for group in members for p in group if p.requires_grad}, config)
+        require_muon(list(routes.values()), "the given param groups")
+        split = []
+        for group, parameters in zip(groups, members, strict=True):
+            mine = [routes[p] for p in parameters if p.requires_grad]
+            decay = group.get("weight_decay")
+            for use_muon in (True, False):
+                for decays in (True, False) if decay is None else (None,):
+                    part = [r for r in mine if r.use_muon is use_muon and decays in (None, r.decay)]
+                    if part:
+                        split.append(group_of(part, config, lr=group.get("lr"), weight_decay=decay))
+        super().__init__(split, **muon_options(config))
+        log_routes(routes.values())
+
+
+def _routes_of(parameters: set[Tensor], config: MuonConfig) -> dict[Tensor, Route]:
+    """Routes of parameters by the models that hold them."""
+    routes: dict[Tensor, Route] = {}
+    for model in _live_models():
+        if any(p in parameters and p not in routes for p in model.parameters()):
+            found = {route.parameter: route for route in route_parameters(model, config)}
+            routes.update({p: route for p, route in found.items() if p in parameters and p not in routes})
+    homeless = [tuple(p.shape) for p in parameters if p not in routes]
+    if homeless:
+        raise RuntimeError(
+            f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
+            "holds them. Use hf_muon.build_optimizer(model), which is given the model."
+        )
+    return routes
+
+
+def _live_models() -> list[nn.Module]:
+    """Modules that no other module holds, oldest first."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    held = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
+    return [module for module in modules if id(module) not in held and "_modules" in module.__dict__]

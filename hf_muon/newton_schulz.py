@@ -1,0 +1,134 @@
+"""Orthogonalization of whole matrices by Newton-Schulz iteration. No process groups here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_muon.coefficients import Triple, resolve
+
+NS_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@functools.lru_cache(maxsize=1)
+def _cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware; emulated bf16 is some hundred times slower than fp32."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        found = capabilities()
+        return any(found.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    return any(getattr(torch.cpu, probe, bool)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
+@functools.lru_cache(maxsize=64)
+def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = None) -> torch.dtype:
+    """The dtype Newton-Schulz runs in on a device.
+
+    ``auto`` is bf16 where the hardware multiplies it and fp32 where it does not.
+
+    Raises:
+        ValueError: an unknown ``ns_dtype``, or fp16 on a CPU.
+    """
+    if ns_dtype not in NS_DTYPES:
+        raise ValueError(f"ns_dtype={ns_dtype!r} is not valid. Valid: {', '.join(NS_DTYPES)}")
+    if ns_dtype == "fp16" and device_type == "cpu":
+        raise ValueError("ns_dtype=fp16 does not run on a CPU, where fp16 has no fast product. Use auto, bf16 or fp32")
+    chosen = NS_DTYPES[ns_dtype]
+    if chosen is not None:
+        return chosen
+    if device_type == "cpu":
+        has_bf16 = _cpu_has_bf16()
+    elif device_type == "cuda":
+        # Device index matters: one machine may hold cards of different generations.
+        has_bf16 = torch.version.hip is not None or torch.cuda.get_device_capability(device_index)[0] >= 8
+    elif device_type == "xpu":
+        has_bf16 = torch.xpu.is_bf16_supported()
+    else:
+        has_bf16 = False
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Each matrix of ``(B, m, n)`` divided by its Frobenius norm, in fp32 (fp64 for fp64); zero stays zero.
+
+    A power of two goes first. That step is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares in the
+    norm neither overflow nor vanish.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    limit = 126 if x.dtype == torch.float32 else 1022
+    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
+    x = torch.ldexp(x, -exponent.clamp(-limit, limit))
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x.div_(torch.where(norm > 0, norm, 1.0))
+
+
+def newton_schulz(matrices: Tensor, coefficients: Sequence[Triple], dtype: torch.dtype) -> Tensor:
+    """Newton-Schulz iteration on a batch.
+
+    Args:
+        matrices: ``(B, m, n)``, any floating dtype and scale; not written to.
+        coefficients: ``(a, b, c)`` of each step.
+        dtype: the dtype of the products.
+
+    Returns:
+        ``(B, m, n)`` in the dtype of ``matrices``, singular values in the band of the coefficients.
+    """
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices  # (B, s, l), s <= l: the Gram matrix is the small one
+    with torch.autocast(matrices.device.type, enabled=False):
+        x = _normalized(x.contiguous()).to(dtype)
+        for a, b, c in coefficients:
+            gram = x @ x.mT  # (B, s, s)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b*A + c*A^2
+            x = torch.baddbmm(x, polynomial, x, beta=a)  # a*X + (b*A + c*A^2) X
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+@torch.no_grad()
+def orthogonalize(
+    matrix: Tensor,
+    *,
+    ns_coefficients: str | Sequence[float] = "polar_express",
+    ns_steps: int = 5,
+    ns_dtype: str = "auto",
+) -> Tensor:
+    """The nearest semi-orthogonal matrix, up to the band of the preset: ``U S' V^T`` for ``U S V^T``, ``S'`` near one.
+
+    The direction depends on the direction of the input alone: ``2**k * G`` gives what ``G`` gives, at any scale that
+    the dtype can hold. Zero gives zero. The input is never written to.
+
+    Args:
+        matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
+        ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, or three numbers.
+        ns_steps: number of Newton-Schulz steps.
+        ns_dtype: ``auto`` (bf16 where the hardware has it, else fp32), ``bf16``, ``fp16`` or ``fp32``.
+
+    Returns:
+        A tensor of the shape and dtype of ``matrix``.
+
+    Raises:
+        ValueError: not a matrix or a batch of matrices, not floating point, or an option that is not valid.
+
+    Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; presets in :mod:`hf_muon.coefficients`.
+    """
+    if matrix.ndim not in (2, 3):
+        raise ValueError(f"orthogonalize expects (m, n) or (B, m, n), got a tensor of shape {tuple(matrix.shape)}")
+    if not matrix.is_floating_point():
+        raise ValueError(f"orthogonalize expects a floating point tensor, got {matrix.dtype}")
+    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
+        raise ValueError(f"ns_steps={ns_steps!r} is not valid: expected an integer of at least 1")
+    coefficients = resolve(ns_coefficients, ns_steps)
+    dtype = compute_dtype(ns_dtype, matrix.device.type, matrix.device.index)
+    if matrix.numel() == 0:
+        return torch.empty_like(matrix)
+    if matrix.ndim == 3:
+        return newton_schulz(matrix, coefficients, dtype)
+    return newton_schulz(matrix.unsqueeze(0), coefficients, dtype).squeeze(0)

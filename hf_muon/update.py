@@ -1,0 +1,110 @@
+"""The elementwise half of the rule, as pure functions: right on any piece of a matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+ADJUST_LR_FNS = ("match_rms_adamw", "original", "rms_to_rms")
+
+
+def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
+    """What the learning rate of a matrix is multiplied by; ``shape`` is the whole matrix's ``(..., out, in)``.
+
+    ``match_rms_adamw`` is Moonlight's (https://arxiv.org/abs/2502.16982), ``original`` Keller Jordan's
+    (https://kellerjordan.github.io/posts/muon/), ``rms_to_rms`` the spectral condition's
+    (https://arxiv.org/abs/2310.17813).
+    """
+    rows, columns = shape[-2:]
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    if adjust_lr_fn == "rms_to_rms":
+        return math.sqrt(rows / columns)
+    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)}")
+
+
+def momentum_dtype(param: Tensor) -> torch.dtype:
+    """fp32, also under half precision parameters, whose eight bits would swallow most of a step's gradient."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def muon_updates(
+    grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, momentum: float, nesterov: bool
+) -> list[Tensor]:
+    """Move the momentum buffers (exponential moving average) and return what is to be orthogonalized.
+
+    Without ``nesterov`` the updates are the buffers themselves: do not write into them.
+    """
+    grads = [grad.to(buffer.dtype) for grad, buffer in zip(grads, momentum_buffers, strict=True)]
+    buffers = list(momentum_buffers)
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    if not nesterov:
+        return buffers
+    return list(torch._foreach_lerp(grads, buffers, momentum))
+
+
+def apply_directions_(
+    params: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    scales: Sequence[float],
+) -> None:
+    """Decoupled weight decay, then ``param -= lr * scale * direction``. Half precision parameters are rounded once."""
+    full: list[int] = []
+    half: list[int] = []
+    for i, param in enumerate(params):
+        (half if param.dtype.itemsize < 4 else full).append(i)
+    if full:
+        whole = [params[i] for i in full]
+        moves = torch._foreach_mul([directions[i].to(params[i].dtype) for i in full], [-lr * scales[i] for i in full])
+        if weight_decay:
+            torch._foreach_mul_(whole, 1 - lr * weight_decay)
+        torch._foreach_add_(whole, moves)
+    for i in half:
+        exact = params[i].float().mul_(1 - lr * weight_decay)
+        params[i].copy_(exact.add_(directions[i], alpha=-lr * scales[i]))
+
+
+def adamw_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """torch's own functional AdamW: its fused kernel on accelerators, torch's own choice elsewhere."""
+    adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        foreach=None,
+        fused=True if uses_fused_adamw(params) else None,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
+def uses_fused_adamw(params: Sequence[Tensor]) -> bool:
+    """Whether torch's fused AdamW kernel serves these parameters; its step counters live on the device then."""
+    return all(param.device.type in ("cuda", "xpu") and param.is_floating_point() for param in params)
