@@ -199,9 +199,10 @@ class Muon(Optimizer):
         largest = [torch._foreach_norm(grads, float("inf")) for grads in by_device.values()]
         if all(bool(torch.stack([x.float() for x in norms]).isfinite().all()) for norms in largest):
             return []
-        return [
-            checkpoint.describe(group, i) for group, i in places if not bool(group["params"][i].grad.isfinite().all())
-        ]
+        bad = [(group, i) for group, i in places if not bool(group["params"][i].grad.isfinite().all())]
+        if len(bad) == len(places) > 1:
+            return [f"every parameter (clipping by a norm that is not finite spreads it), {len(places)} in all,"]
+        return [checkpoint.describe(group, i) for group, i in bad]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
-
-from hf_muon import diagnostics
-from hf_muon.build import build_optimizer, group_of, log_routes, muon_options, require_muon
-from hf_muon.config import MuonConfig, parse_optim_args
-from hf_muon.optimizer import Muon
-from hf_muon.routing import Route, route_parameters
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
     from transformers.trainer_optimizer import OptimizerContext
+
+    from hf_muon.config import MuonConfig
+
+# The rest of the package is imported where it is used: processes that never say `optim: muon` do not load it.
 
 NAME = "muon"
 MEMBER = "MUON"
@@ -29,6 +24,8 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str:
     """Add the member `OptimizerNames.MUON`, and check muon's options when TrainingArguments are made."""
     names = module.OptimizerNames
     if NAME in names._value2member_map_:
+        from hf_muon import diagnostics
+
         diagnostics.logger().info("transformers has its own optim: muon; hf_muon steps aside")
         return "stepped aside: transformers has its own optim: muon"
     member = str.__new__(names, NAME)
@@ -84,7 +81,12 @@ def handle(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
     config = config_from_arguments(context.args, context.optim_args)
     refuse_unsupported(context.args)
     if context.model is None:
+        from hf_muon.ready_groups import MuonOfGroups
+
         return MuonOfGroups, {"config": config}
+
+    from hf_muon.build import build_optimizer
+
     return lambda: build_optimizer, {"config": config}
 
 
@@ -94,6 +96,8 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
     Raises:
         ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range.
     """
+    from hf_muon.config import MuonConfig, parse_optim_args
+
     config = MuonConfig(
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
@@ -130,56 +134,3 @@ def refuse_unsupported(args: TrainingArguments) -> None:
 
 def _truthy(variable: str) -> bool:
     return os.environ.get(variable, "false").strip().lower() in ("1", "true", "yes", "on")
-
-
-class MuonOfGroups(Muon):
-    """`Muon` over ready-made param groups, as callers without a model give them (LLaMA-Factory's PPO and LoRA+).
-
-    Each group is split into its Muon and its AdamW part, with its own learning rate and decay. Groups do not say which
-    of their matrices are embeddings; the model that holds them does, and is found among the live modules.
-
-    Raises:
-        ValueError: no parameter reaches Muon.
-        RuntimeError: a parameter that no live module holds.
-    """
-
-    def __init__(self, params: Iterable[Any], config: MuonConfig, **options: Any) -> None:
-        config = config.replace(options)
-        groups: list[dict[str, Any]] = [g if isinstance(g, dict) else {"params": [g]} for g in params]
-        members = [[p[1] if isinstance(p, tuple) else p for p in group["params"]] for group in groups]
-        routes = _routes_of({p for group in members for p in group if p.requires_grad}, config)
-        require_muon(list(routes.values()), "the given param groups")
-        split = []
-        for group, parameters in zip(groups, members, strict=True):
-            mine = [routes[p] for p in parameters if p.requires_grad]
-            decay = group.get("weight_decay")
-            for use_muon in (True, False):
-                for decays in (True, False) if decay is None else (None,):
-                    part = [r for r in mine if r.use_muon is use_muon and decays in (None, r.decay)]
-                    if part:
-                        split.append(group_of(part, config, lr=group.get("lr"), weight_decay=decay))
-        super().__init__(split, **muon_options(config))
-        log_routes(routes.values())
-
-
-def _routes_of(parameters: set[Tensor], config: MuonConfig) -> dict[Tensor, Route]:
-    """Routes of parameters by the models that hold them."""
-    routes: dict[Tensor, Route] = {}
-    for model in _live_models():
-        if any(p in parameters and p not in routes for p in model.parameters()):
-            found = {route.parameter: route for route in route_parameters(model, config)}
-            routes.update({p: route for p, route in found.items() if p in parameters and p not in routes})
-    homeless = [tuple(p.shape) for p in parameters if p not in routes]
-    if homeless:
-        raise RuntimeError(
-            f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
-            "holds them. Use hf_muon.build_optimizer(model), which is given the model."
-        )
-    return routes
-
-
-def _live_models() -> list[nn.Module]:
-    """Modules that no other module holds, oldest first."""
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    held = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in held and "_modules" in module.__dict__]

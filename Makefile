@@ -1,0 +1,51 @@
+# Each target makes what it needs and can be run first.
+#   make demo   a real training run with optim: muon, beside AdamW
+#   make test   the tests, on the newest stack and on the one LLaMA-Factory allows
+#   make lint   ruff and mypy
+
+PYTHON ?= python3
+VENV := .venv
+LF := .venv-llamafactory
+PIP := -m pip install --quiet --disable-pip-version-check
+# LLaMA-Factory pins versions that have moved on since; these are known to work.
+LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
+PYTEST := -m pytest -p xdist -n 2 --dist worksteal
+
+.PHONY: install demo test lint clean
+
+install: $(VENV)/.made $(LF)/.made
+
+$(VENV)/.made: pyproject.toml constraints.txt
+	@echo "== making $(VENV): the newest supported stack (some minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) -c constraints.txt torch
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,trl]"
+	@touch $@
+
+$(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt
+	@echo "== making $(LF): LLaMA-Factory 0.9.5 and what it allows (some minutes)"
+	$(PYTHON) -m venv $(LF)
+	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt torch
+	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -r requirements-llamafactory.txt
+	$(LF)/bin/python $(PIP) --no-deps llamafactory==0.9.5
+	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -e ".[test]"
+	# LLaMA-Factory imports torchaudio, which text training never uses and which has no CPU build.
+	@touch "$$($(LF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
+	@touch $@
+
+demo: $(LF)/.made
+	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
+
+test: $(VENV)/.made $(LF)/.made
+	@echo "== the newest stack"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
+	@echo "== the stack of LLaMA-Factory 0.9.5"
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST)
+
+lint: $(VENV)/.made
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,498 @@
+"""`optim: muon` through Trainer, against the same training written by hand."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    HfArgumentParser,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
+
+import hf_muon
+from hf_muon import Muon, build_optimizer
+from hf_muon.ready_groups import MuonOfGroups
+from tests.reference import moved, relative_difference
+
+STEPS = 6
+BATCH = 4
+LR = 0.01
+
+
+class Tokens(Dataset):
+    """Sentences of an artificial language, so that there is something to learn."""
+
+    def __init__(self, count=256, length=16, vocabulary=48):
+        generator = torch.Generator().manual_seed(3)
+        start = torch.randint(0, vocabulary, (count, 1), generator=generator)
+        stride = torch.randint(1, 4, (count, 1), generator=generator)
+        self.rows = (start + stride * torch.arange(length)) % vocabulary
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
+
+
+def model(dtype=torch.float32, **options):
+    torch.manual_seed(11)
+    config = Qwen3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+        **options,
+    )
+    return Qwen3ForCausalLM(config).to(dtype)
+
+
+class Losses(TrainerCallback):
+    def __init__(self):
+        self.losses = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in (logs or {}):
+            self.losses.append(float(logs["loss"]))
+
+
+class InOrder(Trainer):
+    """Takes the rows as they come, so that a loop can take the same."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def arguments(path, **options):
+    defaults = {
+        "optim": "muon",
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": LR,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(path), **{**defaults, **options})
+
+
+def train(network, path, resume=None, data=None, **options):
+    callback = Losses()
+    trainer = InOrder(network, arguments(path, **options), train_dataset=data or Tokens(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, callback.losses
+
+
+def by_hand(network, *, accumulation=1, max_grad_norm=1.0, autocast=False, steps=STEPS, **options):
+    """The Trainer's loop without the Trainer."""
+    optimizer = build_optimizer(network, lr=LR, weight_decay=0.1, **options)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=steps)
+    rows = Tokens().rows
+    losses = []
+    network.train()
+    position = 0
+    for _ in range(steps):
+        micro = [rows[position + i * BATCH : position + (i + 1) * BATCH] for i in range(accumulation)]
+        position += accumulation * BATCH
+        predicted = sum(batch[:, 1:].numel() for batch in micro)
+        total = 0.0
+        for batch in micro:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = network(input_ids=batch, labels=batch, num_items_in_batch=torch.tensor(predicted)).loss
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(network.parameters(), max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return optimizer, losses
+
+
+def assert_same(start, ours, theirs, losses, expected_losses, tolerance=1e-6):
+    assert losses == pytest.approx(expected_losses, rel=1e-3 if tolerance > 1e-5 else 1e-4)
+    assert relative_difference(list(start.parameters()), list(theirs.parameters()), list(ours.parameters())) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("trainer_options", "loop_options"),
+    [
+        ({}, {}),
+        ({"max_grad_norm": 0.05}, {"max_grad_norm": 0.05}),
+        ({"gradient_accumulation_steps": 3}, {"accumulation": 3}),
+        ({"gradient_checkpointing": True}, {}),
+        ({"bf16": True}, {"autocast": True}),
+        (
+            {"optim_args": "momentum=0.9,ns_steps=6,adamw_lr=1e-3,adamw_patterns=down_proj,adjust_lr_fn=original"},
+            {
+                "momentum": 0.9,
+                "ns_steps": 6,
+                "adamw_lr": 1e-3,
+                "adamw_patterns": "down_proj",
+                "adjust_lr_fn": "original",
+            },
+        ),
+        ({"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-4}, {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-4}),
+        ({"optim_target_modules": ["mlp"]}, {"optim_target_modules": ["mlp"]}),
+    ],
+    ids=["plain", "clipping", "accumulation", "checkpointing", "bf16", "optim_args", "adam fields", "target modules"],
+)
+def test_trainer_equals_a_loop_by_hand(tmp_path, trainer_options, loop_options):
+    start, ours, theirs = model(), model(), model()
+    trainer, losses = train(ours, tmp_path, **trainer_options)
+    assert type(trainer.optimizer.optimizer) is Muon
+    optimizer, expected = by_hand(theirs, **loop_options)
+    assert_same(start, ours, theirs, losses, expected)
+    for a, b in zip(trainer.optimizer.param_groups, optimizer.param_groups, strict=True):
+        assert a["param_names"] == b["param_names"]
+        assert a["use_muon"] == b["use_muon"]
+        assert a["weight_decay"] == b["weight_decay"]
+
+
+def test_clipping_is_of_the_gradient_not_of_the_direction(tmp_path):
+    """Orthogonalization ignores the scale of its input, so that clipping one step's gradients changes no direction."""
+    start, clipped, free = model(), model(), model()
+    options = {"max_steps": 1, "warmup_steps": 0}
+    trainer, _ = train(clipped, tmp_path, max_grad_norm=1e-3, **options)
+    train(free, tmp_path, max_grad_norm=1e6, **options)
+    routed = set(trainer.optimizer.param_groups[0]["param_names"])
+    matrices = [[p for n, p in network.named_parameters() if n in routed] for network in (start, free, clipped)]
+    assert relative_difference(*matrices) < 1e-4
+
+
+@pytest.mark.slow
+def test_torch_compile(tmp_path):
+    start, ours, theirs = model(), model(), model()
+    trainer, losses = train(ours, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    _, expected = by_hand(theirs)
+    assert_same(start, ours, theirs, losses, expected, tolerance=1e-4)
+    names = [name for group in trainer.optimizer.param_groups for name in group["param_names"]]
+    assert not any("_orig_mod" in name for name in names)
+
+
+def lora(**options):
+    import peft
+
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights="gaussian", **options)
+    return peft.get_peft_model(model(), config)
+
+
+def test_lora(tmp_path):
+    start, ours, theirs = lora(), lora(), lora()
+    trainer, losses = train(ours, tmp_path, optim_args="lora=muon")
+    _, expected = by_hand(theirs, lora="muon")
+    assert_same(start, ours, theirs, losses, expected)
+    muon = trainer.optimizer.param_groups[0]
+    assert muon["use_muon"]
+    assert len(muon["params"]) == 8
+    assert all("lora_" in name for name in muon["param_names"])
+
+
+def test_lora_without_opting_in_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="Only LoRA factors are trained: set lora=muon"):
+        train(lora(), tmp_path)
+
+
+def test_frozen_layers(tmp_path):
+    ours, theirs = model(), model()
+    for network in (ours, theirs):
+        network.model.layers[0].requires_grad_(False)
+    start = copy.deepcopy(ours)
+    _, losses = train(ours, tmp_path)
+    _, expected = by_hand(theirs)
+    assert_same(start, ours, theirs, losses, expected)
+    assert moved(list(start.model.layers[0].parameters()), list(ours.model.layers[0].parameters())) == 0
+
+
+class TestResume:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_is_bit_exact(self, tmp_path, dtype):
+        straight, first, second = model(dtype), model(dtype), model(dtype)
+        options = {"save_strategy": "steps", "save_steps": 3}
+        _, losses = train(straight, tmp_path / "straight")
+        train(first, tmp_path / "run", **options)
+        trainer, resumed = train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
+        assert resumed[-3:] == losses[3:]
+        for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
+            assert torch.equal(a, b), name
+        for group in trainer.optimizer.param_groups:
+            if group["use_muon"]:
+                assert all(
+                    trainer.optimizer.state[p]["momentum_buffer"].dtype == torch.float32 for p in group["params"]
+                )
+
+    def test_lora_is_bit_exact(self, tmp_path):
+        straight, first, second = lora(), lora(), lora()
+        options = {"save_strategy": "steps", "save_steps": 3, "optim_args": "lora=muon"}
+        train(straight, tmp_path / "straight", optim_args="lora=muon")
+        train(first, tmp_path / "run", **options)
+        train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
+        for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+    def test_shows_when_the_momentum_is_lost(self, tmp_path):
+        """The comparison above fails without the moments."""
+        straight, first, second = model(), model(), model()
+        train(straight, tmp_path / "straight")
+        train(first, tmp_path / "run", save_strategy="steps", save_steps=3)
+        checkpoint = tmp_path / "run" / "checkpoint-3"
+        saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        for state in saved["state"].values():
+            for value in state.values():
+                value.zero_()
+        torch.save(saved, checkpoint / "optimizer.pt")
+        train(second, tmp_path / "run", resume=str(checkpoint))
+        start = model()
+        params = [list(network.parameters()) for network in (start, straight, second)]
+        assert relative_difference(*params) > 1e-2
+
+    def test_checkpoint_of_another_optimizer(self, tmp_path):
+        train(model(), tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=3)
+        with pytest.raises(ValueError, match="written by another optimizer"):
+            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
+
+    def test_checkpoint_of_another_routing(self, tmp_path):
+        train(model(), tmp_path, save_strategy="steps", save_steps=3)
+        with pytest.raises(
+            ValueError, match=r"the routing changed for model.layers.0.mlp.down_proj.weight \(Muon there"
+        ):
+            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"), optim_args="adamw_patterns=down_proj")
+
+    def test_truncated_checkpoint(self, tmp_path):
+        train(model(), tmp_path, save_strategy="steps", save_steps=3)
+        file = tmp_path / "checkpoint-3" / "optimizer.pt"
+        file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(RuntimeError):
+            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("optim_args", "message"),
+        [
+            ("moment=0.9", r"'moment' is not an option of muon. Did you mean 'momentum'\? Valid: lr, weight_decay"),
+            ("momentum", "not of the form name=value"),
+            ("ns_steps=many", "ns_steps=many cannot be read. Valid: an integer from 1 to 99"),
+            ("momentum=1", "momentum=1.0 is not valid. Valid: a number from 0 to below 1"),
+        ],
+    )
+    def test_mistakes_are_found_with_the_arguments_before_any_model(self, tmp_path, optim_args, message):
+        with pytest.raises(ValueError, match=message):
+            arguments(tmp_path, optim_args=optim_args)
+
+    def test_pattern_that_matches_nothing(self, tmp_path):
+        with pytest.raises(ValueError, match="adamw_patterns: 'router' matches no parameter"):
+            train(model(), tmp_path, optim_args="adamw_patterns=router")
+
+    def test_model_without_matrices(self, tmp_path):
+        class Bag(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(48, 8)
+
+            def forward(self, input_ids, labels):
+                return {"loss": self.table(input_ids).square().mean()}
+
+        with pytest.raises(ValueError, match="No parameter of Bag reaches Muon: 1 x embedding"):
+            train(Bag(), tmp_path)
+
+    def test_optim_args_win_over_the_general_fields(self, tmp_path):
+        trainer, _ = train(model(), tmp_path, optim_args="weight_decay=0.3,adamw_betas=0.5|0.6", max_steps=1)
+        assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.3
+        assert trainer.optimizer.param_groups[0]["adamw_betas"] == (0.5, 0.6)
+
+    def test_schedulers_move_both_halves(self, tmp_path):
+        options = {"optim_args": "muon_lr=0.04,adamw_lr=0.001", "lr_scheduler_type": "linear", "warmup_steps": 0}
+        trainer, _ = train(model(), tmp_path, max_steps=4, **options)
+        rates = [group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups]
+        assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [0.04, 0.001, 0.001]
+        assert rates == [0.0, 0.0, 0.0]
+
+    @pytest.mark.parametrize("name", ["cosine_with_min_lr", "reduce_lr_on_plateau", "constant_with_warmup"])
+    def test_other_schedulers(self, tmp_path, name):
+        kwargs = {"cosine_with_min_lr": {"min_lr": 1e-4}}.get(name, {})
+        options = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "max_steps": 2}
+        if name == "reduce_lr_on_plateau":
+            options |= {"warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 1}
+            trainer = InOrder(model(), arguments(tmp_path, **options), train_dataset=Tokens(), eval_dataset=Tokens(8))
+            trainer.train()
+        else:
+            train(model(), tmp_path, **options)
+
+    def test_from_a_yaml_file(self, tmp_path):
+        (tmp_path / "x.yaml").write_text(
+            f"output_dir: {tmp_path}\noptim: muon\noptim_args: momentum=0.9\nlearning_rate: 0.01\nuse_cpu: true\n"
+        )
+        (args,) = HfArgumentParser(TrainingArguments).parse_yaml_file(str(tmp_path / "x.yaml"))
+        assert args.optim == "muon"
+        assert args.to_dict()["optim"] == "muon"
+
+    def test_set_optimizer(self, tmp_path):
+        args = TrainingArguments(str(tmp_path), use_cpu=True).set_optimizer("muon", args="momentum=0.9")
+        assert Trainer(model(), args).create_optimizer().param_groups[0]["momentum"] == 0.9
+
+
+class TestNonFinite:
+    def test_step_is_refused_by_name(self, tmp_path):
+        network = model()
+
+        def poison(grad):
+            return torch.full_like(grad, float("nan"))
+
+        network.model.layers[1].mlp.up_proj.weight.register_hook(poison)
+        before = copy.deepcopy(network)
+        # Trainer clips by the total norm, which makes every gradient NaN.
+        with pytest.raises(RuntimeError, match=r"refuses this step.*\n.*every parameter .* 25 in all"):
+            train(network, tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before.parameters(), strict=True))
+
+
+class TestReadyMadeGroups:
+    """`cls(param_groups, **kwargs)`, the way LLaMA-Factory's PPO and LoRA+ call what transformers gives them."""
+
+    def build(self, tmp_path, groups, **options):
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, **options))
+        assert issubclass(cls, torch.optim.Optimizer)
+        return cls(groups, **kwargs)
+
+    def test_decay_and_no_decay_groups(self, tmp_path):
+        network = model()
+        decaying = Trainer.get_decay_parameter_names(None, network)
+        groups = [
+            {"params": [p for n, p in network.named_parameters() if n not in decaying], "weight_decay": 0.0},
+            {"params": [p for n, p in network.named_parameters() if n in decaying], "weight_decay": 0.1},
+        ]
+        optimizer = self.build(tmp_path, groups)
+        assert isinstance(optimizer, MuonOfGroups)
+        expected = build_optimizer(network, lr=LR, weight_decay=0.1)
+        found = {
+            name: (g["use_muon"], g["lr"], g["weight_decay"])
+            for g in optimizer.param_groups
+            for name in g["param_names"]
+        }
+        assert found == {
+            name: (g["use_muon"], g["lr"], g["weight_decay"])
+            for g in expected.param_groups
+            for name in g["param_names"]
+        }
+
+    def test_groups_without_decay_follow_the_rule(self, tmp_path):
+        network = model()
+        optimizer = self.build(tmp_path, list(network.parameters()))
+        decays = {n: g["weight_decay"] for g in optimizer.param_groups for n in g["param_names"]}
+        assert decays["model.norm.weight"] == 0.0
+        assert decays["model.embed_tokens.weight"] == decays["model.layers.0.mlp.up_proj.weight"] == 0.1
+
+    def test_own_rates_are_kept_in_proportion(self, tmp_path):
+        network = lora()
+        parts = {x: [p for n, p in network.named_parameters() if f"lora_{x}" in n] for x in "AB"}
+        groups = [{"params": parts["A"], "lr": LR}, {"params": parts["B"], "lr": 16 * LR}, {"params": []}]
+        optimizer = self.build(tmp_path, groups, optim_args=f"lora=muon,muon_lr={LR / 2}")
+        assert [(g["use_muon"], g["lr"]) for g in optimizer.param_groups] == [(True, LR / 2), (True, 8 * LR)]
+
+    def test_steps_as_the_built_one(self, tmp_path):
+        one, other = model(), model()
+        optimizers = [self.build(tmp_path, list(one.parameters())), build_optimizer(other, lr=LR, weight_decay=0.1)]
+        batch = Tokens().rows[:4]
+        for network, optimizer in zip((one, other), optimizers, strict=True):
+            for _ in range(3):
+                network(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+    def test_parameters_of_no_model(self, tmp_path):
+        with pytest.raises(RuntimeError, match=r"shapes \[\(4, 4\)\].*no live model holds them. Use hf_muon.build"):
+            self.build(tmp_path, [nn.Parameter(torch.randn(4, 4))])
+
+    def test_through_the_trainer(self, tmp_path):
+        """`optimizer_cls_and_kwargs` hands the Trainer's own groups to the class."""
+        start, ours, theirs = model(), model(), model()
+        args = arguments(tmp_path)
+        pair = Trainer.get_optimizer_cls_and_kwargs(args)
+        InOrder(ours, args, train_dataset=Tokens(), optimizer_cls_and_kwargs=pair).train()
+        by_hand(theirs)
+        assert relative_difference(list(start.parameters()), list(theirs.parameters()), list(ours.parameters())) < 1e-6
+
+
+class TestRefusedLayouts:
+    def test_fsdp(self, tmp_path, monkeypatch):
+        args = arguments(tmp_path)
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(RuntimeError, match="does not run under FSDP in this version"):
+            Trainer.get_optimizer_cls_and_kwargs(args)
+
+    def test_deepspeed(self, tmp_path, monkeypatch):
+        args = arguments(tmp_path)
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        with pytest.raises(RuntimeError, match="does not run under DeepSpeed in this version"):
+            Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+    def test_fields_of_the_arguments(self, tmp_path):
+        args = arguments(tmp_path)
+        args.deepspeed = {"zero_optimization": {"stage": 2}}
+        with pytest.raises(RuntimeError, match="Train on one process or with DDP"):
+            Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+
+PROCESS = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from tests.integrations.plain_script import main
+main({optim!r}, sys.argv[1])
+assert ("hf_muon.optimizer" in sys.modules) == ({optim!r} == "muon")
+"""
+
+
+def run_script(optim, path, **environment):
+    root = str(Path(hf_muon.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS.format(root=root, optim=optim), str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.slow
+class TestProcesses:
+    def test_script_without_our_import(self, tmp_path):
+        """A script that never heard of hf_muon, against the loop."""
+        weights = run_script("muon", tmp_path / "weights.pt")
+        start, theirs = model(), model()
+        by_hand(theirs)
+        names = [name for name, _ in theirs.named_parameters()]
+        ours = [weights[name] for name in names]
+        assert relative_difference(list(start.parameters()), list(theirs.parameters()), ours) < 1e-6
+
+    def test_adamw_runs_are_untouched(self, tmp_path):
+        on = run_script("adamw_torch", tmp_path / "on.pt")
+        off = run_script("adamw_torch", tmp_path / "off.pt", HF_MUON_AUTOLOAD="0")
+        assert on.keys() == off.keys()
+        assert all(torch.equal(on[name], off[name]) for name in on)

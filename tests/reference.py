@@ -1,0 +1,71 @@
+"""What the package is compared with: the same mathematics, written as slowly and plainly as possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def polar_factor(matrix: Tensor) -> Tensor:
+    """``U V^T`` in float64, over the singular directions that are not numerically zero."""
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    kept = (s > s.amax(-1, keepdim=True) * 1e-10).double()
+    return (u * kept.unsqueeze(-2)) @ vh
+
+
+def newton_schulz_on_singular_values(matrix: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:
+    """The result of Newton-Schulz by an SVD in float64: the polynomials applied to the singular values."""
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    norm = s.norm(dim=-1, keepdim=True)
+    s = torch.where(norm > 0, s / norm, s)
+    for a, b, c in steps:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s.unsqueeze(-2)) @ vh
+
+
+class ReferenceMuon:
+    """Muon one matrix at a time, in float64, by SVD. Weights come back in `params`."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+        steps: Sequence[tuple[float, float, float]],
+        adjust_lr_fn: str,
+    ) -> None:
+        self.params = [p.detach().double().clone() for p in params]
+        self.buffers = [torch.zeros_like(p) for p in self.params]
+        self.lr, self.weight_decay, self.momentum, self.nesterov = lr, weight_decay, momentum, nesterov
+        self.steps, self.adjust_lr_fn = steps, adjust_lr_fn
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        for p, buffer, grad in zip(self.params, self.buffers, grads, strict=True):
+            g = grad.double()
+            buffer.copy_(self.momentum * buffer + (1 - self.momentum) * g)
+            update = self.momentum * buffer + (1 - self.momentum) * g if self.nesterov else buffer
+            rows, columns = p.shape[-2:]
+            scale = {
+                "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+                "original": math.sqrt(max(1, rows / columns)),
+                "rms_to_rms": math.sqrt(rows / columns),
+            }[self.adjust_lr_fn]
+            direction = newton_schulz_on_singular_values(update, self.steps)
+            p.copy_(p - self.lr * self.weight_decay * p - self.lr * scale * direction)
+
+
+def moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """The distance between two sets of weights."""
+    pairs = zip(before, after, strict=True)
+    return math.sqrt(sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in pairs))
+
+
+def relative_difference(start: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The distance between two results, relative to the distance that one of them moved."""
+    return moved(one, other) / moved(start, other)

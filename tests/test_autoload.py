@@ -1,0 +1,170 @@
+"""The hooks, each case in a process of its own: they change what is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+STATE = """
+import json, sys
+print("\\n" + json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("transformers", "hf_muon"))))
+"""
+
+
+def run(code, check=True, **environment):
+    env = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+ARGUMENTS = "TrainingArguments('/tmp/unused', optim='muon', use_cpu=True, report_to='none')"
+# Different ways into transformers: what was imported first decides how the patch gets in.
+ORDERS = {
+    "transformers first": "from transformers import TrainingArguments",
+    "torch first": "import torch; from transformers import TrainingArguments",
+    "module itself": "from transformers.training_args import TrainingArguments",
+    "trainer first": "from transformers import Trainer, TrainingArguments",
+    "hf_muon first": "import hf_muon; from transformers import TrainingArguments",
+    "hf_muon last": "from transformers import TrainingArguments; import hf_muon",
+    "namespace": "import transformers; TrainingArguments = transformers.TrainingArguments",
+    "star": "from transformers.training_args import *; from transformers import TrainingArguments",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_the_name_is_accepted_whatever_was_imported_first(order):
+    code = f"{order}\nargs = {ARGUMENTS}\nfrom transformers import Trainer\n"
+    code += "cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)\nprint(args.optim.value, cls.__name__)"
+    assert run(code).stdout.split() == ["muon", "MuonOfGroups"]
+
+
+def test_importing_torch_imports_neither_transformers_nor_our_optimizer():
+    found = json.loads(run("import torch" + STATE).stdout.strip())
+    assert found == ["hf_muon", "hf_muon._autoload"]
+
+
+def test_switched_off():
+    code = "import torch" + STATE
+    assert json.loads(run(code, HF_MUON_AUTOLOAD="0").stdout.strip()) == []
+    refused = run(f"{ORDERS['torch first']}\n{ARGUMENTS}", check=False, HF_MUON_AUTOLOAD="0")
+    assert "muon is not a valid OptimizerNames" in refused.stderr
+
+
+@pytest.mark.parametrize("variable", ["HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_import_registers_where_the_entry_point_is_off(variable):
+    run(f"import hf_muon; {ORDERS['torch first']}\n{ARGUMENTS}", **{variable: "0"})
+
+
+def test_uninstall_and_install_again():
+    code = f"""
+import hf_muon
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+import transformers.trainer_optimizer as registry
+before = TrainingArguments.__post_init__
+members = list(OptimizerNames)
+{ARGUMENTS}
+hf_muon.uninstall()
+assert "muon" not in [m.value for m in OptimizerNames] and "muon" not in registry._OPTIMIZER_HANDLERS
+assert not hasattr(OptimizerNames, "MUON") and len(list(OptimizerNames)) == len(members) - 1
+assert TrainingArguments.__post_init__ is not before
+try:
+    {ARGUMENTS}
+except ValueError as error:
+    assert "muon is not a valid OptimizerNames" in str(error)
+else:
+    raise SystemExit("accepted after uninstall")
+hf_muon.uninstall()
+hf_muon.install(); hf_muon.install()
+{ARGUMENTS}
+assert [m.value for m in OptimizerNames].count("muon") == 1
+"""
+    run(code)
+
+
+def test_uninstall_before_anything_is_imported():
+    code = f"import torch, hf_muon; hf_muon.uninstall()\nfrom transformers import TrainingArguments\n{ARGUMENTS}"
+    assert "muon is not a valid OptimizerNames" in run(code, check=False).stderr
+
+
+def test_uninstall_while_transformers_waits():
+    """transformers.training_args imports torch in its middle, so that its patch waits for the first attribute."""
+    code = f"import transformers.training_args as m\nimport hf_muon; hf_muon.uninstall()\n{ORDERS['torch first']}\n"
+    assert "muon is not a valid OptimizerNames" in run(code + ARGUMENTS, check=False).stderr
+
+
+def test_the_member_behaves_as_the_others():
+    code = """
+import copy, pickle
+from transformers.training_args import OptimizerNames
+m = OptimizerNames("muon")
+assert m is OptimizerNames.MUON is OptimizerNames["MUON"] and m == "muon" and m.value == "muon" and m.name == "MUON"
+assert isinstance(m, OptimizerNames) and m in list(OptimizerNames) and hash(m) == hash("muon")
+assert pickle.loads(pickle.dumps(m)) is m and copy.deepcopy(m) is m and len(OptimizerNames) == len(list(OptimizerNames))
+assert repr(m) == "<OptimizerNames.MUON: 'muon'>", repr(m)
+"""
+    run(code)
+
+
+def test_command_line_accepts_the_name():
+    code = """
+import sys
+from transformers import HfArgumentParser, TrainingArguments
+options = {"output_dir": "/tmp/unused", "optim": "muon", "optim_args": "momentum=0.9", "use_cpu": "true"}
+sys.argv = ["train.py", *(part for key, value in options.items() for part in (f"--{key}", value))]
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+assert args.optim == "muon" and type(args.optim).__name__ == "OptimizerNames"
+"""
+    run(code)
+
+
+def test_steps_aside_for_a_transformers_with_its_own_muon():
+    code = """
+import hf_muon; hf_muon.uninstall()
+from transformers.training_args import OptimizerNames, TrainingArguments
+import transformers.trainer_optimizer as registry
+from hf_muon.integrations.transformers import patch_training_args
+import transformers.training_args as module
+theirs = patch_training_args(module)   # stands for the member that transformers would have
+registry._OPTIMIZER_HANDLERS["muon"] = "theirs"
+hf_muon.install()
+from hf_muon import _autoload
+assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs"
+assert _autoload.status()["transformers.training_args"].startswith("stepped aside"), _autoload.status()
+assert _autoload.status()["transformers.trainer_optimizer"].startswith("stepped aside")
+hf_muon.uninstall()
+assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs" and OptimizerNames("muon")
+"""
+    assert run(code).stderr.count("hf_muon steps aside") == 1
+
+
+def test_a_failing_patch_breaks_no_import():
+    code = """
+import hf_muon
+from hf_muon import _autoload
+_autoload.HOOKS["transformers.training_args"] = "hf_muon.nowhere:patch"
+from transformers import TrainingArguments
+TrainingArguments("/tmp/unused", use_cpu=True, report_to="none")
+assert "failed: ModuleNotFoundError" in _autoload.status()["transformers.training_args"]
+"""
+    assert "optim: muon is not available" in run(code).stderr
+
+
+def test_a_broken_package_does_not_break_import_torch(tmp_path):
+    broken = tmp_path / "hf_muon"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise RuntimeError('broken')")
+    done = run("import torch; print(torch.ones(1).item())", PYTHONPATH=str(tmp_path))
+    assert done.stdout.strip() == "1.0"
+    assert "broken" not in done.stderr
+
+
+def test_source_of_patched_modules_is_found():
+    code = "import inspect, transformers.training_args as m; assert 'class OptimizerNames' in inspect.getsource(m)"
+    run("import torch\n" + code)

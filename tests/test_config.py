@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_muon import MuonConfig
+from hf_muon.config import OPTIONS, parse_optim_args
+
+
+def test_defaults():
+    config = MuonConfig()
+    assert (config.lr, config.weight_decay, config.momentum, config.nesterov) == (1e-3, 0.0, 0.95, True)
+    assert (config.ns_coefficients, config.ns_steps, config.adjust_lr_fn) == ("polar_express", 5, "match_rms_adamw")
+    assert config.lora == "adamw"
+
+
+def test_every_option_can_be_said_everywhere():
+    assert set(MuonConfig.names()) == set(OPTIONS)
+
+
+def test_optim_args_are_typed():
+    text = "momentum=0.9, ns_steps=6,adamw_lr=1e-5,adamw_patterns=router|gate,nesterov=false,adamw_betas=0.9|0.95"
+    config = MuonConfig.from_mapping(parse_optim_args(text))
+    assert config == MuonConfig(
+        momentum=0.9, ns_steps=6, adamw_lr=1e-5, adamw_patterns="router|gate", nesterov=False, adamw_betas=(0.9, 0.95)
+    )
+    assert isinstance(config.ns_steps, int)
+
+
+def test_yaml_numbers_that_pyyaml_reads_as_text():
+    mapping = yaml.safe_load("lr: 1e-5\nweight_decay: 0.1\nns_coefficients: [3.4445, -4.775, 2.0315]\nnesterov: true")
+    assert mapping["lr"] == "1e-5"
+    config = MuonConfig.from_mapping(mapping)
+    assert config.lr == 1e-5
+    assert config.ns_coefficients == (3.4445, -4.775, 2.0315)
+
+
+def test_three_coefficients_as_text():
+    assert MuonConfig.from_mapping({"ns_coefficients": "1.5|-0.5|0"}).ns_coefficients == (1.5, -0.5, 0.0)
+
+
+def test_empty_optim_args():
+    assert parse_optim_args(None) == parse_optim_args("") == {}
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MuonConfig().lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "moment=0.9",
+            r"'moment' is not an option of muon. Did you mean 'momentum'\? Valid: lr, weight_decay, muon_lr",
+        ),
+        ("momentum", r"'momentum' is not of the form name=value.*Valid names: lr"),
+        ("momentum=", "not of the form name=value"),
+        ("=3", "not of the form name=value"),
+        ("momentum=0.9,", "'' is not of the form name=value"),
+        ("adamw_patterns=a=b", "cannot hold a comma or an equals sign"),
+        ("momentum=0.9,momentum=0.8", "momentum is given twice, '0.9' and '0.8'"),
+        ("momentum=high", "momentum=high cannot be read. Valid: a number from 0 to below 1"),
+        ("ns_steps=5.5", "ns_steps=5.5 cannot be read. Valid: an integer from 1 to 99"),
+        ("nesterov=maybe", "nesterov=maybe cannot be read. Valid: true or false"),
+        ("adamw_betas=0.9", "adamw_betas=.* is not valid. Valid: two numbers from 0 to below 1, written 0.9|0.95"),
+        ("momentum=1.5", "momentum=1.5 is not valid"),
+        ("ns_steps=0", "ns_steps=0 is not valid"),
+        ("lr=-1", "lr=-1.0 is not valid. Valid: a number of at least 0"),
+        ("lr=inf", "lr=inf is not valid"),
+        ("adamw_lr=nan", "adamw_lr=nan is not valid"),
+        ("ns_coefficients=quintic", "Valid: polar_express, original, you_jiacheng, cans, or three numbers"),
+        ("ns_coefficients=cans,ns_steps=3", "exactly 5 steps"),
+        ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto or bf16 or fp16 or fp32"),
+        ("adjust_lr_fn=none", "Valid: match_rms_adamw or original or rms_to_rms"),
+        ("lora=yes", "lora='yes' is not valid. Valid: adamw or muon"),
+    ],
+)
+def test_bad_optim_args(text, message):
+    with pytest.raises(ValueError, match=message):
+        MuonConfig.from_mapping(parse_optim_args(text))
+
+
+@pytest.mark.parametrize("name", [n for n in MuonConfig.names() if n != "lora"])
+@pytest.mark.parametrize("value", [object(), {"a": 1}, [], True])
+def test_values_of_the_wrong_type_are_refused(name, value):
+    if value is True and name == "nesterov":
+        return
+    with pytest.raises(ValueError, match=f"{name}=.* is not valid"):
+        MuonConfig(**{name: value})
+
+
+@given(
+    momentum=st.floats(0, 0.999),
+    ns_steps=st.integers(1, 99),
+    lr=st.floats(0, 10),
+    nesterov=st.booleans(),
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+)
+def test_property_text_round_trip(momentum, ns_steps, lr, nesterov, betas):
+    text = (
+        f"momentum={momentum!r},ns_steps={ns_steps},muon_lr={lr!r},nesterov={str(nesterov).lower()},"
+        f"adamw_betas={betas[0]!r}|{betas[1]!r}"
+    )
+    config = MuonConfig.from_mapping(parse_optim_args(text))
+    expected = MuonConfig(momentum=momentum, ns_steps=ns_steps, muon_lr=lr, nesterov=nesterov, adamw_betas=betas)
+    assert config == expected
+
+
+@given(st.text(max_size=40))
+def test_property_any_text_parses_or_is_a_value_error(text):
+    with contextlib.suppress(ValueError):
+        MuonConfig.from_mapping(parse_optim_args(text))

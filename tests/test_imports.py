@@ -1,0 +1,92 @@
+"""What may import what, read from the import lines and seen in fresh processes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_muon
+
+ROOT = Path(hf_muon.__file__).parent
+
+# Lowest first; a module imports only from lines above its own.
+ORDER = [
+    ["_autoload"],
+    ["coefficients"],
+    ["update", "diagnostics"],
+    ["newton_schulz", "checkpoint", "distributed.base"],
+    ["config", "distributed.local"],
+    ["distributed", "routing"],
+    ["optimizer"],
+    ["build"],
+    ["ready_groups"],
+    ["integrations", "integrations.transformers"],
+    ["integrations.llamafactory", "cli"],
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
+ALSO = {"cli": {"typer", "rich"}, "integrations.transformers": {"transformers"}}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        if name:
+            yield name, path
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "hf_muon":
+                yield from (f"hf_muon.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_go_downward(name, path):
+    for imported in imports(path):
+        if imported.startswith("hf_muon."):
+            target = imported.removeprefix("hf_muon.")
+            assert LEVEL[target] < LEVEL[name], f"{name} imports {target}"
+        else:
+            top = imported.split(".")[0]
+            assert top in OUTSIDE | ALSO.get(name, set()), f"{name} imports {imported}"
+
+
+def loaded_after(code):
+    script = f"{code}\nimport sys; print(' '.join(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "deepspeed", "llamafactory", "accelerate", "peft", "typer", "rich"}
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    assert not loaded_after("import hf_muon") & HEAVY
+
+
+def test_using_the_optimizer_imports_torch_only():
+    found = loaded_after("from hf_muon import Muon, build_optimizer, orthogonalize, MuonConfig, route_parameters")
+    assert found & HEAVY == {"torch"}
+
+
+def test_this_test_can_fail():
+    assert "yaml" in loaded_after("import hf_muon, yaml")
+
+
+def test_public_names():
+    for name in hf_muon.__all__:
+        assert getattr(hf_muon, name) is not None
+    assert set(hf_muon.__all__) <= set(dir(hf_muon))
+    with pytest.raises(AttributeError, match="has no attribute 'Moon'"):
+        _ = hf_muon.Moon

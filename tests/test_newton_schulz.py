@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_muon import orthogonalize
+from hf_muon.coefficients import PRESETS, resolve
+from hf_muon.newton_schulz import compute_dtype
+from tests.reference import newton_schulz_on_singular_values, polar_factor
+
+SHAPES = [(64, 64), (96, 32), (32, 96), (16, 800), (800, 16), (61, 127), (127, 61), (2, 2), (3, 48, 20), (5, 17, 31)]
+# Rounding moves the band's ends: bf16 has eight bits, and each step rounds three products.
+SLACK = {"fp32": 2e-3, "bf16": 6e-2}
+
+
+def spectrum(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.svdvals(matrix.double())
+
+
+def with_spectrum(m: int, n: int, values: torch.Tensor) -> torch.Tensor:
+    """A matrix with these singular values."""
+    rank = min(m, n)
+    u = torch.linalg.qr(torch.randn(m, rank, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(n, rank, dtype=torch.float64)).Q
+    return (u * values) @ v.T
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_equals_the_polynomials_on_the_singular_values(shape, preset):
+    matrix = torch.randn(shape)
+    expected = newton_schulz_on_singular_values(matrix, resolve(preset, 5))
+    result = orthogonalize(matrix, ns_coefficients=preset, ns_dtype="fp32")
+    assert (result - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("m", "n"), [(64, 64), (40, 160), (160, 40), (61, 127)])
+def test_singular_values_stay_in_the_band_of_the_preset(preset, ns_dtype, m, n):
+    values = torch.logspace(-3, 0, min(m, n), dtype=torch.float64)
+    matrix = with_spectrum(m, n, values / values.norm())
+    # The band is stated for inputs of 1e-3 to 1; the Frobenius norm takes the smallest below that.
+    inside = values / values.norm() >= 1e-3
+    result = spectrum(orthogonalize(matrix.float(), ns_coefficients=preset, ns_dtype=ns_dtype)).flip(0)
+    low, high = PRESETS[preset].band
+    expected = spectrum(newton_schulz_on_singular_values(matrix, resolve(preset, 5)))
+    assert expected.max() <= high
+    assert result.max() <= high + SLACK[ns_dtype]
+    # How far each input direction is stretched: the component of the result along the polar factor.
+    stretched = polar_factor(matrix).T @ orthogonalize(matrix.float(), ns_coefficients=preset, ns_dtype="fp32").double()
+    kept = torch.linalg.eigvalsh((stretched + stretched.T) / 2).flip(0)[: int(inside.sum())]
+    assert int(inside.sum()) > min(m, n) * 3 // 4
+    assert kept.min() >= low - SLACK["fp32"]
+
+
+def test_bands_are_what_the_coefficients_give():
+    values = torch.logspace(-3, 0, 20001, dtype=torch.float64)
+    for name, preset in PRESETS.items():
+        result = values.clone()
+        for a, b, c in resolve(name, 5):
+            result = a * result + b * result**3 + c * result**5
+        low, high = preset.band
+        assert low <= result.min()
+        assert result.max() <= high
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (4, 20, 60)], ids=str)
+def test_polar_express_with_many_steps_is_the_polar_factor(shape):
+    matrix = torch.randn(shape)
+    result = orthogonalize(matrix, ns_steps=10, ns_dtype="fp32")
+    assert (result - polar_factor(matrix)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("exponent", [-66, -40, -1, 1, 40, 66])
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 10, 12)], ids=str)
+def test_powers_of_two_do_not_change_a_bit(exponent, ns_dtype, shape):
+    matrix = torch.randn(shape)
+    expected = orthogonalize(matrix, ns_dtype=ns_dtype)
+    assert torch.equal(orthogonalize(matrix * 2.0**exponent, ns_dtype=ns_dtype), expected)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-10, 1e10, 1e20, 3e37])
+def test_extreme_scales(scale):
+    matrix = torch.randn(24, 40)
+    matrix /= matrix.abs().max()
+    result = orthogonalize(matrix * scale, ns_dtype="fp32")
+    assert (result - orthogonalize(matrix, ns_dtype="fp32")).abs().max() < 1e-4
+
+
+def test_subnormal_input_keeps_its_direction():
+    matrix = torch.randn(16, 16).sign() * 2.0**-140
+    expected = orthogonalize(matrix * 2.0**120 * 2.0**20, ns_dtype="fp32")
+    assert torch.equal(orthogonalize(matrix, ns_dtype="fp32"), expected)
+
+
+def test_each_matrix_of_a_batch_has_its_own_scale():
+    batch = torch.randn(4, 12, 20) * torch.tensor([1e-12, 1.0, 1e12, 0.0]).view(4, 1, 1)
+    result = orthogonalize(batch, ns_dtype="fp32")
+    for one, matrix in zip(result, batch, strict=True):
+        torch.testing.assert_close(one, orthogonalize(matrix, ns_dtype="fp32"), rtol=0, atol=1e-5)
+    assert torch.equal(result[3], torch.zeros(12, 20))
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+def test_zero_gives_zero(ns_dtype):
+    assert torch.equal(orthogonalize(torch.zeros(5, 7), ns_dtype=ns_dtype), torch.zeros(5, 7))
+
+
+def test_empty_matrices():
+    assert orthogonalize(torch.empty(0, 4, 5)).shape == (0, 4, 5)
+    assert orthogonalize(torch.empty(0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_rank_deficient(rank):
+    matrix = torch.randn(30, rank) @ torch.randn(rank, 50)
+    expected = newton_schulz_on_singular_values(matrix, resolve("polar_express", 5))
+    result = orthogonalize(matrix, ns_dtype="fp32")
+    # The null directions hold rounding noise of 1e-7, which five steps amplify by at most some 2000.
+    assert (result - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("ns_dtype", ["auto", "fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (2, 8, 12)], ids=str)
+def test_dtype_comes_back_and_input_is_not_written(dtype, ns_dtype, shape):
+    matrix = torch.randn(shape, dtype=torch.float32).to(dtype)
+    before = matrix.clone()
+    result = orthogonalize(matrix, ns_dtype=ns_dtype)
+    assert result.dtype == dtype
+    assert result.shape == matrix.shape
+    assert torch.equal(matrix, before)
+    assert result.data_ptr() != matrix.data_ptr()
+
+
+@pytest.mark.parametrize("transform", [lambda x: x.mT, lambda x: x[:, ::2], lambda x: x.expand(3, *x.shape)])
+def test_strides_do_not_matter(transform):
+    matrix = transform(torch.randn(20, 36))
+    assert torch.equal(orthogonalize(matrix), orthogonalize(matrix.contiguous()))
+
+
+def test_autocast_does_not_reach_the_products():
+    matrix = torch.randn(20, 36)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(orthogonalize(matrix, ns_dtype="fp32"), orthogonalize(matrix.clone(), ns_dtype="fp32"))
+        inside = orthogonalize(matrix, ns_dtype="fp32")
+    assert torch.equal(inside, orthogonalize(matrix, ns_dtype="fp32"))
+
+
+def test_auto_is_fp32_where_the_cpu_has_no_bf16(monkeypatch):
+    from hf_muon import newton_schulz
+
+    for has_bf16, expected in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(newton_schulz, "_cpu_has_bf16", lambda has=has_bf16: has)
+        compute_dtype.cache_clear()
+        assert compute_dtype("auto", "cpu") is expected
+    compute_dtype.cache_clear()
+
+
+def test_cpu_flags_decide_on_bf16(monkeypatch):
+    from hf_muon import newton_schulz
+
+    for flags, expected in (({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=flags: flags, raising=False)
+        newton_schulz._cpu_has_bf16.cache_clear()
+        assert newton_schulz._cpu_has_bf16() is expected
+    newton_schulz._cpu_has_bf16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("matrix", "options", "message"),
+    [
+        (torch.zeros(3), {}, r"expects \(m, n\) or \(B, m, n\), got a tensor of shape \(3,\)"),
+        (torch.zeros(1, 2, 3, 4), {}, r"got a tensor of shape \(1, 2, 3, 4\)"),
+        (torch.zeros(3, 3, dtype=torch.int64), {}, "floating point tensor, got torch.int64"),
+        (torch.ones(3, 3), {"ns_coefficients": "polar"}, "Valid: polar_express, original, you_jiacheng, cans"),
+        (torch.ones(3, 3), {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        (torch.ones(3, 3), {"ns_steps": 0}, "integer of at least 1"),
+        (torch.ones(3, 3), {"ns_steps": 2.5}, "integer of at least 1"),
+        (torch.ones(3, 3), {"ns_coefficients": "cans", "ns_steps": 4}, "exactly 5 steps"),
+        (torch.ones(3, 3), {"ns_dtype": "fp8"}, "Valid: auto, bf16, fp16, fp32"),
+        (torch.ones(3, 3), {"ns_dtype": "fp16"}, "does not run on a CPU"),
+    ],
+)
+def test_bad_input(matrix, options, message):
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(matrix, **options)
+
+
+@given(
+    m=st.integers(2, 24),
+    n=st.integers(2, 24),
+    batch=st.sampled_from([None, 1, 3]),
+    exponent=st.integers(-60, 60),
+    seed=st.integers(0, 2**20),
+    preset=st.sampled_from(sorted(PRESETS)),
+)
+def test_property_matches_the_svd(m, n, batch, exponent, seed, preset):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (m, n) if batch is None else (batch, m, n)
+    matrix = torch.randn(shape, generator=generator) * 2.0**exponent
+    expected = newton_schulz_on_singular_values(matrix, resolve(preset, 5))
+    result = orthogonalize(matrix, ns_coefficients=preset, ns_dtype="fp32")
+    # Rounding noise of 1e-7 in the smallest directions is amplified by up to 2000.
+    assert (result - expected).abs().max() < 2e-3
+    transposed = orthogonalize(matrix.mT, ns_coefficients=preset, ns_dtype="fp32").mT
+    assert (result - transposed).abs().max() < 2e-3
+
+
+@pytest.mark.gpu
+def test_gpu_bands():
+    for preset in PRESETS:
+        result = spectrum(orthogonalize(torch.randn(256, 1024, device="cuda"), ns_coefficients=preset))
+        assert result.max() <= PRESETS[preset].band[1] + SLACK["bf16"]
+        assert result.min() >= PRESETS[preset].band[0] - SLACK["bf16"]

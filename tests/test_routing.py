@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+
+from hf_muon import route_parameters
+from hf_muon.routing import clean_name, table
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+MOE = {
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "decoder_sparse_step": 1,
+}
+
+
+def build(model_class, config_class, **options):
+    config = getattr(transformers, config_class)(**options)
+    with torch.device("meta"):
+        return getattr(transformers, model_class)(config)
+
+
+def qwen3(**options):
+    return build("Qwen3ForCausalLM", "Qwen3Config", **{**TINY, "head_dim": 8, **options})
+
+
+def muon_names(model, **options):
+    return {route.name for route in route_parameters(model, **options) if route.use_muon}
+
+
+def reasons(model, **options):
+    return {route.name: route.reason for route in route_parameters(model, **options) if not route.use_muon}
+
+
+ATTENTION = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
+MLP = [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+
+
+def layers(*names, count=2, prefix="model.layers"):
+    return {f"{prefix}.{i}.{name}" for i in range(count) for name in names}
+
+
+def test_dense_model():
+    assert muon_names(qwen3()) == layers(*ATTENTION, *MLP)
+
+
+def test_every_decision_has_a_reason_and_every_parameter_a_route():
+    model = qwen3()
+    routes = route_parameters(model)
+    assert [route.name for route in routes] == [name for name, _ in model.named_parameters()]
+    assert all(route.reason for route in routes)
+    by_name = {route.name: route.reason for route in routes}
+    assert by_name["model.embed_tokens.weight"] == "name contains 'embed'"
+    assert by_name["lm_head.weight"] == "name contains 'lm_head'"
+    assert by_name["model.norm.weight"] == "norm"
+    assert by_name["model.layers.0.self_attn.q_proj.weight"] == "hidden matrix"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_found_by_structure(tied):
+    """GPT-NeoX calls them embed_in and embed_out; renamed, only the model's own report is left."""
+    model = build("Qwen3ForCausalLM", "Qwen3Config", **TINY, head_dim=8, tie_word_embeddings=tied)
+
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = model.model.embed_tokens
+            self.out = model.lm_head
+            self.hidden = nn.Linear(32, 32, device="meta")
+
+        def get_input_embeddings(self):
+            return self.tokens
+
+        def get_output_embeddings(self):
+            return self.out
+
+    found = reasons(Renamed())
+    assert found["tokens.weight"] in ("the model's input embeddings", "the model's output embeddings")
+    assert ("out.weight" in found) != tied
+    assert muon_names(Renamed()) == {"hidden.weight"}
+
+
+def test_plain_modules():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(100, 16)
+            self.places = nn.Embedding(50, 16)
+            self.up = nn.Linear(16, 32)
+            self.down = nn.Linear(32, 16)
+            self.ln = nn.LayerNorm(16)
+            self.offset_bias = nn.Parameter(torch.zeros(4, 16))
+            self.heads_norm = nn.Parameter(torch.zeros(4, 16))
+            self.row = nn.Parameter(torch.zeros(1, 16))
+            self.column = nn.Linear(1, 16, bias=False)
+            self.conv = nn.Conv1d(16, 16, 3)
+            self.depthwise = nn.Conv1d(16, 16, 3, groups=16)
+            self.A_log = nn.Parameter(torch.zeros(16, 4))
+            self.scale = nn.Parameter(torch.zeros(()))
+            self.out = nn.Linear(16, 100, bias=False)
+
+    assert muon_names(Plain()) == {"up.weight", "down.weight"}
+    assert reasons(Plain()) == {
+        "table.weight": "embedding",
+        "places.weight": "embedding",
+        "up.bias": "bias",
+        "down.bias": "bias",
+        "ln.weight": "norm",
+        "ln.bias": "bias",
+        "offset_bias": "bias",
+        "heads_norm": "norm",
+        "row": "single row or column",
+        "column.weight": "single row or column",
+        "conv.weight": "convolution",
+        "conv.bias": "bias",
+        "depthwise.weight": "depthwise convolution",
+        "depthwise.bias": "bias",
+        "A_log": "state space parameter",
+        "scale": "vector",
+        "out.weight": "output head: the last matrix, of the vocabulary's shape",
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "options", "experts", "router"),
+    [
+        ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TINY, **MOE}, "mlp.experts", "mlp.gate.weight"),
+        ("MixtralForCausalLM", "MixtralConfig", {**TINY, "num_local_experts": 4}, "mlp.experts", "mlp.gate.weight"),
+        (
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            {**TINY, "num_local_experts": 4, "head_dim": 8},
+            "mlp.experts",
+            "mlp.router.weight",
+        ),
+        ("OlmoeForCausalLM", "OlmoeConfig", {**TINY, "num_experts": 4}, "mlp.experts", "mlp.gate.weight"),
+    ],
+)
+def test_mixtures_of_experts(model_class, config_class, options, experts, router):
+    model = build(model_class, config_class, **options)
+    routed = muon_names(model)
+    found = reasons(model)
+    assert layers(f"{experts}.gate_up_proj", f"{experts}.down_proj", *ATTENTION) <= routed
+    for i in range(2):
+        assert found[f"model.layers.{i}.{router}"] == "router of a mixture of experts"
+    assert not any("bias" in name for name in routed)
+
+
+def test_shared_expert_gate():
+    model = build(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        **{**TINY, **MOE, "shared_expert_intermediate_size": 24, "num_key_value_heads": 4},
+    )
+    assert reasons(model)["model.layers.0.mlp.shared_expert_gate.weight"] == "single row or column"
+    assert layers("mlp.shared_expert.gate_proj.weight") <= muon_names(model)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "options", "head"),
+    [
+        ("Qwen3ForSequenceClassification", "Qwen3Config", {**TINY, "head_dim": 8, "num_labels": 5}, "score.weight"),
+        ("Qwen3ForTokenClassification", "Qwen3Config", {**TINY, "head_dim": 8, "num_labels": 5}, "score.weight"),
+        ("Qwen3ForQuestionAnswering", "Qwen3Config", {**TINY, "head_dim": 8}, "qa_outputs.weight"),
+        ("BertForSequenceClassification", "BertConfig", {**TINY, "num_labels": 7}, "classifier.weight"),
+    ],
+)
+def test_heads(model_class, config_class, options, head):
+    model = build(model_class, config_class, **options)
+    assert head in reasons(model)
+    assert muon_names(model)
+
+
+def test_value_head_of_one_row():
+    model = build("Qwen3ForSequenceClassification", "Qwen3Config", **TINY, head_dim=8, num_labels=1)
+    assert reasons(model)["score.weight"] == "single row or column"
+
+
+def test_gpt2_names():
+    model = build("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
+    expected = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
+    assert muon_names(model) == layers(*expected, prefix="transformer.h")
+    assert reasons(model)["transformer.wpe.weight"] == "name contains 'wpe'"
+
+
+def test_frozen_parameters_have_no_route():
+    model = qwen3()
+    model.model.layers[0].requires_grad_(False)
+    assert muon_names(model) == {name.replace(".0.", ".1.") for name in layers(*ATTENTION, *MLP, count=1)}
+
+
+class TestLora:
+    @pytest.fixture
+    def model(self):
+        import peft
+
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"]))
+
+    def test_factors_go_to_adamw(self, model):
+        assert muon_names(model) == set()
+        assert "name contains 'lora' (lora=muon opts in)" in reasons(model).values()
+
+    def test_opting_in(self, model):
+        routed = muon_names(model, lora="muon")
+        assert len(routed) == 8
+        assert all("q_proj.lora_" in name or "v_proj.lora_" in name for name in routed)
+
+    def test_modules_to_save(self):
+        import peft
+
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        found = reasons(peft.get_peft_model(base, config), lora="muon")
+        assert any("lm_head" in name for name in found)
+
+
+class TestPatterns:
+    def test_override_both_ways(self):
+        routed = muon_names(qwen3(), muon_patterns="lm_head", adamw_patterns="k_proj|v_proj")
+        kept = [name for name in ATTENTION if "k_proj" not in name and "v_proj" not in name]
+        assert routed == layers(*kept, *MLP) | {"lm_head.weight"}
+
+    def test_adamw_patterns_win(self):
+        assert muon_names(qwen3(), muon_patterns="proj", adamw_patterns="proj") == set()
+
+    def test_muon_patterns_leave_vectors_alone(self):
+        assert muon_names(qwen3(), muon_patterns="layers") == layers(*ATTENTION, *MLP)
+
+    def test_reasons_name_the_pattern(self):
+        routes = {
+            route.name: route for route in route_parameters(qwen3(), muon_patterns="lm_head", adamw_patterns="k_")
+        }
+        assert routes["lm_head.weight"].reason == "muon_patterns 'lm_head'"
+        assert routes["model.layers.0.self_attn.k_proj.weight"].reason == "adamw_patterns 'k_'"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"adamw_patterns": "router|gate"}, "adamw_patterns: 'router' matches no parameter. Names look like model"),
+            ({"muon_patterns": "k_proj|nothing"}, "muon_patterns: 'nothing' matches no parameter"),
+            ({"muon_patterns": "norm"}, "muon_patterns: 'norm' matches no matrix, only model.layers.0"),
+            ({"adamw_patterns": "(q|z"}, "is not a regular expression"),
+            ({"adamw_patterns": "q_proj||k_proj"}, "empty alternative"),
+            ({"optim_target_modules": "nowhere"}, "optim_target_modules='nowhere' matches no module"),
+            ({"optim_target_modules": ["nowhere"]}, "matches no module. Names look like model"),
+        ],
+    )
+    def test_mistakes(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            route_parameters(qwen3(), **options)
+
+    def test_alternatives_inside_brackets_stay_together(self):
+        assert muon_names(qwen3(), adamw_patterns="(q|k)_proj|[v|]_proj|mlp") == layers("self_attn.o_proj.weight")
+        with pytest.raises(ValueError, match=r"'\(z\|y\)_proj' matches no parameter"):
+            route_parameters(qwen3(), adamw_patterns="(z|y)_proj|q_proj")
+
+    @pytest.mark.parametrize(
+        ("targets", "expected"),
+        [
+            (["mlp"], MLP),
+            (["q_proj", "up_proj"], ["self_attn.q_proj.weight", "mlp.up_proj.weight"]),
+            (r".*\.self_attn\..*", ATTENTION),
+            ([r".*\.self_attn\.[qk]_proj"], ["self_attn.q_proj.weight", "self_attn.k_proj.weight"]),
+            ("all-linear", [*ATTENTION, *MLP]),
+        ],
+    )
+    def test_target_modules_mean_what_transformers_says(self, targets, expected):
+        from transformers.trainer_utils import check_target_module_exists
+
+        model = qwen3()
+        assert muon_names(model, optim_target_modules=targets) == layers(*expected)
+        if targets != "all-linear":
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Linear) and "lm_head" not in name:
+                    inside = f"{name}.weight" in muon_names(model, optim_target_modules=targets)
+                    assert inside == bool(check_target_module_exists(targets, name))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "options"),
+    [
+        ("Qwen3ForCausalLM", "Qwen3Config", {**TINY, "head_dim": 8}),
+        ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}),
+        ("BertForSequenceClassification", "BertConfig", TINY),
+        ("Qwen2ForCausalLM", "Qwen2Config", TINY),
+    ],
+)
+def test_decay_is_the_trainers_rule(model_class, config_class, options):
+    model = build(model_class, config_class, **options)
+    decaying = Trainer.get_decay_parameter_names(None, model)
+    for route in route_parameters(model):
+        assert route.decay == (route.name in decaying), route.name
+
+
+def test_names_lose_wrappers_by_component():
+    assert clean_name("module._orig_mod.layers.0.weight") == "layers.0.weight"
+    assert clean_name("my_module.submodules.weight") == "my_module.submodules.weight"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [r.name for r in route_parameters(torch.compile(model))] == [r.name for r in route_parameters(model)]
+
+
+def test_table():
+    text = table(route_parameters(qwen3()))
+    lines = text.splitlines()
+    assert lines[0].split() == ["parameter", "shape", "count", "optimizer", "reason"]
+    assert any(line.split()[:4] == ["model.layers.*.mlp.up_proj.weight", "48x32", "2", "muon"] for line in lines)
+    assert lines[-2].startswith("muon: 14 parameters, 15,360 weights (")
+    assert lines[-1].startswith("adamw: 11 parameters")
