@@ -9,7 +9,7 @@ LF := .venv-llamafactory
 PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
-PYTEST := -m pytest -p xdist -n 2 --dist worksteal
+PYTEST := -m pytest -n 2 --dist worksteal
 
 .PHONY: install demo test lint clean
 
