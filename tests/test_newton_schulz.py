@@ -36,6 +36,26 @@ def test_equals_the_polynomials_on_the_singular_values(shape, preset):
     assert (result - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+# The result is rounded to its dtype; bf16 products leave about 1.5e-2.
+@pytest.mark.parametrize(
+    ("dtype", "ns_dtype", "tolerance"),
+    [
+        (torch.float64, "fp32", 1e-5),
+        (torch.float16, "fp32", 5e-4),
+        (torch.bfloat16, "fp32", 3e-3),
+        (torch.float64, "bf16", 3e-2),
+        (torch.float16, "bf16", 3e-2),
+        (torch.bfloat16, "bf16", 3e-2),
+    ],
+)
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (127, 61), (3, 48, 20)], ids=str)
+def test_other_dtypes_equal_the_polynomials_too(shape, dtype, ns_dtype, tolerance):
+    matrix = torch.randn(shape).to(dtype)
+    expected = newton_schulz_on_singular_values(matrix, resolve("polar_express", 5))
+    difference = (orthogonalize(matrix, ns_dtype=ns_dtype).double() - expected).norm() / expected.norm()
+    assert difference < tolerance
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (40, 160), (160, 40), (61, 127)])

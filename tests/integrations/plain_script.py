@@ -1,55 +1,88 @@
-"""A Trainer script that does not import hf_muon; run by the tests in processes of its own."""
+"""A Trainer script that does not import hf_muon; run by the tests in processes of its own.
+
+Usage: plain_script.py OPTIM WEIGHTS_FILE [BATCH_PER_PROCESS]
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+STEPS = 6
+BATCH = 4
+LR = 0.01
+OPTIONS: dict[str, Any] = {
+    "optim": "muon",
+    "max_steps": STEPS,
+    "per_device_train_batch_size": BATCH,
+    "learning_rate": LR,
+    "weight_decay": 0.1,
+    "logging_steps": 1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+def sentences(count: int = 256, length: int = 16, vocabulary: int = 48) -> Tensor:
+    """An artificial language, so that there is something to learn; `(count, length)`."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randint(0, vocabulary, (count, 1), generator=generator)
+    stride = torch.randint(1, 4, (count, 1), generator=generator)
+    return (start + stride * torch.arange(length)) % vocabulary
+
+
+def dataset(count: int = 256) -> list[dict[str, Tensor]]:
+    """The first token is never predicted; said so, all versions of transformers count the same tokens."""
+    ignored = torch.tensor([-100])
+    return [{"input_ids": row, "labels": torch.cat([ignored, row[1:]])} for row in sentences(count)]
+
+
+def model(dtype: torch.dtype = torch.float32, **options: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(11)
+    config = Qwen3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+        **options,
+    )
+    return Qwen3ForCausalLM(config).to(dtype)
 
 
 class InOrder(Trainer):
-    def _get_train_sampler(self, *args, **kwargs):
+    """Takes the rows as they come, so that a loop can take the same."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def main(optim: str, path: str) -> None:
+def main(optim: str, path: str, batch: int = BATCH) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(11)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=False,
-        )
-    )
-    generator = torch.Generator().manual_seed(3)
-    start = torch.randint(0, 48, (256, 1), generator=generator)
-    stride = torch.randint(1, 4, (256, 1), generator=generator)
-    rows = [{"input_ids": row, "labels": row} for row in (start + stride * torch.arange(16)) % 48]
+    network = model()
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            folder,
-            optim=optim,
-            max_steps=6,
-            per_device_train_batch_size=4,
-            learning_rate=0.01,
-            weight_decay=0.1,
-            lr_scheduler_type="cosine",
-            warmup_steps=2,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-        )
-        InOrder(model, args, train_dataset=rows).train()
-    torch.save(model.state_dict(), path)
+        args = TrainingArguments(folder, **{**OPTIONS, "optim": optim, "per_device_train_batch_size": batch})
+        InOrder(network, args, train_dataset=dataset()).train()
+    if args.process_index == 0:
+        torch.save(network.state_dict(), path)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    # Only a run that asks for Muon loads it.
+    assert ("hf_muon.optimizer" in sys.modules) == (optim == "muon")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else BATCH)

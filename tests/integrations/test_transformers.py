@@ -11,57 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import (
     HfArgumentParser,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     get_scheduler,
 )
 
-import hf_muon
 from hf_muon import Muon, build_optimizer
 from hf_muon.ready_groups import MuonOfGroups
+from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
 from tests.reference import moved, relative_difference
-
-STEPS = 6
-BATCH = 4
-LR = 0.01
-
-
-class Tokens(Dataset):
-    """Sentences of an artificial language, so that there is something to learn."""
-
-    def __init__(self, count=256, length=16, vocabulary=48):
-        generator = torch.Generator().manual_seed(3)
-        start = torch.randint(0, vocabulary, (count, 1), generator=generator)
-        stride = torch.randint(1, 4, (count, 1), generator=generator)
-        self.rows = (start + stride * torch.arange(length)) % vocabulary
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return {"input_ids": self.rows[i], "labels": self.rows[i]}
-
-
-def model(dtype=torch.float32, **options):
-    torch.manual_seed(11)
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=False,
-        **options,
-    )
-    return Qwen3ForCausalLM(config).to(dtype)
 
 
 class Losses(TrainerCallback):
@@ -73,34 +34,13 @@ class Losses(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-class InOrder(Trainer):
-    """Takes the rows as they come, so that a loop can take the same."""
-
-    def _get_train_sampler(self, *args, **kwargs):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
 def arguments(path, **options):
-    defaults = {
-        "optim": "muon",
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": LR,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(path), **{**defaults, **options})
+    return TrainingArguments(str(path), **{**OPTIONS, **options})
 
 
 def train(network, path, resume=None, data=None, **options):
     callback = Losses()
-    trainer = InOrder(network, arguments(path, **options), train_dataset=data or Tokens(), callbacks=[callback])
+    trainer = InOrder(network, arguments(path, **options), train_dataset=data or dataset(), callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume)
     return trainer, callback.losses
 
@@ -109,7 +49,7 @@ def by_hand(network, *, accumulation=1, max_grad_norm=1.0, autocast=False, steps
     """The Trainer's loop without the Trainer."""
     optimizer = build_optimizer(network, lr=LR, weight_decay=0.1, **options)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=steps)
-    rows = Tokens().rows
+    rows = sentences()
     losses = []
     network.train()
     position = 0
@@ -337,7 +277,7 @@ class TestOptions:
         options = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "max_steps": 2}
         if name == "reduce_lr_on_plateau":
             options |= {"warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 1}
-            trainer = InOrder(model(), arguments(tmp_path, **options), train_dataset=Tokens(), eval_dataset=Tokens(8))
+            trainer = InOrder(model(), arguments(tmp_path, **options), train_dataset=dataset(), eval_dataset=dataset(8))
             trainer.train()
         else:
             train(model(), tmp_path, **options)
@@ -416,7 +356,7 @@ class TestReadyMadeGroups:
     def test_steps_as_the_built_one(self, tmp_path):
         one, other = model(), model()
         optimizers = [self.build(tmp_path, list(one.parameters())), build_optimizer(other, lr=LR, weight_decay=0.1)]
-        batch = Tokens().rows[:4]
+        batch = sentences()[:4]
         for network, optimizer in zip((one, other), optimizers, strict=True):
             for _ in range(3):
                 network(input_ids=batch, labels=batch).loss.backward()
@@ -433,7 +373,7 @@ class TestReadyMadeGroups:
         start, ours, theirs = model(), model(), model()
         args = arguments(tmp_path)
         pair = Trainer.get_optimizer_cls_and_kwargs(args)
-        InOrder(ours, args, train_dataset=Tokens(), optimizer_cls_and_kwargs=pair).train()
+        InOrder(ours, args, train_dataset=dataset(), optimizer_cls_and_kwargs=pair).train()
         by_hand(theirs)
         assert relative_difference(list(start.parameters()), list(theirs.parameters()), list(ours.parameters())) < 1e-6
 
@@ -458,41 +398,41 @@ class TestRefusedLayouts:
             Trainer.get_optimizer_cls_and_kwargs(args, model())
 
 
-PROCESS = """
-import sys, torch
-sys.path.insert(0, {root!r})
-from tests.integrations.plain_script import main
-main({optim!r}, sys.argv[1])
-assert ("hf_muon.optimizer" in sys.modules) == ({optim!r} == "muon")
-"""
+SCRIPT = Path(__file__).with_name("plain_script.py")
 
 
-def run_script(optim, path, **environment):
-    root = str(Path(hf_muon.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS.format(root=root, optim=optim), str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
+def run_script(path, *arguments, launcher=(), **environment):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *launcher, str(SCRIPT), arguments[0], str(path), *arguments[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return torch.load(path, weights_only=True)
 
 
 @pytest.mark.slow
 class TestProcesses:
-    def test_script_without_our_import(self, tmp_path):
+    @pytest.fixture
+    def expected(self):
+        network = model()
+        by_hand(network)
+        return network
+
+    def assert_equal(self, weights, expected, tolerance):
+        ours = [weights[name] for name, _ in expected.named_parameters()]
+        assert relative_difference(list(model().parameters()), list(expected.parameters()), ours) < tolerance
+
+    def test_script_without_our_import(self, tmp_path, expected):
         """A script that never heard of hf_muon, against the loop."""
-        weights = run_script("muon", tmp_path / "weights.pt")
-        start, theirs = model(), model()
-        by_hand(theirs)
-        names = [name for name, _ in theirs.named_parameters()]
-        ours = [weights[name] for name in names]
-        assert relative_difference(list(start.parameters()), list(theirs.parameters()), ours) < 1e-6
+        self.assert_equal(run_script(tmp_path / "weights.pt", "muon"), expected, 1e-6)
+
+    def test_two_processes(self, tmp_path, expected):
+        """DDP with the same global batch, against the loop; gradients are summed in another order."""
+        launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone")
+        weights = run_script(tmp_path / "weights.pt", "muon", str(BATCH // 2), launcher=launcher)
+        self.assert_equal(weights, expected, 1e-4)
 
     def test_adamw_runs_are_untouched(self, tmp_path):
-        on = run_script("adamw_torch", tmp_path / "on.pt")
-        off = run_script("adamw_torch", tmp_path / "off.pt", HF_MUON_AUTOLOAD="0")
+        on = run_script(tmp_path / "on.pt", "adamw_torch")
+        off = run_script(tmp_path / "off.pt", "adamw_torch", HF_MUON_AUTOLOAD="0")
         assert on.keys() == off.keys()
         assert all(torch.equal(on[name], off[name]) for name in on)
