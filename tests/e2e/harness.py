@@ -1,0 +1,209 @@
+"""What the end-to-end tests share: real processes, what they saved, and the plain loop they are compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_muon import build_optimizer
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = ROOT / "examples" / "yaml"
+BIN = Path(sys.executable).parent
+TIMEOUT = 240.0
+MARK = "e2e_mark"
+
+
+def run(command: Sequence[object], *, cwd: Path, fails: bool = False, **variables: str) -> str:
+    """What a process prints. It starts as a user's would: from outside the checkout, with `optim: muon` autoloaded."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_MUON", "PYTEST"))}
+    environment |= {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # LLaMA-Factory calls torchrun by name
+        "CUDA_VISIBLE_DEVICES": "",
+        "DISABLE_VERSION_CHECK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **variables,
+    }
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # so that a timeout ends torchrun's children, too
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    shown = f"{' '.join(map(str, command))}\nexit code {process.returncode}\n{output[-6000:]}"
+    assert (process.returncode != 0) is fails, shown
+    return output
+
+
+def python(*arguments: object, cwd: Path, fails: bool = False, **variables: str) -> str:
+    """Run the running environment's python."""
+    return run([sys.executable, *arguments], cwd=cwd, fails=fails, **variables)
+
+
+def llamafactory(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False, **variables: str) -> str:
+    """Run ``llamafactory-cli train x.yaml key=value ...``."""
+    overrides = [f"{key}={_text(value)}" for key, value in settings.items()]
+    return run([BIN / "llamafactory-cli", "train", path, *overrides], cwd=cwd, fails=fails, **variables)
+
+
+def options(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as ``--key value``."""
+    return [part for key, value in settings.items() for part in (f"--{key}", _text(value))]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings
+
+
+def free_port() -> str:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+# --- what a run has saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The optimizer of a checkpoint, by parameter name."""
+
+    groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> Saved:
+        content = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        groups = content["param_groups"]
+        names = {i: name for g in groups for i, name in zip(g["params"], g["param_names"], strict=True)}
+        return cls(groups, {names[i]: state for i, state in content["state"].items()})
+
+    def names(self, *, use_muon: bool) -> list[str]:
+        return sorted(name for g in self.groups if g["use_muon"] is use_muon for name in g["param_names"])
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in a folder, of a model or of an adapter."""
+    files = [folder / name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).exists()]
+    assert len(files) == 1, f"{folder} has {files}"
+    return load_file(files[0])
+
+
+def assert_routed(checkpoint: Path, *, muon: set[str], adamw: set[str], steps: int) -> Saved:
+    """The checkpoint's optimizer gave these parameters to Muon and those to AdamW, and each has its whole state."""
+    saved = Saved.of(checkpoint)
+    assert saved.names(use_muon=True) == sorted(muon)
+    assert saved.names(use_muon=False) == sorted(adamw)
+    assert saved.state.keys() == muon | adamw
+    for name, state in saved.state.items():
+        if name in muon:
+            assert state.keys() == {"momentum_buffer"}, name
+            assert state["momentum_buffer"].dtype == torch.float32, name
+            assert state["momentum_buffer"].count_nonzero() > 0, name
+        else:
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}, name
+            assert state["step"].item() == steps, name
+    return saved
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """How far two runs ended from each other, relative to how far they went; the largest of all parameters."""
+    assert found.keys() == expected.keys()
+    assert all(not torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
+    return max(
+        ((found[name] - expected[name]).norm() / (expected[name] - start[name]).norm()).item() for name in expected
+    )
+
+
+def interrupt(output: Path, *, after: int, destination: Path) -> Path:
+    """A copy of a run's folder as if the run had been stopped after a checkpoint.
+
+    The checkpoint gets a mark in its log, which is carried on by a run that resumes it and by no other.
+    """
+    checkpoint = destination / f"checkpoint-{after}"
+    shutil.copytree(output / checkpoint.name, checkpoint)
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    state["log_history"].append({"step": after, MARK: 1})
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    return checkpoint
+
+
+def assert_resumed(checkpoint: Path, straight: Path) -> None:
+    """A run that was interrupted and resumed has reached, bit for bit, what the uninterrupted one has."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    assert any(MARK in entry for entry in state["log_history"]), "it was not resumed"
+    found, expected = weights(checkpoint), weights(straight)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    here, there = Saved.of(checkpoint), Saved.of(straight)
+    assert here.groups == there.groups
+    assert here.state.keys() == there.state.keys()
+    for name, state in there.state.items():
+        assert [key for key in state if not torch.equal(here.state[name][key], state[key])] == [], name
+
+
+# --- what it is compared with
+
+
+def blocks_of(texts: Sequence[str], model_folder: Path, size: int) -> Tensor:
+    """Texts, each with an end, joined and cut: (count, size)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ids = [i for text in texts for i in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
+    count = len(ids) // size
+    return torch.tensor(ids[: count * size]).view(count, size)
+
+
+def plain_loop(model: torch.nn.Module, blocks: Tensor, batch_size: int, settings: Mapping[str, Any]) -> None:
+    """Train on one batch after the other, by the settings of a run with `ns_dtype=fp32`."""
+    from transformers import get_scheduler
+
+    steps = settings["max_steps"]
+    optimizer = build_optimizer(
+        model,
+        lr=settings["learning_rate"],
+        weight_decay=settings["weight_decay"],
+        adamw_betas=(0.9, settings["adam_beta2"]),
+        ns_dtype="fp32",
+    )
+    scheduler = get_scheduler(settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], steps)
+    model.train()
+    for batch in blocks.split(batch_size)[:steps]:
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()

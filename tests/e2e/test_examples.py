@@ -1,0 +1,295 @@
+"""Every example is run as it stands, but for a tiny model, tiny data, few steps and the CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_muon import MuonConfig
+from tests import fixtures_text
+from tests.e2e.harness import (
+    BIN,
+    ROOT,
+    YAML,
+    assert_resumed,
+    assert_routed,
+    blocks_of,
+    distance,
+    interrupt,
+    llamafactory,
+    options,
+    plain_loop,
+    python,
+    read_yaml,
+    run,
+    weights,
+)
+
+TRAIN = ROOT / "examples" / "train.py"
+LLAMAFACTORY_SFT = {
+    "llamafactory_qwen3_full_sft.yaml": {},
+    "llamafactory_qwen3_freeze_sft.yaml": {"freeze_trainable_layers": 1},
+    "llamafactory_qwen3_lora_sft.yaml": {},
+}
+LLAMAFACTORY_PRETRAIN = "llamafactory_qwen3_pretrain.yaml"
+TRL = "trl_qwen3_sft.yaml"
+TRAINER = "trainer_qwen3_pretrain.yaml"
+
+ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
+ALL_OTHERS = {
+    *(f"{name}.weight" for name in fixtures_text.qwen3_norms()),
+    *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+}
+EXPECTED = {
+    "llamafactory_qwen3_full_sft.yaml": (ALL_MATRICES, ALL_OTHERS),
+    "llamafactory_qwen3_freeze_sft.yaml": (
+        {f"{name}.weight" for name in fixtures_text.qwen3_matrices([1])},
+        {f"{name}.weight" for name in fixtures_text.qwen3_norms([1])},
+    ),
+    "llamafactory_qwen3_lora_sft.yaml": (
+        {
+            f"base_model.model.{name}.lora_{factor}.default.weight"
+            for name in fixtures_text.qwen3_matrices()
+            for factor in "AB"
+        },
+        set(),
+    ),
+}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where a package is not installed, without importing it here."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -> dict[str, Any]:
+    """What makes a LLaMA-Factory example small."""
+    return {
+        "model_name_or_path": model,
+        "dataset_dir": data,
+        "dataset": dataset,
+        "output_dir": output,
+        "max_steps": 3,
+        "bf16": False,
+        "use_cpu": True,
+        "cutoff_len": 64,
+        "gradient_accumulation_steps": 1,
+        "preprocessing_num_workers": None,  # worker processes cost more than they bring here
+        "dataloader_num_workers": 0,
+    }
+
+
+# --- the files
+
+
+def test_no_example_is_left_out() -> None:
+    here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, TRL, TRAINER}
+    assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}
+
+
+@pytest.mark.parametrize("path", sorted(YAML.glob("*.yaml")), ids=lambda path: path.stem)
+def test_file_explains_itself(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert path.name in text.split("\n\n")[0], "the comment at the top says how to run it"
+    # Lines that are commented out as a suggestion have to be right, too.
+    for arguments in re.findall(r'^(?:# )?optim_args: "(.*)"', text, re.MULTILINE):
+        MuonConfig.from_mapping(dict(item.split("=") for item in arguments.split(",")))
+
+
+def test_trainer_script_does_not_know_muon() -> None:
+    assert not re.search(r"^\s*(import|from)\s+hf_muon", TRAIN.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+# --- LLaMA-Factory
+
+
+@pytest.mark.slow
+@needs("llamafactory")
+@pytest.mark.parametrize("name", LLAMAFACTORY_SFT)
+def test_llamafactory_sft(name: str, tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
+    settings = llamafactory_settings(tiny_model, llamafactory_data, tmp_path / "out", "tiny_sft")
+    llamafactory(YAML / name, settings | LLAMAFACTORY_SFT[name], cwd=tmp_path)
+    muon, adamw = EXPECTED[name]
+    saved = assert_routed(tmp_path / "out" / "checkpoint-3", muon=muon, adamw=adamw, steps=3)
+    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / name)["learning_rate"]}
+
+
+@pytest.mark.slow
+@needs("llamafactory")
+def test_llamafactory_pretrain_equals_a_plain_loop(tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    changes = {
+        **llamafactory_settings(tiny_model, llamafactory_data, tmp_path / "out", "tiny_pt"),
+        "optim_args": "ns_dtype=fp32",
+        "disable_shuffling": True,  # the loop goes through the data in order
+        "warmup_steps": 1,
+        "learning_rate": 0.001,
+    }
+    llamafactory(YAML / LLAMAFACTORY_PRETRAIN, changes, cwd=tmp_path)
+    assert_routed(tmp_path / "out" / "checkpoint-3", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=3)
+
+    settings = read_yaml(YAML / LLAMAFACTORY_PRETRAIN) | changes
+    blocks = blocks_of(fixtures_text.texts(), tiny_model, settings["cutoff_len"] - 1)  # as it does when it packs
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain_loop(model, blocks, settings["per_device_train_batch_size"], settings)
+    assert distance(weights(tmp_path / "out"), model.state_dict(), weights(tiny_model)) < 1e-4
+
+
+# --- TRL
+
+
+def trl_has_a_command_line() -> bool:
+    """Before version 1, its imports fail under transformers 5."""
+    try:
+        return int(importlib.metadata.version("trl").split(".")[0]) >= 1
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not trl_has_a_command_line(), reason="trl >= 1 is not installed")
+def test_trl_sft(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {
+        "model_name_or_path": tiny_model,
+        "dataset_name": fixtures_text.write_messages(tmp_path / "data"),
+        "output_dir": tmp_path / "out",
+        "max_steps": 2,
+        "gradient_accumulation_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+    }
+    run([BIN / "trl", "sft", "--config", YAML / TRL, *options(settings)], cwd=tmp_path)
+    saved = assert_routed(tmp_path / "out" / "checkpoint-2", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=2)
+    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / TRL)["learning_rate"]}
+
+
+# --- examples/train.py
+
+
+@pytest.mark.slow
+def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text(fixtures_text.texts()[0], encoding="utf-8")
+    fixtures_text.write_jsonl(data / "b.jsonl", [{"text": text} for text in fixtures_text.texts()[1:9]])
+    (data / "c.json").write_text(json.dumps([{"text": t} for t in fixtures_text.texts()[9:20]]), encoding="utf-8")
+    changes = {
+        "model_name_or_path": tiny_model,
+        "data_path": data,
+        "output_dir": tmp_path / "out",
+        "block_size": 64,
+        "eval_fraction": 0.1,
+        "max_steps": 4,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "warmup_steps": 1,
+        "learning_rate": 0.001,
+        "optim_args": "ns_dtype=fp32",
+        "train_sampling_strategy": "sequential",  # the loop goes through the data in order
+        "bf16": False,
+        "use_cpu": True,
+    }
+    python(TRAIN, YAML / TRAINER, *options(changes), cwd=tmp_path)
+    straight = tmp_path / "out" / "checkpoint-4"
+    assert_routed(straight, muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
+
+    settings = read_yaml(YAML / TRAINER) | changes
+    blocks = blocks_of(fixtures_text.texts(20), tiny_model, settings["block_size"])
+    held_out = round(len(blocks) * 0.1)
+    torch.manual_seed(settings["seed"])
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    plain_loop(model, blocks[:-held_out], 4, settings)
+    assert distance(weights(tmp_path / "out"), model.state_dict(), start) < 1e-4
+    metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text(encoding="utf-8"))
+    loss = model(input_ids=blocks[-held_out:], labels=blocks[-held_out:]).loss.item()
+    # Older releases of transformers 5 divide by all 64 labels, the first of which nothing predicts.
+    assert any(metrics["eval_loss"] == pytest.approx(value, rel=1e-5) for value in (loss, loss * 63 / 64))
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+
+    interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
+    python(TRAIN, YAML / TRAINER, *options(changes | {"output_dir": tmp_path / "resumed"}), cwd=tmp_path)
+    assert_resumed(tmp_path / "resumed" / "checkpoint-4", straight)
+
+
+@pytest.fixture(scope="module")
+def train_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_train", TRAIN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "settings.yaml is not a file"),
+        ("just text", [], "does not hold keys and values"),
+        ("data_path: x", [], "model_name_or_path is missing"),
+        ("model_name_or_path: x", [], "data_path is missing"),
+        ("optimm: muon\noptim: muon", [], "unknown keys optimm"),
+        ("{model_name_or_path: x, data_path: x, eval_fraction: 1}", [], "eval_fraction between 0 and 1"),
+        ("{model_name_or_path: x, data_path: x}", ["--block_size", "1"], "block_size must be at least 2"),
+    ],
+)
+def test_trainer_script_refuses_settings(
+    content: str | None,
+    arguments: list[str],
+    message: str,
+    train_script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # TrainingArguments may make its output folder
+    if content is not None:
+        (tmp_path / "settings.yaml").write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit, match=message):
+        train_script.parse_arguments([str(tmp_path / "settings.yaml"), *arguments])
+
+
+def test_trainer_script_wants_a_settings_file(train_script: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="usage"):
+        train_script.parse_arguments(["--optim", "muon"])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "does not exist"),
+        ({}, "0 texts with 0 tokens"),
+        ({"a.txt": " \n"}, "0 texts with 0 tokens"),
+        ({"a.txt": "short"}, "1 texts with . tokens; two examples"),
+        ({"a.jsonl": '{"content": "x"}\n'}, "a.jsonl has no 'text'; see text_column"),
+        ({"a.json": '{"text": "x"}'}, "a.json has no 'text'"),
+    ],
+)
+def test_trainer_script_refuses_data(
+    files: dict[str, str] | None, message: str, train_script: ModuleType, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    if files is not None:
+        data.mkdir()
+        for name, content in files.items():
+            (data / name).write_text(content, encoding="utf-8")
+    script = train_script.ScriptArguments(data_path=str(data), block_size=64)
+    with pytest.raises(SystemExit, match=message):
+        train_script.make_examples(script, fixtures_text.build_tokenizer())
