@@ -21,7 +21,11 @@ HOOKS = {
     "transformers.trainer_optimizer": "hf_muon.integrations.transformers:patch_trainer_optimizer",
     "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory:patch_parser",
 }
-"""Module that is patched: function that patches it and returns how to undo that, or the reason why it did not."""
+"""Module that is patched: function that patches it.
+
+It returns how to undo that, the reason why it did not patch, or None where the patch is in place already; a reloaded
+module has lost it.
+"""
 
 _undo: dict[str, Callable[[], None]] = {}
 _reasons: dict[str, str] = {}
@@ -64,14 +68,15 @@ def status() -> dict[str, str]:
 def _patch(module: ModuleType) -> None:
     name = module.__name__
     with _lock:
-        if name in _undo:
-            return
         home, _, function = HOOKS[name].partition(":")
         try:
             result = getattr(importlib.import_module(home), function)(module)
         except Exception as error:  # noqa: BLE001  the import of somebody else's module must go on
             result = f"failed: {type(error).__name__}: {error}"
             logging.getLogger("hf_muon").warning("optim: muon is not available, %s: %s", name, result)
+        if result is None:
+            return
+        _undo.pop(name, None)
         if callable(result):
             _undo[name] = result
             _reasons.pop(name, None)

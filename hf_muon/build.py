@@ -11,7 +11,7 @@ from torch import nn
 from hf_muon import diagnostics
 from hf_muon.config import MuonConfig
 from hf_muon.optimizer import Muon
-from hf_muon.routing import Route, route_parameters, table
+from hf_muon.routing import Route, is_lora, route_parameters, table
 
 
 def build_optimizer(model: nn.Module, config: MuonConfig | Mapping[str, Any] | None = None, **options: Any) -> Muon:
@@ -105,7 +105,7 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     reasons = Counter(route.reason for route in routes)
     counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
     advice = "Name matrices with muon_patterns, or choose another optimizer."
-    if any("lora" in route.name.lower() for route in routes):
+    if any(is_lora(route.name) for route in routes):
         advice = 'Only LoRA factors are trained: set lora=muon (in optim_args: "lora=muon") to give them to Muon.'
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.update import momentum_dtype
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
@@ -65,6 +66,11 @@ def _complaints(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
         )
         return
     for group, saved in zip(groups, saved_groups, strict=True):
+        for name in GROUP_OPTIONS.keys() & saved.keys():
+            try:
+                check_option(name, saved[name])
+            except ValueError as error:
+                yield f"one of its param groups has {error}"
         names, saved_names = group.get("param_names"), saved.get("param_names")
         if names and saved_names and names != saved_names:
             yield "the same parameters stand in another order, and state is matched by position"
@@ -111,9 +117,22 @@ def _state_complaints(group: Mapping[str, Any], saved: Mapping[str, Any], state:
                 yield f"{describe(group, i)}: its {name} has shape {tuple(found[name].shape)}"
             elif not torch.as_tensor(found[name]).is_floating_point():
                 yield f"{describe(group, i)}: its {name} has dtype {found[name].dtype}"
+            elif not bool(torch.as_tensor(found[name]).isfinite().all()):
+                yield f"{describe(group, i)}: its {name} is not finite"
     # A state saved before the first step is empty; half a state means that moments were lost on the way.
     if absent and any(state.get(key) for key in saved["params"]):
         yield f"moments are missing: {_few([f'{name} lacks {m}' for name, m in absent])}"
+
+
+def changed_options(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> str:
+    """Options other than the learning rate, which schedulers own, in which a run differs from its checkpoint."""
+    changes = {
+        f"{name} {saved[name]!r}, not {group[name]!r}"
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True)
+        for name in GROUP_OPTIONS
+        if name != "lr" and name in saved and check_option(name, saved[name]) != group[name]
+    }
+    return "; ".join(sorted(changes))
 
 
 def restore_precision_(

@@ -24,4 +24,5 @@ def logger() -> logging.Logger:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(levelname)s|%(name)s] %(message)s"))
         log.addHandler(handler)
+        log.propagate = False  # logging configured later would write everything a second time
     return log

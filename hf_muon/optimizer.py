@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, update
+from hf_muon import checkpoint, diagnostics, update
 from hf_muon.coefficients import resolve
 from hf_muon.config import GROUP_OPTIONS, check_option, unknown_option
 from hf_muon.distributed import Executor, LocalExecutor, storage_complaint
@@ -116,19 +116,24 @@ class Muon(Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
-        resolve(group["ns_coefficients"], group["ns_steps"])
         for i, param in enumerate(group["params"]):
             complaint = storage_complaint(param)
             if complaint:
                 raise RuntimeError(f"{checkpoint.describe(group, i)} {complaint}")
-            if group["use_muon"]:
-                compute_dtype(group["ns_dtype"], param.device.type, param.device.index)
-                if param.ndim not in (2, 3):
-                    raise ValueError(
-                        f"{checkpoint.describe(group, i)} is not a matrix: Muon steps (m, n) matrices and (B, m, n) "
-                        "stacks of matrices. Put it into a group with use_muon=False, or let build_optimizer(model) "
-                        "decide"
-                    )
+            if group["use_muon"] and param.ndim not in (2, 3):
+                raise ValueError(
+                    f"{checkpoint.describe(group, i)} is not a matrix: Muon steps (m, n) matrices and (B, m, n) stacks "
+                    "of matrices. Put it into a group with use_muon=False, or let build_optimizer(model) decide"
+                )
+        self._check_hyperparameters(group)
+
+    @staticmethod
+    def _check_hyperparameters(group: Group) -> None:
+        """What depends on more than one option, or on the device; a loaded group may bring what does not fit here."""
+        resolve(group["ns_coefficients"], group["ns_steps"])
+        if group["use_muon"]:
+            for device in {param.device for param in group["params"]}:
+                compute_dtype(group["ns_dtype"], device.type, device.index)
 
     def init_state(self) -> None:
         """Create the state that is missing, zero moments, for every parameter. Steps and loads do it by themselves."""
@@ -172,8 +177,13 @@ class Muon(Optimizer):
                     complaint = "has a sparse gradient; build its embedding with sparse=False"
                 if complaint:
                     complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
+            indices = [i for i in indices if group["params"][i].numel()]
             work.append((group, indices))
         self._refuse_step(complaints)
+        for group, indices in work:
+            if indices:
+                self._check_hyperparameters(group)
+                self._reconcile_state(group)
         self._refuse_step(
             [f"{name} has a gradient that is not finite" for name in self._not_finite(work)],
             "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 "
@@ -222,7 +232,6 @@ class Muon(Optimizer):
         for group, indices in work:
             if not indices:
                 continue
-            self._reconcile_state(group)
             params = [group["params"][i] for i in indices]
             grads = [param.grad for param in params]
             if group["use_muon"]:
@@ -232,21 +241,27 @@ class Muon(Optimizer):
         return loss
 
     def _muon_step(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
-        buffers = [self.state[param]["momentum_buffer"] for param in params]
-        updates = update.muon_updates(grads, buffers, momentum=group["momentum"], nesterov=group["nesterov"])
         coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
 
         def direction(matrices: Tensor) -> Tensor:
             device = matrices.device
             return newton_schulz(matrices, coefficients, compute_dtype(group["ns_dtype"], device.type, device.index))
 
-        update.apply_directions_(
-            params,
-            self._executor.orthogonalize(updates, direction),
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            scales=[update.lr_scale(group["adjust_lr_fn"], param.shape) for param in params],
-        )
+        for batch in self._executor.plan(params):
+            some = [params[i] for i in batch]
+            updates = update.muon_updates(
+                [grads[i] for i in batch],
+                [self.state[param]["momentum_buffer"] for param in some],
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+            )
+            update.apply_directions_(
+                some,
+                self._executor.orthogonalize(updates, direction),
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                scales=[update.lr_scale(group["adjust_lr_fn"], param.shape) for param in some],
+            )
 
     def _adamw_step(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
@@ -276,6 +291,11 @@ class Muon(Optimizer):
         def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             checkpoint.check_loadable(self.param_groups, state_dict)
             seen.update(state_dict)
+            changed = checkpoint.changed_options(self.param_groups, state_dict)
+            if changed and diagnostics.is_rank_zero():
+                diagnostics.logger().warning(
+                    "the checkpoint's options win over those of this run, as in any torch optimizer: %s", changed
+                )
 
         # Registered last, so that it sees what the user's own hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(check)

@@ -13,6 +13,9 @@ from hf_muon.config import MuonConfig
 from hf_muon.optimizer import Muon
 from hf_muon.routing import Route, route_parameters
 
+# What routing decides anew for each part of a group; every other key of a group goes to both parts.
+_ROUTED = ("params", "param_names", "lr", "weight_decay")
+
 
 class MuonOfGroups(Muon):
     """`Muon` over ready-made param groups, as callers without a model give them (LLaMA-Factory's PPO and LoRA+).
@@ -27,28 +30,39 @@ class MuonOfGroups(Muon):
 
     def __init__(self, params: Iterable[Any], config: MuonConfig, **options: Any) -> None:
         config = config.replace(options)
-        groups: list[dict[str, Any]] = [g if isinstance(g, dict) else {"params": [g]} for g in params]
-        members = [[p[1] if isinstance(p, tuple) else p for p in group["params"]] for group in groups]
+        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        groups: list[dict[str, Any]] = given if all(isinstance(g, dict) for g in given) else [{"params": given}]
+        members = [_tensors(group["params"]) for group in groups]
         routes = _routes_of({p for group in members for p in group if p.requires_grad}, config)
         require_muon(list(routes.values()), "the given param groups")
         split = []
         for group, parameters in zip(groups, members, strict=True):
             mine = [routes[p] for p in parameters if p.requires_grad]
             decay = group.get("weight_decay")
+            own = {key: value for key, value in group.items() if key not in _ROUTED}
             for use_muon in (True, False):
                 for decays in (True, False) if decay is None else (None,):
                     part = [r for r in mine if r.use_muon is use_muon and decays in (None, r.decay)]
                     if part:
-                        split.append(group_of(part, config, lr=group.get("lr"), weight_decay=decay))
+                        split.append({**group_of(part, config, lr=group.get("lr"), weight_decay=decay), **own})
         super().__init__(split, **muon_options(config))
         log_routes(routes.values())
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    """The tensors of a group's `params`: one, several, or ``(name, tensor)`` pairs."""
+    if isinstance(params, Tensor):
+        return [params]
+    return [p[1] if isinstance(p, tuple) else p for p in params]
 
 
 def _routes_of(parameters: set[Tensor], config: MuonConfig) -> dict[Tensor, Route]:
     """Routes of parameters by the models that hold them."""
     routes: dict[Tensor, Route] = {}
-    for model in _live_models():
-        if any(p in parameters and p not in routes for p in model.parameters()):
+    held = {model: sum(p in parameters for p in model.parameters()) for model in _live_models()}
+    # A model and a wrapper that shares some of its parameters: whoever holds most of them knows most about them.
+    for model in sorted(held, key=lambda model: held[model], reverse=True):
+        if held[model] and any(p in parameters and p not in routes for p in model.parameters()):
             found = {route.parameter: route for route in route_parameters(model, config)}
             routes.update({p: route for p, route in found.items() if p in parameters and p not in routes})
     homeless = [tuple(p.shape) for p in parameters if p not in routes]
@@ -61,7 +75,7 @@ def _routes_of(parameters: set[Tensor], config: MuonConfig) -> dict[Tensor, Rout
 
 
 def _live_models() -> list[nn.Module]:
-    """Modules that no other module holds, oldest first."""
+    """Modules that no other module holds."""
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     held = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
     return [module for module in modules if id(module) not in held and "_modules" in module.__dict__]

@@ -13,15 +13,19 @@ from hf_muon.config import MuonConfig
 
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head", "lora")
 
-_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"(^|_|layer|rms|group|batch)norm(_?\d+)?$", re.IGNORECASE)
-_HEAD = re.compile(
-    r"^(score|classifier|classification_head|cls_head|qa_outputs|v_head|value_head|reward_head|regression_head"
-    r"|logits_proj|summary|head)$"
-)
-_GATE = re.compile(r"^(.*_)?(gate|gating|router)$", re.IGNORECASE)
+_HEAD = re.compile(r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection|(.*_)?head)$")
+_GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 _STATE_SPACE = ("A_log", "D", "dt_bias")
+# Names of learned vectors that stand in a table, where the parameter is not a module's `weight`.
+_TABLE = re.compile(r"(^|_)(pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
+# peft's other factors of weights.
+_ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|randlora)_", re.IGNORECASE)
+_LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts", "moe_num_experts", "n_routed_experts")
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+_WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _CONV_TYPES = (nn.modules.conv._ConvNd,)
 _EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -52,9 +56,9 @@ class Route:
         return tuple(self.parameter.shape)
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without the components that wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def is_lora(name: str) -> bool:
+    """Whether a parameter is one of LoRA's factors, by its name."""
+    return _LORA.search(name) is not None
 
 
 def route_parameters(model: nn.Module, config: MuonConfig | None = None, **options: Any) -> list[Route]:
@@ -107,10 +111,16 @@ def _places(model: nn.Module) -> list[_Place]:
     modules = dict(model.named_modules())
     places = []
     for full_name, parameter in model.named_parameters():
-        parts = full_name.split(".")[:-1]
-        chain = tuple(modules[".".join(parts[:i])] for i in range(len(parts), -1, -1))
-        places.append(_Place(clean_name(full_name), parameter, chain[0], chain[1:]))
+        parts = full_name.split(".")
+        chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
+        kept = [part for part, parent in zip(parts, chain, strict=True) if not _of_wrapper(part, parent)]
+        places.append(_Place(".".join(kept), parameter, chain[-1], tuple(chain[-2::-1])))
     return places
+
+
+def _of_wrapper(part: str, parent: nn.Module) -> bool:
+    """Whether a component of a name was put there by a wrapper. `module` may be a model's own name, too."""
+    return part in _WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))
 
 
 class _Rules:
@@ -135,11 +145,18 @@ class _Rules:
                     raise ValueError(
                         f"{option}: {pattern.pattern!r} matches no parameter. Names look like {_examples(names)}"
                     )
+                if not any(place.parameter.requires_grad for place in found):
+                    raise ValueError(
+                        f"{option}: {pattern.pattern!r} matches nothing that is trained, only "
+                        f"{_examples([place.name for place in found])}"
+                    )
                 if option == "muon_patterns" and not any(_is_matrix(place.shape) for place in found):
                     raise ValueError(
                         f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
                         f"{_examples([p.name for p in found])}"
                     )
+        if self.config.lora == "muon" and not any(is_lora(p.name) and p.parameter.requires_grad for p in places):
+            raise ValueError("lora=muon: no LoRA factor is trained. Remove the option, or check the peft configuration")
         targets = self.config.optim_target_modules
         if targets is not None and not any(_is_target(targets, place) for place in places):
             raise ValueError(
@@ -158,7 +175,7 @@ class _Rules:
         for pattern in self.muon_patterns:
             if pattern.search(place.name):
                 return f"muon_patterns {pattern.pattern!r}"
-        if "lora" in place.name.lower():
+        if is_lora(place.name):
             return "LoRA factor, lora=muon"
         return "hidden matrix" if len(place.shape) == 2 else "stack of hidden matrices"
 
@@ -178,10 +195,13 @@ class _Rules:
         return self._named(place) or self._structural(place)
 
     def _named(self, place: _Place) -> str | None:
-        lowered = place.name.lower()
+        if is_lora(place.name) and self.config.lora != "muon":
+            return "name contains 'lora' (lora=muon opts in)"
         for excluded in EXCLUDED_NAMES:
-            if excluded in lowered and not (excluded == "lora" and self.config.lora == "muon"):
-                return f"name contains {excluded!r}" + (" (lora=muon opts in)" if excluded == "lora" else "")
+            if excluded != "lora" and excluded in place.name.lower():
+                return f"name contains {excluded!r}"
+        if _ADAPTER.search(place.name):
+            return "adapter factor (muon_patterns opts in)"
         return None
 
     def _structural(self, place: _Place) -> str | None:
@@ -197,17 +217,37 @@ class _Rules:
             return "depthwise convolution" if depthwise else "convolution"
         if place.own_name in _STATE_SPACE:
             return "state space parameter"
+        if place.own_name != "weight" and not is_lora(place.name) and _TABLE.search(place.own_name):
+            return "table of learned vectors"
         if _is_router(place):
             return "router of a mixture of experts"
-        if any(_HEAD.match(part) for part in place.module_name.split(".")) and id(place.parameter) in self.heads:
+        if self._is_head(place):
             return "head"
-        if self.heads.get(id(place.parameter)) == place.shape[0] and len(place.shape) == 2:
-            return "head: as many rows as labels"
         if place.parameter is self.unreported_head:
             return "output head: the last matrix, of the vocabulary's shape"
-        if len(place.shape) > 3 or not _is_matrix(place.shape):
-            return "not a matrix"
-        return None
+        return _not_hidden_matrices(place)
+
+    def _is_head(self, place: _Place) -> bool:
+        """Outside the base model, by name or with a row per label."""
+        if id(place.parameter) not in self.heads:
+            return False
+        if any(_HEAD.match(part) for part in place.module_name.split(".")):
+            return True
+        return len(place.shape) == 2 and place.shape[0] == self.heads[id(place.parameter)]
+
+
+def _not_hidden_matrices(place: _Place) -> str | None:
+    """Shapes that are no matrix, and stacks that are none, or none that can be told apart."""
+    counts = [count for name in _EXPERT_COUNTS if isinstance(count := getattr(place.owner, name, None), int)]
+    if len(place.shape) == 3 and _is_matrix(place.shape):
+        if place.shape[0] in counts or "expert" in place.module_name.lower():
+            return None
+        return "three dims, not known as a stack of matrices (muon_patterns opts in)"
+    if not _is_matrix(place.shape):
+        return "not a matrix"
+    if place.own_name != "weight" and any(n > 1 and place.shape[0] % n == 0 for n in counts):
+        return "experts flattened into one matrix"
+    return None
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
@@ -223,28 +263,33 @@ def _decays(place: _Place) -> bool:
 
 
 def _norm_or_bias(place: _Place) -> str | None:
-    if "bias" in place.own_name:
-        return "bias"
     component = place.module_name.rpartition(".")[2]
+    if "bias" in place.own_name or component.endswith("bias"):
+        return "bias"
     if isinstance(place.owner, _NORM_TYPES) or _NORM.search(component) or _NORM.search(place.own_name):
         return "norm"
     return None
 
 
 def _is_router(place: _Place) -> bool:
-    """A module called router, or a gate or a matrix with a row per expert beside a module of experts."""
+    """Something called router; a gate beside experts, or inside one; a matrix with a row per expert beside them."""
     parts = place.module_name.split(".")
-    if any(part.lower() in ("router", "routers") for part in parts):
+    if any("router" in part.lower() for part in parts):
         return True
-    siblings = [child for module in place.around[:1] for child in module.named_children()]
-    experts = next((module for name, module in siblings if "experts" in name.lower()), None)
-    if experts is None or any("expert" in part.lower() and not _GATE.match(part) for part in parts):
-        return False
-    if _GATE.match(parts[-1]):
-        return True
-    sizes = {p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3}
-    sizes |= {len(experts)} if isinstance(experts, (nn.ModuleList, nn.ModuleDict)) else set()
-    return len(place.shape) == 2 and place.shape[0] in sizes
+    # `around` starts at the parent of the owner: the module in which the last component was looked up.
+    for depth, (part, parent) in enumerate(zip(reversed(parts), place.around, strict=False)):
+        if "expert" in part.lower() and not _GATE.match(part):
+            return False
+        experts = next((child for name, child in parent.named_children() if "experts" in name.lower()), None)
+        if experts is None:
+            continue
+        if _GATE.match(part):
+            return True
+        sizes = {p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3}
+        sizes |= {len(experts)} if isinstance(experts, (nn.ModuleList, nn.ModuleDict)) else set()
+        if depth == 0 and len(place.shape) == 2 and place.shape[0] in sizes:
+            return True
+    return False
 
 
 def _reported_embeddings(model: nn.Module) -> dict[int, str]:
@@ -279,8 +324,9 @@ def _outside_base_model(model: nn.Module) -> dict[int, int | None]:
     inside: set[int] = set()
     labels: int | None = None
     for module in model.modules():
-        base = getattr(module, getattr(module, "base_model_prefix", "") or "_", None)
-        if isinstance(base, nn.Module) and base is not module:
+        # Of the class and its own children: peft's wrappers answer for the model inside.
+        base = module._modules.get(getattr(type(module), "base_model_prefix", "") or "")
+        if base is not None:
             inside.update(id(parameter) for parameter in base.parameters())
             labels = getattr(getattr(module, "config", None), "num_labels", labels)
     return {id(p): labels if inside else None for p in model.parameters() if id(p) not in inside}
@@ -299,7 +345,11 @@ def _is_target(targets: str | Sequence[str], place: _Place) -> bool:
 def _compile(patterns: str | Sequence[str] | None) -> list[re.Pattern[str]]:
     if patterns is None:
         return []
-    pieces = _alternatives(patterns) if isinstance(patterns, str) else list(patterns)
+    pieces = list(patterns)
+    if isinstance(patterns, str):
+        flags = re.match(r"(\(\?[aiLmsux]+\))?", patterns)
+        prefix = flags[0] if flags else ""
+        pieces = [piece and prefix + piece for piece in _alternatives(patterns[len(prefix) :])]
     compiled = []
     for piece in pieces:
         try:

@@ -57,14 +57,18 @@ def apply_directions_(
     weight_decay: float,
     scales: Sequence[float],
 ) -> None:
-    """Decoupled weight decay, then ``param -= lr * scale * direction``. Half precision parameters are rounded once."""
+    """Decoupled weight decay, then ``param -= lr * scale * direction``. Half precision parameters are rounded once.
+
+    The directions are used up: their memory is written to.
+    """
     full: list[int] = []
     half: list[int] = []
     for i, param in enumerate(params):
         (half if param.dtype.itemsize < 4 else full).append(i)
     if full:
         whole = [params[i] for i in full]
-        moves = torch._foreach_mul([directions[i].to(params[i].dtype) for i in full], [-lr * scales[i] for i in full])
+        moves = [directions[i].to(params[i].dtype) for i in full]
+        torch._foreach_mul_(moves, [-lr * scales[i] for i in full])
         if weight_decay:
             torch._foreach_mul_(whole, 1 - lr * weight_decay)
         torch._foreach_add_(whole, moves)

@@ -131,7 +131,8 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 import transformers.trainer_optimizer as registry
 from hf_muon.integrations.transformers import patch_training_args
 import transformers.training_args as module
-theirs = patch_training_args(module)   # stands for the member that transformers would have
+patch_training_args(module)
+del OptimizerNames("muon")._from_hf_muon  # stands for the member that transformers would have
 registry._OPTIMIZER_HANDLERS["muon"] = "theirs"
 hf_muon.install()
 from hf_muon import _autoload
@@ -163,6 +164,19 @@ def test_a_broken_package_does_not_break_import_torch(tmp_path):
     done = run("import torch; print(torch.ones(1).item())", PYTHONPATH=str(tmp_path))
     assert done.stdout.strip() == "1.0"
     assert "broken" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "importlib.reload(sys.modules['transformers.training_args'])",
+        "[sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] == 'transformers']",
+    ],
+    ids=["reload", "purge"],
+)
+def test_a_reloaded_transformers_is_patched_again(again):
+    code = f"import importlib, sys\n{ORDERS['torch first']}\n{ARGUMENTS}\n{again}\n"
+    run(code + f"from transformers.training_args import TrainingArguments\n{ARGUMENTS}")
 
 
 def test_source_of_patched_modules_is_found():

@@ -50,6 +50,8 @@ def both_gradients(steps=6, dtype=torch.float32, seed=2):
 class TestAgainstTorch:
     """torch.optim.Muon computes in bf16; given fp32 products, it is the same rule."""
 
+    pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
     @pytest.fixture
     def _fp32_torch_muon(self, monkeypatch):
         def in_fp32(grad, ns_coefficients, ns_steps, eps):
@@ -208,7 +210,9 @@ def test_momentum_is_the_moving_average_of_raw_gradients(nesterov):
 
 
 def test_closure():
+    """The gradients of the closure are the ones that are stepped, and its loss is returned."""
     weight = nn.Parameter(torch.randn(6, 4))
+    twin = nn.Parameter(weight.detach().clone())
     target = torch.randn(6, 4)
     optimizer = Muon([weight], lr=0.1)
 
@@ -218,12 +222,10 @@ def test_closure():
         loss.backward()
         return loss
 
-    expected = (weight.detach() - target).square().sum()
-    assert torch.equal(optimizer.step(closure), expected)
-    twin = nn.Parameter(weight.detach().clone())
-    assert not torch.equal(weight, target)
-    assert weight.grad is not None
-    assert twin.grad is None
+    assert torch.equal(optimizer.step(closure), (twin - target).square().sum())
+    twin.grad = 2 * (twin.detach() - target)
+    Muon([twin], lr=0.1).step()
+    assert torch.equal(weight, twin)
 
 
 def test_schedulers_move_both_halves():
@@ -361,7 +363,7 @@ def test_grad_scaler_skips_overflow_and_leaves_moments_clean():
     torch.testing.assert_close(weight, twin)
 
 
-def test_dtensor_and_sharded_parameters_are_refused_with_what_to_do():
+def test_sharded_parameters_are_refused_with_what_to_do():
     flat = nn.Parameter(torch.randn(4, 4))
     flat._is_flat_param = True
     with pytest.raises(RuntimeError, match=r"flat FSDP1 parameter.*Train on one process or with DDP"):
@@ -370,6 +372,66 @@ def test_dtensor_and_sharded_parameters_are_refused_with_what_to_do():
     partitioned.ds_id = 1
     with pytest.raises(RuntimeError, match="partitioned by DeepSpeed ZeRO-3"):
         Muon([partitioned])
+
+
+def test_dtensors_are_refused_also_when_swapped_in_later():
+    """accelerate's FSDP2 puts DTensors into the groups of an optimizer that was built over plain parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
+        with pytest.raises(RuntimeError, match="is a DTensor .* Train on one process or with DDP"):
+            Muon([sharded])
+        optimizer = Muon(parameters([(4, 4)]))
+        optimizer.param_groups[0]["params"][0] = sharded
+        sharded.grad = torch.zeros_like(sharded)
+        with pytest.raises(RuntimeError, match="refuses this step.*\n.*is a DTensor"):
+            optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_complaint_of_one_group_leaves_the_others_as_they_were():
+    optimizer, params = both_halves()
+    run(optimizer, params, both_gradients(1))
+    before = [p.detach().clone() for p in params]
+    buffer = optimizer.state[params[0]]["momentum_buffer"].clone()
+    grads = both_gradients(1)[0]
+    params[-1].data = torch.zeros(3)
+    grads[-1] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"its exp_avg has shape \(16,\). The parameter was resized"):
+        run(optimizer, params, [grads])
+    optimizer.param_groups[0]["ns_dtype"] = "fp16"
+    with pytest.raises(ValueError, match="does not run on a CPU"):
+        run(optimizer, params, [grads])
+    assert all(torch.equal(a, b) for a, b in zip(params[:-1], before, strict=False))
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], buffer)
+
+
+def test_empty_matrices_are_left_alone():
+    params = parameters([(0, 4), (4, 4)])
+    run(Muon(params), params, gradients([(0, 4), (4, 4)], 2))
+    twin = parameters([(4, 4)])
+    torch.testing.assert_close(params[1].shape, twin[0].shape)
+
+
+def test_memory_of_a_step_is_that_of_a_batch(monkeypatch):
+    """What is computed at once is bounded, whatever the number of parameters, and the result is the same."""
+    shapes = [(16, 32)] * 12
+    whole, parts = parameters(shapes), parameters(shapes)
+    limited = Muon(parts, ns_dtype="fp32")
+    limited._executor.max_batch_bytes = 3 * 16 * 32 * 4
+    seen = []
+    orthogonalized = limited._executor.orthogonalize
+    monkeypatch.setattr(limited._executor, "orthogonalize", lambda u, f: seen.append(len(u)) or orthogonalized(u, f))
+    run(limited, parts, gradients(shapes, 1))
+    run(Muon(whole, ns_dtype="fp32"), whole, gradients(shapes, 1))
+    assert seen == [3] * 4
+    assert relative_difference(parameters(shapes), whole, parts) < 1e-6
 
 
 @given(
@@ -487,6 +549,18 @@ class TestStateDict:
         optimizer.load_state_dict(fresh.state_dict())
         run(optimizer, params, both_gradients(1))
 
+    def test_options_of_the_checkpoint_win_and_that_is_said(self, caplog):
+        optimizer, params = both_halves(momentum=0.9, lr=0.5)
+        run(optimizer, params, both_gradients(1))
+        fresh, _ = both_halves(ns_steps=6)
+        fresh.load_state_dict(optimizer.state_dict())
+        assert fresh.param_groups[0]["momentum"] == 0.9
+        assert "win over those of this run" in caplog.text
+        assert "momentum 0.9, not 0.95; ns_steps 5, not 6" in caplog.text
+        caplog.clear()
+        fresh.load_state_dict(optimizer.state_dict())
+        assert not caplog.text
+
     def test_users_pre_hook_comes_first(self):
         optimizer, params = both_halves()
         run(optimizer, params, both_gradients(1))
@@ -534,8 +608,9 @@ class TestRefusedCheckpoints:
         for i, state in before["state"].items():
             assert all(torch.equal(value, after["state"][i][key]) for key, value in state.items())
 
-    @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon])
-    def test_another_optimizer(self, cls):
+    @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+    def test_another_optimizer(self, name):
+        cls = getattr(torch.optim, name, None) or pytest.skip(f"this torch has no {name}")
         self.refused(cls(parameters()).state_dict(), "written by another optimizer.*`use_muon` is not among them")
 
     def test_not_an_optimizer(self):
@@ -582,6 +657,17 @@ class TestRefusedCheckpoints:
         state_dict = self.stepped().state_dict()
         del state_dict["state"][0]
         self.refused(state_dict, "moments are missing: layers.0")
+
+    @pytest.mark.parametrize(("option", "value"), [("ns_dtype", "fp8"), ("momentum", 2.0), ("adamw_betas", (0.9,))])
+    def test_options_that_are_not_valid(self, option, value):
+        state_dict = self.stepped().state_dict()
+        state_dict["param_groups"][0][option] = value
+        self.refused(state_dict, f"one of its param groups has {option}=.* is not valid")
+
+    def test_moments_that_are_not_finite(self):
+        state_dict = self.stepped().state_dict()
+        state_dict["state"][1]["momentum_buffer"][0, 0] = float("nan")
+        self.refused(state_dict, r"layers.1 \(40, 16\): its momentum_buffer is not finite")
 
     def test_all_complaints_at_once(self):
         state_dict = self.stepped().state_dict()

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_muon import route_parameters
-from hf_muon.routing import clean_name, table
+from hf_muon.routing import table
 
 TINY = {
     "hidden_size": 32,
@@ -158,6 +158,70 @@ def test_mixtures_of_experts(model_class, config_class, options, experts, router
     assert not any("bias" in name for name in routed)
 
 
+class Experts(nn.Module):
+    """Four experts in one tensor, as transformers keeps them."""
+
+    def __init__(self, flat=False):
+        super().__init__()
+        self.num_experts = 4
+        self.down_proj = nn.Parameter(torch.zeros(4 * 8, 12) if flat else torch.zeros(4, 8, 12))
+
+
+def linear(rows, columns=12):
+    return nn.Linear(columns, rows, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("modules", "router"),
+    [
+        ({"gate": linear(4)}, "gate.weight"),
+        ({"gate": nn.ModuleDict({"wg": linear(4)})}, "gate.wg.weight"),
+        ({"gate": nn.ModuleDict({"mlp": nn.Sequential(linear(6), linear(5, 6))})}, "gate.mlp.0.weight"),
+        ({"scores": linear(4)}, "scores.weight"),
+        ({"router": linear(6)}, "router.weight"),
+        ({"altup": nn.ModuleDict({"modality_router": linear(6)})}, "altup.modality_router.weight"),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_routers(modules, router, listed):
+    experts = nn.ModuleList([linear(8) for _ in range(4)]) if listed else Experts()
+    layer = nn.ModuleDict({**modules, "experts": experts, "shared_expert": nn.ModuleDict({"gate_proj": linear(8)})})
+    model = nn.ModuleDict({"mlp": layer})
+    assert reasons(model)[f"mlp.{router}"] == "router of a mixture of experts"
+    assert "mlp.shared_expert.gate_proj.weight" in muon_names(model)
+    assert any("experts" in name for name in muon_names(model))
+
+
+def test_a_gate_without_experts_is_a_matrix():
+    assert muon_names(nn.ModuleDict({"mlp": nn.ModuleDict({"gate": linear(8)})})) == {"mlp.gate.weight"}
+
+
+def test_three_dims_are_a_stack_only_where_experts_are():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Parameter(torch.zeros(16, 4, 8))
+            self.latents = nn.Parameter(torch.zeros(6, 16))
+            self.rel_pos_h = nn.Parameter(torch.zeros(6, 16))
+            self.rel_pos_bias = linear(6)
+            self.weight = nn.Parameter(torch.zeros(8, 8))
+            self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3))
+            self.flat = Experts(flat=True)
+
+    found = reasons(Layer())
+    assert muon_names(Layer()) == {"weight"}
+    assert found["q"] == "three dims, not known as a stack of matrices (muon_patterns opts in)"
+    assert found["latents"] == found["rel_pos_h"] == "table of learned vectors"
+    assert found["rel_pos_bias.weight"] == "bias"
+    assert found["flat.down_proj"] == "experts flattened into one matrix"
+    assert "q" in muon_names(Layer(), muon_patterns="^q$")
+
+
+def test_names_that_only_look_like_lora():
+    model = nn.ModuleDict({"floral": linear(8), "exploration": linear(8)})
+    assert muon_names(model) == {"floral.weight", "exploration.weight"}
+
+
 def test_shared_expert_gate():
     model = build(
         "Qwen2MoeForCausalLM",
@@ -186,6 +250,14 @@ def test_heads(model_class, config_class, options, head):
 def test_value_head_of_one_row():
     model = build("Qwen3ForSequenceClassification", "Qwen3Config", **TINY, head_dim=8, num_labels=1)
     assert reasons(model)["score.weight"] == "single row or column"
+
+
+def test_a_row_per_label_is_a_head_whatever_its_name():
+    model = build("Qwen3ForSequenceClassification", "Qwen3Config", **TINY, head_dim=8, num_labels=5)
+    model.verdict, model.score = model.score, nn.Identity()
+    model.extra = nn.Linear(32, 24, device="meta")
+    assert reasons(model)["verdict.weight"] == "head"
+    assert "extra.weight" in muon_names(model)
 
 
 def test_gpt2_names():
@@ -226,6 +298,25 @@ class TestLora:
         found = reasons(peft.get_peft_model(base, config), lora="muon")
         assert any("lm_head" in name for name in found)
 
+    @pytest.mark.parametrize("model_class", ["Qwen3ForSequenceClassification", "LlamaForSequenceClassification"])
+    def test_label_head_inside_peft(self, model_class):
+        import peft
+
+        config = getattr(transformers, model_class.replace("ForSequenceClassification", "Config"))(**TINY, num_labels=5)
+        config.pad_token_id = 0
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
+        model = peft.get_peft_model(getattr(transformers, model_class)(config), lora)
+        assert muon_names(model) == set()
+        assert any("score" in name and reason == "head" for name, reason in reasons(model).items())
+
+    def test_other_adapters(self):
+        import peft
+
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+        model = peft.get_peft_model(base, peft.LoHaConfig(r=4, target_modules=["q_proj"]))
+        assert muon_names(model) == set()
+        assert "adapter factor (muon_patterns opts in)" in reasons(model).values()
+
 
 class TestPatterns:
     def test_override_both_ways(self):
@@ -238,6 +329,16 @@ class TestPatterns:
 
     def test_muon_patterns_leave_vectors_alone(self):
         assert muon_names(qwen3(), muon_patterns="layers") == layers(*ATTENTION, *MLP)
+
+    def test_flags_hold_for_every_alternative(self):
+        expected = layers(*MLP, "self_attn.o_proj.weight", "self_attn.v_proj.weight")
+        assert muon_names(qwen3(), adamw_patterns="(?i)Q_PROJ|K_PROJ") == expected
+
+    def test_pattern_of_frozen_parameters(self):
+        model = qwen3()
+        model.lm_head.requires_grad_(False)
+        with pytest.raises(ValueError, match="'lm_head' matches nothing that is trained, only lm_head.weight"):
+            route_parameters(model, adamw_patterns="lm_head")
 
     def test_reasons_name_the_pattern(self):
         routes = {
@@ -252,6 +353,7 @@ class TestPatterns:
             ({"adamw_patterns": "router|gate"}, "adamw_patterns: 'router' matches no parameter. Names look like model"),
             ({"muon_patterns": "k_proj|nothing"}, "muon_patterns: 'nothing' matches no parameter"),
             ({"muon_patterns": "norm"}, "muon_patterns: 'norm' matches no matrix, only model.layers.0"),
+            ({"lora": "muon"}, "lora=muon: no LoRA factor is trained"),
             ({"adamw_patterns": "(q|z"}, "is not a regular expression"),
             ({"adamw_patterns": "q_proj||k_proj"}, "empty alternative"),
             ({"optim_target_modules": "nowhere"}, "optim_target_modules='nowhere' matches no module"),
@@ -305,11 +407,13 @@ def test_decay_is_the_trainers_rule(model_class, config_class, options):
         assert route.decay == (route.name in decaying), route.name
 
 
-def test_names_lose_wrappers_by_component():
-    assert clean_name("module._orig_mod.layers.0.weight") == "layers.0.weight"
-    assert clean_name("my_module.submodules.weight") == "my_module.submodules.weight"
+def test_names_lose_wrappers_and_nothing_else():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert [r.name for r in route_parameters(torch.compile(model))] == [r.name for r in route_parameters(model)]
+    names = [route.name for route in route_parameters(model)]
+    assert [route.name for route in route_parameters(torch.compile(model))] == names
+    assert [route.name for route in route_parameters(nn.DataParallel(model))] == names
+    own = nn.ModuleDict({"module": nn.Linear(4, 4, bias=False), "submodule": nn.Linear(4, 4, bias=False)})
+    assert [route.name for route in route_parameters(own)] == ["module.weight", "submodule.weight"]
 
 
 def test_table():

@@ -15,6 +15,10 @@ NewtonSchulz = Callable[[Tensor], Tensor]
 class Executor(Protocol):
     """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again."""
 
+    def plan(self, params: Sequence[Tensor]) -> list[list[int]]:
+        """Which parameters to step together, as indices; what a step holds in memory at once."""
+        ...
+
     def orthogonalize(self, updates: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
         """Directions of the updates, each of its update's shape, in their order. Updates are not written to."""
         ...

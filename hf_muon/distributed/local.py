@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,36 +14,33 @@ class LocalExecutor:
     """Stacks matrices of equal shape, so that one batched product serves many small matrices.
 
     Args:
-        max_batch_bytes: size of a stack of updates. A single larger parameter is a batch of its own.
+        max_batch_bytes: size of a stack of fp32 updates. A single larger parameter is a batch of its own.
     """
 
     def __init__(self, max_batch_bytes: int = 256 * 2**20) -> None:
         self.max_batch_bytes = max_batch_bytes
 
-    def orthogonalize(self, updates: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
-        """Directions of ``(m, n)`` matrices and ``(B, m, n)`` stacks of matrices. See `Executor`."""
-        directions: list[Tensor | None] = [None] * len(updates)
-        for indices in self._batches(updates):
-            shape = updates[indices[0]].shape[-2:]
-            stacks = [updates[i].reshape(-1, *shape) for i in indices]  # each (b, m, n)
-            batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
-            parts = torch.split(newton_schulz(batch), [len(stack) for stack in stacks])
-            for i, part in zip(indices, parts, strict=True):
-                directions[i] = part.view(updates[i].shape)
-        return [direction for direction in directions if direction is not None]
-
-    def _batches(self, updates: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Indices of updates of equal matrix shape, dtype and device, in their order, at most `max_batch_bytes`."""
+    def plan(self, params: Sequence[Tensor]) -> list[list[int]]:
+        """Parameters of equal matrix shape, dtype and device, in their order, at most `max_batch_bytes` of fp32."""
         alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
-        for i, update in enumerate(updates):
-            alike.setdefault((update.shape[-2:], update.dtype, update.device), []).append(i)
+        for i, param in enumerate(params):
+            alike.setdefault((param.shape[-2:], param.dtype, param.device), []).append(i)
+        batches: list[list[int]] = []
         for indices in alike.values():
-            batch: list[int] = []
-            size = 0
+            size = self.max_batch_bytes
             for i in indices:
-                if batch and size + updates[i].nbytes > self.max_batch_bytes:
-                    yield batch
-                    batch, size = [], 0
-                batch.append(i)
-                size += updates[i].nbytes
-            yield batch
+                if size + params[i].numel() * 4 > self.max_batch_bytes:
+                    batches.append([])
+                    size = 0
+                batches[-1].append(i)
+                size += params[i].numel() * 4
+        return batches
+
+    def orthogonalize(self, updates: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
+        """Directions of ``(m, n)`` matrices and ``(B, m, n)`` stacks of them, all of one batch of `plan`."""
+        if not updates:
+            return []
+        stacks = [update.view(-1, *update.shape[-2:]) for update in updates]  # each (b, m, n)
+        batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
+        parts = torch.split(newton_schulz(batch), [len(stack) for stack in stacks])
+        return [part.view(update.shape) for part, update in zip(parts, updates, strict=True)]

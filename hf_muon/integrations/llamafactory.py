@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from hf_muon.integrations.transformers import NAME
+from hf_muon.integrations.transformers import NAME, OURS
 
 RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
 
 
-def patch_parser(module: Any) -> Callable[[], None] | str:
+def patch_parser(module: Any) -> Callable[[], None] | str | None:
     """Check the parsed arguments of a training run, before its model is loaded."""
     get_train_args = module.get_train_args
+    if getattr(get_train_args, OURS, False):
+        return None
 
     @functools.wraps(get_train_args)
     def checked_get_train_args(*args: Any, **kwargs: Any) -> Any:
@@ -23,12 +26,16 @@ def patch_parser(module: Any) -> Callable[[], None] | str:
             refuse_rivals(finetuning_args)
         return parsed
 
-    module.get_train_args = checked_get_train_args
+    setattr(checked_get_train_args, OURS, True)
+    _replace(get_train_args, checked_get_train_args)
+    return lambda: _replace(checked_get_train_args, get_train_args)
 
-    def undo() -> None:
-        module.get_train_args = get_train_args
 
-    return undo
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Also where LLaMA-Factory's other modules have imported the function already."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "llamafactory" and getattr(module, "get_train_args", None) is old:
+            module.get_train_args = new  # type: ignore[attr-defined]
 
 
 def refuse_rivals(finetuning_args: Any) -> None:

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 NAME = "muon"
 MEMBER = "MUON"
+OURS = "_from_hf_muon"
 
 
-def patch_training_args(module: ModuleType) -> Callable[[], None] | str:
+def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
     """Add the member `OptimizerNames.MUON`, and check muon's options when TrainingArguments are made."""
     names = module.OptimizerNames
+    if getattr(names._value2member_map_.get(NAME), OURS, False):
+        return None
     if NAME in names._value2member_map_:
         from hf_muon import diagnostics
 
@@ -31,6 +34,7 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str:
     member = str.__new__(names, NAME)
     member._name_, member._value_ = MEMBER, NAME
     member.__objclass__ = names
+    setattr(member, OURS, True)
     member._sort_order_ = len(names._member_names_)
     names._member_names_.append(MEMBER)
     names._member_map_[MEMBER] = member
@@ -57,11 +61,13 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str:
     return undo
 
 
-def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str:
+def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | None:
     """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for `optim: muon`."""
     handlers = getattr(module, "_OPTIMIZER_HANDLERS", None)
     if handlers is None:
         return "failed: this transformers has no registry of optimizers; hf_muon needs transformers 5.2 or newer"
+    if handlers.get(NAME) is handle:
+        return None
     if NAME in handlers:
         return "stepped aside: transformers has its own optim: muon"
     handlers[NAME] = handle
@@ -98,12 +104,15 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
     """
     from hf_muon.config import MuonConfig, parse_optim_args
 
-    config = MuonConfig(
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        adamw_betas=(args.adam_beta1, args.adam_beta2),
-        adamw_eps=args.adam_epsilon,
-        optim_target_modules=args.optim_target_modules or None,
+    config = MuonConfig.from_mapping(
+        {
+            # PyYAML reads 1e-5 as text, and transformers passes that on.
+            "lr": args.learning_rate,
+            "weight_decay": args.weight_decay,
+            "adamw_betas": (float(args.adam_beta1), float(args.adam_beta2)),
+            "adamw_eps": args.adam_epsilon,
+            "optim_target_modules": args.optim_target_modules or None,
+        }
     )
     return config.replace(parse_optim_args(args.optim_args) if optim_args is None else optim_args)
 

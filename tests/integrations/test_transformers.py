@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,14 @@ def test_trainer_equals_a_loop_by_hand(tmp_path, trainer_options, loop_options):
         assert a["param_names"] == b["param_names"]
         assert a["use_muon"] == b["use_muon"]
         assert a["weight_decay"] == b["weight_decay"]
+
+
+def test_bf16_weights(tmp_path):
+    """No autocast and no fp32 copy: the weights themselves are bf16."""
+    ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
+    train(ours, tmp_path)
+    by_hand(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_clipping_is_of_the_gradient_not_of_the_direction(tmp_path):
@@ -290,6 +299,11 @@ class TestOptions:
         assert args.optim == "muon"
         assert args.to_dict()["optim"] == "muon"
 
+    def test_rates_that_yaml_reads_as_text(self, tmp_path):
+        network = model()
+        args = arguments(tmp_path, learning_rate="1e-2")
+        assert Trainer(network, args).create_optimizer().param_groups[0]["lr"] == 0.01
+
     def test_set_optimizer(self, tmp_path):
         args = TrainingArguments(str(tmp_path), use_cpu=True).set_optimizer("muon", args="momentum=0.9")
         assert Trainer(model(), args).create_optimizer().param_groups[0]["momentum"] == 0.9
@@ -364,6 +378,28 @@ class TestReadyMadeGroups:
                 optimizer.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
+    def test_flat_list_gives_the_groups_of_build_optimizer(self, tmp_path):
+        network = model()
+        found = self.build(tmp_path, network.parameters()).param_groups
+        expected = build_optimizer(network, lr=LR, weight_decay=0.1).param_groups
+        assert [g["param_names"] for g in found] == [g["param_names"] for g in expected]
+
+    def test_decay_of_the_halves(self, tmp_path):
+        network = model()
+        groups = [{"params": list(network.parameters()), "weight_decay": 0.2}]
+        rows = self.build(tmp_path, groups, optim_args="adamw_weight_decay=0.4").param_groups
+        assert [(g["use_muon"], g["weight_decay"]) for g in rows] == [(True, 0.2), (False, 0.4)]
+        groups = [{"params": list(network.parameters()), "weight_decay": 0.0}]
+        rows = self.build(tmp_path, groups, optim_args="adamw_weight_decay=0.4").param_groups
+        assert [g["weight_decay"] for g in rows] == [0.0, 0.0]
+
+    def test_other_keys_of_a_group_are_kept_or_refused(self, tmp_path):
+        network = model()
+        weight = network.model.layers[0].mlp.up_proj.weight
+        assert self.build(tmp_path, [{"params": weight, "momentum": 0.5}]).param_groups[0]["momentum"] == 0.5
+        with pytest.raises(ValueError, match=r"'betas' is not an option of muon. Did you mean 'adamw_betas'\?"):
+            self.build(tmp_path, [{"params": weight, "betas": (0.9, 0.9)}])
+
     def test_parameters_of_no_model(self, tmp_path):
         with pytest.raises(RuntimeError, match=r"shapes \[\(4, 4\)\].*no live model holds them. Use hf_muon.build"):
             self.build(tmp_path, [nn.Parameter(torch.randn(4, 4))])
@@ -390,6 +426,18 @@ class TestRefusedLayouts:
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         with pytest.raises(RuntimeError, match="does not run under DeepSpeed in this version"):
             Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+    @pytest.mark.parametrize("axis", ["tp", "cp", "sp", "dp_shard"])
+    def test_parallelism_config(self, tmp_path, axis):
+        args = arguments(tmp_path)
+        args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2})
+        with pytest.raises(RuntimeError, match=rf"does not run under ParallelismConfig\({axis}_size\)"):
+            Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+    def test_replicas_alone_are_ddp(self, tmp_path):
+        args = arguments(tmp_path)
+        args.parallelism_config = SimpleNamespace(dp_replicate_size=2, dp_shard_size=1, tp_size=1)
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model())
 
     def test_fields_of_the_arguments(self, tmp_path):
         args = arguments(tmp_path)

@@ -1,0 +1,48 @@
+"""The guard of LLaMA-Factory's arguments, on a stand-in for its modules; `tests/e2e` runs the real ones."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hf_muon.integrations.llamafactory import RIVALS, patch_parser, refuse_rivals
+
+
+@pytest.fixture
+def parser(monkeypatch):
+    def get_train_args(optim, **finetuning):
+        return None, None, SimpleNamespace(optim=optim), SimpleNamespace(**finetuning), None
+
+    parser, tuner = ModuleType("llamafactory.hparams.parser"), ModuleType("llamafactory.train.tuner")
+    parser.get_train_args = tuner.get_train_args = get_train_args
+    monkeypatch.setitem(sys.modules, parser.__name__, parser)
+    monkeypatch.setitem(sys.modules, tuner.__name__, tuner)
+    return parser
+
+
+def test_two_muons_are_refused_with_which_one_to_keep():
+    with pytest.raises(
+        ValueError, match=r"use_muon: true and optim: muon are two different optimizers.*Keep optim: muon"
+    ):
+        refuse_rivals(SimpleNamespace(use_muon=True))
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_rivals_are_refused_with_optim_muon_only(parser, rival):
+    undo = patch_parser(parser)
+    with pytest.raises(ValueError, match=f"{rival}: true"):
+        parser.get_train_args("muon", **{rival: True})
+    assert parser.get_train_args("adamw_torch", **{rival: True})
+    assert parser.get_train_args("muon", **{rival: False})
+    undo()
+
+
+def test_modules_that_imported_the_function_already_are_guarded_too(parser):
+    original = parser.get_train_args
+    undo = patch_parser(parser)
+    assert patch_parser(parser) is None
+    assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args is not original
+    undo()
+    assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args is original
