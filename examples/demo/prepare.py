@@ -1,0 +1,228 @@
+"""Build what the demo trains with: text, a tokenizer, a small Qwen3 and a LLaMA-Factory data set.
+
+    python examples/demo/prepare.py
+
+Everything is made from the documentation that ships with the running Python and goes to build/demo/input/.
+A complete folder is reused; a half-written one is never visible under that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+import random
+import shutil
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "demo"
+INPUT = BUILD / "input"
+MANIFEST = "manifest.json"
+
+SEED = 42
+VOCAB_SIZE = 4096
+CONTEXT = 256
+HELD_OUT_ONE_IN = 19  # modules
+TOPIC = "topic "
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+SKIPPED_FOLDERS = {"encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def prepare() -> dict[str, object]:
+    """Return the manifest of build/demo/input, building the folder first where it is missing or outdated."""
+    wanted = _recipe()
+    manifest = _read_manifest()
+    if manifest is not None and manifest["recipe"] == wanted:
+        print(f"reusing {INPUT.relative_to(ROOT)}", flush=True)
+        return manifest
+
+    print(
+        f"preparing {INPUT.relative_to(ROOT)} from Python {platform.python_version()}'s own documentation",
+        flush=True,
+    )
+    partial = INPUT.with_name("input.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    manifest = {"recipe": wanted, **_build(partial)}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(INPUT, ignore_errors=True)
+    partial.rename(INPUT)
+    print(
+        f"  {manifest['train_documents']} documents to train on, {manifest['held_out_documents']} held out, "
+        f"{manifest['train_tokens']:,} and {manifest['held_out_tokens']:,} tokens; "
+        f"model with {manifest['parameters']:,} parameters",
+        flush=True,
+    )
+    return manifest
+
+
+def _recipe() -> dict[str, str]:
+    """What the result depends on: this file, the Python whose text is read, the libraries it goes through."""
+    return {
+        "prepare.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("tokenizers", "torch", "transformers")},
+    }
+
+
+def _read_manifest() -> dict[str, object] | None:
+    path = INPUT / MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _build(folder: Path) -> dict[str, object]:
+    documents = collect_documents()
+    held_out = [text for name, text in documents.items() if _is_held_out(name)]
+    train = [text for name, text in documents.items() if not _is_held_out(name)]
+    random.Random(SEED).shuffle(train)  # packed blocks should not run through the library alphabetically
+
+    tokenizer = train_tokenizer(train)
+    model = build_model(tokenizer)
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    write_data(folder / "data", train=train, held_out=held_out)
+    return {
+        "content": _content_hash(folder),
+        "train_documents": len(train),
+        "train_tokens": sum(len(ids) + 1 for ids in tokenizer(train).input_ids),
+        "held_out_documents": len(held_out),
+        "held_out_tokens": sum(len(ids) + 1 for ids in tokenizer(held_out).input_ids),
+        "parameters": model.num_parameters(),
+    }
+
+
+def _is_held_out(name: str) -> bool:
+    # By name, so that a module more in another Python moves no other one between the two sets. Topics are no
+    # choice: they retell each other's contents.
+    return not name.startswith(TOPIC) and zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def _content_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# --- text
+
+
+def collect_documents() -> dict[str, str]:
+    """One document per module and per pydoc topic, by name, in a fixed order; no passage occurs twice."""
+    seen: set[str] = set()
+
+    def is_new(passage: str) -> bool:
+        new = passage not in seen
+        seen.add(passage)
+        return new
+
+    documents = {}
+    for path in _module_files():
+        passages = [f"{heading}\n{text}" for heading, text in _docstrings(path) if is_new(text)]
+        documents[_module_name(path)] = "\n\n".join(passages)
+    for name in sorted(topics):
+        documents[TOPIC + name] = "\n\n".join(filter(is_new, topics[name].strip().split("\n\n")))
+    return {name: text for name, text in documents.items() if text}
+
+
+def _module_files() -> list[Path]:
+    return sorted(path for path in LIBRARY.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(LIBRARY).parts))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(LIBRARY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    """The module's own docstring, then those of its classes and functions, in the order of the source."""
+    tree = ast.parse(path.read_bytes())
+    if docstring := ast.get_docstring(tree):
+        yield f"module {_module_name(path)}:", docstring.strip()
+    definitions = [node for node in ast.walk(tree) if isinstance(node, Definition)]
+    for node in sorted(definitions, key=lambda node: node.lineno):
+        if docstring := ast.get_docstring(node):
+            yield _heading(node), docstring.strip()
+
+
+def _heading(node: Definition) -> str:
+    if isinstance(node, ast.ClassDef):
+        return f"class {node.name}({', '.join(map(ast.unparse, node.bases))}):"
+    return f"def {node.name}({ast.unparse(node.args)}):"
+
+
+# --- tokenizer, model, data
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast  # here: slow to import, and not needed to reuse a folder
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)  # type: ignore[no-untyped-call]
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,  # as in the small Qwen3 models
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(SEED)
+    return Qwen3ForCausalLM(config)
+
+
+def write_data(folder: Path, **texts: list[str]) -> None:
+    """LLaMA-Factory's layout: one file per data set and dataset_info.json, which names its columns."""
+    folder.mkdir()
+    for name, documents in texts.items():
+        _write_json(folder / f"{name}.json", [{"text": text} for text in documents])
+    info = {f"demo_{name}": {"file_name": f"{name}.json", "columns": {"prompt": "text"}} for name in texts}
+    _write_json(folder / "dataset_info.json", info)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    prepare()

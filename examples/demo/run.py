@@ -1,0 +1,187 @@
+"""Train the same small model with AdamW and with Muon through LLaMA-Factory, and compare the two.
+
+    python examples/demo/run.py
+
+Whatever is complete in build/demo/ is reused and whatever was interrupted goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prepare import BUILD, ROOT, prepare
+from training import (
+    CONFIGS,
+    held_out_loss,
+    log_history,
+    read_config,
+    tokens_per_step,
+    train_command,
+    train_environment,
+    train_seconds,
+    versions,
+)
+
+PICTURE = BUILD / "curves.png"
+SETTINGS = "demo_settings.json"
+THREADS = 2
+LABELS = {"adamw": "AdamW", "muon": "Muon"}
+COLORS = {"adamw": "tab:blue", "muon": "tab:orange"}
+
+
+class Result(NamedTuple):
+    config: dict[str, Any]
+    loss: float
+    seconds: float
+    history: list[dict[str, float]]
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, interrupt)
+    if versions()["hf-muon"] == "missing":
+        sys.exit(f"hf-muon is not installed for {sys.executable}: `make demo` installs what is needed.")
+    try:
+        lock = lock_build()
+        manifest = prepare()
+        results = {name: train(name, str(manifest["content"]), lock) for name in CONFIGS}
+    except KeyboardInterrupt:
+        print("\ninterrupted; run it again and it goes on from here", file=sys.stderr)
+        sys.exit(130)
+    draw(results, int(str(manifest["parameters"])))
+    report(results, int(str(manifest["parameters"])))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def lock_build() -> int:
+    """Two demos at once would write into each other's runs. Held by a training process left behind, too."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    lock = os.open(BUILD / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another demo is at work in {BUILD.relative_to(ROOT)}/: wait for it, or end it, and run this again")
+    return lock
+
+
+def train(name: str, content: str, lock: int) -> Result:
+    """Train one optimizer's model, unless that is done already."""
+    config = read_config(name)
+    folder = ROOT / config["output_dir"]
+    if not folder.is_relative_to(BUILD):
+        sys.exit(f"{CONFIGS[name].relative_to(ROOT)}: output_dir must lie in {BUILD.relative_to(ROOT)}/")
+    settings = json.dumps({"content": content, "config": config, "versions": versions()}, indent=2) + "\n"
+
+    print(f"\n{LABELS[name]}: {open_folder(folder, settings, config['max_steps'])}", flush=True)
+    if held_out_loss(folder) is None:
+        command = train_command(name)
+        print("  " + " ".join(command), flush=True)
+        if code := call(command, lock):
+            sys.exit(
+                f"\n`{' '.join(command)}` failed with exit status {code}. Its messages are above; "
+                f"the steps it made are in {folder.relative_to(ROOT)}/trainer_log.jsonl."
+            )
+    loss = held_out_loss(folder)
+    if loss is None:
+        sys.exit(f"{folder.relative_to(ROOT)}/all_results.json has no eval_loss: is `do_eval: true` set?")
+    return Result(config, loss, train_seconds(folder), log_history(folder))
+
+
+def open_folder(folder: Path, settings: str, max_steps: int) -> str:
+    """Leave in `folder` only what a run with these settings can use; say in words what that is."""
+    written = folder / SETTINGS
+    found = "starting"
+    if folder.exists():
+        if not written.is_file() or written.read_text(encoding="utf-8") != settings:
+            found = "the settings, the data or a library changed, starting over"
+        elif held_out_loss(folder) is not None:
+            return f"reusing {folder.relative_to(ROOT)}"
+        elif steps := usable_checkpoints(folder, max_steps):
+            (folder / "all_results.json").unlink(missing_ok=True)  # may be cut off in the middle
+            return f"going on from step {steps[-1]}"
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    written.write_text(settings, encoding="utf-8")
+    return found
+
+
+def usable_checkpoints(folder: Path, max_steps: int) -> list[int]:
+    """Steps of the checkpoints to go on from; deletes the others."""
+    steps = []
+    for checkpoint in folder.glob("checkpoint-*"):
+        step = int(checkpoint.name.split("-")[1])
+        is_complete = (checkpoint / "trainer_state.json").is_file()  # the last file that Trainer writes
+        if is_complete and step < max_steps:  # resumed from the last step, Trainer takes one more
+            steps.append(step)
+        else:
+            shutil.rmtree(checkpoint)
+    return sorted(steps)
+
+
+def call(command: list[str], lock: int) -> int:
+    """Run to the end, on the same terminal; Ctrl-C ends the command without its traceback."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so only this process gets Ctrl-C
+    process = subprocess.Popen(command, cwd=ROOT, env=train_environment(THREADS), pass_fds=[lock])
+    signal.signal(signal.SIGINT, previous)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def draw(results: dict[str, Result], parameters: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name, result in results.items():
+        train = [(entry["step"], entry["loss"]) for entry in result.history if "loss" in entry]
+        held_out = [(entry["step"], entry["eval_loss"]) for entry in result.history if "eval_loss" in entry]
+        label = f"{LABELS[name]}, learning rate {result.config['learning_rate']:g}"
+        axes.plot(*zip(*train, strict=True), color=COLORS[name], alpha=0.45, linewidth=1, label=f"{label}: training")
+        axes.plot(
+            *zip(*held_out, strict=True),
+            color=COLORS[name],
+            marker="o",
+            label=f"{label}: held out, {result.loss:.3f} at the end",
+        )
+    config = next(iter(results.values())).config
+    axes.set_title(f"Qwen3 with {parameters / 1e6:.1f} million parameters on Python's documentation, one seed")
+    axes.set_xlabel(f"step ({tokens_per_step(config):,} tokens each)")
+    axes.set_ylabel("cross-entropy per token (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(PICTURE, dpi=150)
+
+
+def report(results: dict[str, Result], parameters: int) -> None:
+    row = "{:<10}{:>14}{:>15}{:>12}{:>18}"
+    print("\n" + row.format("optimizer", "learning rate", "held-out loss", "perplexity", "training seconds"))
+    for name, (config, loss, seconds, _) in results.items():
+        rate = f"{config['learning_rate']:g}"
+        print(row.format(LABELS[name], rate, f"{loss:.4f}", f"{math.exp(loss):.1f}", f"{seconds:.0f}"))
+    config = next(iter(results.values())).config
+    print(
+        f"\nEqual steps, not equal seconds: {config['max_steps']} steps of {tokens_per_step(config):,} tokens. One "
+        f"seed and {parameters / 1e6:.1f} million\nparameters say little about a large model. Each learning rate is "
+        f"the best of examples/demo/sweep.csv.\nBoth curves: {PICTURE.relative_to(ROOT)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Run `llamafactory-cli train` on a YAML file of this repository and read what the run left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prepare import BUILD, ROOT
+
+CONFIGS = {name: ROOT / "examples" / "yaml" / f"llamafactory_qwen3_demo_{name}.yaml" for name in ("adamw", "muon")}
+PACKAGES = ("hf-muon", "llamafactory", "torch", "transformers")
+
+
+def read_config(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(CONFIGS[name].read_text(encoding="utf-8"))
+    return config
+
+
+def tokens_per_step(config: dict[str, Any]) -> int:
+    return int(config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] * config["cutoff_len"])
+
+
+def train_command(name: str, **overrides: object) -> list[str]:
+    cli = Path(sys.executable).with_name("llamafactory-cli")
+    config = CONFIGS[name].relative_to(ROOT)
+    return [str(cli), "train", str(config), *(f"{key}={value}" for key, value in overrides.items())]
+
+
+def train_environment(threads: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",  # more devices would mean more tokens a step than in the sweep
+        "DISABLE_VERSION_CHECK": "1",
+        "HF_HOME": str(BUILD / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "LLAMAFACTORY_VERBOSITY": "WARN",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads take several times as long where anything else runs
+        "PYTHONWARNINGS": "ignore:'pin_memory' argument:UserWarning",
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def fingerprint(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def held_out_loss(folder: Path) -> float | None:
+    """The last number a run writes; None while the run is not through."""
+    try:
+        results: dict[str, float] = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # not written yet, or cut off while it was
+        return None
+    return results.get("eval_loss")
+
+
+def log_history(folder: Path) -> list[dict[str, float]]:
+    state: dict[str, list[dict[str, float]]] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    return state["log_history"]
+
+
+def train_seconds(folder: Path) -> float:
+    """Wall seconds inside the training loop; a run that was interrupted counts the parts it took."""
+    total = last = 0.0
+    for line in (folder / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines():
+        hours, minutes, seconds = json.loads(line)["elapsed_time"].split(":")
+        elapsed = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
+        if elapsed < last:
+            total += last
+        last = elapsed
+    return total + last
