@@ -384,12 +384,12 @@ def test_dtensors_are_refused_also_when_swapped_in_later():
     try:
         mesh = init_device_mesh("cpu", (1,))
         sharded = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
-        with pytest.raises(RuntimeError, match="is a DTensor .* Train on one process or with DDP"):
+        with pytest.raises(RuntimeError, match=r"is a DTensor .* Train on one process or with DDP"):
             Muon([sharded])
         optimizer = Muon(parameters([(4, 4)]))
         optimizer.param_groups[0]["params"][0] = sharded
         sharded.grad = torch.zeros_like(sharded)
-        with pytest.raises(RuntimeError, match="refuses this step.*\n.*is a DTensor"):
+        with pytest.raises(RuntimeError, match=r"refuses this step.*\n.*is a DTensor"):
             optimizer.step()
     finally:
         torch.distributed.destroy_process_group()

@@ -33,7 +33,7 @@ from training import (
 )
 
 TABLE = ROOT / "examples" / "demo" / "sweep.csv"
-FIRST_RUNGS = range(-9, -4)  # 1e-3 to 2e-2
+FIRST_RUNGS = range(-8, -5)  # 2e-3 to 1e-2
 NOT_THE_SETUP = {
     *("optim", "learning_rate", "output_dir"),
     *("logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
