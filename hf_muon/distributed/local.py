@@ -14,10 +14,11 @@ class LocalExecutor:
     """Stacks matrices of equal shape, so that one batched product serves many small matrices.
 
     Args:
-        max_batch_bytes: size of a stack of fp32 updates. A single larger parameter is a batch of its own.
+        max_batch_bytes: size of a stack of fp32 updates; a step needs about six times that besides. A single larger
+            parameter is a batch of its own.
     """
 
-    def __init__(self, max_batch_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, max_batch_bytes: int = 64 * 2**20) -> None:
         self.max_batch_bytes = max_batch_bytes
 
     def plan(self, params: Sequence[Tensor]) -> list[list[int]]:
