@@ -15,7 +15,10 @@ EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head", "lora")
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"(^|_|layer|rms|group|batch)norm(_?\d+)?$", re.IGNORECASE)
-_HEAD = re.compile(r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection|(.*_)?head)$")
+_HEAD = re.compile(
+    r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection"
+    r"|((classification|cls|v|value|reward|regression)_)?head)$"
+)
 _GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 # Names of learned vectors that stand in a table, where the parameter is not a module's `weight`.
@@ -231,9 +234,11 @@ class _Rules:
         """Outside the base model, by name or with a row per label."""
         if id(place.parameter) not in self.heads:
             return False
-        if any(_HEAD.match(part) for part in place.module_name.split(".")):
+        labels = self.heads[id(place.parameter)]
+        parts = place.module_name.split(".")
+        if any(_HEAD.match(part) or (labels is not None and part.endswith("_head")) for part in parts):
             return True
-        return len(place.shape) == 2 and place.shape[0] == self.heads[id(place.parameter)]
+        return len(place.shape) == 2 and place.shape[0] == labels
 
 
 def _not_hidden_matrices(place: _Place) -> str | None:

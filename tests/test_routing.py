@@ -256,8 +256,14 @@ def test_a_row_per_label_is_a_head_whatever_its_name():
     model = build("Qwen3ForSequenceClassification", "Qwen3Config", **TINY, head_dim=8, num_labels=5)
     model.verdict, model.score = model.score, nn.Identity()
     model.extra = nn.Linear(32, 24, device="meta")
-    assert reasons(model)["verdict.weight"] == "head"
+    model.score_head = nn.Linear(32, 24, device="meta")
+    assert reasons(model)["verdict.weight"] == reasons(model)["score_head.weight"] == "head"
     assert "extra.weight" in muon_names(model)
+
+
+def test_heads_of_a_model_without_a_base():
+    model = nn.ModuleDict({"multi_head": linear(8), "head": linear(8), "value_head": nn.Sequential(linear(8))})
+    assert muon_names(model) == {"multi_head.weight"}
 
 
 def test_gpt2_names():
