@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_muon import diagnostics
-from hf_muon.config import MuonConfig
+from hf_muon.config import GROUP_OPTIONS, MuonConfig
 from hf_muon.optimizer import Muon
 from hf_muon.routing import Route, is_lora, route_parameters, table
 
@@ -49,19 +49,7 @@ def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
     """The arguments of `Muon` that a config holds; they become the defaults of its groups."""
-    names = (
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "ns_steps",
-        "ns_dtype",
-        "adjust_lr_fn",
-        "adamw_betas",
-        "adamw_eps",
-    )
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in GROUP_OPTIONS}
 
 
 def group_of(

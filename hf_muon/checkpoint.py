@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def check_loadable(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str,
         )
 
 
-def _complaints(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> Any:
+def _complaints(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> Iterator[str]:
     saved_groups = state_dict.get("param_groups")
     if not isinstance(saved_groups, list) or not isinstance(state_dict.get("state"), Mapping):
         yield f"it is not an optimizer's state_dict: its keys are {sorted(map(str, state_dict))}"
@@ -102,7 +102,7 @@ def _moved(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[s
     return complaints
 
 
-def _state_complaints(group: Mapping[str, Any], saved: Mapping[str, Any], state: Mapping[Any, Any]) -> Any:
+def _state_complaints(group: Mapping[str, Any], saved: Mapping[str, Any], state: Mapping[Any, Any]) -> Iterator[str]:
     keys = STATE_KEYS[bool(group["use_muon"])]
     absent = []
     for i, key in enumerate(saved["params"]):

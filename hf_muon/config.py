@@ -145,7 +145,6 @@ GROUP_OPTIONS: dict[str, _Option] = {
 
 OPTIONS: dict[str, _Option] = {
     **GROUP_OPTIONS,
-    "lr": _number("a number of at least 0", lambda x: x >= 0),
     "muon_lr": _number("a number of at least 0", lambda x: x >= 0),
     "adamw_lr": _number("a number of at least 0", lambda x: x >= 0),
     "adamw_weight_decay": _number("a number of at least 0", lambda x: x >= 0),
@@ -162,7 +161,7 @@ def check_option(name: str, value: Any) -> Any:
     Raises:
         ValueError: the value is not valid; the message says which are.
     """
-    option = OPTIONS[name] if name not in GROUP_OPTIONS else GROUP_OPTIONS[name]
+    option = OPTIONS[name]
     try:
         return option.check(value)
     except (_InvalidError, TypeError):

@@ -162,7 +162,7 @@ class Muon(Optimizer):
                     state[key] = state[key].to(device=param.device, dtype=dtype)
 
     def _preflight(self) -> list[tuple[Group, list[int]]]:
-        """The groups with the indices of their parameters that have gradients.
+        """The groups to step, with the indices of their parameters that have gradients and are not empty.
 
         Raises:
             RuntimeError: every complaint at once, before weights or moments are touched.
@@ -177,13 +177,12 @@ class Muon(Optimizer):
                     complaint = "has a sparse gradient; build its embedding with sparse=False"
                 if complaint:
                     complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
-            indices = [i for i in indices if group["params"][i].numel()]
-            work.append((group, indices))
+            if indices := [i for i in indices if group["params"][i].numel()]:
+                work.append((group, indices))
         self._refuse_step(complaints)
-        for group, indices in work:
-            if indices:
-                self._check_hyperparameters(group)
-                self._reconcile_state(group)
+        for group, _ in work:
+            self._check_hyperparameters(group)
+            self._reconcile_state(group)
         self._refuse_step(
             [f"{name} has a gradient that is not finite" for name in self._not_finite(work)],
             "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 "
@@ -201,7 +200,7 @@ class Muon(Optimizer):
 
     def _not_finite(self, work: Sequence[tuple[Group, Sequence[int]]]) -> list[str]:
         """Parameters with a NaN or infinite gradient; one read from the device where there is none."""
-        places = [(group, i) for group, indices in work for i in indices if group["params"][i].grad.numel()]
+        places = [(group, i) for group, indices in work for i in indices]
         by_device: dict[torch.device, list[Tensor]] = {}
         for group, i in places:
             grad = group["params"][i].grad
@@ -230,8 +229,6 @@ class Muon(Optimizer):
                 loss = closure()
         work = self._preflight()
         for group, indices in work:
-            if not indices:
-                continue
             params = [group["params"][i] for i in indices]
             grads = [param.grad for param in params]
             if group["use_muon"]:

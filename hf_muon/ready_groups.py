@@ -62,7 +62,7 @@ def _routes_of(parameters: set[Tensor], config: MuonConfig) -> dict[Tensor, Rout
     held = {model: sum(p in parameters for p in model.parameters()) for model in _live_models()}
     # A model and a wrapper that shares some of its parameters: whoever holds most of them knows most about them.
     for model in sorted(held, key=lambda model: held[model], reverse=True):
-        if held[model] and any(p in parameters and p not in routes for p in model.parameters()):
+        if any(p in parameters and p not in routes for p in model.parameters()):
             found = {route.parameter: route for route in route_parameters(model, config)}
             routes.update({p: route for p, route in found.items() if p in parameters and p not in routes})
     homeless = [tuple(p.shape) for p in parameters if p not in routes]

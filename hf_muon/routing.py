@@ -11,7 +11,8 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 
-EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head", "lora")
+# Besides LoRA factors, which have an option of their own.
+EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"(^|_|layer|rms|group|batch)norm(_?\d+)?$", re.IGNORECASE)
@@ -201,7 +202,7 @@ class _Rules:
         if is_lora(place.name) and self.config.lora != "muon":
             return "name contains 'lora' (lora=muon opts in)"
         for excluded in EXCLUDED_NAMES:
-            if excluded != "lora" and excluded in place.name.lower():
+            if excluded in place.name.lower():
                 return f"name contains {excluded!r}"
         if _ADAPTER.search(place.name):
             return "adapter factor (muon_patterns opts in)"
