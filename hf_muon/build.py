@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_muon import diagnostics
-from hf_muon.config import GROUP_OPTIONS, MuonConfig
+from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig
 from hf_muon.optimizer import Muon
 from hf_muon.routing import Route, is_lora, route_parameters, table
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-def build_optimizer(model: nn.Module, config: MuonConfig | Mapping[str, Any] | None = None, **options: Any) -> Muon:
+
+def build_optimizer(
+    model: nn.Module,
+    config: MuonConfig | Mapping[str, Any] | None = None,
+    *,
+    replicate_group: ProcessGroup | None = None,
+    **options: Any,
+) -> Muon:
     """A `Muon` over a model's trainable parameters: hidden matrices by Muon, the rest by AdamW.
 
     Rank 0 logs one table of the decisions, with their reasons.
 
     Args:
-        model: any module, plain or wrapped in DDP.
+        model: any module, plain, wrapped in DDP, or with DTensor parameters (`fully_shard`, tensor parallel).
         config: a `MuonConfig`, or a mapping of its options as a YAML file gives them.
+        replicate_group: the process group over which plain parameters are replicated, whose ranks then share the
+            work. A model that is wrapped in DDP says so by itself.
         **options: options that replace those of `config`.
 
     Raises:
@@ -36,7 +47,9 @@ def build_optimizer(model: nn.Module, config: MuonConfig | Mapping[str, Any] | N
         for use_muon, decay in ((True, True), (False, True), (False, False))
         if (part := [route for route in routes if (route.use_muon, route.decay) == (use_muon, decay)])
     ]
-    optimizer = Muon(groups, **muon_options(config))
+    if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        replicate_group = model.process_group
+    optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
     log_routes(routes)
     return optimizer
 
@@ -48,8 +61,8 @@ def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
 
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
-    """The arguments of `Muon` that a config holds; they become the defaults of its groups."""
-    return {name: getattr(config, name) for name in GROUP_OPTIONS}
+    """The arguments of `Muon` that a config holds."""
+    return {name: getattr(config, name) for name in (*GROUP_OPTIONS, *OPTIMIZER_OPTIONS)}
 
 
 def group_of(

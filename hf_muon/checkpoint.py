@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.distributed import is_dtensor, local_of
 from hf_muon.update import momentum_dtype
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
@@ -22,9 +24,55 @@ def describe(group: Mapping[str, Any], index: int) -> str:
     return f"{names[index]} {shape}" if names else f"parameter {index} {shape}"
 
 
+def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[str]:
+    """What is wrong with the live state of a group: moments lost on the way, or of a parameter that has changed."""
+    lost = []
+    for i, param in enumerate(group["params"]):
+        found = state.get(param, {})
+        missing = [key for key in STATE_KEYS[bool(group["use_muon"])] if key not in found]
+        if missing:
+            lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
+        for key in found.keys() - {"step", *missing}:
+            if (complaint := _unlike(found[key], param)) is not None:
+                yield (
+                    f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
+                    "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint"
+                )
+    if lost and group.get("step"):
+        yield (
+            f"the optimizer has taken {group['step']} steps and its moments are gone: {_few(lost)}. They were dropped "
+            "on the way (an empty load template, or parameters that were replaced); load a checkpoint that has them"
+        )
+
+
+def _unlike(moment: Tensor, param: Tensor) -> str | None:
+    """How a moment differs from what its parameter's would be."""
+    if moment.shape != param.shape:
+        return f"has shape {tuple(moment.shape)}"
+    stored = [(t.placements, t.device_mesh) if is_dtensor(t) else None for t in (moment, param)]  # type: ignore[attr-defined]
+    if stored[0] == stored[1]:
+        return None
+    words = [f"stored as {place[0]}" if place else "a plain tensor" for place in stored]
+    return f"is {words[0]}, the parameter {words[1]}"
+
+
 def _few(items: Sequence[str], limit: int = 5) -> str:
     shown = ", ".join(items[:limit])
     return f"{shown} and {len(items) - limit} more" if len(items) > limit else shown
+
+
+def state_dtype(param: Tensor, key: str) -> torch.dtype:
+    """The dtype that the step computes a state in."""
+    if key == "step":
+        return torch.float32
+    return momentum_dtype(param) if key == "momentum_buffer" else param.dtype
+
+
+def zero_state(param: Tensor, key: str) -> Tensor:
+    """A state before the first step, stored like the parameter."""
+    if key == "step":
+        return torch.zeros((), dtype=torch.float32)
+    return torch.zeros_like(param, dtype=state_dtype(param, key), memory_format=torch.preserve_format)
 
 
 def check_loadable(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -33,7 +81,15 @@ def check_loadable(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str,
     Raises:
         ValueError: every complaint at once. Nothing was changed.
     """
-    complaints = list(_complaints(groups, state_dict))
+    refuse_load(list(load_complaints(groups, state_dict)))
+
+
+def refuse_load(complaints: Sequence[str]) -> None:
+    """Raise if there are complaints.
+
+    Raises:
+        ValueError: every complaint at once. Nothing was changed.
+    """
     if complaints:
         raise ValueError(
             "This optimizer state cannot be loaded, and nothing was changed:\n  - "
@@ -42,7 +98,8 @@ def check_loadable(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str,
         )
 
 
-def _complaints(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> Iterator[str]:
+def load_complaints(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> Iterator[str]:
+    """Why `state_dict` is not the state of a `Muon` over the same parameters."""
     saved_groups = state_dict.get("param_groups")
     if not isinstance(saved_groups, list) or not isinstance(state_dict.get("state"), Mapping):
         yield f"it is not an optimizer's state_dict: its keys are {sorted(map(str, state_dict))}"
@@ -98,7 +155,9 @@ def _moved(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[s
         complaints.append(f"it has {_few(extra)}, which this optimizer does not train")
     if changed:
         routes = [f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed]
-        complaints.append(f"the routing changed for {_few(routes)}")
+        complaints.append(
+            f"the routing changed for {_few(routes)}; accept_rerouted=True loads it with their moments at zero"
+        )
     return complaints
 
 
@@ -112,16 +171,30 @@ def _state_complaints(group: Mapping[str, Any], saved: Mapping[str, Any], state:
             absent.append((describe(group, i), missing))
             continue
         for name in keys:
-            shape = tuple(group["params"][i].shape)
-            if name != "step" and tuple(found[name].shape) != shape:
-                yield f"{describe(group, i)}: its {name} has shape {tuple(found[name].shape)}"
-            elif not torch.as_tensor(found[name]).is_floating_point():
-                yield f"{describe(group, i)}: its {name} has dtype {found[name].dtype}"
-            elif not bool(torch.as_tensor(found[name]).isfinite().all()):
-                yield f"{describe(group, i)}: its {name} is not finite"
-    # A state saved before the first step is empty; half a state means that moments were lost on the way.
-    if absent and any(state.get(key) for key in saved["params"]):
+            complaint = _unfit(found[name], None if name == "step" else group["params"][i])
+            if complaint:
+                yield f"{describe(group, i)}: its {name} {complaint}"
+    # A state saved before the first step is empty; half a state, or none after steps, means that moments were lost.
+    if absent and (saved.get("step") or any(state.get(key) for key in saved["params"])):
         yield f"moments are missing: {_few([f'{name} lacks {m}' for name, m in absent])}"
+
+
+def _unfit(value: Any, param: Tensor | None) -> str | None:
+    """Why a saved value cannot be the state of a parameter (of none: a count of steps)."""
+    value = torch.as_tensor(value)
+    if param is not None and value.shape != param.shape:
+        return f"has shape {tuple(value.shape)}"
+    if not value.is_floating_point():
+        return f"has dtype {value.dtype}"
+    mesh = getattr(value, "device_mesh", None)
+    if param is not None and mesh is not None and mesh != getattr(param, "device_mesh", None):
+        return (
+            f"is sharded over mesh {mesh.mesh.tolist()}, and the parameter is not. Load it through "
+            "torch.distributed.checkpoint.state_dict, which moves state between layouts"
+        )
+    if not bool(local_of(value).isfinite().all()):
+        return "is not finite"
+    return None
 
 
 def changed_options(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> str:
@@ -135,22 +208,72 @@ def changed_options(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str
     return "; ".join(sorted(changes))
 
 
-def restore_precision_(
+def restore_storage_(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> None:
-    """Put back what `Optimizer.load_state_dict` cast to the parameters' dtype, and give up memory shared with the file.
+    """Store loaded moments as the step needs them, in memory of their own.
 
-    The momentum is at least fp32 whatever was saved, so that a step never mixes dtypes.
+    `Optimizer.load_state_dict` casts them to the parameters' dtype; momentum is at least fp32 whatever was saved, so
+    that a step never mixes dtypes. Whole tensors of sharded parameters are cut.
     """
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             loaded, original = state.get(param), state_dict["state"].get(key)
             if not loaded or not original:
                 continue
-            for name, value in original.items():
-                if not isinstance(value, Tensor):
+            for name in STATE_KEYS[bool(group["use_muon"])]:
+                value = original[name]
+                if name == "step":
+                    if loaded[name] is value and isinstance(value, Tensor):
+                        loaded[name] = value.clone()
                     continue
-                if name == "momentum_buffer":
-                    loaded[name] = value.to(device=param.device, dtype=momentum_dtype(param), copy=True)
-                elif loaded[name] is value:
-                    loaded[name] = value.clone()
+                loaded[name] = None  # the cast copy, before the next one is made
+                value = _stored_like(param, value)
+                loaded[name] = value.to(device=param.device, dtype=state_dtype(param, name), copy=True)
+
+
+def _stored_like(param: Tensor, value: Tensor) -> Tensor:
+    if not is_dtensor(param):
+        return value
+    if is_dtensor(value):
+        return value.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined, no-any-return]
+    from hf_muon.distributed.dtensor import sharded_like
+
+    return sharded_like(param, value)  # type: ignore[arg-type]
+
+
+def reroute(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same state in this optimizer's groups, with zero moments for parameters that have changed sides.
+
+    Parameters are matched by name; where names are missing, or nothing has moved, the state stays as it is.
+    """
+    saved_groups = state_dict.get("param_groups") or []
+    named = all(group.get("param_names") for group in groups)
+    if not named or not all(group.get("param_names") and "use_muon" in group for group in saved_groups):
+        return dict(state_dict)
+    places = {
+        name: (saved, key)
+        for saved in saved_groups
+        for name, key in zip(saved["param_names"], saved["params"], strict=True)
+    }
+    here = {name: group["use_muon"] for group in groups for name in group["param_names"]}
+    moved = [name for name in here if name in places and places[name][0]["use_muon"] != here[name]]
+    if not moved or here.keys() != places.keys():
+        return dict(state_dict)
+    diagnostics.logger().warning("moments start from zero for %s, whose routing changed", _few(moved))
+    state, rerouted = {}, []
+    for group in groups:
+        like = [saved for saved in saved_groups if saved["use_muon"] == group["use_muon"]]
+        names = set(group["param_names"])
+        # The group's options are those of the saved group that most of its parameters were in.
+        origin = max(like, key=lambda saved: len(names & set(saved["param_names"])), default=group)
+        options = {key: value for key, value in origin.items() if key not in ("params", "param_names")}
+        options["step"] = max(options.get("step", 0), 1)
+        keys = [places[name][1] for name in group["param_names"]]
+        rerouted.append({**options, "params": keys, "param_names": list(group["param_names"])})
+        for name, key, param in zip(group["param_names"], keys, group["params"], strict=True):
+            if name in moved:
+                state[key] = {kind: zero_state(param, kind) for kind in STATE_KEYS[bool(group["use_muon"])]}
+            elif key in state_dict["state"]:
+                state[key] = state_dict["state"][key]
+    return {**state_dict, "state": state, "param_groups": rerouted}

@@ -16,6 +16,8 @@ from hf_muon.newton_schulz import NS_DTYPES
 from hf_muon.update import ADJUST_LR_FNS
 
 LORA_ROUTES = ("adamw", "muon")
+COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+MAX_BUCKET_BYTES = 256 * 2**20
 
 
 class _InvalidError(Exception):
@@ -143,8 +145,16 @@ GROUP_OPTIONS: dict[str, _Option] = {
     "adamw_eps": _number("a number of at least 0", lambda x: x >= 0),
 }
 
+# What the optimizer as a whole carries, and no param group.
+OPTIMIZER_OPTIONS: dict[str, _Option] = {
+    "max_bucket_bytes": _integer("a positive number of bytes", lambda x: x > 0),
+    "comm_dtype": _choice(tuple(COMM_DTYPES)),
+    "accept_rerouted": _flag(),
+}
+
 OPTIONS: dict[str, _Option] = {
     **GROUP_OPTIONS,
+    **OPTIMIZER_OPTIONS,
     "muon_lr": _number("a number of at least 0", lambda x: x >= 0),
     "adamw_lr": _number("a number of at least 0", lambda x: x >= 0),
     "adamw_weight_decay": _number("a number of at least 0", lambda x: x >= 0),
@@ -197,6 +207,10 @@ class MuonConfig:
         adamw_patterns: regular expressions of parameter names that go to AdamW; they win over `muon_patterns`.
         optim_target_modules: restricts Muon to these modules, as in `TrainingArguments`.
         lora: where LoRA factors go, `adamw` or `muon`.
+        max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
+        comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
+        accept_rerouted: resume from checkpoints in which parameters were on the other side, Muon or AdamW, with
+            their moments at zero.
 
     Raises:
         ValueError: a value that is not valid, by name, with the valid ones.
@@ -219,6 +233,9 @@ class MuonConfig:
     adamw_patterns: str | Sequence[str] | None = None
     optim_target_modules: str | Sequence[str] | None = None
     lora: str = "adamw"
+    max_bucket_bytes: int = MAX_BUCKET_BYTES
+    comm_dtype: str = "fp32"
+    accept_rerouted: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def newton_schulz(matrices: Tensor, coefficients: Sequence[Triple], dtype: torch
         dtype: the dtype of the products.
 
     Returns:
-        ``(B, m, n)`` in the dtype of ``matrices``, singular values in the band of the coefficients.
+        ``(B, m, n)`` in ``dtype``, singular values in the band of the coefficients.
     """
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices  # (B, s, l), s <= l: the Gram matrix is the small one
@@ -89,7 +90,18 @@ def newton_schulz(matrices: Tensor, coefficients: Sequence[Triple], dtype: torch
             gram = x @ x.mT  # (B, s, s)
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b*A + c*A^2
             x = torch.baddbmm(x, polynomial, x, beta=a)  # a*X + (b*A + c*A^2) X
-    return (x.mT if tall else x).to(matrices.dtype)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """`newton_schulz` with its options bound: whole matrices ``(B, m, n)`` to their directions, in `dtype`."""
+
+    coefficients: tuple[Triple, ...]
+    dtype: torch.dtype
+
+    def __call__(self, matrices: Tensor) -> Tensor:
+        return newton_schulz(matrices, self.coefficients, self.dtype)
 
 
 @torch.no_grad()
@@ -129,6 +141,5 @@ def orthogonalize(
     dtype = compute_dtype(ns_dtype, matrix.device.type, matrix.device.index)
     if matrix.numel() == 0:
         return torch.empty_like(matrix)
-    if matrix.ndim == 3:
-        return newton_schulz(matrix, coefficients, dtype)
-    return newton_schulz(matrix.unsqueeze(0), coefficients, dtype).squeeze(0)
+    batch = matrix if matrix.ndim == 3 else matrix.unsqueeze(0)
+    return newton_schulz(batch, coefficients, dtype).to(matrix.dtype).view(matrix.shape)

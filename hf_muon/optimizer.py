@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, update
+from hf_muon import checkpoint, diagnostics, preflight, update
 from hf_muon.coefficients import resolve
-from hf_muon.config import GROUP_OPTIONS, check_option, unknown_option
-from hf_muon.distributed import Executor, LocalExecutor, storage_complaint
-from hf_muon.newton_schulz import compute_dtype, newton_schulz
+from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
+from hf_muon.distributed import Executor, Piece, local_of, storage_complaint
+from hf_muon.newton_schulz import Orthogonalizer, compute_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Group = dict[str, Any]
 
@@ -22,7 +25,7 @@ _FOREIGN_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "m
 
 
 class Muon(Optimizer):
-    r"""MomentUm Orthogonalized by Newton-Schulz for matrices, AdamW for the rest, in one optimizer.
+    """MomentUm Orthogonalized by Newton-Schulz for matrices, AdamW for the rest, in one optimizer.
 
     For a matrix ``W`` of shape ``(out, in)`` with gradient ``G``::
 
@@ -35,7 +38,11 @@ class Muon(Optimizer):
     Without that key a group means Muon, and must hold nothing but matrices ``(m, n)`` or stacks of them ``(B, m, n)``.
 
     Momentum is kept in fp32, also under bf16 and fp16 parameters; AdamW's moments have the parameter's dtype, as in
-    torch. State is whole for a group or absent.
+    torch. State is stored like its parameter, and is whole for a group or absent.
+
+    DTensor parameters (FSDP2, HSDP, tensor parallel) are stepped as they are: the parts of a matrix travel to one
+    owner, which orthogonalizes it once, and the direction's parts travel back. Of plain parameters under DDP the same
+    is true with `replicate_group`; without it, each process does all the work. All ranks must step together.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
@@ -51,10 +58,17 @@ class Muon(Optimizer):
             `rms_to_rms` sqrt(out/in).
         adamw_betas: AdamW's averaging coefficients.
         adamw_eps: AdamW's denominator term.
+        max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed
+            step, beside what orthogonalizing one matrix takes.
+        comm_dtype: dtype in which updates travel: `fp32`, which is exact, or `bf16`.
+        accept_rerouted: load checkpoints in which some parameters were on the other side, Muon or AdamW; their moments
+            start from zero. Refused by name otherwise.
+        replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from
+            torch.distributed being initialized.
 
     Raises:
         ValueError: an option that is not valid, or a Muon group with something that is not a matrix.
-        RuntimeError: a parameter stored in a way that this version cannot step (DTensor, FSDP1, ZeRO).
+        RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO).
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; defaults of scale and decay from Liu et al.,
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
@@ -73,6 +87,11 @@ class Muon(Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
+        *,
+        max_bucket_bytes: int = MAX_BUCKET_BYTES,
+        comm_dtype: str = "fp32",
+        accept_rerouted: bool = False,
+        replicate_group: ProcessGroup | None = None,
     ) -> None:
         defaults: Group = {
             "use_muon": True,
@@ -89,7 +108,11 @@ class Muon(Optimizer):
         }
         for name in GROUP_OPTIONS:
             defaults[name] = check_option(name, defaults[name])
-        self._executor: Executor = LocalExecutor()
+        self.max_bucket_bytes: int = check_option("max_bucket_bytes", max_bucket_bytes)
+        self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
+        self.accept_rerouted: bool = check_option("accept_rerouted", accept_rerouted)
+        self.replicate_group = replicate_group
+        self._layout: preflight.Layout | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -103,10 +126,11 @@ class Muon(Optimizer):
         for name in own:
             if name in GROUP_OPTIONS:
                 own[name] = check_option(name, own[name])
-            elif name not in ("params", "param_names", "use_muon", *_FOREIGN_KEYS):
+            elif name not in ("params", "param_names", "use_muon", "step", *_FOREIGN_KEYS):
                 raise unknown_option(name, ("params", "use_muon", *GROUP_OPTIONS))
         if not isinstance(own.get("use_muon", True), bool):
             raise ValueError(f"use_muon={own['use_muon']!r} is not valid. Valid: true or false")
+        own.setdefault("step", 0)
         before = len(self.param_groups)
         super().add_param_group(own)
         try:
@@ -125,148 +149,122 @@ class Muon(Optimizer):
                     f"{checkpoint.describe(group, i)} is not a matrix: Muon steps (m, n) matrices and (B, m, n) stacks "
                     "of matrices. Put it into a group with use_muon=False, or let build_optimizer(model) decide"
                 )
-        self._check_hyperparameters(group)
-
-    @staticmethod
-    def _check_hyperparameters(group: Group) -> None:
-        """What depends on more than one option, or on the device; a loaded group may bring what does not fit here."""
-        resolve(group["ns_coefficients"], group["ns_steps"])
-        if group["use_muon"]:
-            for device in {param.device for param in group["params"]}:
-                compute_dtype(group["ns_dtype"], device.type, device.index)
+        complaint = preflight.hyperparameter_complaint(group)
+        if complaint:
+            raise ValueError(complaint)
 
     def init_state(self) -> None:
         """Create the state that is missing, zero moments, for every parameter. Steps and loads do it by themselves."""
+        preflight.refuse(
+            [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
+        )
         for group in self.param_groups:
             self._reconcile_state(group)
 
     def _reconcile_state(self, group: Group) -> None:
         """Every parameter of the group has its state, on its device, in the dtype that the step computes with."""
         fused = not group["use_muon"] and update.uses_fused_adamw(group["params"])
-        for i, param in enumerate(group["params"]):
+        for param in group["params"]:
             state = self.state[param]
-            dtype = update.momentum_dtype(param) if group["use_muon"] else param.dtype
             for key in checkpoint.STATE_KEYS[group["use_muon"]]:
-                if key == "step":
-                    device = param.device if fused else torch.device("cpu")
-                    step = state.get(key, 0.0)
-                    state[key] = torch.as_tensor(step, dtype=torch.float32, device=device)
-                elif key not in state:
-                    state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                elif state[key].shape != param.shape:
-                    raise RuntimeError(
-                        f"{checkpoint.describe(group, i)}: its {key} has shape {tuple(state[key].shape)}. The "
-                        "parameter was resized or replaced after the optimizer had taken steps; build a new optimizer"
-                    )
-                elif state[key].dtype != dtype or state[key].device != param.device:
-                    state[key] = state[key].to(device=param.device, dtype=dtype)
+                if key not in state:
+                    state[key] = checkpoint.zero_state(param, key)
+                device = torch.device("cpu") if key == "step" and not fused else param.device
+                dtype = checkpoint.state_dtype(param, key)
+                if not torch.is_tensor(state[key]):
+                    state[key] = torch.as_tensor(state[key], dtype=dtype, device=device)
+                elif state[key].dtype != dtype or state[key].device != device:
+                    state[key] = state[key].to(device=device, dtype=dtype)
 
-    def _preflight(self) -> list[tuple[Group, list[int]]]:
-        """The groups to step, with the indices of their parameters that have gradients and are not empty.
+    def _preflight(self) -> list[tuple[Group, list[int], list[Executor]]]:
+        """The groups to step, with the indices of their parameters, the same on all ranks.
 
         Raises:
-            RuntimeError: every complaint at once, before weights or moments are touched.
+            RuntimeError: every complaint of every rank at once, before weights or moments are touched.
         """
-        complaints: list[str] = []
-        work: list[tuple[Group, list[int]]] = []
-        for group in self.param_groups:
-            indices = [i for i, param in enumerate(group["params"]) if param.grad is not None]
-            for i in indices:
-                complaint = storage_complaint(group["params"][i])
-                if complaint is None and group["params"][i].grad.layout != torch.strided:
-                    complaint = "has a sparse gradient; build its embedding with sparse=False"
-                if complaint:
-                    complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
-            if indices := [i for i in indices if group["params"][i].numel()]:
-                work.append((group, indices))
-        self._refuse_step(complaints)
-        for group, _ in work:
-            self._check_hyperparameters(group)
-            self._reconcile_state(group)
-        self._refuse_step(
-            [f"{name} has a gradient that is not finite" for name in self._not_finite(work)],
-            "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 "
-            "without a GradScaler.",
-        )
-        return work
-
-    @staticmethod
-    def _refuse_step(complaints: Sequence[str], advice: str = "") -> None:
-        if complaints:
-            lines = [*complaints[:10], *([f"and {len(complaints) - 10} more"] if len(complaints) > 10 else [])]
-            raise RuntimeError(
-                "Muon refuses this step; weights and moments are as they were:\n  - " + "\n  - ".join(lines) + advice
+        if self._layout is None or self._layout.key != preflight.storage_key(self.param_groups):
+            self._layout = preflight.Layout(
+                self.param_groups, self.replicate_group, self.max_bucket_bytes, COMM_DTYPES[self.comm_dtype]
             )
-
-    def _not_finite(self, work: Sequence[tuple[Group, Sequence[int]]]) -> list[str]:
-        """Parameters with a NaN or infinite gradient; one read from the device where there is none."""
-        places = [(group, i) for group, indices in work for i in indices]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for group, i in places:
-            grad = group["params"][i].grad
-            by_device.setdefault(grad.device, []).append(grad)
-        largest = [torch._foreach_norm(grads, float("inf")) for grads in by_device.values()]
-        if all(bool(torch.stack([x.float() for x in norms]).isfinite().all()) for norms in largest):
+        complaints = list(self._layout.complaints)
+        for group in self.param_groups:
+            complaints += checkpoint.state_complaints(group, self.state)
+            if complaint := preflight.hyperparameter_complaint(group):
+                complaints.append(complaint)
+            for i, param in enumerate(group["params"]):
+                if complaint := preflight.gradient_complaint(param):
+                    complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
+        # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
+        may_be_idle = not self.state and all(float(group["lr"]) == 0 for group in self.param_groups)
+        active = preflight.agree(self.param_groups, self._layout, complaints, may_be_idle=may_be_idle)
+        if active is None:
+            self.init_state()
             return []
-        bad = [(group, i) for group, i in places if not bool(group["params"][i].grad.isfinite().all())]
-        if len(bad) == len(places) > 1:
-            return [f"every parameter (clipping by a norm that is not finite spreads it), {len(places)} in all,"]
-        return [checkpoint.describe(group, i) for group, i in bad]
+        return [
+            (group, indices, executors)
+            for group, indices, executors in zip(self.param_groups, active, self._layout.executors, strict=True)
+            if indices
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Parameters without a gradient stay as they are, and so do their moments.
+        """Take one step. Parameters without a gradient on any rank stay as they are, and so do their moments.
 
         Args:
             closure: reevaluates the model and returns the loss, as in torch.
 
         Raises:
-            RuntimeError: a gradient that is not finite, or a parameter that cannot be stepped. Nothing was changed.
+            RuntimeError: a gradient that is not finite, or a parameter that cannot be stepped; on all ranks alike.
+                Nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._preflight()
-        for group, indices in work:
-            params = [group["params"][i] for i in indices]
-            grads = [param.grad for param in params]
+        for group, indices, executors in self._preflight():
+            self._reconcile_state(group)
+            group["step"] += 1
             if group["use_muon"]:
-                self._muon_step(group, params, grads)
+                self._muon_step(group, indices, executors)
             else:
-                self._adamw_step(group, params, grads)
+                self._adamw_step(group, indices)
         return loss
 
-    def _muon_step(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+    def _muon_step(self, group: Group, indices: list[int], executors: list[Executor]) -> None:
         coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
+        params = {i: local_of(group["params"][i]) for i in indices}
+        buffers = {i: local_of(self.state[group["params"][i]]["momentum_buffer"]) for i in indices}
+        grads = {i: preflight.local_grad(group["params"][i]) for i in indices}
+        scales = {i: update.lr_scale(group["adjust_lr_fn"], group["params"][i].shape) for i in indices}
 
-        def direction(matrices: Tensor) -> Tensor:
-            device = matrices.device
-            return newton_schulz(matrices, coefficients, compute_dtype(group["ns_dtype"], device.type, device.index))
-
-        for batch in self._executor.plan(params):
-            some = [params[i] for i in batch]
-            updates = update.muon_updates(
-                [grads[i] for i in batch],
-                [self.state[param]["momentum_buffer"] for param in some],
+        def updates_of(pieces: Sequence[Piece]) -> list[Tensor]:
+            return update.muon_updates(
+                [piece.of(grads[piece.param]) for piece in pieces],
+                [piece.of(buffers[piece.param]) for piece in pieces],
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
             )
-            update.apply_directions_(
-                some,
-                self._executor.orthogonalize(updates, direction),
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                scales=[update.lr_scale(group["adjust_lr_fn"], param.shape) for param in some],
-            )
 
-    def _adamw_step(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        for executor in executors:
+            dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
+            orthogonalizer = Orthogonalizer(coefficients, dtype)
+            for pieces, directions in executor.directions(indices, updates_of, orthogonalizer):
+                update.apply_directions_(
+                    [piece.of(params[piece.param]) for piece in pieces],
+                    directions,
+                    lr=float(group["lr"]),
+                    weight_decay=group["weight_decay"],
+                    scales=[scales[piece.param] for piece in pieces],
+                )
+
+    def _adamw_step(self, group: Group, indices: list[int]) -> None:
+        params = [group["params"][i] for i in indices]
         states = [self.state[param] for param in params]
         update.adamw_(
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local_of(param) for param in params],
+            [preflight.local_grad(param) for param in params],
+            [local_of(state["exp_avg"]) for state in states],
+            [local_of(state["exp_avg_sq"]) for state in states],
             [state["step"] for state in states],
             lr=float(group["lr"]),
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
@@ -274,25 +272,43 @@ class Muon(Optimizer):
             weight_decay=group["weight_decay"],
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as in torch.
+
+        Raises:
+            RuntimeError: moments are missing of a group that has taken steps. A checkpoint without them would resume
+                another run.
+        """
+        lost = [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
+        if lost:
+            raise RuntimeError("This optimizer's state cannot be saved:\n  - " + "\n  - ".join(lost[:10]))
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, as in torch, after checking all of it.
 
-        Momentum comes back in fp32, whatever the parameters' dtype and the checkpoint's.
+        Momentum comes back in fp32, whatever the parameters' dtype and the checkpoint's. Whole tensors are cut as the
+        parameters are stored, so that the state of one process loads under FSDP2. With DTensor parameters all ranks
+        must load together.
 
         Raises:
             ValueError: state of another optimizer, of other parameters or another routing, or with moments missing;
-                every complaint at once, and nothing was changed.
+                every complaint at once, on all ranks alike, and nothing was changed.
         """
         seen: dict[str, Any] = {}
 
-        def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-            checkpoint.check_loadable(self.param_groups, state_dict)
+        def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            if self.accept_rerouted:
+                state_dict = checkpoint.reroute(self.param_groups, state_dict)
+            complaints = list(checkpoint.load_complaints(self.param_groups, state_dict))
+            checkpoint.refuse_load(preflight.complaints_of_all(self.param_groups, complaints))
             seen.update(state_dict)
             changed = checkpoint.changed_options(self.param_groups, state_dict)
             if changed and diagnostics.is_rank_zero():
                 diagnostics.logger().warning(
                     "the checkpoint's options win over those of this run, as in any torch optimizer: %s", changed
                 )
+            return state_dict
 
         # Registered last, so that it sees what the user's own hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -300,12 +316,14 @@ class Muon(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        checkpoint.restore_precision_(self.param_groups, self.state, seen)
+        checkpoint.restore_storage_(self.param_groups, self.state, seen)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "_executor"):  # a copied or unpickled optimizer
-            self._executor = LocalExecutor()
+        if not hasattr(self, "_layout"):  # a copied or unpickled optimizer
+            self._layout = self.replicate_group = None
+            self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
         for group in self.param_groups:
+            group.setdefault("step", 0)
             for name, default in self.defaults.items():
                 group.setdefault(name, default)

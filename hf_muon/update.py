@@ -43,6 +43,8 @@ def muon_updates(
     """
     grads = [grad.to(buffer.dtype) for grad, buffer in zip(grads, momentum_buffers, strict=True)]
     buffers = list(momentum_buffers)
+    if not buffers:
+        return []
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     if not nesterov:
         return buffers

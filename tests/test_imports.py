@@ -17,19 +17,26 @@ ROOT = Path(hf_muon.__file__).parent
 ORDER = [
     ["_autoload"],
     ["coefficients"],
-    ["update", "diagnostics"],
-    ["newton_schulz", "distributed.base"],
-    ["config", "distributed.local"],
-    ["distributed", "routing", "checkpoint"],
+    ["update", "diagnostics", "foreign", "damage"],
+    ["newton_schulz", "distributed.base", "distributed.layout", "distributed.ownership", "distributed.agreement"],
+    ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
+    ["distributed.select", "routing"],
+    ["distributed"],
+    ["checkpoint"],
+    ["preflight"],
     ["optimizer"],
-    ["build"],
-    ["ready_groups"],
-    ["integrations", "integrations.transformers"],
+    ["build", "foreign_names"],
+    ["ready_groups", "convert"],
+    ["integrations", "integrations.transformers", "cli_convert"],
     ["integrations.llamafactory", "cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
-ALSO = {"cli": {"typer", "rich"}, "integrations.transformers": {"transformers"}}
+ALSO = {
+    "cli": {"typer", "rich"},
+    "cli_convert": {"typer", "rich", "transformers"},
+    "integrations.transformers": {"transformers", "accelerate"},
+}
 
 
 def modules():

@@ -3,42 +3,97 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-NewtonSchulz = Callable[[Tensor], Tensor]
-"""Whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``."""
+
+class NewtonSchulz(Protocol):
+    """Whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which come in `dtype`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(self, matrices: Tensor, /) -> Tensor: ...
+
+
+class Piece(NamedTuple):
+    """What of a parameter is stepped at once: all that this rank stores of it, or some matrices of a stack.
+
+    Attributes:
+        param: the parameter's position in its param group.
+        matrices: which matrices of the locally stored stack; None for a single matrix.
+    """
+
+    param: int
+    matrices: slice | None = None
+
+    def of(self, local: Tensor) -> Tensor:
+        """The piece of a tensor that is stored like the parameter; a view."""
+        return local if self.matrices is None else local[self.matrices]
+
+
+UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
+"""Moves the momentum of some pieces and gives their updates, which are not written to."""
 
 
 class Executor(Protocol):
     """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again."""
 
-    def plan(self, params: Sequence[Tensor]) -> list[list[int]]:
-        """Which parameters to step together, as indices; what a step holds in memory at once."""
+    @property
+    def device(self) -> torch.device: ...
+
+    def directions(
+        self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
+    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+        """Directions for this rank's pieces of the active parameters, bucket by bucket.
+
+        Args:
+            active: positions in the param group of the parameters to step; the same on all ranks.
+            updates_of: called once for each piece of an active parameter.
+            newton_schulz: called on whole matrices, on their owner only.
+
+        Yields:
+            Pieces, and a direction for each of them, of its shape. The directions may be written to.
+        """
         ...
 
-    def orthogonalize(self, updates: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
-        """Directions of the updates, each of its update's shape, in their order. Updates are not written to."""
-        ...
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, without importing them where nobody else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank stores of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def storage_complaint(param: Tensor) -> str | None:
     """Why this version cannot step a parameter as it is stored, and what to do; None where it can."""
-    tensor_module = sys.modules.get("torch.distributed.tensor")
-    if tensor_module is not None and isinstance(param, tensor_module.DTensor):
-        return (
-            "is a DTensor (FSDP2, HSDP or tensor parallel), which this version of hf_muon does not shard Newton-Schulz "
-            "over. Train on one process or with DDP"
-        )
+    if is_dtensor(param):
+        placements = param.placements  # type: ignore[attr-defined]
+        odd = [p for p in placements if not (p.is_replicate() or p.is_shard() or _is_strided(p))]
+        if odd:
+            return f"is a DTensor with placement {odd[0]}; Muon steps Shard and Replicate ones. Redistribute it first"
     if getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"):
-        return "is a flat FSDP1 parameter, in which matrices have lost their shape. Train on one process or with DDP"
+        return (
+            "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
+            "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2"
+        )
     if hasattr(param, "ds_id"):
         return (
-            "is partitioned by DeepSpeed ZeRO-3, which this version of hf_muon does not step. Train on one process or "
-            "with DDP, without a DeepSpeed config"
+            "is partitioned by DeepSpeed ZeRO-3, which this version of hf_muon does not step. Train with FSDP2 or DDP, "
+            "without a DeepSpeed config"
         )
     if param.is_sparse or param.is_complex() or not param.is_floating_point():
         return f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense floating point tensors"
     return None
+
+
+def _is_strided(placement: Any) -> bool:
+    # Private in torch, and a sibling of Shard or a subclass of it by version.
+    return type(placement).__name__ == "_StridedShard"

@@ -1,47 +1,59 @@
-"""Parameters stored whole: one process, and DDP, where every rank takes the same step."""
+"""Parameters stored whole, whose steps nobody shares: one process, or replicas that all take the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz
+from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.ownership import Run, Unit
 
 
 class LocalExecutor:
-    """Stacks matrices of equal shape, so that one batched product serves many small matrices.
+    """Orthogonalizes units one after the other.
 
     Args:
-        max_batch_bytes: size of a stack of fp32 updates; a step needs about six times that besides. A single larger
-            parameter is a batch of its own.
+        units: what to orthogonalize together.
+        stacked: for each parameter of the group, whether it is a stack of matrices.
+        device: of the updates.
+        max_bucket_bytes: bound on updates and directions held at once, counted in fp32; at least one unit is.
     """
 
-    def __init__(self, max_batch_bytes: int = 64 * 2**20) -> None:
-        self.max_batch_bytes = max_batch_bytes
+    def __init__(
+        self, units: Sequence[Unit], stacked: Sequence[bool], device: torch.device, max_bucket_bytes: int
+    ) -> None:
+        self.stacked = stacked
+        self.device = device
+        self.buckets: list[list[Unit]] = []
+        room = 0
+        for unit in units:
+            size = 2 * 4 * unit.numel
+            if size > room:
+                self.buckets.append([])
+                room = max_bucket_bytes
+            self.buckets[-1].append(unit)
+            room -= size
 
-    def plan(self, params: Sequence[Tensor]) -> list[list[int]]:
-        """Parameters of equal matrix shape, dtype and device, in their order, at most `max_batch_bytes` of fp32."""
-        alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
-        for i, param in enumerate(params):
-            alike.setdefault((param.shape[-2:], param.dtype, param.device), []).append(i)
-        batches: list[list[int]] = []
-        for indices in alike.values():
-            size = self.max_batch_bytes
-            for i in indices:
-                if size + params[i].numel() * 4 > self.max_batch_bytes:
-                    batches.append([])
-                    size = 0
-                batches[-1].append(i)
-                size += params[i].numel() * 4
-        return batches
+    def directions(
+        self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
+    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+        """See `Executor`."""
+        for bucket in self.buckets:
+            units = [kept for unit in bucket if (kept := unit.only(active)).runs]
+            if not units:
+                continue
+            pieces = [self._piece(run) for unit in units for run in unit.runs]
+            updates = updates_of(pieces)
+            directions: list[Tensor] = []
+            for unit in units:
+                mine = updates[len(directions) : len(directions) + len(unit.runs)]
+                stacks = [update.view(-1, *unit.shape) for update in mine]  # each (b, m, n)
+                batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
+                parts = torch.split(newton_schulz(batch), [len(stack) for stack in stacks])
+                directions += [part.view(update.shape) for part, update in zip(parts, mine, strict=True)]
+            yield pieces, directions
 
-    def orthogonalize(self, updates: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
-        """Directions of ``(m, n)`` matrices and ``(B, m, n)`` stacks of them, all of one batch of `plan`."""
-        if not updates:
-            return []
-        stacks = [update.view(-1, *update.shape[-2:]) for update in updates]  # each (b, m, n)
-        batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
-        parts = torch.split(newton_schulz(batch), [len(stack) for stack in stacks])
-        return [part.view(update.shape) for part, update in zip(parts, updates, strict=True)]
+    def _piece(self, run: Run) -> Piece:
+        return Piece(run.param, slice(run.start, run.stop) if self.stacked[run.param] else None)

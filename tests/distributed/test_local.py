@@ -3,47 +3,70 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_muon.distributed import LocalExecutor
+from hf_muon.distributed.local import LocalExecutor
+from hf_muon.distributed.ownership import Run, Unit, make_units
 
 
-def doubled(batches):
-    def orthogonalize(matrices):
-        batches.append(tuple(matrices.shape))
+class Doubled:
+    dtype = torch.float32
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, matrices):
+        self.batches.append(tuple(matrices.shape))
         return matrices * 2
 
-    return orthogonalize
+
+SHAPES = [(4, 6), (6, 4), (3, 4, 6), (4, 6), (2, 2)]
 
 
-UPDATES = [(4, 6), (6, 4), (3, 4, 6), (4, 6), (2, 2)]
+def directions(updates, units, max_bucket_bytes=2**20, active=None):
+    executor = LocalExecutor(units, [u.ndim == 3 for u in updates], torch.device("cpu"), max_bucket_bytes)
+    newton_schulz = Doubled()
+    found, buckets = [torch.zeros_like(u) for u in updates], []
+    for pieces, some in executor.directions(
+        range(len(updates)) if active is None else active,
+        lambda pieces: [piece.of(updates[piece.param]) for piece in pieces],
+        newton_schulz,
+    ):
+        buckets.append([piece.param for piece in pieces])
+        for piece, direction in zip(pieces, some, strict=True):
+            piece.of(found[piece.param]).copy_(direction)
+    return found, newton_schulz.batches, buckets
 
 
 @pytest.mark.parametrize(
-    ("max_batch_bytes", "expected"),
-    [
-        (2**20, [[0, 2, 3], [1], [4]]),
-        (4 * 96, [[0, 2], [3], [1], [4]]),
-        (2 * 96, [[0], [2], [3], [1], [4]]),
-        (1, [[0], [2], [3], [1], [4]]),
-    ],
+    ("max_bucket_bytes", "expected"),
+    [(2**20, 1), (2 * 4 * 24, 7), (1, 7)],
 )
-def test_equal_shapes_go_together_within_the_limit(max_batch_bytes, expected):
-    params = [torch.randn(shape) for shape in UPDATES]
-    assert LocalExecutor(max_batch_bytes).plan(params) == expected
+def test_buckets_within_the_limit(max_bucket_bytes, expected):
+    updates = [torch.randn(shape) for shape in SHAPES]
+    units = make_units(SHAPES, [0] * len(SHAPES))
+    found, batches, buckets = directions(updates, units, max_bucket_bytes)
+    assert len(buckets) == expected
+    assert len(batches) == len(units) == 7
+    assert all(torch.equal(f, u * 2) for f, u in zip(found, updates, strict=True))
 
 
-def test_dtypes_are_not_mixed():
-    params = [torch.randn(4, 4), torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4)]
-    assert LocalExecutor().plan(params) == [[0, 2], [1]]
+def test_a_unit_is_one_product_across_parameters_and_parts_of_stacks():
+    updates = [torch.randn(shape) for shape in SHAPES]
+    units = [Unit((4, 6), (Run(0, 0, 1), Run(2, 0, 2))), Unit((4, 6), (Run(2, 2, 3), Run(3, 0, 1)))]
+    found, batches, _ = directions(updates, units)
+    assert batches == [(3, 4, 6), (2, 4, 6)]
+    for i in (0, 2, 3):
+        assert torch.equal(found[i], updates[i] * 2)
 
 
-def test_a_batch_is_one_product_and_comes_back_in_order():
-    updates = [torch.randn(4, 6), torch.randn(3, 4, 6), torch.randn(4, 6)]
-    batches = []
-    directions = LocalExecutor().orthogonalize(updates, doubled(batches))
-    assert batches == [(5, 4, 6)]
-    assert all(torch.equal(d, u * 2) for d, u in zip(directions, updates, strict=True))
+def test_only_what_is_active():
+    updates = [torch.randn(shape) for shape in SHAPES]
+    units = [Unit((4, 6), (Run(0, 0, 1), Run(3, 0, 1))), Unit((2, 2), (Run(4, 0, 1),))]
+    found, batches, buckets = directions(updates, units, active=[3])
+    assert batches == [(1, 4, 6)]
+    assert buckets == [[3]]
+    assert torch.equal(found[3], updates[3] * 2)
+    assert not found[0].any()
 
 
 def test_nothing_to_do():
-    assert LocalExecutor().plan([]) == []
-    assert LocalExecutor().orthogonalize([], doubled([])) == []
+    assert directions([], []) == ([], [], [])

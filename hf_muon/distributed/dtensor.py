@@ -1,0 +1,95 @@
+"""DTensor parameters: FSDP2, HSDP, tensor parallel, and any mix of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hf_muon.distributed.layout import Region, regions
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A process group of all ranks of a mesh, made once for a set of ranks."""
+    if mesh.ndim == 1:
+        group: dist.ProcessGroup = mesh.get_group()
+        return group
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    # A group of an earlier, destroyed world has no rank any more.
+    if ranks not in _groups or _groups[ranks] not in dist.distributed_c10d._world.pg_map:
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
+
+
+def mesh_regions(param: DTensor, group: dist.ProcessGroup) -> Sequence[Region]:
+    """The region of a parameter that each rank of its mesh stores, in the order of the group's ranks."""
+    mesh = param.device_mesh
+    return _regions(
+        tuple(param.shape),
+        tuple(mesh.mesh.shape),
+        tuple(mesh.mesh.flatten().tolist()),
+        tuple(param.placements),
+        tuple(dist.get_process_group_ranks(group)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _regions(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    mesh_ranks: tuple[int, ...],
+    placements: tuple[Any, ...],
+    group_ranks: tuple[int, ...],
+) -> Sequence[Region]:
+    by_rank = dict(zip(mesh_ranks, regions(shape, mesh_shape, placements), strict=True))
+    return tuple(by_rank[rank] for rank in group_ranks)
+
+
+def mesh_complaint(param: DTensor) -> str | None:
+    """Why a parameter's local tensor is not what its placements say, or cannot be sent; None where all is well."""
+    if param.device_mesh.get_coordinate() is None:
+        return None  # this rank is not part of the mesh and stores nothing
+    group = mesh_group(param.device_mesh)
+    region = mesh_regions(param, group)[dist.get_rank(group)]
+    local = param.to_local()
+    if tuple(local.shape) != region.shape:
+        return (
+            f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "
+            f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
+        )
+    try:
+        group._get_backend(torch.device(local.device.type))
+    except RuntimeError:
+        return (
+            f"is stored on {local.device.type}, for which its process group has no backend. With CPU offload, "
+            "initialize torch.distributed with backend 'cpu:gloo,cuda:nccl'"
+        )
+    return None
+
+
+def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
+    """A whole tensor, which all ranks have, stored like a parameter; nothing is sent."""
+    group = mesh_group(param.device_mesh)
+    local = value
+    for dim, ranges in enumerate(mesh_regions(param, group)[dist.get_rank(group)].dims):
+        parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
+        local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    return DTensor.from_local(
+        local.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

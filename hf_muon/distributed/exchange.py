@@ -1,0 +1,371 @@
+"""One matrix, one owner: updates travel to it, directions travel back, bucket by bucket, over one process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.layout import Ranges, Region, length
+from hf_muon.distributed.ownership import Run, Unit, assign_owners
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one rank stores of a run of matrices, and where it belongs in the unit's batch ``(B, m, n)``.
+
+    Attributes:
+        piece: where that rank finds it.
+        shape: of the data, ``(b, rows, columns)``.
+        matrices: positions in the batch.
+        rows: indices of its rows in each whole matrix.
+        columns: indices of its columns.
+    """
+
+    piece: Piece
+    shape: tuple[int, int, int]
+    matrices: slice
+    rows: Ranges
+    columns: Ranges
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def places(self) -> Iterator[tuple[slice, slice, slice, slice]]:
+        """Rows and columns of the data, and rows and columns of the whole matrices that they are."""
+        row = 0
+        for top, bottom in self.rows:
+            column = 0
+            for left, right in self.columns:
+                yield (
+                    slice(row, row + bottom - top),
+                    slice(column, column + right - left),
+                    slice(top, bottom),
+                    slice(left, right),
+                )
+                column += right - left
+            row += bottom - top
+
+    def write(self, data: Tensor, batch: Tensor) -> None:
+        """Put the data into the whole matrices."""
+        for rows, columns, into_rows, into_columns in self.places():
+            batch[self.matrices, into_rows, into_columns] = data[:, rows, columns]
+
+    def read(self, batch: Tensor, data: Tensor) -> None:
+        """Take the data out of the whole matrices."""
+        for rows, columns, from_rows, from_columns in self.places():
+            data[:, rows, columns] = batch[self.matrices, from_rows, from_columns]
+
+
+class Pattern:
+    """How a unit lies on the ranks; the same for all units of one shape that are stored alike.
+
+    Attributes:
+        stored: elements that each rank stores.
+        holders: ranks that store all of it.
+    """
+
+    def __init__(self, unit: Unit, regions: Sequence[Sequence[Region]]) -> None:
+        ranks = len(regions[0])
+        self.stored = [
+            sum(_shared(run, region[rank]) for run, region in zip(unit.runs, regions, strict=True))
+            for rank in range(ranks)
+        ]
+        self.holders = tuple(rank for rank, numel in enumerate(self.stored) if numel == unit.numel)
+        self._position = [0] * ranks
+        self._replicas = [0] * ranks
+        alike: dict[tuple[Region, ...], list[int]] = {}
+        for rank in range(ranks):
+            alike.setdefault(tuple(region[rank] for region in regions), []).append(rank)
+        for members in alike.values():
+            for position, rank in enumerate(members):
+                self._position[rank], self._replicas[rank] = position, len(members)
+
+    def sends(self, rank: int, owner: int) -> bool:
+        """Whether a rank sends its part to the owner: of ranks that store the same, the one of the owner's replica."""
+        return self.stored[rank] > 0 and self._position[owner] % self._replicas[rank] == self._position[rank]
+
+
+def _shared(run: Run, region: Region) -> int:
+    rows, columns = region.dims[-2:]
+    stack = sum(count for _, _, count in _overlaps(region.dims[0], run)) if len(region.dims) == 3 else 1
+    return stack * length(rows) * length(columns)
+
+
+def _overlaps(stored: Ranges, run: Run) -> Iterator[tuple[slice, int, int]]:
+    """Where the matrices of a run lie in a stored stack: local positions, offset in the run, how many."""
+    position = 0
+    for start, stop in stored:
+        lower, upper = max(start, run.start), min(stop, run.stop)
+        if lower < upper:
+            local = position + lower - start
+            yield slice(local, local + upper - lower), lower - run.start, upper - lower
+        position += stop - start
+
+
+class Storage:
+    """Who stores what of some parameters.
+
+    Args:
+        regions: for each parameter that takes part, by its position in the param group, the region of each rank.
+            Parameters that are stored alike should share one object.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, regions: Mapping[int, Sequence[Region]], ranks: int) -> None:
+        self.regions = regions
+        self.ranks = ranks
+        self._patterns: dict[tuple[tuple[int, int, int], ...], Pattern] = {}
+
+    def pattern(self, unit: Unit) -> Pattern:
+        """How a unit lies on the ranks."""
+        key = tuple((id(self.regions[run.param]), run.start, run.stop) for run in unit.runs)
+        if key not in self._patterns:
+            self._patterns[key] = Pattern(unit, [self.regions[run.param] for run in unit.runs])
+        return self._patterns[key]
+
+    def blocks(self, unit: Unit, rank: int) -> list[Block]:
+        """What a rank stores of a unit, as it finds it."""
+        blocks = []
+        position = 0
+        for run in unit.runs:
+            dims = self.regions[run.param][rank].dims
+            rows, columns = dims[-2:]
+            found: list[tuple[slice | None, int, int]] = [(None, 0, 1)]
+            if len(dims) == 3:
+                found = [(local, first, count) for local, first, count in _overlaps(dims[0], run)]
+            for local, first, count in found:
+                shape = (count, length(rows), length(columns))
+                if math.prod(shape):
+                    at = slice(position + first, position + first + count)
+                    blocks.append(Block(Piece(run.param, local), shape, at, rows, columns))
+            position += run.stop - run.start
+        return blocks
+
+
+class _Transfer:
+    """An all-to-all under way; keeps what it sends alive until it has arrived."""
+
+    def __init__(
+        self, send: Tensor, sizes: Sequence[int], expected: Sequence[int], group: dist.ProcessGroup, *, alone: bool
+    ) -> None:
+        self._work: dist.Work | None = None
+        self._send: Tensor | None = None
+        self._received = send
+        if not alone:
+            self._send = send
+            self._received = torch.empty(sum(expected), dtype=send.dtype, device=send.device)
+            self._work = dist.all_to_all_single(
+                self._received, send, list(expected), list(sizes), group=group, async_op=True
+            )
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._send = None
+        return self._received
+
+
+class _Bucket:
+    """Units that travel together, with their owners, and what of this concerns one rank.
+
+    Attributes:
+        pieces: all that the rank stores of the units.
+        outgoing: which of the pieces it sends, in the order of their destinations.
+        send, receive: elements of updates to and from each rank.
+        incoming: unit and block of the updates that arrive, in their order.
+        returned: unit and block of the directions that it sends back, in the order of their destinations.
+        leave, arrive: elements of directions to and from each rank.
+        completed: which of the pieces the directions are for that arrive, in their order.
+    """
+
+    def __init__(self, units: Sequence[tuple[Unit, int]], nbytes: int, storage: Storage, rank: int) -> None:
+        ranks = storage.ranks
+        self.units = units
+        self.nbytes = nbytes
+        self.pieces: list[Piece] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.send, self.receive = [0] * ranks, [0] * ranks
+        self.leave, self.arrive = [0] * ranks, [0] * ranks
+        self.gathers = self.returns = False
+        outgoing: list[list[int]] = [[] for _ in range(ranks)]
+        completed: list[list[int]] = [[] for _ in range(ranks)]
+        incoming: list[list[tuple[int, Block]]] = [[] for _ in range(ranks)]
+        returned: list[list[tuple[int, Block]]] = [[] for _ in range(ranks)]
+        for k, (unit, owner) in enumerate(units):
+            pattern = storage.pattern(unit)
+            self.gathers |= owner not in pattern.holders
+            self.returns |= sum(pattern.stored) > pattern.stored[owner]
+            for block in storage.blocks(unit, rank):
+                if pattern.sends(rank, owner):
+                    outgoing[owner].append(len(self.pieces))
+                    self.send[owner] += block.numel
+                completed[owner].append(len(self.pieces))
+                self.arrive[owner] += block.numel
+                self.pieces.append(block.piece)
+                self.shapes.append(block.shape if block.piece.matrices else block.shape[1:])
+            if owner != rank:
+                continue
+            for other in range(ranks):
+                for block in storage.blocks(unit, other):
+                    if pattern.sends(other, owner):
+                        incoming[other].append((k, block))
+                        self.receive[other] += block.numel
+                    returned[other].append((k, block))
+                    self.leave[other] += block.numel
+        self.outgoing = [i for part in outgoing for i in part]
+        self.completed = [i for part in completed for i in part]
+        self.incoming = [item for part in incoming for item in part]
+        self.returned = [item for part in returned for item in part]
+
+
+class Exchange:
+    """Executor for parameters of which each rank of a group stores a part, or all.
+
+    Ownership and buckets are computed once, by the same arithmetic on every rank. Two collectives serve a bucket, one
+    in each direction (none where nothing has to travel). While a bucket is orthogonalized, the next one is under way
+    to its owners, and the last one's directions are on their way back.
+
+    Args:
+        group: the process group.
+        units: what to orthogonalize together.
+        storage: who stores what.
+        wire: dtype in which updates travel. Directions travel in the one that Newton-Schulz has computed them in.
+        device: of the updates.
+        max_bucket_bytes: bound on what is in flight at once on a rank, in both directions; at least one unit is.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        units: Sequence[Unit],
+        storage: Storage,
+        wire: torch.dtype,
+        device: torch.device,
+        max_bucket_bytes: int,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.storage = storage
+        self.device = device
+        self.wire = wire
+        self.max_bucket_bytes = max_bucket_bytes
+        owners = assign_owners(units, storage.ranks, [storage.pattern(unit).holders for unit in units])
+        self.owned = list(zip(units, owners, strict=True))
+        self._planned: tuple[frozenset[int], list[_Bucket]] = (frozenset(), [])
+
+    def directions(
+        self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
+    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+        """See `Executor`.
+
+        Raises:
+            RuntimeError: from torch.distributed, when a rank is lost.
+        """
+        buckets = self._buckets(frozenset(active))
+        gathering: _Transfer | None = None
+        returning: tuple[_Bucket, _Transfer] | None = None
+        for k, bucket in enumerate(buckets):
+            arriving = gathering or self._gather(bucket, updates_of)
+            gathering = None
+            following = buckets[k + 1] if k + 1 < len(buckets) else None
+            if following is not None:
+                in_flight = bucket.nbytes + following.nbytes + (returning[0].nbytes if returning else 0)
+                if in_flight <= self.max_bucket_bytes:
+                    gathering = self._gather(following, updates_of)
+            leaving = self._orthogonalize(bucket, arriving.wait(), newton_schulz)
+            del arriving
+            if returning is not None:
+                yield self._complete(*returning)
+            returning = bucket, leaving
+            if following is not None and gathering is None:
+                yield self._complete(*returning)
+                returning = None
+        if returning is not None:
+            yield self._complete(*returning)
+
+    def _buckets(self, active: frozenset[int]) -> list[_Bucket]:
+        """The units of active parameters, cut so that three buckets, one in each phase, are within bounds."""
+        if self._planned[0] == active:
+            return self._planned[1]
+        queues: list[list[Unit]] = [[] for _ in range(self.storage.ranks)]
+        for unit, owner in self.owned:
+            kept = unit if active.issuperset(run.param for run in unit.runs) else unit.only(active)
+            if kept.runs:
+                queues[owner].append(kept)
+        for queue in queues:
+            queue.sort(key=lambda unit: -unit.cost)
+        buckets: list[_Bucket] = []
+        units: list[tuple[Unit, int]] = []
+        in_flight = torch.zeros(self.storage.ranks, dtype=torch.int64)
+        nbytes = 0
+        for owner, unit in _dealt(queues):
+            more = in_flight + self._nbytes(unit, owner)
+            if units and int(more.max()) > self.max_bucket_bytes // 3:
+                buckets.append(_Bucket(units, nbytes, self.storage, self.rank))
+                units, more = [], self._nbytes(unit, owner)
+            units.append((unit, owner))
+            in_flight, nbytes = more, int(more.max())
+        if units:
+            buckets.append(_Bucket(units, nbytes, self.storage, self.rank))
+        self._planned = active, buckets
+        return buckets
+
+    def _nbytes(self, unit: Unit, owner: int) -> Tensor:
+        """Bytes that a unit has in flight on each rank, updates and (fp32) directions, sent and received."""
+        stored = torch.tensor(self.storage.pattern(unit).stored)
+        nbytes = stored * (self.wire.itemsize + 4)
+        nbytes[owner] += unit.numel * self.wire.itemsize + int(stored.sum()) * 4
+        return nbytes
+
+    def _gather(self, bucket: _Bucket, updates_of: UpdatesOf) -> _Transfer:
+        updates = updates_of(bucket.pieces)
+        parts = [updates[i].reshape(-1).to(self.wire) for i in bucket.outgoing]
+        send = torch.cat(parts) if parts else torch.empty(0, dtype=self.wire, device=self.device)
+        return _Transfer(send, bucket.send, bucket.receive, self.group, alone=not bucket.gathers)
+
+    def _orthogonalize(self, bucket: _Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> _Transfer:
+        """Orthogonalize the units that this rank owns, and send their directions back."""
+        arrived: dict[int, list[tuple[Block, Tensor]]] = {}
+        parts = _cut(received, [block.numel for _, block in bucket.incoming])
+        for (k, block), part in zip(bucket.incoming, parts, strict=True):
+            arrived.setdefault(k, []).append((block, part.view(block.shape)))
+        send = torch.empty(sum(bucket.leave), dtype=newton_schulz.dtype, device=self.device)
+        leaving: dict[int, list[tuple[Block, Tensor]]] = {}
+        parts = _cut(send, [block.numel for _, block in bucket.returned])
+        for (k, block), part in zip(bucket.returned, parts, strict=True):
+            leaving.setdefault(k, []).append((block, part.view(block.shape)))
+        for k, found in arrived.items():
+            unit = bucket.units[k][0]
+            batch = torch.empty(unit.count, *unit.shape, dtype=self.wire, device=self.device)
+            for block, data in found:
+                block.write(data, batch)
+            batch = newton_schulz(batch)
+            for block, data in leaving[k]:
+                block.read(batch, data)
+        return _Transfer(send, bucket.leave, bucket.arrive, self.group, alone=not bucket.returns)
+
+    def _complete(self, bucket: _Bucket, leaving: _Transfer) -> tuple[list[Piece], list[Tensor]]:
+        pieces = [bucket.pieces[i] for i in bucket.completed]
+        shapes = [bucket.shapes[i] for i in bucket.completed]
+        received = leaving.wait()
+        parts = _cut(received, [math.prod(shape) for shape in shapes])
+        return pieces, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _cut(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    return torch.split(flat, sizes) if sizes else ()
+
+
+def _dealt(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:
+    """One unit of each owner, then the next one of each: in every bucket each owner has work."""
+    for k in range(max(map(len, queues), default=0)):
+        for owner, queue in enumerate(queues):
+            if k < len(queue):
+                yield owner, queue[k]

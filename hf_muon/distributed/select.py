@@ -1,0 +1,84 @@
+"""Which executor serves which parameter: the one place that chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_muon.distributed.base import Executor, is_dtensor, local_of
+from hf_muon.distributed.layout import Region
+from hf_muon.distributed.local import LocalExecutor
+from hf_muon.distributed.ownership import make_units
+from hf_muon.distributed.replicated import replicated_regions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that the ranks of a group store together, each a region of it."""
+
+    group: ProcessGroup
+    regions: Sequence[Region]
+
+
+def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None:
+    """Who stores a parameter besides this rank; None for a plain parameter that nobody has said to be replicated.
+
+    Args:
+        param: plain or DTensor.
+        replicate_group: over which plain parameters are replicated.
+    """
+    if is_dtensor(param):
+        from hf_muon.distributed.dtensor import mesh_group, mesh_regions
+
+        group = mesh_group(param.device_mesh)  # type: ignore[attr-defined]
+        return Shared(group, mesh_regions(param, group))  # type: ignore[arg-type]
+    if replicate_group is None or replicate_group.size() == 1:
+        return None
+    return Shared(replicate_group, replicated_regions(tuple(param.shape), replicate_group.size()))
+
+
+def select_executors(
+    params: Sequence[Tensor],
+    places: Sequence[Shared | None],
+    dtypes: Sequence[torch.dtype],
+    *,
+    max_bucket_bytes: int,
+    comm_dtype: torch.dtype | None = None,
+) -> list[Executor]:
+    """Executors that together serve the parameters of a group.
+
+    Args:
+        params: ``(m, n)`` matrices and ``(B, m, n)`` stacks.
+        places: of each parameter, as by `shared`.
+        dtypes: of each parameter's updates.
+        max_bucket_bytes: bound on bytes in flight.
+        comm_dtype: dtype in which updates travel; None for their own.
+    """
+    devices = [local_of(param).device for param in params]
+    kinds: list[Hashable] = [
+        (place and place.group, device, dtype) for place, device, dtype in zip(places, devices, dtypes, strict=True)
+    ]
+    units = make_units([param.shape for param in params], kinds)
+    executors: list[Executor] = []
+    for kind in dict.fromkeys(kinds):
+        mine = [unit for unit in units if kinds[unit.runs[0].param] == kind]
+        first = kinds.index(kind)
+        place, device = places[first], devices[first]
+        if place is None:
+            stacked = [param.ndim == 3 for param in params]
+            executors.append(LocalExecutor(mine, stacked, device, max_bucket_bytes))
+            continue
+        from hf_muon.distributed.exchange import Exchange, Storage
+
+        regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and p is not None}
+        storage = Storage(regions, place.group.size())
+        wire = comm_dtype or dtypes[first]
+        executors.append(Exchange(place.group, mine, storage, wire, device, max_bucket_bytes))
+    return executors

@@ -1,0 +1,336 @@
+"""Before a step: how parameters are stored, what speaks against stepping them, and what all ranks make of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_muon import checkpoint, update
+from hf_muon.coefficients import resolve
+from hf_muon.config import GROUP_OPTIONS
+from hf_muon.distributed import Executor, Shared, is_dtensor, local_of, select_executors, shared, storage_complaint
+from hf_muon.newton_schulz import compute_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group = Mapping[str, Any]
+
+PARTING = (
+    "{name} has a gradient on rank {having} and none on rank {lacking}, which store the same part of it: replicas "
+    "would part. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True)"
+)
+
+
+class Layout:
+    """How the parameters of all groups are stored, and what follows from it. Made anew when storage changes.
+
+    Attributes:
+        places: for each group, who shares each parameter.
+        executors: for each group, what orthogonalizes its matrices; empty for AdamW groups.
+        complaints: why parameters cannot be stepped as they are stored.
+        root: the group of all ranks that take part in a step; None where this process is alone with its parameters.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        replicate_group: ProcessGroup | None,
+        max_bucket_bytes: int,
+        comm_dtype: torch.dtype | None,
+    ) -> None:
+        self.key = storage_key(groups)
+        self.complaints: list[str] = []
+        self.places: list[list[Shared | None]] = []
+        self.executors: list[list[Executor]] = []
+        talking: list[ProcessGroup] = []
+        for group in groups:
+            places: list[Shared | None] = []
+            for i, param in enumerate(group["params"]):
+                complaint = storage_complaint(param)
+                if is_dtensor(param):
+                    from hf_muon.distributed.dtensor import mesh_complaint, mesh_group
+
+                    talking.append(mesh_group(param.device_mesh))
+                    complaint = complaint or mesh_complaint(param)
+                if complaint:
+                    self.complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
+                places.append(None if complaint else shared(param, replicate_group))
+            self.places.append(places)
+            talking += [place.group for place in places if place]
+        self.root = None
+        if talking:
+            from hf_muon.distributed.agreement import root_group
+
+            self.root = root_group(talking)
+        for group, places in zip(groups, self.places, strict=True):
+            params = group["params"]
+            executors: list[Executor] = []
+            if group["use_muon"] and not self.complaints:
+                executors = select_executors(
+                    params,
+                    places,
+                    [update.momentum_dtype(param) for param in params],
+                    max_bucket_bytes=max_bucket_bytes,
+                    comm_dtype=comm_dtype,
+                )
+            self.executors.append(executors)
+        self.lines = [_line(group, i) for group in groups for i in range(len(group["params"]))]
+        self.lines.append(f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}")
+        self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+
+def storage_key(groups: Sequence[Group]) -> list[Any]:
+    """What a `Layout` depends on."""
+    return [
+        (
+            id(param),
+            param.shape,
+            param.dtype,
+            param.device,
+            (param.placements, id(param.device_mesh)) if is_dtensor(param) else None,
+        )
+        for group in groups
+        for param in group["params"]
+    ]
+
+
+def _line(group: Group, index: int) -> str:
+    param = group["params"][index]
+    # Not by its ranks, which differ between the submeshes of one mesh.
+    stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
+    route = "Muon" if group["use_muon"] else "AdamW"
+    return f"{checkpoint.describe(group, index)} {param.dtype} {param.device.type} {stored} {route}"
+
+
+def hyperparameter_complaint(group: Group) -> str | None:
+    """Why the options of a group cannot work: those that depend on one another, or on the device."""
+    try:
+        resolve(group["ns_coefficients"], group["ns_steps"])
+        if group["use_muon"]:
+            for device in {param.device for param in group["params"]}:
+                compute_dtype(group["ns_dtype"], device.type, device.index)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def not_finite(grads: Sequence[Tensor]) -> Tensor:
+    """``(1,)`` int64: whether any entry of the gradients is NaN or infinite; not read from the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    found = [
+        torch.stack([norm.float() for norm in torch._foreach_norm(some, float("inf"))]).isfinite().logical_not().any()
+        for some in by_device.values()
+    ]
+    return _any(found)
+
+
+def _flags(grads: Sequence[Tensor], may_be_idle: bool) -> Tensor:
+    """``(2,)``: whether something is not finite, and whether something is not zero (yes, where nobody asks)."""
+    bad = not_finite(grads)
+    return torch.cat([bad, _any([grad.any() for grad in grads]) if may_be_idle else torch.ones_like(bad)])
+
+
+def _any(found: Sequence[Tensor]) -> Tensor:
+    if not found:
+        return torch.zeros(1, dtype=torch.int64)
+    return torch.stack([flag.to(found[0].device) for flag in found]).any().to(torch.int64).reshape(1)
+
+
+def agree(
+    groups: Sequence[Group], layout: Layout, complaints: Sequence[str], *, may_be_idle: bool = False
+) -> list[list[int]] | None:
+    """Which parameters of each group to step, the same on all ranks, or the same error on all of them.
+
+    A sharded parameter is stepped where any rank has a gradient for it; a rank without one has a part that is zero.
+
+    Args:
+        groups: param groups.
+        layout: of these groups.
+        complaints: what speaks against the step, on this rank.
+        may_be_idle: whether to look for gradients that are all zero.
+
+    Returns:
+        Indices for each group, or None for an idle step.
+
+    Raises:
+        RuntimeError: every complaint of every rank.
+    """
+    bits = [param.grad is not None for group in groups for param in group["params"]]
+    grads = [] if complaints else _grads(groups)
+    flags = _flags(grads, may_be_idle)
+    if layout.root is None:
+        refuse(complaints)
+        bad, moves = flags.tolist()
+        if bad:
+            refuse(_not_finite_names(groups), NOT_FINITE)
+        return _by_group(groups, bits) if moves else None
+
+    from hf_muon.distributed import agreement
+
+    options = _option_lines(groups)
+    fingerprint = hashlib.blake2b("\n".join([layout.digest, *options]).encode(), digest_size=7).digest()
+    heard = agreement.exchange_words(layout.root, int.from_bytes(fingerprint, "big"), bool(complaints), flags, bits)
+    if any(said.complains for said in heard):
+        refuse(_together(agreement.exchange_texts(layout.root, complaints)))
+    if len({said.fingerprint for said in heard}) > 1:
+        refuse(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
+    if any(said.bits != heard[0].bits for said in heard):
+        bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
+        refuse(_together(agreement.exchange_texts(layout.root, parting)))
+    if any(said.flags[0] for said in heard):
+        names = _not_finite_names(groups) if flags[0].item() else []
+        refuse(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
+    return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
+
+
+def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:
+    """The complaints of all ranks that store parameters together as DTensors; otherwise this rank's own."""
+    meshes = [param.device_mesh for group in groups for param in group["params"] if is_dtensor(param)]
+    if not meshes:
+        return list(complaints)
+    from hf_muon.distributed.agreement import exchange_texts, root_group
+    from hf_muon.distributed.dtensor import mesh_group
+
+    return _together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
+
+
+NOT_FINITE = (
+    "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
+    "GradScaler."
+)
+
+
+def refuse(complaints: Sequence[str], advice: str = "") -> None:
+    """Raise if there are complaints."""
+    if complaints:
+        lines = [*complaints[:10], *([f"and {len(complaints) - 10} more"] if len(complaints) > 10 else [])]
+        raise RuntimeError(
+            "Muon refuses this step; weights and moments are as they were:\n  - " + "\n  - ".join(lines) + advice
+        )
+
+
+def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
+    rest = iter(bits)
+    return [
+        [i for i, (param, bit) in enumerate(zip(group["params"], rest, strict=False)) if bit and param.numel()]
+        for group in groups
+    ]
+
+
+def _option_lines(groups: Sequence[Group]) -> list[str]:
+    lines = []
+    for k, group in enumerate(groups):
+        values = {name: float(group[name]) if name == "lr" else group[name] for name in GROUP_OPTIONS}
+        lines += [f"{name}={values[name]!r} in param group {k}" for name in GROUP_OPTIONS]
+        if group["use_muon"]:
+            types = sorted({param.device.type for param in group["params"]})
+            lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
+    return lines
+
+
+def _together(texts: Sequence[Sequence[str]]) -> list[str]:
+    """What ranks say, once each, with the ranks that say it where not all do."""
+    ranks: dict[str, list[int]] = {}
+    for rank, lines in enumerate(texts):
+        for line in lines:
+            ranks.setdefault(line, []).append(rank)
+    return [
+        line if len(who) == len(texts) else f"{line} [rank {', '.join(map(str, who))}]" for line, who in ranks.items()
+    ]
+
+
+def _differences(texts: Sequence[Sequence[str]]) -> list[str]:
+    for lines in zip(*texts, strict=False):
+        if len(set(lines)) > 1:
+            other = next(rank for rank, line in enumerate(lines) if line != lines[0])
+            return [f"the ranks disagree: rank 0 has {lines[0]}, rank {other} has {lines[other]}"]
+    return [f"the ranks disagree on the number of parameters or param groups: {[len(lines) for lines in texts]}"]
+
+
+def _reconciled(
+    groups: Sequence[Group], layout: Layout, said: Sequence[Sequence[bool]]
+) -> tuple[list[bool], list[str]]:
+    """Where some ranks have a gradient and others none: which parameters to step, and whose replicas would part."""
+    import torch.distributed as dist
+
+    root = layout.root
+    assert root is not None
+    position = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(root))}
+    mine = said[dist.get_rank(root)]
+    bits: list[bool] = []
+    parting: list[str] = []
+    for group, places in zip(groups, layout.places, strict=True):
+        for i, place in enumerate(places):
+            k = len(bits)
+            if place is None:
+                bits.append(mine[k])
+                continue
+            has = [said[position[rank]][k] for rank in dist.get_process_group_ranks(place.group)]
+            bits.append(any(has))
+            for region in dict.fromkeys(place.regions):
+                alike = [r for r, other in enumerate(place.regions) if other == region and region.numel]
+                if len({has[r] for r in alike}) > 1:
+                    having, lacking = ([r for r in alike if has[r] is wanted] for wanted in (True, False))
+                    name = checkpoint.describe(group, i)
+                    parting.append(
+                        PARTING.format(
+                            name=name, having=", ".join(map(str, having)), lacking=", ".join(map(str, lacking))
+                        )
+                    )
+                    break
+    return bits, parting
+
+
+def _grads(groups: Sequence[Group]) -> list[Tensor]:
+    """This rank's part of all gradients."""
+    found = [local_of(param.grad) for group in groups for param in group["params"] if param.grad is not None]
+    return [grad for grad in found if grad.numel()]
+
+
+def _not_finite_names(groups: Sequence[Group]) -> list[str]:
+    bad = [
+        (group, i)
+        for group in groups
+        for i, param in enumerate(group["params"])
+        if param.grad is not None and not bool(local_of(param.grad).isfinite().all())
+    ]
+    count = len(_grads(groups))
+    if len(bad) == count > 1:
+        everything = f"every parameter (clipping by a norm that is not finite spreads it), {count} in all,"
+        return [f"{everything} has a gradient that is not finite"]
+    return [f"{checkpoint.describe(group, i)} has a gradient that is not finite" for group, i in bad]
+
+
+def local_grad(param: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient, stored as the parameter is; zeros where only other ranks have one.
+
+    A gradient with other placements (tensor parallel embeddings and norms have such) is redistributed first.
+    """
+    grad = param.grad
+    if grad is None:
+        return torch.zeros_like(local_of(param))
+    if is_dtensor(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    return local_of(grad)
+
+
+def gradient_complaint(param: Tensor) -> str | None:
+    """Why a gradient does not fit its parameter."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.layout != torch.strided:
+        return "has a sparse gradient; build its embedding with sparse=False"
+    if is_dtensor(grad) != is_dtensor(param):
+        kinds = ["a DTensor" if is_dtensor(tensor) else "a plain tensor" for tensor in (param, grad)]
+        return f"is {kinds[0]}, and its gradient {kinds[1]}: it was wrapped after the backward pass"
+    if is_dtensor(grad) and grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+        return f"has a gradient on another mesh, {grad.device_mesh}"  # type: ignore[attr-defined]
+    return None

@@ -1,0 +1,184 @@
+"""What the ranks of a pool do; imported by name in their processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hf_muon import Muon
+from hf_muon.distributed.layout import regions
+
+# Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
+SHAPES = [(7, 5), (10, 16), (3, 7, 5), (10, 16), (1, 9), (2, 3), (16, 10), (5, 6, 4), (7, 5)]
+VECTORS = [(9,), (3,), (11, 4)]
+
+
+def placements_of(layout, ndim):
+    """Mesh shape, and placements of a parameter of so many dims."""
+    return {
+        "fsdp": lambda world: ((world,), [Shard(0)]),
+        "last": lambda world: ((world,), [Shard(ndim - 1)]),
+        "replicate": lambda world: ((world,), [Replicate()]),
+        "hsdp": lambda world: ((2, world // 2), [Replicate(), Shard(0)]),
+        "hsdp-last": lambda world: ((2, world // 2), [Shard(0), Replicate()]),
+        "fsdp-tp": lambda world: ((world // 2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+        "fsdp-tp-row": lambda world: ((world // 2, 2), [Shard(0), Shard(ndim - 1)]),
+        "fsdp-fsdp": lambda world: ((world // 2, 2), [Shard(0), Shard(0)]),
+        "odd": lambda world: ((world // 2, 2), [_StridedShard(0, split_factor=3), Replicate()]),
+    }[layout](dist.get_world_size())
+
+
+def store(tensor, mesh, placements):
+    """A DTensor of a whole tensor that all ranks have, without any communication."""
+    coordinate = mesh.get_coordinate()
+    flat = 0
+    for size, position in zip(mesh.mesh.shape, coordinate, strict=True):
+        flat = flat * size + position
+    local = tensor
+    for dim, ranges in enumerate(regions(tensor.shape, mesh.mesh.shape, placements)[flat].dims):
+        kept = [i for start, stop in ranges for i in range(start, stop)]
+        local = local.index_select(dim, torch.tensor(kept, dtype=torch.long))
+    return DTensor.from_local(
+        local.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def make(shapes, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def muon_over(params, dtype, **options):
+    count = len(SHAPES)
+    groups = [
+        {"params": params[:count], "use_muon": True, "weight_decay": 0.1},
+        {"params": params[count:], "use_muon": False},
+    ]
+    return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
+
+
+def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), **options):
+    """Steps with given whole gradients, stored in a layout; whole parameters and moments afterwards."""
+    dtype = getattr(torch, dtype)
+    weights = make(SHAPES + VECTORS, 0, dtype)
+    if layout == "single":
+        params, put = [nn.Parameter(w) for w in weights], lambda tensor, i: tensor
+    elif layout == "ddp":
+        params, put = [nn.Parameter(w) for w in weights], lambda tensor, i: tensor
+        options["replicate_group"] = dist.group.WORLD
+    else:
+        meshes = {}
+
+        def put(tensor, i):
+            if i in plain:
+                return tensor
+            mesh_shape, placements = placements_of(layout, tensor.ndim)
+            if mesh_shape not in meshes:
+                meshes[mesh_shape] = init_device_mesh("cpu", mesh_shape)
+            return store(tensor, meshes[mesh_shape], placements)
+
+        params = [nn.Parameter(put(w, i)) for i, w in enumerate(weights)]
+    optimizer = muon_over(params, dtype, **options)
+    for step in range(steps):
+        for i, (param, grad) in enumerate(zip(params, make(SHAPES + VECTORS, step + 1, dtype), strict=True)):
+            param.grad = None if (i + step) % len(params) in missing else put(grad, i)
+        optimizer.step()
+    return whole_state(params, optimizer)
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def whole_state(params, optimizer):
+    """Parameters, then every tensor of their state, whole."""
+    return [[whole(p), *(whole(v) for _, v in sorted(optimizer.state[p].items()))] for p in params]
+
+
+class Counted:
+    """What a step sends and computes: bytes to other ranks and collectives by kind, Newton-Schulz FLOPs."""
+
+    def __enter__(self):
+        from hf_muon.distributed import agreement, exchange
+        from hf_muon.newton_schulz import Orthogonalizer
+
+        self.bytes, self.calls, self.flops, self.words = 0, 0, 0, 0
+        self.in_flight = self.peak = 0
+        self.undo = []
+
+        def patch(module, name, replacement):
+            original = getattr(module, name)
+            self.undo.append((module, name, original))
+            setattr(module, name, replacement(original))
+
+        def all_to_all(original):
+            def counting(received, send, expected, sizes, group, async_op):
+                mine = dist.get_rank(group)
+                self.bytes += sum(n for r, n in enumerate(sizes) if r != mine) * send.element_size()
+                self.calls += 1
+                return original(received, send, expected, sizes, group=group, async_op=async_op)
+
+            return counting
+
+        def all_gather(original):
+            def counting(heard, mine, group):
+                self.words += 1
+                return original(heard, mine, group=group)
+
+            return counting
+
+        def orthogonalize(original):
+            def counting(this, matrices):
+                short, long = sorted(matrices.shape[-2:])
+                steps = len(this.coefficients)
+                self.flops += len(matrices) * steps * (4 * short * short * long + 2 * short**3)
+                return original(this, matrices)
+
+            return counting
+
+        patch(exchange.dist, "all_to_all_single", all_to_all)
+        patch(agreement, "_all_gather", all_gather)
+        patch(Orthogonalizer, "__call__", orthogonalize)
+        return self
+
+    def __exit__(self, *_):
+        for module, name, original in self.undo:
+            setattr(module, name, original)
+
+
+LAYER = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32), "gate": (88, 32), "up": (88, 32), "down": (32, 88)}
+DEEP = [shape for _ in range(24) for shape in LAYER.values()]
+
+
+def counted_step(rank, layout, shapes=DEEP, **options):
+    """One step of a deep model: FLOPs, bytes, collectives, buckets, and bytes of all updates."""
+    weights, grads = make(shapes, 0), make(shapes, 1)
+    if layout in ("single", "ddp"):
+        params = [nn.Parameter(w) for w in weights]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        if layout == "ddp":
+            options["replicate_group"] = dist.group.WORLD
+    else:
+        mesh_shape, _ = placements_of(layout, 2)
+        mesh = init_device_mesh("cpu", mesh_shape)
+        params = [nn.Parameter(store(w, mesh, placements_of(layout, w.ndim)[1])) for w in weights]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = store(grad, mesh, placements_of(layout, grad.ndim)[1])
+    optimizer = Muon(params, ns_dtype="fp32", **options)
+    with Counted() as counted:
+        optimizer.step()
+    buckets = [len(getattr(executor, "_planned", (0, []))[1]) for executor in optimizer._layout.executors[0]]
+    return {
+        "flops": counted.flops,
+        "bytes": counted.bytes,
+        "calls": counted.calls,
+        "words": counted.words,
+        "buckets": sum(buckets),
+        "updates": 4 * sum(w.numel() for w in weights),
+    }

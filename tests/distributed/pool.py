@@ -1,0 +1,88 @@
+"""Worker processes that stay: one start of Python and torch for many cases on several ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Pool:
+    """Ranks of one gloo group that run functions by name.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds that a case may take; a collective that hangs for so long is an error.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 120) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, function: Any, **kwargs: Any) -> list[Any]:
+        """Results of `function(rank, **kwargs)` on all ranks.
+
+        Raises:
+            AssertionError: with the traceback of every rank that failed.
+        """
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((function.__module__, function.__qualname__, kwargs))
+        answers = []
+        for _, pipe in self._workers:
+            try:
+                answers.append(pipe.recv() if pipe.poll(self.timeout) else (False, f"no answer in {self.timeout} s"))
+            except (EOFError, OSError):
+                answers.append((False, "the process died"))
+        failures = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        if failures:
+            self.close(kill=True)  # the ranks no longer agree on which collective is next
+            raise AssertionError("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        path = tempfile.mkdtemp(prefix="hf_muon_pool")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, os.path.join(path, "store"), self.timeout, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the workers."""
+        for process, pipe in self._workers:
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+        for process, _ in self._workers:
+            process.join(20)
+        self._workers = []
+
+
+def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout / 2)
+    )
+    while (order := pipe.recv()) is not None:
+        module, name, kwargs = order
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, getattr(importlib.import_module(module), name)(rank, **kwargs)))
+        except BaseException:  # noqa: BLE001 - reported to the test, which fails with it
+            pipe.send((False, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()

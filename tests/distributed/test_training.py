@@ -1,0 +1,95 @@
+"""Real training: every layout against one process, and every checkpoint against the uninterrupted run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.training import train
+
+LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("fsdp-keep", 2), ("hsdp", 4), ("tp", 2), ("fsdp-tp", 4)]
+# A batch that is shared among ranks is summed in another order, so that gradients differ by rounding, about 1e-7, and
+# orthogonalization amplifies that in the directions in which a gradient is small.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _quiet(recwarn):
+    """torch's own warnings about one process and gloo are not ours to judge."""
+
+
+def difference(one, other, key="weight"):
+    """Largest relative difference of any parameter."""
+    return max(
+        float((one["found"][name][key] - state[key]).norm() / state[key].norm())
+        for name, state in other["found"].items()
+        if key in state
+    )
+
+
+def assert_same(one, other):
+    assert one["losses"] == other["losses"]
+    assert one["found"].keys() == other["found"].keys()
+    for name, state in other["found"].items():
+        assert one["found"][name].keys() == state.keys()
+        for key, value in state.items():
+            assert one["found"][name][key].dtype == value.dtype
+            assert torch.equal(one["found"][name][key], value), f"{name} {key}"
+
+
+def assert_close(one, other, tolerance=TOLERANCE):
+    assert torch.tensor(one["losses"]).allclose(torch.tensor(other["losses"]), rtol=1e-6)
+    for key in ("weight", "momentum_buffer", "exp_avg"):
+        assert difference(one, other, key) < tolerance, (key, difference(one, other, key))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clipping": 0.3, "accumulate": 2}, {"frozen": True}, {"nesterov": False, "adjust_lr_fn": "original"}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
+def test_every_layout_trains_as_one_process(pools, layout, ranks, options):
+    single = train(0, "single", **options)
+    assert single["losses"][-1] < single["losses"][0] - 0.3
+    results = pools[ranks].run(train, layout=layout, **options)
+    for result in results:
+        assert_close(result, single)
+        assert_same(result, results[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "ranks"), [("single", 1), *LAYOUTS])
+def test_resume_is_exact(pools, layout, ranks, dtype, tmp_path):
+    def run(**options):
+        if layout == "single":
+            return train(0, layout, dtype=dtype, **options)
+        return pools[ranks].run(train, layout=layout, dtype=dtype, **options)[0]
+
+    straight = run(last=8)
+    run(last=4, save=str(tmp_path / "checkpoint"))
+    assert_same(
+        {**run(first=4, last=8, load=str(tmp_path / "checkpoint"))}, {**straight, "losses": straight["losses"][4:]}
+    )
+    momenta = [state["momentum_buffer"] for state in straight["found"].values() if "momentum_buffer" in state]
+    assert len(momenta) == 12
+    assert all(momentum.dtype is torch.float32 and momentum.any() for momentum in momenta)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("single", 1), *LAYOUTS])
+def test_resume_without_moments_is_refused_or_seen(pools, layout, ranks, tmp_path):
+    """What `test_resume_is_exact` would say if moments were dropped."""
+
+    def run(**options):
+        if layout == "single":
+            return train(0, layout, **options)
+        return pools[ranks].run(train, layout=layout, **options)[0]
+
+    straight = run(last=6)
+    path = str(tmp_path / "checkpoint")
+    run(last=4, save=path)
+    resumed = run(first=4, last=6, load=path, drop="everything")
+    assert difference(resumed, straight) > 1e-3
+    assert abs(resumed["losses"][-1] - straight["losses"][-1]) > 1e-4
+    with pytest.raises((RuntimeError, AssertionError), match="has taken 4 steps and its moments are gone"):
+        run(first=4, last=6, load=path, drop="state")

@@ -1,0 +1,45 @@
+"""The work is shared and nothing is sent twice: counted, not timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.cases import counted_step
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp-tp", 4)]
+)
+def test_newton_schulz_is_shared(pools, layout, ranks):
+    single = counted_step(0, "single")["flops"]
+    counts = pools[ranks].run(counted_step, layout=layout)
+    assert sum(count["flops"] for count in counts) == single
+    for count in counts:
+        assert abs(count["flops"] * ranks / single - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "most"),
+    [
+        ("ddp", 2, 1 / 2),
+        ("ddp", 4, 3 / 4),
+        ("fsdp", 2, 1 / 2),
+        ("fsdp", 4, 2 * 3 / 16),
+        ("fsdp-tp", 4, 2 * 3 / 16),
+        ("hsdp", 4, (2 + 1 - 2 / 2) / 4),
+    ],
+)
+def test_bytes_and_collectives(pools, layout, ranks, most):
+    for max_bucket_bytes in (2**28, 2**19):
+        counts = pools[ranks].run(counted_step, layout=layout, max_bucket_bytes=max_bucket_bytes)
+        for count in counts:
+            assert count["bytes"] <= 1.02 * most * count["updates"]
+            assert count["calls"] == count["buckets"] * (1 if layout == "ddp" else 2)
+            assert count["words"] == 1
+        assert (counts[0]["buckets"] > 3) == (max_bucket_bytes == 2**19)
+
+
+def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
+    counts = pools[2].run(counted_step, layout="fsdp", shapes=[(4, 8, 12), (6, 12, 8)])
+    assert [count["calls"] for count in counts] == [0, 0]
+    assert counts[0]["flops"] == counts[1]["flops"]

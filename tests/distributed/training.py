@@ -1,0 +1,195 @@
+"""A small model trained in every layout, saved and resumed through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F  # noqa: N812
+
+from hf_muon import build_optimizer
+from tests.distributed.cases import whole
+from tests.fixtures_text import texts
+
+WIDTH, HIDDEN, VOCABULARY, LENGTH, BATCH = 20, 52, 96, 24, 8
+
+
+class Block(nn.Module):
+    """Attention with one head, and an MLP; its shapes split unevenly over 2 and 4 ranks of FSDP2."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * 14, bias=False)
+        self.out = nn.Linear(14, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.norm(x))
+
+
+TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def wrap(model, layout):
+    """The model stored in a layout, the number of ranks among which a batch is shared, and this rank's place there."""
+    if layout == "single":
+        return model, 1, 0
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if layout == "ddp":
+        # Otherwise DDP puts gradients in another order after the first backward pass of a process, and sums of four
+        # round differently: a resumed process would not have the gradients of one that went on.
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), world, rank
+    shards, place = world, rank
+    options = {"mesh": init_device_mesh("cpu", (world,))} if layout in ("fsdp", "fsdp-keep") else {}
+    if layout == "fsdp-keep":
+        options["reshard_after_forward"] = False
+    if layout == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    if layout in ("tp", "fsdp-tp"):
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], TP_PLAN)
+        if layout == "tp":
+            return model, 1, 0
+        options["mesh"] = mesh["dp"]
+        shards, place = world // 2, rank // 2
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options), shards, place
+
+
+def batches(step):
+    """Text of the standard library as token ids, ``(BATCH, LENGTH + 1)``: something that can be learned."""
+    text = "\n".join(texts(10))
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator).tolist()
+    rows = [[min(max(ord(c) - 32, 0), VOCABULARY - 1) for c in text[start : start + LENGTH + 1]] for start in starts]
+    return torch.tensor(rows)
+
+
+def clip(params, limit):
+    norm = torch.stack([whole(p.grad).float().norm() for p in params if p.grad is not None]).norm()
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(limit / max(norm.item(), limit))
+
+
+def train(
+    rank,
+    layout,
+    first=0,
+    last=10,
+    load=None,
+    save=None,
+    dtype="float32",
+    accumulate=1,
+    clipping=None,
+    frozen=False,
+    drop=None,
+    full=False,
+    flat=False,
+    stale_gradients=False,
+    **options,
+):
+    """Train steps `first` to `last`; losses, whole parameters and whole states by name."""
+    torch.manual_seed(0)
+    model = Model().to(getattr(torch, dtype))
+    if frozen:
+        model.blocks[0].requires_grad_(False)
+        model.norm.requires_grad_(False)
+    model, shards, place = wrap(model, layout)
+    optimizer = build_optimizer(model, {"ns_dtype": "fp32", "lr": 5e-3, "weight_decay": 0.1, **options})
+    if stale_gradients:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+    if load:
+        restore(model, optimizer, load, full=full, flat=flat)
+    if drop:
+        optimizer.state.clear()
+        if drop == "everything":
+            for group in optimizer.param_groups:
+                group["step"] = 0
+    losses = []
+    size = BATCH // shards
+    for step in range(first, last):
+        optimizer.zero_grad()
+        micro = size // accumulate
+        total = 0.0
+        for k in range(accumulate):
+            tokens = batches(step)[place * size + k * micro : place * size + (k + 1) * micro]
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / accumulate
+            loss.backward()
+            total += loss.detach()
+        if shards > 1:
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        losses.append(float(total))
+        if clipping:
+            clip(list(model.parameters()), clipping)
+        optimizer.step()
+    if save:
+        store(model, optimizer, save, full=full, flat=flat)
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = {
+        name: {"weight": whole(param), **{key: whole(value) for key, value in optimizer.state[param].items()}}
+        for name, param in zip(names, params, strict=True)
+    }
+    return {"losses": losses, "found": found}
+
+
+def store(model, optimizer, path, *, full, flat):
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=flat)
+    state = {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    if not full:
+        dcp.save(state, checkpoint_id=path)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(state, path)
+
+
+def restore(model, optimizer, path, *, full, flat):
+    options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat)
+    if full:
+        state = torch.load(path, weights_only=True)
+    else:
+        state = {
+            "model": get_model_state_dict(model, options=options),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
