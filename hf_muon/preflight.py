@@ -55,7 +55,8 @@ class Layout:
                 if is_dtensor(param):
                     from hf_muon.distributed.dtensor import mesh_complaint, mesh_group
 
-                    talking.append(mesh_group(param.device_mesh))
+                    if param.device_mesh.get_coordinate() is not None:
+                        talking.append(mesh_group(param.device_mesh))
                     complaint = complaint or mesh_complaint(param)
                 if complaint:
                     self.complaints.append(f"{checkpoint.describe(group, i)} {complaint}")

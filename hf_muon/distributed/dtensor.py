@@ -59,7 +59,7 @@ def _regions(
 def mesh_complaint(param: DTensor) -> str | None:
     """Why a parameter's local tensor is not what its placements say, or cannot be sent; None where all is well."""
     if param.device_mesh.get_coordinate() is None:
-        return None  # this rank is not part of the mesh and stores nothing
+        return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
     group = mesh_group(param.device_mesh)
     region = mesh_regions(param, group)[dist.get_rank(group)]
     local = param.to_local()

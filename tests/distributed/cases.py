@@ -41,7 +41,7 @@ def store(tensor, mesh, placements):
     local = tensor
     for dim, ranges in enumerate(regions(tensor.shape, mesh.mesh.shape, placements)[flat].dims):
         kept = [i for start, stop in ranges for i in range(start, stop)]
-        local = local.index_select(dim, torch.tensor(kept, dtype=torch.long))
+        local = local.index_select(dim, torch.tensor(kept, dtype=torch.long, device=local.device))
     return DTensor.from_local(
         local.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -61,10 +61,12 @@ def muon_over(params, dtype, **options):
     return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
 
 
-def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), **options):
+def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", **options):
     """Steps with given whole gradients, stored in a layout; whole parameters and moments afterwards."""
     dtype = getattr(torch, dtype)
-    weights = make(SHAPES + VECTORS, 0, dtype)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    weights = [w.to(device) for w in make(SHAPES + VECTORS, 0, dtype)]
     if layout == "single":
         params, put = [nn.Parameter(w) for w in weights], lambda tensor, i: tensor
     elif layout == "ddp":
@@ -78,14 +80,14 @@ def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=()
                 return tensor
             mesh_shape, placements = placements_of(layout, tensor.ndim)
             if mesh_shape not in meshes:
-                meshes[mesh_shape] = init_device_mesh("cpu", mesh_shape)
+                meshes[mesh_shape] = init_device_mesh(device, mesh_shape)
             return store(tensor, meshes[mesh_shape], placements)
 
         params = [nn.Parameter(put(w, i)) for i, w in enumerate(weights)]
     optimizer = muon_over(params, dtype, **options)
     for step in range(steps):
         for i, (param, grad) in enumerate(zip(params, make(SHAPES + VECTORS, step + 1, dtype), strict=True)):
-            param.grad = None if (i + step) % len(params) in missing else put(grad, i)
+            param.grad = None if (i + step) % len(params) in missing else put(grad.to(device), i)
         optimizer.step()
     return whole_state(params, optimizer)
 
@@ -97,7 +99,7 @@ def whole(tensor):
 
 def whole_state(params, optimizer):
     """Parameters, then every tensor of their state, whole."""
-    return [[whole(p), *(whole(v) for _, v in sorted(optimizer.state[p].items()))] for p in params]
+    return [[whole(p).cpu(), *(whole(v).cpu() for _, v in sorted(optimizer.state[p].items()))] for p in params]
 
 
 class Counted:
@@ -182,3 +184,123 @@ def counted_step(rank, layout, shapes=DEEP, **options):
         "buckets": sum(buckets),
         "updates": 4 * sum(w.numel() for w in weights),
     }
+
+
+def complaint(rank, layout, fault):
+    """The error of a step in which something is wrong on one rank, and whether anything was changed."""
+    ddp = layout == "ddp"
+    mesh = None if ddp else init_device_mesh("cpu", placements_of(layout, 2)[0])
+    weights = make(SHAPES + VECTORS, 0)
+
+    def put(tensor):
+        return tensor if ddp else store(tensor, mesh, placements_of(layout, tensor.ndim)[1])
+
+    params = [nn.Parameter(put(w)) for w in weights]
+    optimizer = muon_over(params, torch.float32, replicate_group=dist.group.WORLD if ddp else None)
+
+    def set_gradients(seed):
+        for param, grad in zip(params, make(SHAPES + VECTORS, seed), strict=True):
+            param.grad = put(grad)
+
+    set_gradients(1)
+    optimizer.step()
+    before = whole_state(params, optimizer)
+    set_gradients(2)
+    if rank == 1:
+        if fault == "missing":
+            params[1].grad = params[10].grad = None
+        elif fault == "frozen":
+            params[3].requires_grad_(False)
+            params[3].grad = None
+        elif fault == "nan":
+            params[0].grad.to_local().fill_(float("nan")) if not ddp else params[0].grad.fill_(float("nan"))
+        elif fault == "option":
+            optimizer.param_groups[0]["momentum"] = 0.5
+        elif fault == "state":
+            del optimizer.state[params[2]]
+    if fault == "placements":
+        swapped = nn.Parameter(params[0].detach().redistribute(mesh, [Replicate()] * mesh.ndim))
+        swapped.grad = torch.zeros_like(swapped)
+        optimizer.state[swapped] = optimizer.state.pop(params[0])
+        optimizer.param_groups[0]["params"][0] = swapped
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        return None, True
+    if fault in ("state", "placements"):
+        return text, True
+    after = whole_state(params, optimizer)
+    same = all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
+    return text, same
+
+
+def gradients_missing_on_one_rank(rank, layout, steps=3):
+    """Steps in which rank 1 has no gradient for some parameters; and the same with zeros in their place."""
+    found = []
+    for zeros in (False, True):
+        mesh_shape, _ = placements_of(layout, 2)
+        mesh = init_device_mesh("cpu", mesh_shape)
+        params = [nn.Parameter(store(w, mesh, placements_of(layout, w.ndim)[1])) for w in make(SHAPES + VECTORS, 0)]
+        optimizer = muon_over(params, torch.float32)
+        for step in range(steps):
+            for i, (param, grad) in enumerate(zip(params, make(SHAPES + VECTORS, step + 1), strict=True)):
+                param.grad = store(grad, mesh, placements_of(layout, grad.ndim)[1])
+                if rank == 1 and i in (1, 2, 5, 9, 11):
+                    param.grad = torch.zeros_like(param) if zeros else None
+            optimizer.step()
+        found.append(whole_state(params, optimizer))
+    return found
+
+
+def idle(rank, layout):
+    """Collectives of a step without any gradient, and of one in which only AdamW's parameters have some."""
+    mesh = init_device_mesh("cpu", placements_of(layout, 2)[0])
+    params = [nn.Parameter(store(w, mesh, placements_of(layout, w.ndim)[1])) for w in make(SHAPES + VECTORS, 0)]
+    optimizer = muon_over(params, torch.float32)
+    with Counted() as nothing:
+        optimizer.step()
+    for param in params[len(SHAPES) :]:
+        param.grad = torch.ones_like(param)
+    with Counted() as vectors:
+        optimizer.step()
+    return nothing.calls, vectors.calls, len(optimizer.state)
+
+
+def events(rank, max_bucket_bytes):
+    """What one step does, in order: (what, bucket), and the bytes of the buckets under way whenever one begins."""
+    from hf_muon.distributed.exchange import Exchange
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [nn.Parameter(store(w, mesh, [Shard(0)])) for w in make(DEEP, 0)]
+    for param, grad in zip(params, make(DEEP, 1), strict=True):
+        param.grad = store(grad, mesh, [Shard(0)])
+    optimizer = Muon(params, ns_dtype="fp32", max_bucket_bytes=max_bucket_bytes)
+    log, under_way, in_flight = [], {}, []
+    originals = Exchange._gather, Exchange._orthogonalize, Exchange._complete
+
+    def number(exchange, bucket):
+        return exchange._planned[1].index(bucket)
+
+    def gather(self, bucket, updates_of):
+        log.append(("gather", number(self, bucket)))
+        under_way[id(bucket)] = bucket.nbytes
+        in_flight.append((len(under_way), sum(under_way.values())))
+        return originals[0](self, bucket, updates_of)
+
+    def orthogonalize(self, bucket, received, newton_schulz):
+        log.append(("orthogonalize", number(self, bucket)))
+        return originals[1](self, bucket, received, newton_schulz)
+
+    def complete(self, bucket, leaving):
+        log.append(("complete", number(self, bucket)))
+        under_way.pop(id(bucket))
+        return originals[2](self, bucket, leaving)
+
+    Exchange._gather, Exchange._orthogonalize, Exchange._complete = gather, orthogonalize, complete
+    try:
+        optimizer.step()
+    finally:
+        Exchange._gather, Exchange._orthogonalize, Exchange._complete = originals
+    return log, in_flight

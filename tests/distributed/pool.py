@@ -19,11 +19,13 @@ class Pool:
 
     Args:
         world_size: number of ranks.
-        timeout: seconds that a case may take; a collective that hangs for so long is an error.
+        timeout: seconds that a case may take; a collective that hangs for half of it is an error.
+        backend: of torch.distributed.
     """
 
-    def __init__(self, world_size: int, timeout: float = 120) -> None:
+    def __init__(self, world_size: int, timeout: float = 120, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self.backend = backend
         self.timeout = timeout
         self._workers: list[tuple[Any, Any]] = []
 
@@ -54,7 +56,7 @@ class Pool:
         path = tempfile.mkdtemp(prefix="hf_muon_pool")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, os.path.join(path, "store"), self.timeout, theirs)
+            args = (rank, self.world_size, self.backend, os.path.join(path, "store"), self.timeout, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -72,10 +74,14 @@ class Pool:
         self._workers = []
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, timeout: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout / 2)
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout / 2),
     )
     while (order := pipe.recv()) is not None:
         module, name, kwargs = order

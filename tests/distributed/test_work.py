@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.cases import counted_step
+from tests.distributed.cases import counted_step, events
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,23 @@ def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
     counts = pools[2].run(counted_step, layout="fsdp", shapes=[(4, 8, 12), (6, 12, 8)])
     assert [count["calls"] for count in counts] == [0, 0]
     assert counts[0]["flops"] == counts[1]["flops"]
+
+
+def test_buckets_overlap_within_the_bound(pools):
+    limit = 2**20
+    for log, in_flight in pools[2].run(events, max_bucket_bytes=limit):
+        place = {event: i for i, event in enumerate(log)}
+        count = len(log) // 3
+        assert count > 4
+        for k in range(1, count - 1):
+            # The next bucket is under way before this one is orthogonalized, and this one's directions after that.
+            assert place["gather", k + 1] < place["orthogonalize", k] < place["complete", k]
+            assert place["orthogonalize", k] < place["complete", k - 1]
+        assert all(nbytes <= limit for _, nbytes in in_flight)
+        assert max(buckets for buckets, _ in in_flight) == 3
+
+
+def test_buckets_larger_than_the_bound_go_one_by_one(pools):
+    for log, in_flight in pools[2].run(events, max_bucket_bytes=1):
+        assert [what for what, _ in log] == ["gather", "orthogonalize", "complete"] * (len(log) // 3)
+        assert all(buckets == 1 for buckets, _ in in_flight)

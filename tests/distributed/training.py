@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -118,7 +121,9 @@ def train(
     drop=None,
     full=False,
     flat=False,
+    direct=False,
     stale_gradients=False,
+    killed=None,
     **options,
 ):
     """Train steps `first` to `last`; losses, whole parameters and whole states by name."""
@@ -133,12 +138,14 @@ def train(
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
     if load:
-        restore(model, optimizer, load, full=full, flat=flat)
+        restore(model, optimizer, load, full=full, flat=flat, direct=direct)
     if drop:
         optimizer.state.clear()
         if drop == "everything":
             for group in optimizer.param_groups:
                 group["step"] = 0
+    if killed:
+        kill_in(killed)
     losses = []
     size = BATCH // shards
     for step in range(first, last):
@@ -169,6 +176,29 @@ def train(
     return {"losses": losses, "found": found}
 
 
+def kill_in(phase):
+    """Rank 1 dies as by `kill -9` in the middle of a step, or after it has written half of its shard."""
+    if dist.get_rank() != 1:
+        return
+    from hf_muon.distributed.exchange import Exchange
+
+    complete, fsync = Exchange._complete, os.fsync
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if phase == "step":
+        Exchange._complete = lambda *args: die() if dist.get_rank() == 1 else complete(*args)
+    else:
+
+        def half(descriptor):
+            os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
+            fsync(descriptor)
+            die()
+
+        os.fsync = half
+
+
 def store(model, optimizer, path, *, full, flat):
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=flat)
     state = {
@@ -181,7 +211,7 @@ def store(model, optimizer, path, *, full, flat):
         torch.save(state, path)
 
 
-def restore(model, optimizer, path, *, full, flat):
+def restore(model, optimizer, path, *, full, flat, direct):
     options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat)
     if full:
         state = torch.load(path, weights_only=True)
@@ -192,4 +222,7 @@ def restore(model, optimizer, path, *, full, flat):
         }
         dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"], options=options)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    if direct:
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -1,0 +1,31 @@
+"""What only a GPU can show: NCCL, streams, and kernels that choose by the size of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.cases import given_gradients
+from tests.distributed.pool import Pool
+from tests.distributed.test_layouts import assert_equal
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    count = min(torch.cuda.device_count(), 4)
+    pool = Pool(count, backend="cpu:gloo,cuda:nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "last", "hsdp", "fsdp-tp"])
+@pytest.mark.parametrize("max_bucket_bytes", [1, 2**28])
+def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(gpus, layout, dtype, max_bucket_bytes):
+    if layout in ("hsdp", "fsdp-tp") and gpus.world_size < 4:
+        pytest.skip("needs four GPUs")
+    expected = given_gradients(0, "single", dtype=dtype, device="cuda")
+    found = gpus.run(given_gradients, layout=layout, dtype=dtype, device="cuda", max_bucket_bytes=max_bucket_bytes)
+    assert_equal(found, expected)

@@ -1,0 +1,68 @@
+"""Index arithmetic, against torch's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hf_muon.distributed.layout import Region, chunk, cut, length, regions, whole
+
+placements = st.one_of(
+    st.builds(Replicate),
+    st.builds(Shard, st.integers(0, 2)),
+    st.builds(_StridedShard, st.integers(0, 2), split_factor=st.integers(1, 4)),
+)
+meshes = st.lists(st.tuples(st.integers(1, 4), placements), min_size=1, max_size=3)
+
+
+def indices(region):
+    """The indices that a region holds, as tuples."""
+    return list(itertools.product(*([i for a, b in ranges for i in range(a, b)] for ranges in region.dims)))
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
+def test_regions_are_where_torch_puts_them(shape, axes):
+    utils = pytest.importorskip("torch.distributed.tensor._utils")
+    mesh_shape, placed = [size for size, _ in axes], [placement for _, placement in axes]
+    found = regions(shape, mesh_shape, placed)
+    for coordinate, region in zip(itertools.product(*map(range, mesh_shape)), found, strict=True):
+        local, offset = utils._compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placed)
+        assert region.shape == tuple(local)
+        if math.prod(local):
+            assert indices(region)[0] == tuple(offset)
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
+def test_regions_hold_everything_once_for_each_replica(shape, axes):
+    found = regions(shape, [size for size, _ in axes], [placement for _, placement in axes])
+    replicas = math.prod(size for size, placement in axes if placement.is_replicate())
+    held = sorted(index for region in found for index in indices(region))
+    assert held == sorted(list(itertools.product(*map(range, shape))) * replicas)
+
+
+def test_a_strided_shard_leaves_room_for_a_later_axis():
+    """FSDP2 over tensor parallel: rows are cut by the second axis, and each part by the first."""
+    found = regions((11, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    assert [region.dims[0] for region in found] == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
+
+
+def test_strided_alone_holds_several_ranges():
+    found = regions((8, 3), (2,), (_StridedShard(0, split_factor=2),))
+    assert [region.dims[0] for region in found] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+    assert found[0].numel == 12
+
+
+def test_ranges():
+    ranges = ((2, 5), (7, 9))
+    assert length(ranges) == 5
+    assert cut(ranges, 1, 4) == ((3, 5), (7, 8))
+    assert cut(ranges, 4, 9) == ((8, 9),)
+    assert cut(ranges, 5, 9) == ()
+    assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
+    assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))

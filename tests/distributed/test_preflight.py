@@ -1,0 +1,50 @@
+"""Something is wrong on one rank: all refuse alike, nothing hangs, nothing is changed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.distributed.cases import complaint, gradients_missing_on_one_rank, idle
+
+REPLICAS = r"parameter 1 \(10, 16\) has a gradient on rank .* and none on rank 1, .*find_unused_parameters=True"
+CASES = [
+    ("ddp", 2, "missing", REPLICAS),
+    ("hsdp-last", 4, "missing", REPLICAS),
+    ("ddp", 2, "frozen", r"parameter 3 \(10, 16\) has a gradient on rank 0 and none on rank 1"),
+    ("ddp", 2, "nan", r"parameter 0 \(7, 5\) has a gradient that is not finite \[rank 1\]"),
+    ("fsdp", 2, "nan", r"parameter 0 \(7, 5\) has a gradient that is not finite \[rank 1\]"),
+    ("fsdp", 2, "option", r"rank 0 has momentum=0.95 in param group 0, rank 1 has momentum=0.5"),
+    (
+        "fsdp",
+        2,
+        "state",
+        r"taken 1 steps and its moments are gone: parameter 2 \(3, 7, 5\) lacks momentum_buffer.*rank 1",
+    ),
+    ("fsdp", 2, "placements", r"its momentum_buffer is stored as .*Shard.*, the parameter stored as .*Replicate"),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "fault", "message"), CASES)
+def test_a_fault_on_one_rank_is_the_same_error_on_all(pools, layout, ranks, fault, message):
+    answers = pools[ranks].run(complaint, layout=layout, fault=fault)
+    assert len({text for text, _ in answers}) == 1
+    text, untouched = answers[0]
+    assert "Muon refuses this step" in text
+    assert untouched
+    assert re.search(message, text), text
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp-tp", 4)])
+def test_a_part_without_a_gradient_is_a_part_that_is_zero(pools, layout, ranks):
+    """As expert parallel ranks have it whose experts saw no token."""
+    for without, zeros in pools[ranks].run(gradients_missing_on_one_rank, layout=layout):
+        assert all(
+            torch.equal(a, b) for one, two in zip(without, zeros, strict=True) for a, b in zip(one, two, strict=True)
+        )
+
+
+def test_a_group_without_gradients_costs_nothing(pools):
+    assert pools[2].run(idle, layout="fsdp") == [(0, 0, 3)] * 2
