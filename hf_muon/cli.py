@@ -14,14 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_muon.cli_convert import convert
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The Muon optimizer for Hugging Face training.")
 
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `doctor` a command of its own; typer would fold a single one into the program."""
 
 
 @app.command()
@@ -58,6 +55,9 @@ def doctor() -> None:
     reason = trial.get("error") or "no hook is placed"
     console.print(f"optim: muon is NOT accepted without `import hf_muon` in the script: {reason}", style="red")
     raise typer.Exit(1)
+
+
+app.command()(convert)
 
 
 def _version(package: str) -> str | None:

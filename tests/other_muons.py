@@ -1,0 +1,141 @@
+"""Other Muons' rules and states, written as plainly as possible: what `hf_muon.convert` is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_muon import orthogonalize
+
+
+class OtherMuon(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, with the momentum, the names and the flags of one of the others.
+
+    Newton-Schulz runs in fp32, and eps is 1e-8, so that its place in AdamW's denominator, which is not the same
+    everywhere, does not show. There is no weight decay.
+    """
+
+    def __init__(self, groups, to_muon, *, form, averages, flag_in_state, scale):
+        super().__init__(groups, {})
+        self.to_muon = {id(p) for p in to_muon}
+        self.form, self.averages, self.scale = form, averages, scale
+        if flag_in_state:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["use_muon"] = id(p) in self.to_muon
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    (self._muon if id(p) in self.to_muon else self._adamw)(group, p, p.grad, self.state[p])
+
+    def _muon(self, group, p, g, state):
+        mu = group["momentum"]
+        buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        if self.form == "sgd":
+            buffer.copy_(mu * buffer + g)
+            update = g + mu * buffer
+        else:
+            buffer.lerp_(g, 1 - mu)
+            update = g.lerp(buffer, mu)
+        direction = orthogonalize(update, ns_coefficients="original", ns_dtype="fp32")
+        rows, columns = p.shape
+        scale = 0.2 * max(rows, columns) ** 0.5 if self.scale == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+        p.sub_(group["lr"] * scale * direction)
+
+    def _adamw(self, group, p, g, state):
+        one, two = self.averages
+        beta1, beta2 = group.get("betas") or group["adamw_betas"]
+        state["step"] = state.get("step", 0) + 1
+        first, second = state.setdefault(one, torch.zeros_like(p)), state.setdefault(two, torch.zeros_like(p))
+        first.lerp_(g, 1 - beta1)
+        second.lerp_(g.square(), 1 - beta2)
+        corrected = second / (1 - beta2 ** state["step"])
+        p.sub_(group["lr"] * (first / (1 - beta1 ** state["step"])) / (corrected.sqrt() + 1e-8))
+
+
+MOONLIGHT = {
+    "wd": 0.0,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "adamw_betas": (0.9, 0.95),
+    "adamw_eps": 1e-8,
+}
+JORDAN_MUON = {"momentum": 0.95, "weight_decay": 0.0, "use_muon": True}
+JORDAN_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "use_muon": False}
+JORDAN_2024 = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_lr_ratio": 1.0, "adamw_wd": 0.0}
+JORDAN_2024 |= {"adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
+
+WORDS = {
+    "llamafactory-v0": ("embed", "lm_head"),
+    "llamafactory-v1": ("embed", "lm_head", "wte", "wpe", "lora"),
+    "moonlight": ("embed_tokens", "lm_head"),
+}
+
+
+def halves(model, words=("embed", "lm_head"), frozen=False):
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
+    muon = [p for name, p in named if p.ndim == 2 and not any(word in name for word in words)]
+    return muon, [p for _, p in named if all(p is not other for other in muon)]
+
+
+def moonlight_like(model, source="llamafactory-v0", lr=0.02, **options):
+    muon, adamw = halves(model, WORDS[source], frozen=source == "moonlight")
+    groups = [{"params": [*muon, *adamw], "lr": lr, **MOONLIGHT, **options}]
+    averages = ("moment1", "moment2")
+    return OtherMuon(groups, muon, form="sgd", averages=averages, flag_in_state=True, scale="match_rms_adamw")
+
+
+def jordan_2025(model, lr=0.02, form="ema", **options):
+    muon, adamw = halves(model)
+    groups = [
+        {"params": sorted(muon, key=lambda p: p.size(), reverse=True), "lr": lr, **JORDAN_MUON, **options},
+        {"params": adamw, "lr": lr, **JORDAN_ADAM},
+    ]
+    averages = ("exp_avg", "exp_avg_sq")
+    return OtherMuon(groups, muon, form=form, averages=averages, flag_in_state=False, scale="original")
+
+
+def jordan_2024(model, lr=0.02):
+    muon, adamw = halves(model)
+    groups = [{"params": [*muon, *adamw], "lr": lr, **JORDAN_2024}]
+    return OtherMuon(groups, muon, form="sgd", averages=("moment1", "moment2"), flag_in_state=True, scale="original")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(16, 16)
+        self.o_proj = nn.Linear(16, 16, bias=False)
+        self.up_proj = nn.Linear(16, 40, bias=False)
+        self.down_proj = nn.Linear(40, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+
+
+class Model(nn.Module):
+    """Names and shapes of a small language model, with several parameters of one shape in either half."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed_tokens = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+        self.norm = nn.LayerNorm(16)
+        self.lm_head = nn.Linear(16, 50, bias=False)
+
+
+def gradients(model, steps, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(p.shape, generator=generator) for p in model.parameters()] for _ in range(steps)]
+
+
+def run(model, all_grads, *optimizers):
+    """Steps with given gradients, so that momentum depends on nothing else."""
+    for grads in all_grads:
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad.to(p.dtype) if p.requires_grad else None
+        for optimizer in optimizers:
+            optimizer.step()
