@@ -317,6 +317,9 @@ class Muon(Optimizer):
         finally:
             handle.remove()
         checkpoint.restore_storage_(self.param_groups, self.state, seen)
+        for group in self.param_groups:
+            # Some ways of saving turn tuples into lists.
+            group.update({name: check_option(name, group[name]) for name in GROUP_OPTIONS})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -12,6 +12,9 @@ from hf_muon.build import group_of, log_routes, muon_options, require_muon
 from hf_muon.config import MuonConfig
 from hf_muon.optimizer import Muon
 from hf_muon.routing import Route, route_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # What routing decides anew for each part of a group; every other key of a group goes to both parts.
 _ROUTED = ("params", "param_names", "lr", "weight_decay")
@@ -28,7 +31,9 @@ class MuonOfGroups(Muon):
         RuntimeError: a parameter that no live module holds.
     """
 
-    def __init__(self, params: Iterable[Any], config: MuonConfig, **options: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], config: MuonConfig, *, replicate_group: ProcessGroup | None = None, **options: Any
+    ) -> None:
         config = config.replace(options)
         given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
         groups: list[dict[str, Any]] = given if all(isinstance(g, dict) for g in given) else [{"params": given}]
@@ -45,7 +50,7 @@ class MuonOfGroups(Muon):
                     part = [r for r in mine if r.use_muon is use_muon and decays in (None, r.decay)]
                     if part:
                         split.append({**group_of(part, config, lr=group.get("lr"), weight_decay=decay), **own})
-        super().__init__(split, **muon_options(config))
+        super().__init__(split, replicate_group=replicate_group, **muon_options(config))
         log_routes(routes.values())
 
 

@@ -384,7 +384,7 @@ def test_unreduced_dtensors_are_refused_also_when_swapped_in_later():
     try:
         mesh = init_device_mesh("cpu", (1,))
         partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
-        with pytest.raises(RuntimeError, match="is a DTensor with placement P.* Redistribute it first"):
+        with pytest.raises(RuntimeError, match=r"is a DTensor with placement P.* Redistribute it first"):
             Muon([partial])
         optimizer = Muon(parameters([(4, 4)]))
         optimizer.param_groups[0]["params"][0] = partial

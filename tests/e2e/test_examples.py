@@ -44,6 +44,10 @@ LLAMAFACTORY_SFT = {
 LLAMAFACTORY_PRETRAIN = "llamafactory_qwen3_pretrain.yaml"
 TRL = "trl_qwen3_sft.yaml"
 TRAINER = "trainer_qwen3_pretrain.yaml"
+LLAMAFACTORY_FSDP2 = "llamafactory_qwen3_fsdp2.yaml"
+TRAINER_FSDP2 = "trainer_qwen3_fsdp2.yaml"
+ACCELERATE = ("accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml")
+CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on CPU
 
 ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
 ALL_OTHERS = {
@@ -93,7 +97,7 @@ def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -
 
 
 def test_no_example_is_left_out() -> None:
-    here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, TRL, TRAINER}
+    here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, TRL, TRAINER, TRAINER_FSDP2, *ACCELERATE}
     assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}
 
 
@@ -145,6 +149,35 @@ def test_llamafactory_pretrain_equals_a_plain_loop(tiny_model: Path, llamafactor
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     plain_loop(model, blocks, settings["per_device_train_batch_size"], settings)
     assert distance(weights(tmp_path / "out"), model.state_dict(), weights(tiny_model)) < 1e-4
+
+
+@pytest.mark.slow
+@needs("llamafactory")
+def test_llamafactory_fsdp2(tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
+    """LLaMA-Factory's own launcher, in two processes with FSDP2 and in one without; what each rank runs is the same."""
+    launcher = importlib.util.find_spec("llamafactory")
+    assert launcher is not None
+    assert launcher.origin is not None
+    script = Path(launcher.origin).with_name("launcher.py")
+    full = {"optim_args": "ns_dtype=fp32", "learning_rate": 0.001, "warmup_steps": 1, "disable_shuffling": True}
+    found = {}
+    for name, processes, command in (
+        ("one", 1, (BIN / "python", script)),
+        ("two", 2, (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, CPU_FSDP, script)),
+    ):
+        settings = llamafactory_settings(tiny_model, llamafactory_data, tmp_path / name, "tiny_sft") | full
+        settings["per_device_train_batch_size"] = 2 // processes
+        path = tmp_path / f"{name}.yaml"
+        everything = read_yaml(YAML / LLAMAFACTORY_FSDP2) | {
+            k: str(v) if isinstance(v, Path) else v for k, v in settings.items()
+        }
+        if processes == 1:
+            del everything["fsdp"], everything["fsdp_config"]
+        path.write_text(json.dumps(everything), encoding="utf-8")
+        run([*command, path], cwd=tmp_path, FSDP_STATE_DICT_TYPE="FULL_STATE_DICT")
+        assert (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists() is (processes == 2)
+        found[name] = weights(tmp_path / name)
+    assert distance(found["two"], found["one"], weights(tiny_model)) < 1e-4
 
 
 # --- TRL
@@ -226,6 +259,55 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Pat
     interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
     python(TRAIN, YAML / TRAINER, *options(changes | {"output_dir": tmp_path / "resumed"}), cwd=tmp_path)
     assert_resumed(tmp_path / "resumed" / "checkpoint-4", straight)
+
+
+TINY = {
+    "block_size": 64,
+    "eval_fraction": 0.1,
+    "max_steps": 3,
+    "save_steps": 3,
+    "warmup_steps": 1,
+    "learning_rate": 0.001,
+    "optim_args": "ns_dtype=fp32",
+    "gradient_accumulation_steps": 1,
+    "train_sampling_strategy": "sequential",
+    "bf16": False,
+    "use_cpu": True,
+}
+
+
+@pytest.mark.slow
+def test_fsdp2_and_hsdp_equal_one_process(tiny_model: Path, tmp_path: Path) -> None:
+    """The Trainer's own FSDP2 on two processes and accelerate's config files on four, against one process."""
+    fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
+    inputs = {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl"}
+    found = {}
+    for name, processes, launcher, path in (
+        ("one", 1, (BIN / "python",), TRAINER),
+        ("fsdp2", 2, (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, CPU_FSDP), TRAINER_FSDP2),
+        *((name, 4, (*accelerate_launch(name, tmp_path), CPU_FSDP), TRAINER) for name in ACCELERATE),
+    ):
+        output = tmp_path / name
+        changes = TINY | inputs | {"output_dir": output, "per_device_train_batch_size": 4 // processes}
+        changes |= {"from_scratch": False, "weight_decay": 0.1, "gradient_checkpointing": False}
+        changes |= {"adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
+        printed = run([*launcher, TRAIN, YAML / path, *options(changes)], cwd=tmp_path)
+        assert printed.count("which parameter goes where") == 1, "rank 0 alone tells the routes"
+        assert (output / "checkpoint-3" / "optimizer.bin").exists() is (processes > 1), f"{name} was not sharded"
+        found[name] = weights(output)
+    start = weights(tiny_model)
+    for name in found:
+        assert distance(found[name], found["one"], start) < 1e-4, name
+
+
+def accelerate_launch(name: str, folder: Path) -> list[object]:
+    """An accelerate config file, on four processes of this machine."""
+    config = read_yaml(YAML / name) | {"num_machines": 1, "num_processes": 4, "mixed_precision": "no"}
+    if sizes := config.get("parallelism_config"):
+        assert sizes["parallelism_config_dp_replicate_size"] == 2
+        sizes["parallelism_config_dp_shard_size"] = 2
+    (folder / f"config_{name}").write_text(json.dumps(config), encoding="utf-8")
+    return [BIN / "accelerate", "launch", "--config_file", folder / f"config_{name}", "--main_process_port", 0]
 
 
 @pytest.fixture(scope="module")

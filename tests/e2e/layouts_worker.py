@@ -1,0 +1,295 @@
+"""Runs many small Trainer runs in one start of processes; `test_trainer_layouts.py` compares what they leave behind.
+
+Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun or `accelerate launch`.
+
+Each case is a mapping:
+    name: of the file `FOLDER/name.pt` with the results, and of the folder of checkpoints
+    layout: plain (one process or DDP, unless the environment says otherwise) | fsdp2 | fp16 (`fp16_by_hand`)
+    environment: variables, as `accelerate launch` sets them
+    model: options of `network`
+    load: how transformers cuts the model as it loads it: options of DistributedConfig, or `tp_plan`
+    arguments: of TrainingArguments, and `parallelism`, of ParallelismConfig; the batch is made from GLOBAL_BATCH
+    resume: a checkpoint to resume from
+    fault: one of FAULTS
+    alone: whether an error ends all processes, where only some ranks meet it
+
+An error ends a case; its text is the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from tests import fixtures_text
+from tests.e2e import cpu_fsdp
+
+STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
+ARGUMENTS: dict[str, Any] = {
+    "optim": "muon",
+    "optim_args": "ns_dtype=fp32",  # bf16 products would drown the order of a sum in their own rounding
+    "max_steps": STEPS,
+    "learning_rate": 0.01,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,  # smaller than the norms: clipping is active
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 7,
+}
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Blocks of text. Nothing predicts the first token; said so, all versions of transformers count the same tokens."""
+    tokenizer = fixtures_text.build_tokenizer()
+    ids = torch.tensor([i for text in fixtures_text.texts(40) for i in tokenizer(text).input_ids])
+    blocks = ids[: len(ids) // BLOCK * BLOCK].view(-1, BLOCK)
+    return [{"input_ids": block, "labels": torch.cat([torch.tensor([-100]), block[1:]])} for block in blocks]
+
+
+def network(
+    *,
+    tied: bool = False,
+    lora: bool = False,
+    frozen: bool = False,
+    even: bool = False,
+    bf16: str = "",
+    seed: int = 11,
+    lora_seed: int = 12,
+) -> Any:
+    """A Qwen3 whose matrices divide by neither two nor four, unless `even`; some shards on four ranks are empty.
+
+    bf16: "stored" in that dtype, or only "rounded" to it.
+    """
+    torch.manual_seed(seed)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = dict(zip(names, (32, 56, 4, 2, 8) if even else (30, 37, 3, 1, 6), strict=True))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=321, num_hidden_layers=2, tie_word_embeddings=tied, dtype="float32", **sizes)
+    )
+    if bf16:
+        model.bfloat16()
+    if bf16 == "rounded":
+        model.float()
+    if frozen:
+        model.model.layers[0].requires_grad_(False)
+    if lora:
+        import peft
+
+        torch.manual_seed(lora_seed)
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights="gaussian"),
+        )
+    return model
+
+
+def sharded_while_loading(model: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """The same model, cut by transformers itself as it reads it."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    if "tp_plan" not in options:
+        from transformers.distributed import DistributedConfig
+
+        options = {"distributed_config": DistributedConfig(**options)}
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+class InOrder(Trainer):
+    """Takes the rows as they come, so that every layout takes the same ones in a step."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int]:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class DropMoments(TrainerCallback):
+    """What a checkpoint without moments would give."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for moments in kwargs["optimizer"].optimizer.state.values():
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+                if key in moments:
+                    moments[key].zero_()
+
+
+class PoisonOneRank(TrainerCallback):
+    """A gradient that is not finite in the last rank's piece alone, in the third step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+            for name, parameter in kwargs["model"].named_parameters():
+                if name.endswith("layers.1.mlp.up_proj.weight"):
+                    getattr(parameter.grad, "_local_tensor", parameter.grad)[0, 0] = float("nan")
+
+
+FAULTS = {"drop_moments": DropMoments, "poison_one_rank": PoisonOneRank}
+
+
+def arguments_of(case: dict[str, Any], folder: Path) -> TrainingArguments:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    options = ARGUMENTS | case.get("arguments", {})
+    sizes = options.pop("parallelism", None)
+    copies = (sizes or {}).get("tp_size") or case.get("load", {}).get("tp_size", 1)
+    accumulation = options.get("gradient_accumulation_steps", 1)
+    options["per_device_train_batch_size"] = GLOBAL_BATCH * copies // (world * accumulation)
+    if sizes:
+        from accelerate import ParallelismConfig
+
+        options["parallelism_config"] = ParallelismConfig(**sizes)
+    if case["layout"] == "fsdp2":
+        config = {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+        }
+        config |= options.pop("fsdp_config", {})
+        # Only newer transformers hand this on.
+        os.environ["FSDP_STATE_DICT_TYPE"] = config.setdefault("state_dict_type", "FULL_STATE_DICT")
+        options = {"fsdp": "full_shard auto_wrap"} | options | {"fsdp_config": config}
+    return TrainingArguments(str(folder), **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank."""
+    tensor = tensor.detach()
+    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def clean(name: str) -> str:
+    """A parameter's name without wrappers."""
+    wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def agree(tensors: dict[str, Tensor]) -> bool:
+    """Whether all ranks hold the same, bit for bit."""
+    if not dist.is_initialized():
+        return True
+    total = torch.cat([tensor.flatten().double() for tensor in tensors.values()])
+    reference = total.clone()
+    dist.broadcast(reference, 0)
+    different = torch.tensor([not torch.equal(total, reference)], dtype=torch.int32)
+    dist.all_reduce(different)
+    return not bool(different)
+
+
+def fp16_by_hand() -> dict[str, Any]:
+    """FSDP2 in fp16 with a GradScaler, which Trainer and accelerate allow on a GPU only; the third step overflows.
+
+    One rank alone has the infinite gradient, in its piece of one matrix.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from hf_muon import build_optimizer
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = network()
+    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=half)
+    fully_shard(model, mesh=mesh, mp_policy=half)
+    optimizer = build_optimizer(model, lr=0.01, ns_dtype="fp32")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1000)
+    examples = rows()
+    steps = []
+    for step in range(4):
+        row = examples[step * dist.get_world_size() + dist.get_rank()]
+        before = {name: whole(p) for name, p in model.named_parameters()}
+        scaler.scale(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss).backward()
+        if step == 2 and dist.get_rank() == 1:
+            model.model.layers[1].mlp.up_proj.weight.grad._local_tensor[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = {name: whole(p) for name, p in model.named_parameters()}
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        steps.append({"moved": len(moved), "of": len(before), "scale": scaler.get_scale(), "agree": agree(after)})
+    return {"steps": steps}
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if case["layout"] == "fp16":
+        return fp16_by_hand()
+    args = arguments_of(case, folder / case["name"])
+    model = network(**case.get("model", {}))
+    if "load" in case:
+        model = sharded_while_loading(model, folder / "initial", case["load"])
+    callbacks = [FAULTS[case["fault"]]()] if "fault" in case else []
+    trainer = InOrder(model, args, train_dataset=rows(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=case.get("resume") and str(folder / case["resume"]))
+    return describe(trainer)
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """Weights, moments and logs of a finished run; every rank takes part."""
+    wrapped = trainer.model_wrapped
+    parameters = {clean(name): p for name, p in wrapped.named_parameters()}
+    optimizer = trainer.optimizer.optimizer
+    names = {p: clean(name) for name, p in wrapped.named_parameters()}
+    state = {
+        f"{names[p]}:{key}": whole(value)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for key, value in optimizer.state[p].items()
+    }
+    weights = {name: whole(p) for name, p in parameters.items()}
+    history = trainer.state.log_history
+    return {
+        "weights": weights,
+        "state": state,
+        "agree": agree(weights) and agree(state),
+        "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
+        "grad_norms": {entry["step"]: entry["grad_norm"] for entry in history if "grad_norm" in entry},
+        "groups": [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups],
+        "stored": {
+            clean(name): f"{type(p.data).__name__} {getattr(p, 'placements', '')} {p.dtype}"
+            for name, p in wrapped.named_parameters()
+        },
+        "max_grad_norm": trainer.args.max_grad_norm,
+        "wrapper": type(wrapped).__name__,
+        "type": str(trainer.accelerator.distributed_type.value),
+        "group": getattr(optimizer, "replicate_group", None) is not None,
+    }
+
+
+def main(folder: Path, cases: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    cpu_fsdp.open_fsdp()
+    environment = dict(os.environ)
+    for case in cases:
+        try:
+            os.environ.update(case.get("environment", {}))
+            result = run(case, folder)
+        except (Exception, CheckpointException) as error:  # which is no Exception
+            if case.get("alone"):
+                raise
+            result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        if os.environ.get("RANK", "0") == "0":
+            torch.save(result, folder / f"{case['name']}.pt")
+        cpu_fsdp.forget_accelerator()
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+    cpu_fsdp.end()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
