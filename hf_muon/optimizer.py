@@ -58,9 +58,10 @@ class Muon(Optimizer):
             `rms_to_rms` sqrt(out/in).
         adamw_betas: AdamW's averaging coefficients.
         adamw_eps: AdamW's denominator term.
-        max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed
-            step, beside what orthogonalizing one matrix takes.
-        comm_dtype: dtype in which updates travel: `fp32`, which is exact, or `bf16`.
+        max_bucket_bytes: bound on the bytes of updates and directions that a rank has under way at once, beside what
+            orthogonalizing one matrix takes (or 16 MiB of small ones). Matrices so large that those of all ranks do
+            not fit are not overlapped with communication; a larger bound lets them be.
+        comm_dtype: dtype in which updates and directions travel: `fp32`, which is exact, or `bf16`.
         accept_rerouted: load checkpoints in which some parameters were on the other side, Muon or AdamW; their moments
             start from zero. Refused by name otherwise.
         replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from

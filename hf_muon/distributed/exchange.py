@@ -77,6 +77,8 @@ class Pattern:
             sum(_shared(run, region[rank]) for run, region in zip(unit.runs, regions, strict=True))
             for rank in range(ranks)
         ]
+        self.on_ranks = torch.tensor(self.stored)
+        self.total = sum(self.stored)
         self.holders = tuple(rank for rank, numel in enumerate(self.stored) if numel == unit.numel)
         self._position = [0] * ranks
         self._replicas = [0] * ranks
@@ -183,12 +185,12 @@ class _Bucket:
         returned: unit and block of the directions that it sends back, in the order of their destinations.
         leave, arrive: elements of directions to and from each rank.
         completed: which of the pieces the directions are for that arrive, in their order.
+        mirrored: whether directions leave exactly as updates arrive, so that they can take their place.
     """
 
-    def __init__(self, units: Sequence[tuple[Unit, int]], nbytes: int, storage: Storage, rank: int) -> None:
+    def __init__(self, units: Sequence[tuple[Unit, int]], storage: Storage, rank: int) -> None:
         ranks = storage.ranks
         self.units = units
-        self.nbytes = nbytes
         self.pieces: list[Piece] = []
         self.shapes: list[tuple[int, ...]] = []
         self.send, self.receive = [0] * ranks, [0] * ranks
@@ -223,22 +225,39 @@ class _Bucket:
         self.completed = [i for part in completed for i in part]
         self.incoming = [item for part in incoming for item in part]
         self.returned = [item for part in returned for item in part]
+        self.mirrored = self.incoming == self.returned
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Units that are orthogonalized at the same time, in the buckets in which they travel.
+
+    Attributes:
+        buckets: one, or several where one would be out of bounds.
+        nbytes: what the round has in flight on a rank at most.
+    """
+
+    buckets: list[_Bucket]
+    nbytes: int
 
 
 class Exchange:
     """Executor for parameters of which each rank of a group stores a part, or all.
 
-    Ownership and buckets are computed once, by the same arithmetic on every rank. Two collectives serve a bucket, one
-    in each direction (none where nothing has to travel). While a bucket is orthogonalized, the next one is under way
-    to its owners, and the last one's directions are on their way back.
+    Ownership, rounds and buckets are computed once, by the same arithmetic on every rank. In a round all owners work at
+    the same time. Two collectives serve a bucket, one in each direction (none where nothing has to travel). While a
+    round is orthogonalized, the next one is under way to its owners, and the last one's directions are on their way
+    back. A round of matrices so large that it is out of bounds goes alone, in several buckets.
 
     Args:
         group: the process group.
         units: what to orthogonalize together.
         storage: who stores what.
-        wire: dtype in which updates travel. Directions travel in the one that Newton-Schulz has computed them in.
+        wire: dtype in which updates travel. Directions travel in the one that Newton-Schulz has computed them in, which
+            loses nothing, or in this one if it is shorter.
         device: of the updates.
-        max_bucket_bytes: bound on what is in flight at once on a rank, in both directions; at least one unit is.
+        max_bucket_bytes: bound on what is in flight at once on a rank, in both directions. An owner holds at least one
+            unit beside that, which is one matrix, or up to 16 MiB of small ones.
     """
 
     def __init__(
@@ -258,7 +277,7 @@ class Exchange:
         self.max_bucket_bytes = max_bucket_bytes
         owners = assign_owners(units, storage.ranks, [storage.pattern(unit).holders for unit in units])
         self.owned = list(zip(units, owners, strict=True))
-        self._planned: tuple[frozenset[int], list[_Bucket]] = (frozenset(), [])
+        self._planned: tuple[frozenset[int], list[_Round]] = (frozenset(), [])
 
     def directions(
         self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
@@ -268,30 +287,53 @@ class Exchange:
         Raises:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
-        buckets = self._buckets(frozenset(active))
+        rounds = self._rounds(frozenset(active))
         gathering: _Transfer | None = None
-        returning: tuple[_Bucket, _Transfer] | None = None
-        for k, bucket in enumerate(buckets):
+        returning: tuple[_Round, _Transfer] | None = None
+        for k, current in enumerate(rounds):
+            if len(current.buckets) > 1:
+                yield from self._bucket_by_bucket(current, updates_of, newton_schulz)
+                continue
+            bucket = current.buckets[0]
             arriving = gathering or self._gather(bucket, updates_of)
             gathering = None
-            following = buckets[k + 1] if k + 1 < len(buckets) else None
-            if following is not None:
-                in_flight = bucket.nbytes + following.nbytes + (returning[0].nbytes if returning else 0)
+            following = rounds[k + 1] if k + 1 < len(rounds) else None
+            if following is not None and len(following.buckets) == 1:
+                in_flight = current.nbytes + following.nbytes + (returning[0].nbytes if returning else 0)
                 if in_flight <= self.max_bucket_bytes:
-                    gathering = self._gather(following, updates_of)
-            leaving = self._orthogonalize(bucket, arriving.wait(), newton_schulz)
+                    gathering = self._gather(following.buckets[0], updates_of)
+            held = arriving.wait()
             del arriving
+            held = self._orthogonalize(bucket, held, newton_schulz)
+            leaving = self._return(bucket, held)
+            del held
             if returning is not None:
-                yield self._complete(*returning)
-            returning = bucket, leaving
+                yield self._complete(returning[0].buckets[0], returning[1])
+            returning = current, leaving
             if following is not None and gathering is None:
-                yield self._complete(*returning)
+                yield self._complete(bucket, leaving)
                 returning = None
         if returning is not None:
-            yield self._complete(*returning)
+            yield self._complete(returning[0].buckets[0], returning[1])
 
-    def _buckets(self, active: frozenset[int]) -> list[_Bucket]:
-        """The units of active parameters, cut so that three buckets, one in each phase, are within bounds."""
+    def _bucket_by_bucket(
+        self, current: _Round, updates_of: UpdatesOf, newton_schulz: NewtonSchulz
+    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+        """A round that cannot travel at once: every owner waits until it has its own, and all work at the same time."""
+        held = [self._gather(bucket, updates_of).wait() for bucket in current.buckets]
+        for k, bucket in enumerate(current.buckets):
+            held[k] = self._orthogonalize(bucket, held[k], newton_schulz)
+        for k, bucket in enumerate(current.buckets):
+            leaving = self._return(bucket, held[k])
+            held[k] = held[k].new_empty(0)
+            yield self._complete(bucket, leaving)
+
+    def _rounds(self, active: frozenset[int]) -> list[_Round]:
+        """The units of active parameters, cut so that three rounds, one in each phase, are within bounds.
+
+        Each owner gets a unit in every round, whatever the bound: a round in which only some can work takes as long as
+        one in which all do. It gets more as long as they are not more than the largest unit of another.
+        """
         if self._planned[0] == active:
             return self._planned[1]
         queues: list[list[Unit]] = [[] for _ in range(self.storage.ranks)]
@@ -299,44 +341,68 @@ class Exchange:
             kept = unit if active.issuperset(run.param for run in unit.runs) else unit.only(active)
             if kept.runs:
                 queues[owner].append(kept)
-        for queue in queues:
-            queue.sort(key=lambda unit: -unit.cost)
-        buckets: list[_Bucket] = []
+        rounds: list[_Round] = []
         units: list[tuple[Unit, int]] = []
-        in_flight = torch.zeros(self.storage.ranks, dtype=torch.int64)
-        nbytes = 0
-        for owner, unit in _dealt(queues):
+        nothing = torch.zeros(self.storage.ranks, dtype=torch.int64)
+        in_flight, own, largest = nothing, [0] * self.storage.ranks, 0
+        for owner, unit in _in_turn(queues):
             more = in_flight + self._nbytes(unit, owner)
-            if units and int(more.max()) > self.max_bucket_bytes // 3:
-                buckets.append(_Bucket(units, nbytes, self.storage, self.rank))
-                units, more = [], self._nbytes(unit, owner)
+            full = own[owner] + unit.numel > max(largest, unit.numel)
+            if full and int(more.max()) > self.max_bucket_bytes // 3:
+                rounds.append(self._round(units, int(in_flight.max())))
+                units, own, largest = [], [0] * self.storage.ranks, 0
+                more = nothing + self._nbytes(unit, owner)
             units.append((unit, owner))
-            in_flight, nbytes = more, int(more.max())
+            own[owner] += unit.numel
+            largest = max(largest, unit.numel)
+            in_flight = more
         if units:
-            buckets.append(_Bucket(units, nbytes, self.storage, self.rank))
-        self._planned = active, buckets
-        return buckets
+            rounds.append(self._round(units, int(in_flight.max())))
+        self._planned = active, rounds
+        return rounds
+
+    def _round(self, units: Sequence[tuple[Unit, int]], nbytes: int) -> _Round:
+        """One bucket where all fits, else as many as the bound takes."""
+        parts: list[list[tuple[Unit, int]]] = [[]]
+        if nbytes > self.max_bucket_bytes // 3:
+            under_way = torch.zeros(self.storage.ranks, dtype=torch.int64)
+            for unit, owner in units:
+                # fp32 updates and their copies to send, eight bytes in either dtype; directions that arrive are less.
+                more = under_way + self.storage.pattern(unit).on_ranks * 8
+                if parts[-1] and int(more.max()) > self.max_bucket_bytes:
+                    parts.append([])
+                    more = more - under_way
+                parts[-1].append((unit, owner))
+                under_way = more
+        else:
+            parts = [list(units)]
+        return _Round([_Bucket(part, self.storage, self.rank) for part in parts], nbytes)
 
     def _nbytes(self, unit: Unit, owner: int) -> Tensor:
         """Bytes that a unit has in flight on each rank, updates and (fp32) directions, sent and received."""
-        stored = torch.tensor(self.storage.pattern(unit).stored)
-        nbytes = stored * (self.wire.itemsize + 4)
-        nbytes[owner] += unit.numel * self.wire.itemsize + int(stored.sum()) * 4
+        pattern = self.storage.pattern(unit)
+        back = min(4, self.wire.itemsize)
+        nbytes = pattern.on_ranks * (self.wire.itemsize + back)
+        nbytes[owner] += unit.numel * self.wire.itemsize + pattern.total * back
         return nbytes
 
     def _gather(self, bucket: _Bucket, updates_of: UpdatesOf) -> _Transfer:
         updates = updates_of(bucket.pieces)
         parts = [updates[i].reshape(-1).to(self.wire) for i in bucket.outgoing]
         send = torch.cat(parts) if parts else torch.empty(0, dtype=self.wire, device=self.device)
+        del updates, parts  # before memory is taken for what arrives
         return _Transfer(send, bucket.send, bucket.receive, self.group, alone=not bucket.gathers)
 
-    def _orthogonalize(self, bucket: _Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> _Transfer:
-        """Orthogonalize the units that this rank owns, and send their directions back."""
+    def _orthogonalize(self, bucket: _Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
+        """Orthogonalize the units that this rank owns: their directions, in the order of their destinations."""
         arrived: dict[int, list[tuple[Block, Tensor]]] = {}
         parts = _cut(received, [block.numel for _, block in bucket.incoming])
         for (k, block), part in zip(bucket.incoming, parts, strict=True):
             arrived.setdefault(k, []).append((block, part.view(block.shape)))
-        send = torch.empty(sum(bucket.leave), dtype=newton_schulz.dtype, device=self.device)
+        dtype = min(newton_schulz.dtype, self.wire, key=lambda dtype: dtype.itemsize)
+        send = received
+        if not bucket.mirrored or received.dtype != dtype:
+            send = torch.empty(sum(bucket.leave), dtype=dtype, device=self.device)
         leaving: dict[int, list[tuple[Block, Tensor]]] = {}
         parts = _cut(send, [block.numel for _, block in bucket.returned])
         for (k, block), part in zip(bucket.returned, parts, strict=True):
@@ -349,6 +415,9 @@ class Exchange:
             batch = newton_schulz(batch)
             for block, data in leaving[k]:
                 block.read(batch, data)
+        return send
+
+    def _return(self, bucket: _Bucket, send: Tensor) -> _Transfer:
         return _Transfer(send, bucket.leave, bucket.arrive, self.group, alone=not bucket.returns)
 
     def _complete(self, bucket: _Bucket, leaving: _Transfer) -> tuple[list[Piece], list[Tensor]]:
@@ -363,9 +432,13 @@ def _cut(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     return torch.split(flat, sizes) if sizes else ()
 
 
-def _dealt(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:
-    """One unit of each owner, then the next one of each: in every bucket each owner has work."""
-    for k in range(max(map(len, queues), default=0)):
-        for owner, queue in enumerate(queues):
-            if k < len(queue):
-                yield owner, queue[k]
+def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:
+    """The units of all owners, largest first, as they come up when all work at the same pace."""
+    turns: list[tuple[int, int, int]] = []
+    for owner, queue in enumerate(queues):
+        begin = 0
+        for place in sorted(range(len(queue)), key=lambda i: -queue[i].cost):
+            turns.append((begin, owner, place))
+            begin += queue[place].cost
+    for _, owner, place in sorted(turns):
+        yield owner, queues[owner][place]

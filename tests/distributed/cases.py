@@ -175,13 +175,14 @@ def counted_step(rank, layout, shapes=DEEP, **options):
     optimizer = Muon(params, ns_dtype="fp32", **options)
     with Counted() as counted:
         optimizer.step()
-    buckets = [len(getattr(executor, "_planned", (0, []))[1]) for executor in optimizer._layout.executors[0]]
+    rounds = [getattr(executor, "_planned", (0, []))[1] for executor in optimizer._layout.executors[0]]
     return {
         "flops": counted.flops,
         "bytes": counted.bytes,
         "calls": counted.calls,
         "words": counted.words,
-        "buckets": sum(buckets),
+        "rounds": sum(len(some) for some in rounds),
+        "buckets": sum(len(each.buckets) for some in rounds for each in some),
         "updates": 4 * sum(w.numel() for w in weights),
     }
 
@@ -269,7 +270,7 @@ def idle(rank, layout):
 
 
 def events(rank, max_bucket_bytes):
-    """What one step does, in order: (what, bucket), and the bytes of the buckets under way whenever one begins."""
+    """What one step does, in order: (what, round, bucket); rounds and bytes under way whenever a bucket is gathered."""
     from hf_muon.distributed.exchange import Exchange
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -280,22 +281,27 @@ def events(rank, max_bucket_bytes):
     log, under_way, in_flight = [], {}, []
     originals = Exchange._gather, Exchange._orthogonalize, Exchange._complete
 
-    def number(exchange, bucket):
-        return exchange._planned[1].index(bucket)
+    def place(exchange, bucket):
+        return next(
+            (i, each.buckets.index(bucket)) for i, each in enumerate(exchange._planned[1]) if bucket in each.buckets
+        )
 
     def gather(self, bucket, updates_of):
-        log.append(("gather", number(self, bucket)))
-        under_way[id(bucket)] = bucket.nbytes
+        which = place(self, bucket)
+        log.append(("gather", *which))
+        under_way[which[0]] = self._planned[1][which[0]].nbytes
         in_flight.append((len(under_way), sum(under_way.values())))
         return originals[0](self, bucket, updates_of)
 
     def orthogonalize(self, bucket, received, newton_schulz):
-        log.append(("orthogonalize", number(self, bucket)))
+        log.append(("orthogonalize", *place(self, bucket)))
         return originals[1](self, bucket, received, newton_schulz)
 
     def complete(self, bucket, leaving):
-        log.append(("complete", number(self, bucket)))
-        under_way.pop(id(bucket))
+        which = place(self, bucket)
+        log.append(("complete", *which))
+        if which[1] == len(self._planned[1][which[0]].buckets) - 1:
+            under_way.pop(which[0])
         return originals[2](self, bucket, leaving)
 
     Exchange._gather, Exchange._orthogonalize, Exchange._complete = gather, orthogonalize, complete

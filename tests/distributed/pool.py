@@ -23,7 +23,7 @@ class Pool:
         backend: of torch.distributed.
     """
 
-    def __init__(self, world_size: int, timeout: float = 120, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, timeout: float = 400, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout

@@ -45,21 +45,28 @@ def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
     assert counts[0]["flops"] == counts[1]["flops"]
 
 
-def test_buckets_overlap_within_the_bound(pools):
+def test_rounds_overlap_within_the_bound(pools):
     limit = 2**20
     for log, in_flight in pools[2].run(events, max_bucket_bytes=limit):
-        place = {event: i for i, event in enumerate(log)}
+        place = {(what, k): i for i, (what, k, _) in enumerate(log)}
         count = len(log) // 3
+        assert len(place) == len(log)
         assert count > 4
         for k in range(1, count - 1):
-            # The next bucket is under way before this one is orthogonalized, and this one's directions after that.
+            # The next round is under way before this one is orthogonalized, and the last one's directions after that.
             assert place["gather", k + 1] < place["orthogonalize", k] < place["complete", k]
             assert place["orthogonalize", k] < place["complete", k - 1]
         assert all(nbytes <= limit for _, nbytes in in_flight)
-        assert max(buckets for buckets, _ in in_flight) == 3
+        assert max(rounds for rounds, _ in in_flight) == 3
 
 
-def test_buckets_larger_than_the_bound_go_one_by_one(pools):
+def test_a_round_beyond_the_bound_travels_in_buckets_and_all_owners_work_at_once(pools):
     for log, in_flight in pools[2].run(events, max_bucket_bytes=1):
-        assert [what for what, _ in log] == ["gather", "orthogonalize", "complete"] * (len(log) // 3)
-        assert all(buckets == 1 for buckets, _ in in_flight)
+        rounds = [[(what, bucket) for what, k, bucket in log if k == which] for which in range(log[-1][1] + 1)]
+        for each in rounds:
+            count = len(each) // 3
+            assert each[:count] == [("gather", i) for i in range(count)]
+            assert each[count : 2 * count] == [("orthogonalize", i) for i in range(count)]
+            assert each[2 * count :] == [("complete", i) for i in range(count)]
+        assert max(map(len, rounds)) == 2 * 3
+        assert all(number == 1 for number, _ in in_flight)

@@ -1,0 +1,27 @@
+import time
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from hf_muon.distributed import exchange
+from hf_muon.distributed.layout import regions
+from tests.distributed.test_ownership import llama_70b, loads, qwen3_235b_a22b, units_of
+
+
+@pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
+def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ranks, slack):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 5)
+    shapes = model()
+    where = {shape: regions(shape, (ranks,), [Shard(0)]) for shape in set(shapes)}
+    storage = exchange.Storage({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
+    units = units_of(shapes)
+    begin = time.process_time()
+    plan = exchange.Exchange(None, units, storage, torch.float32, torch.device("cpu"), 2**28)
+    rounds = plan._rounds(frozenset(range(len(shapes))))
+    assert time.process_time() - begin < 10
+    span = 0
+    for each in rounds:
+        owned = [pair for bucket in each.buckets for pair in bucket.units]
+        span += max(loads(*zip(*owned, strict=True), ranks))
+    assert span <= slack * max(loads(*zip(*plan.owned, strict=True), ranks))
