@@ -28,6 +28,8 @@ def placements_of(layout, ndim):
         "fsdp-tp": lambda world: ((world // 2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
         "fsdp-tp-row": lambda world: ((world // 2, 2), [Shard(0), Shard(ndim - 1)]),
         "fsdp-fsdp": lambda world: ((world // 2, 2), [Shard(0), Shard(0)]),
+        # Stacks of experts on a mesh of their own, the rest on another.
+        "experts": lambda world: ((world // 2, 2), [Shard(1), Shard(0)]) if ndim == 3 else ((world,), [Shard(0)]),
         "odd": lambda world: ((world // 2, 2), [_StridedShard(0, split_factor=3), Replicate()]),
     }[layout](dist.get_world_size())
 

@@ -15,6 +15,7 @@ LAYOUTS = {
     "fsdp-tp": (2, 4),
     "fsdp-tp-row": (4,),
     "fsdp-fsdp": (4,),
+    "experts": (4,),
     "odd": (4,),
 }
 CASES = [(layout, ranks) for layout, sizes in LAYOUTS.items() for ranks in sizes]
