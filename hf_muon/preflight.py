@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +38,10 @@ PARTING = (
 )
 
 
+REFUSED = "Muon refuses this step; weights and moments are as they were"
+REFUSED_PARTITION = "Muon refuses this step; what ZeRO had stepped before it has moved, the rest is as it was"
+
+
 class Matrix(NamedTuple):
     """A matrix ``(m, n)`` or a stack ``(B, m, n)`` of a Muon group.
 
@@ -64,6 +69,7 @@ class Layout:
         executors: for each group, what orthogonalizes its matrices; empty for AdamW groups.
         complaints: why parameters cannot be stepped as they are stored.
         root: the group of all ranks that take part in a step; None where this process is alone with its parameters.
+        head: how an error of a step begins. ZeRO steps one partition after the other.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Layout:
         partitions: Partitions | None = None,
     ) -> None:
         self.key = storage_key(groups)
+        self.head = REFUSED_PARTITION if partitions else REFUSED
         self.complaints: list[str] = []
         self.places: list[list[Shared | None]] = []
         self.matrices: list[list[Matrix]] = []
@@ -230,14 +237,15 @@ def agree(
     Raises:
         RuntimeError: every complaint of every rank.
     """
+    stop = functools.partial(refuse, head=layout.head)
     bits = [param.grad is not None for group in groups for param in group["params"]]
     grads = [] if complaints else _grads(groups)
     flags = _flags(grads, may_be_idle)
     if layout.root is None:
-        refuse(complaints)
+        stop(complaints)
         bad, moves = flags.tolist()
         if bad:
-            refuse(_not_finite_names(groups), NOT_FINITE)
+            stop(_not_finite_names(groups), NOT_FINITE)
         return _by_group(groups, bits) if moves else None
 
     from hf_muon.distributed import agreement
@@ -246,15 +254,15 @@ def agree(
     fingerprint = hashlib.blake2b("\n".join([layout.digest, *options]).encode(), digest_size=7).digest()
     heard = agreement.exchange_words(layout.root, int.from_bytes(fingerprint, "big"), bool(complaints), flags, bits)
     if any(said.complains for said in heard):
-        refuse(_together(agreement.exchange_texts(layout.root, complaints)))
+        stop(_together(agreement.exchange_texts(layout.root, complaints)))
     if len({said.fingerprint for said in heard}) > 1:
-        refuse(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
+        stop(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
     if any(said.bits != heard[0].bits for said in heard):
         bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
-        refuse(_together(agreement.exchange_texts(layout.root, parting)))
+        stop(_together(agreement.exchange_texts(layout.root, parting)))
     if any(said.flags[0] for said in heard):
         names = _not_finite_names(groups) if flags[0].item() else []
-        refuse(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
+        stop(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
     return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
 
 
@@ -275,13 +283,11 @@ NOT_FINITE = (
 )
 
 
-def refuse(complaints: Sequence[str], advice: str = "") -> None:
+def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
     """Raise if there are complaints."""
     if complaints:
         lines = [*complaints[:10], *([f"and {len(complaints) - 10} more"] if len(complaints) > 10 else [])]
-        raise RuntimeError(
-            "Muon refuses this step; weights and moments are as they were:\n  - " + "\n  - ".join(lines) + advice
-        )
+        raise RuntimeError(head + ":\n  - " + "\n  - ".join(lines) + advice)
 
 
 def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:

@@ -49,6 +49,8 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
         post_init(self, *args, **kwargs)
         if self.optim is member:
             config_from_arguments(self)
+            # An "optimizer" in a DeepSpeed config is used without asking for ours.
+            refuse_deepspeed(self)
 
     arguments.__post_init__ = checked_post_init
 
@@ -129,7 +131,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     ]
     asked = None
     if getattr(args, "deepspeed", None) or _truthy("ACCELERATE_USE_DEEPSPEED"):
-        asked = "DeepSpeed"
+        refuse_deepspeed(args)
     elif getattr(args, "fsdp", None) or _truthy("ACCELERATE_USE_FSDP"):
         asked = "FSDP"
     elif sharded:
@@ -139,6 +141,18 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             f"optim: muon does not run under {asked} in this version of hf_muon: it cuts matrices into pieces. "
             "Train on one process or with DDP, or choose another optimizer."
         )
+
+
+def refuse_deepspeed(args: TrainingArguments) -> None:
+    """Raise where a DeepSpeed config, if there is one, holds something that Muon does not go with.
+
+    Raises:
+        RuntimeError: every complaint.
+    """
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        from hf_muon.integrations.deepspeed import refuse_arguments
+
+        refuse_arguments(args)
 
 
 def _truthy(variable: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "DS_SKIP_CUDA_CHECK": "1"}
@@ -15,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
-from hf_muon.integrations.deepspeed import initialize
+from hf_muon.integrations.deepspeed import attach, initialize
+from tests.distributed.cases import Counted
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches
 
 # Otherwise DeepSpeed compiles a C++ extension for collectives in shared memory, for a minute.
@@ -76,10 +78,11 @@ def tokens_of(step, micro, accumulate, place, shards):
     return rows.chunk(shards)[place]
 
 
-def single(
-    last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, clip_directions=False, shards=1, **options
-):
-    """Steps of one process: fp32 master weights, gradients in the model's dtype, clipping before the step."""
+def single(last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, clip_directions=False, **options):
+    """Steps of one process: fp32 master weights, gradients in the model's dtype, clipping before the step.
+
+    With `clip_directions`, what a clipped direction would give instead: the raw gradients, and a smaller step.
+    """
     model = made(dtype, frozen)
     masters = made("float32", frozen)
     masters.load_state_dict(model.state_dict())
@@ -91,18 +94,22 @@ def single(
         model.zero_grad()
         total = 0.0
         for micro in range(accumulate):
-            for place in range(shards):
-                loss = loss_of(model, tokens_of(step, micro, accumulate, place, shards)) / accumulate / shards
-                loss.backward()
-                total += loss.item()
+            loss = loss_of(model, tokens_of(step, micro, accumulate, 0, 1)) / accumulate
+            loss.backward()
+            total += loss.item()
         losses.append(total)
         for name in names:
             grad = working[name].grad
             exact[name].grad = torch.zeros_like(exact[name]) if grad is None else grad.to(torch.float32, copy=True)
         if clipping:
             norm = torch.stack([exact[name].grad.norm() for name in names]).norm()
+            factor = 1 / max(float((norm + 1e-6) / clipping), 1.0)
+            assert factor < 0.5  # otherwise nothing is tested
             for name in names:
-                exact[name].grad.mul_(1 / max(float((norm + 1e-6) / clipping), 1.0))
+                if not clip_directions:
+                    exact[name].grad.mul_(factor)
+            if clip_directions:
+                optimizer.param_groups[0]["lr"] = OPTIONS["lr"] * factor
         optimizer.step()
         for name in names:
             working[name].data.copy_(exact[name].data)
@@ -119,13 +126,18 @@ def config_of(stage, dtype, accumulate, clipping, zero):
     }
 
 
-def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False, zero_init=False, zero=None, **options):
-    """An engine over the model, started as a script does."""
+def rank_of_environment():
     rank = str(dist.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+
+
+def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False, zero_init=False, zero=None, **options):
+    """An engine over the model, started as a script does."""
+    rank_of_environment()
     zero = dict(zero or {})
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 100)
+        zero.setdefault("memory_efficient_linear", False)  # it stays for the rest of the process, and rounds otherwise
     config = config_of(stage, dtype, accumulate, clipping, zero)
     config.update(options.pop("config", {}))
     if zero_init:
@@ -144,7 +156,19 @@ def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False,
     return engine, optimizer
 
 
-def train(rank, stage, first=0, last=10, save=None, load=None, same_data=False, accumulate=1, drop=None, **options):
+def train(
+    rank,
+    stage,
+    first=0,
+    last=10,
+    save=None,
+    load=None,
+    same_data=False,
+    accumulate=1,
+    drop=None,
+    overflow=None,
+    **options,
+):
     """Train steps `first` to `last` under ZeRO; losses, whole weights, and this rank's state."""
     engine, optimizer = engine_of(stage, accumulate=accumulate, **options)
     if load:
@@ -158,6 +182,8 @@ def train(rank, stage, first=0, last=10, save=None, load=None, same_data=False, 
         for micro in range(accumulate):
             tokens = tokens_of(step, micro, accumulate, place, shards)
             loss = loss_of(engine, tokens)
+            if step == overflow and rank == 1:
+                loss = loss * torch.inf
             engine.backward(loss)
             engine.step()
             total += loss.item() / accumulate
@@ -184,3 +210,56 @@ def drop_momentum(optimizer, how):
         if "momentum_buffer" in state:
             buffer = state["momentum_buffer"]
             buffer.copy_(torch.zeros_like(buffer) if how == "zero" else buffer.bfloat16())
+
+
+def complaint(rank, fault, stage=2, **options):
+    """The error of a start, or of the first step, at which something is wrong."""
+    try:
+        if fault == "started without us":
+            rank_of_environment()
+            model = made()
+            optimizer = build_optimizer(model, OPTIONS)
+            config = config_of(stage, "float32", 1, None, {}) | {"zero_allow_untested_optimizer": True}
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        else:
+            engine, optimizer = engine_of(stage, **options)
+        wrapper = engine.optimizer
+        if fault == "swapped":
+            wrapper.optimizer = torch.optim.AdamW(wrapper.optimizer.param_groups[0]["params"])
+        elif fault == "subclass":
+            wrapper.__class__ = type("OtherZeroOptimizer", (type(wrapper),), {})
+        elif fault == "renamed":
+            name = "fp16_groups" if stage == 3 else "bit16_groups_flat"
+            setattr(wrapper, name + "_", wrapper.__dict__.pop(name))
+        elif fault == "moved" and rank == 1:
+            flat = next(iter(optimizer.partitions))
+            flat.data.copy_(flat.data.roll(1))
+        if fault in ("swapped", "subclass", "renamed", "moved"):
+            attach(engine, optimizer)
+        loss = loss_of(engine, batches(0)[:4])
+        engine.backward(loss)
+        engine.step()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def consolidated(rank, path, stage):
+    """Whether zero_to_fp32 finds the weights in a checkpoint that training has left."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    weights = train(rank, stage, last=2, save=path)["weights"]
+    dist.barrier()
+    found = get_fp32_state_dict_from_zero_checkpoint(path)
+    return {name: torch.equal(found[name], weight) for name, weight in weights.items()}
+
+
+def sent(rank, stage, zero=None):
+    """Bytes that this rank sends to others in one step, and bytes of all updates."""
+    engine, optimizer = engine_of(stage, zero=zero)
+    engine.backward(loss_of(engine, batches(0)[:4]))
+    with Counted() as counted:
+        engine.step()
+    updates = sum(4 * math.prod(part.shape) for partition in optimizer.partitions.values() for part in partition.slices)
+    engine.destroy()
+    return counted.bytes, updates
