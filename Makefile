@@ -1,11 +1,12 @@
 # Each target makes what it needs and can be run first.
 #   make demo   a real training run with optim: muon, beside AdamW
-#   make test   the tests, on the newest stack and on the one LLaMA-Factory allows
+#   make test   the tests, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make lint   ruff and mypy
 
 PYTHON ?= python3
 VENV := .venv
 LF := .venv-llamafactory
+DS := .venv-deepspeed
 PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
@@ -13,7 +14,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup
 
 .PHONY: install demo test lint clean
 
-install: $(VENV)/.made $(LF)/.made
+install: $(VENV)/.made $(LF)/.made $(DS)/.made
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	@echo "== making $(VENV): the newest supported stack (some minutes)"
@@ -33,12 +34,21 @@ $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafacto
 	@touch "$$($(LF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@
 
+$(DS)/.made: pyproject.toml constraints-deepspeed.txt
+	@echo "== making $(DS): the newest supported stack with DeepSpeed (some minutes)"
+	$(PYTHON) -m venv $(DS)
+	$(DS)/bin/python $(PIP) -c constraints-deepspeed.txt torch
+	$(DS)/bin/python $(PIP) -c constraints-deepspeed.txt -e ".[test,deepspeed]"
+	@touch $@
+
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
 
-test: $(VENV)/.made $(LF)/.made
+test: $(VENV)/.made $(LF)/.made $(DS)/.made
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
+	@echo "== DeepSpeed"
+	OMP_NUM_THREADS=1 $(DS)/bin/python $(PYTEST) tests/deepspeed
 	@echo "== the stack of LLaMA-Factory 0.9.5"
 	# The ranks in tests/distributed need torch alone, which is the same in both.
 	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) --ignore=tests/distributed

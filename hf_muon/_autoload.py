@@ -20,6 +20,7 @@ HOOKS = {
     "transformers.training_args": "hf_muon.integrations.transformers:patch_training_args",
     "transformers.trainer_optimizer": "hf_muon.integrations.transformers:patch_trainer_optimizer",
     "transformers.trainer": "hf_muon.integrations.transformers:patch_trainer",
+    "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
     "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory:patch_parser",
 }
 """Module that is patched: function that patches it.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, check_option
-from hf_muon.distributed import is_dtensor, local_of
+from hf_muon.distributed import is_dtensor, local_of, shape_of
 from hf_muon.update import momentum_dtype
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
@@ -20,8 +20,10 @@ STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq
 def describe(group: Mapping[str, Any], index: int) -> str:
     """A parameter by name where the group has names, else by position and shape."""
     names = group.get("param_names")
-    shape = tuple(group["params"][index].shape)
-    return f"{names[index]} {shape}" if names else f"parameter {index} {shape}"
+    param = group["params"][index]
+    if names and len(names) != len(group["params"]):
+        return f"partition {index}, of {param.numel()} elements, of {_few(names)}"
+    return f"{names[index]} {shape_of(param)}" if names else f"parameter {index} {shape_of(param)}"
 
 
 def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hf_muon import checkpoint, diagnostics, preflight, update
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
-from hf_muon.distributed import Executor, Piece, local_of, storage_complaint
+from hf_muon.distributed import Executor, Partitions, Piece, local_of, shape_of, storage_complaint
 from hf_muon.newton_schulz import Orthogonalizer, compute_dtype
 
 if TYPE_CHECKING:
@@ -113,7 +113,9 @@ class Muon(Optimizer):
         self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
         self.accept_rerouted: bool = check_option("accept_rerouted", accept_rerouted)
         self.replicate_group = replicate_group
-        self._layout: preflight.Layout | None = None
+        self.partitions: Partitions | None = None
+        self.being_wrapped = False
+        self._layouts: dict[tuple[int, ...], preflight.Layout] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -145,7 +147,7 @@ class Muon(Optimizer):
             complaint = storage_complaint(param)
             if complaint:
                 raise RuntimeError(f"{checkpoint.describe(group, i)} {complaint}")
-            if group["use_muon"] and param.ndim not in (2, 3):
+            if group["use_muon"] and len(shape_of(param)) not in (2, 3):
                 raise ValueError(
                     f"{checkpoint.describe(group, i)} is not a matrix: Muon steps (m, n) matrices and (B, m, n) stacks "
                     "of matrices. Put it into a group with use_muon=False, or let build_optimizer(model) decide"
@@ -177,17 +179,34 @@ class Muon(Optimizer):
                 elif state[key].dtype != dtype or state[key].device != device:
                     state[key] = state[key].to(device=device, dtype=dtype)
 
-    def _preflight(self) -> list[tuple[Group, list[int], list[Executor]]]:
-        """The groups to step, with the indices of their parameters, the same on all ranks.
+    def reset_layouts(self) -> None:
+        """Look anew at how parameters are stored, as after `partitions` or `replicate_group` were set."""
+        self._layouts.clear()
+
+    def _layout(self) -> preflight.Layout:
+        """How the parameters that now stand in the param groups are stored."""
+        key = tuple(id(param) for group in self.param_groups for param in group["params"])
+        layout = self._layouts.get(key)
+        if layout is None or layout.key != preflight.storage_key(self.param_groups):
+            if self.partitions is None:  # otherwise ZeRO puts in one partition after the other
+                self._layouts.clear()
+            layout = self._layouts[key] = preflight.Layout(
+                self.param_groups,
+                self.replicate_group,
+                self.max_bucket_bytes,
+                COMM_DTYPES[self.comm_dtype],
+                self.partitions,
+            )
+        return layout
+
+    def _preflight(self) -> list[tuple[Group, list[int], list[preflight.Matrix], list[Executor]]]:
+        """The groups to step, the indices of their parameters, which are the same on all ranks, and how.
 
         Raises:
             RuntimeError: every complaint of every rank at once, before weights or moments are touched.
         """
-        if self._layout is None or self._layout.key != preflight.storage_key(self.param_groups):
-            self._layout = preflight.Layout(
-                self.param_groups, self.replicate_group, self.max_bucket_bytes, COMM_DTYPES[self.comm_dtype]
-            )
-        complaints = list(self._layout.complaints)
+        layout = self._layout()
+        complaints = list(layout.complaints)
         for group in self.param_groups:
             complaints += checkpoint.state_complaints(group, self.state)
             if complaint := preflight.hyperparameter_complaint(group):
@@ -197,13 +216,15 @@ class Muon(Optimizer):
                     complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
         # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
         may_be_idle = not self.state and all(float(group["lr"]) == 0 for group in self.param_groups)
-        active = preflight.agree(self.param_groups, self._layout, complaints, may_be_idle=may_be_idle)
+        active = preflight.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
         if active is None:
             self.init_state()
             return []
         return [
-            (group, indices, executors)
-            for group, indices, executors in zip(self.param_groups, active, self._layout.executors, strict=True)
+            (group, indices, matrices, executors)
+            for group, indices, matrices, executors in zip(
+                self.param_groups, active, layout.matrices, layout.executors, strict=True
+            )
             if indices
         ]
 
@@ -222,21 +243,50 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, indices, executors in self._preflight():
+        if self.being_wrapped:
+            self._step_of_wrapper()
+            return loss
+        for group, indices, matrices, executors in self._preflight():
             self._reconcile_state(group)
-            group["step"] += 1
+            if self._is_last(group):
+                group["step"] += 1
             if group["use_muon"]:
-                self._muon_step(group, indices, executors)
+                self._muon_step(group, indices, matrices, executors)
             else:
                 self._adamw_step(group, indices)
         return loss
 
-    def _muon_step(self, group: Group, indices: list[int], executors: list[Executor]) -> None:
+    def _is_last(self, group: Group) -> bool:
+        """Whether all of a group has been stepped after this; ZeRO-3 puts in one part of a group after the other."""
+        parts = (
+            [self.partitions[param] for param in group["params"] if param in self.partitions] if self.partitions else []
+        )
+        return all(part.last for part in parts)
+
+    def _step_of_wrapper(self) -> None:
+        """A step with zero gradients, by which DeepSpeed has optimizers make their state while it is set up."""
+        for group in self.param_groups:
+            for i, param in enumerate(group["params"]):
+                if param.grad is not None and bool(local_of(param.grad).any()):
+                    raise RuntimeError(
+                        f"{checkpoint.describe(group, i)} is stepped before it is known how DeepSpeed stores it. The "
+                        "attempt to start DeepSpeed has failed; start it again"
+                    )
+        self.init_state()
+
+    def _muon_step(
+        self, group: Group, indices: list[int], matrices: list[preflight.Matrix], executors: list[Executor]
+    ) -> None:
         coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
-        params = {i: local_of(group["params"][i]) for i in indices}
-        buffers = {i: local_of(self.state[group["params"][i]]["momentum_buffer"]) for i in indices}
-        grads = {i: preflight.local_grad(group["params"][i]) for i in indices}
-        scales = {i: update.lr_scale(group["adjust_lr_fn"], group["params"][i].shape) for i in indices}
+        active = {k: matrix for k, matrix in enumerate(matrices) if matrix.param in indices}
+        stored = {i: group["params"][i] for i in indices}
+        local = {i: local_of(param) for i, param in stored.items()}
+        local_buffers = {i: local_of(self.state[param]["momentum_buffer"]) for i, param in stored.items()}
+        local_grads = {i: preflight.local_grad(param) for i, param in stored.items()}
+        params = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
+        buffers = {k: matrix.of(local_buffers[matrix.param]) for k, matrix in active.items()}
+        grads = {k: matrix.of(local_grads[matrix.param]) for k, matrix in active.items()}
+        scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.shape) for k, matrix in active.items()}
 
         def updates_of(pieces: Sequence[Piece]) -> list[Tensor]:
             return update.muon_updates(
@@ -249,7 +299,7 @@ class Muon(Optimizer):
         for executor in executors:
             dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
             orthogonalizer = Orthogonalizer(coefficients, dtype)
-            for pieces, directions in executor.directions(indices, updates_of, orthogonalizer):
+            for pieces, directions in executor.directions(active, updates_of, orthogonalizer):
                 update.apply_directions_(
                     [piece.of(params[piece.param]) for piece in pieces],
                     directions,
@@ -324,8 +374,9 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "_layout"):  # a copied or unpickled optimizer
-            self._layout = self.replicate_group = None
+        if not hasattr(self, "_layouts"):  # a copied or unpickled optimizer
+            self._layouts, self.being_wrapped = {}, False
+            self.partitions = self.replicate_group = None
             self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
         for group in self.param_groups:
             group.setdefault("step", 0)

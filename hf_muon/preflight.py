@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,18 @@ from torch import Tensor
 from hf_muon import checkpoint, update
 from hf_muon.coefficients import resolve
 from hf_muon.config import GROUP_OPTIONS
-from hf_muon.distributed import Executor, Shared, is_dtensor, local_of, select_executors, shared, storage_complaint
+from hf_muon.distributed import (
+    Executor,
+    Partition,
+    Partitions,
+    Shared,
+    is_dtensor,
+    local_of,
+    select_executors,
+    shape_of,
+    shared,
+    storage_complaint,
+)
 from hf_muon.newton_schulz import compute_dtype
 
 if TYPE_CHECKING:
@@ -26,14 +38,38 @@ PARTING = (
 )
 
 
+REFUSED = "Muon refuses this step; weights and moments are as they were"
+REFUSED_PARTITION = "Muon refuses this step; what ZeRO had stepped before it has moved, the rest is as it was"
+
+
+class Matrix(NamedTuple):
+    """A matrix ``(m, n)`` or a stack ``(B, m, n)`` of a Muon group.
+
+    Attributes:
+        param: the position in the group of what stores it.
+        shape: of the whole.
+        elements: what of that it is, in a flat partition; None for all.
+    """
+
+    param: int
+    shape: tuple[int, ...]
+    elements: slice | None = None
+
+    def of(self, local: Tensor) -> Tensor:
+        """The part of a tensor that is stored like the parameter; a view."""
+        return local if self.elements is None else local[self.elements]
+
+
 class Layout:
     """How the parameters of all groups are stored, and what follows from it. Made anew when storage changes.
 
     Attributes:
         places: for each group, who shares each parameter.
+        matrices: for each group, what its executors know as parameters; empty for AdamW groups.
         executors: for each group, what orthogonalizes its matrices; empty for AdamW groups.
         complaints: why parameters cannot be stepped as they are stored.
         root: the group of all ranks that take part in a step; None where this process is alone with its parameters.
+        head: how an error of a step begins. ZeRO steps one partition after the other.
     """
 
     def __init__(
@@ -42,16 +78,24 @@ class Layout:
         replicate_group: ProcessGroup | None,
         max_bucket_bytes: int,
         comm_dtype: torch.dtype | None,
+        partitions: Partitions | None = None,
     ) -> None:
         self.key = storage_key(groups)
+        self.head = REFUSED_PARTITION if partitions else REFUSED
         self.complaints: list[str] = []
         self.places: list[list[Shared | None]] = []
+        self.matrices: list[list[Matrix]] = []
         self.executors: list[list[Executor]] = []
         talking: list[ProcessGroup] = []
         for group in groups:
             places: list[Shared | None] = []
             for i, param in enumerate(group["params"]):
-                complaint = storage_complaint(param)
+                partition = (partitions or {}).get(param)
+                complaint = storage_complaint(param) or _zero_complaint(group, param, partition)
+                if partition is not None:
+                    talking.append(partition.group)
+                    places.append(Shared(partition.group, ()))
+                    continue
                 if is_dtensor(param):
                     from hf_muon.distributed.dtensor import mesh_complaint, mesh_group
 
@@ -69,20 +113,50 @@ class Layout:
 
             self.root = root_group(talking)
         for group, places in zip(groups, self.places, strict=True):
-            params = group["params"]
+            matrices: list[Matrix] = []
             executors: list[Executor] = []
             if group["use_muon"] and not self.complaints:
+                params = group["params"]
+                stored: list[Shared | None] = []
+                devices: list[torch.device] = []
+                for i, (param, place) in enumerate(zip(params, places, strict=True)):
+                    partition = (partitions or {}).get(param)
+                    if partition is None:
+                        matrices.append(Matrix(i, shape_of(param)))
+                        stored.append(place)
+                        devices.append(local_of(param).device)
+                        continue
+                    for part in partition.slices:
+                        matrices.append(Matrix(i, part.shape, part.elements(partition.rank)))
+                        stored.append(part.shared(partition.group))
+                        devices.append(partition.device)
                 executors = select_executors(
-                    params,
-                    places,
-                    [update.momentum_dtype(param) for param in params],
+                    [matrix.shape for matrix in matrices],
+                    stored,
+                    [update.momentum_dtype(params[matrix.param]) for matrix in matrices],
+                    devices,
                     max_bucket_bytes=max_bucket_bytes,
                     comm_dtype=comm_dtype,
                 )
+            self.matrices.append(matrices)
             self.executors.append(executors)
         self.lines = [_line(group, i) for group in groups for i in range(len(group["params"]))]
         self.lines.append(f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}")
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+
+def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) -> str | None:
+    """Why a parameter that DeepSpeed has a hand in cannot be stepped."""
+    if partition is not None:
+        return None
+    if hasattr(param, "ds_id"):
+        return "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step()"
+    if group["use_muon"] and len(shape_of(param)) not in (2, 3):
+        return (
+            f"has been replaced by a tensor of shape {shape_of(param)}, in which nothing tells the matrices apart. "
+            "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare"
+        )
+    return None
 
 
 def storage_key(groups: Sequence[Group]) -> list[Any]:
@@ -163,14 +237,15 @@ def agree(
     Raises:
         RuntimeError: every complaint of every rank.
     """
+    stop = functools.partial(refuse, head=layout.head)
     bits = [param.grad is not None for group in groups for param in group["params"]]
     grads = [] if complaints else _grads(groups)
     flags = _flags(grads, may_be_idle)
     if layout.root is None:
-        refuse(complaints)
+        stop(complaints)
         bad, moves = flags.tolist()
         if bad:
-            refuse(_not_finite_names(groups), NOT_FINITE)
+            stop(_not_finite_names(groups), NOT_FINITE)
         return _by_group(groups, bits) if moves else None
 
     from hf_muon.distributed import agreement
@@ -179,15 +254,15 @@ def agree(
     fingerprint = hashlib.blake2b("\n".join([layout.digest, *options]).encode(), digest_size=7).digest()
     heard = agreement.exchange_words(layout.root, int.from_bytes(fingerprint, "big"), bool(complaints), flags, bits)
     if any(said.complains for said in heard):
-        refuse(_together(agreement.exchange_texts(layout.root, complaints)))
+        stop(_together(agreement.exchange_texts(layout.root, complaints)))
     if len({said.fingerprint for said in heard}) > 1:
-        refuse(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
+        stop(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
     if any(said.bits != heard[0].bits for said in heard):
         bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
-        refuse(_together(agreement.exchange_texts(layout.root, parting)))
+        stop(_together(agreement.exchange_texts(layout.root, parting)))
     if any(said.flags[0] for said in heard):
         names = _not_finite_names(groups) if flags[0].item() else []
-        refuse(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
+        stop(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
     return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
 
 
@@ -208,13 +283,11 @@ NOT_FINITE = (
 )
 
 
-def refuse(complaints: Sequence[str], advice: str = "") -> None:
+def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
     """Raise if there are complaints."""
     if complaints:
         lines = [*complaints[:10], *([f"and {len(complaints) - 10} more"] if len(complaints) > 10 else [])]
-        raise RuntimeError(
-            "Muon refuses this step; weights and moments are as they were:\n  - " + "\n  - ".join(lines) + advice
-        )
+        raise RuntimeError(head + ":\n  - " + "\n  - ".join(lines) + advice)
 
 
 def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_muon.config import MuonConfig
+from hf_muon.distributed.base import shape_of
 
 # Besides LoRA factors, which have an option of their own.
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
@@ -57,7 +59,7 @@ class Route:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
+        return shape_of(self.parameter)
 
 
 def is_lora(name: str) -> bool:
@@ -107,8 +109,7 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        # Under DeepSpeed's zero.Init the parameter itself is empty.
-        return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape))
+        return shape_of(self.parameter)
 
 
 def _places(model: nn.Module) -> list[_Place]:
@@ -291,7 +292,7 @@ def _is_router(place: _Place) -> bool:
             continue
         if _GATE.match(part):
             return True
-        sizes = {p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3}
+        sizes = {shape[0] for p in experts.parameters(recurse=False) if len(shape := shape_of(p)) == 3}
         sizes |= {len(experts)} if isinstance(experts, (nn.ModuleList, nn.ModuleDict)) else set()
         if depth == 0 and len(place.shape) == 2 and place.shape[0] in sizes:
             return True
@@ -400,7 +401,7 @@ def table(routes: Sequence[Route]) -> str:
     for route in routes:
         folded = re.sub(r"(?<=\.)\d+(?=\.)", "*", route.name)
         key = (folded, "x".join(map(str, route.shape)) or "scalar", "muon" if route.use_muon else "adamw", route.reason)
-        rows.setdefault(key, []).append(route.parameter.numel())
+        rows.setdefault(key, []).append(math.prod(route.shape))
     cells = [("parameter", "shape", "count", "optimizer", "reason")]
     cells += [(name, shape, str(len(sizes)), to, reason) for (name, shape, to, reason), sizes in rows.items()]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
@@ -411,9 +412,9 @@ def table(routes: Sequence[Route]) -> str:
 
 def totals(routes: Sequence[Route]) -> list[str]:
     """Two lines: how many parameters and weights go to Muon and to AdamW."""
-    weights = sum(route.parameter.numel() for route in routes) or 1
+    weights = sum(math.prod(route.shape) for route in routes) or 1
     lines = []
     for name, use_muon in (("muon", True), ("adamw", False)):
-        chosen = [route.parameter.numel() for route in routes if route.use_muon == use_muon]
+        chosen = [math.prod(route.shape) for route in routes if route.use_muon == use_muon]
         lines.append(f"{name}: {len(chosen)} parameters, {sum(chosen):,} weights ({sum(chosen) / weights:.1%})")
     return lines

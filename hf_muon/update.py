@@ -69,7 +69,7 @@ def apply_directions_(
         (half if param.dtype.itemsize < 4 else full).append(i)
     if full:
         whole = [params[i] for i in full]
-        moves = [directions[i].to(params[i].dtype) for i in full]
+        moves = [directions[i].to(params[i]) for i in full]  # from where they were computed to where they are stored
         torch._foreach_mul_(moves, [-lr * scales[i] for i in full])
         if weight_decay:
             torch._foreach_mul_(whole, 1 - lr * weight_decay)

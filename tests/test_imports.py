@@ -21,13 +21,15 @@ ORDER = [
     ["newton_schulz", "distributed.base", "distributed.layout", "distributed.ownership", "distributed.agreement"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
     ["distributed.select", "routing"],
+    ["distributed.zero"],
     ["distributed"],
     ["checkpoint"],
     ["preflight"],
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.transformers", "cli_convert"],
+    ["integrations", "integrations.deepspeed", "cli_convert"],
+    ["integrations.accelerate", "integrations.transformers"],
     ["integrations.llamafactory", "cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -35,6 +37,7 @@ OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
 ALSO = {
     "cli": {"typer", "rich"},
     "cli_convert": {"typer", "rich", "transformers"},
+    "integrations.deepspeed": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
 }
 

@@ -20,19 +20,24 @@ class NewtonSchulz(Protocol):
 
 
 class Piece(NamedTuple):
-    """What of a parameter is stepped at once: all that this rank stores of it, or some matrices of a stack.
+    """What of a parameter is stepped at once: all that this rank stores of it, or some of that.
 
     Attributes:
-        param: the parameter's position in its param group.
-        matrices: which matrices of the locally stored stack; None for a single matrix.
+        param: the parameter's position among those of its param group.
+        local: which matrices of the stored stack, or which elements of the stored slice; None for all.
     """
 
     param: int
-    matrices: slice | None = None
+    local: slice | None = None
 
     def of(self, local: Tensor) -> Tensor:
         """The piece of a tensor that is stored like the parameter; a view."""
-        return local if self.matrices is None else local[self.matrices]
+        return local if self.local is None else local[self.local]
+
+
+def shape_of(param: Tensor) -> tuple[int, ...]:
+    """A parameter's whole shape; one that DeepSpeed's zero.Init has partitioned is empty itself."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
@@ -83,11 +88,6 @@ def storage_complaint(param: Tensor) -> str | None:
         return (
             "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
             "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2"
-        )
-    if hasattr(param, "ds_id"):
-        return (
-            "is partitioned by DeepSpeed ZeRO-3, which this version of hf_muon does not step. Train with FSDP2 or DDP, "
-            "without a DeepSpeed config"
         )
     if param.is_sparse or param.is_complex() or not param.is_floating_point():
         return f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense floating point tensors"

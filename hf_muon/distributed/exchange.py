@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
-from hf_muon.distributed.layout import Ranges, Region, length
-from hf_muon.distributed.ownership import Run, Unit, assign_owners
+from hf_muon.distributed.layout import Ranges, Stored
+from hf_muon.distributed.ownership import Unit, assign_owners
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Block:
 
     Attributes:
         piece: where that rank finds it.
+        stored: its shape there.
         shape: of the data, ``(b, rows, columns)``.
         matrices: positions in the batch.
         rows: indices of its rows in each whole matrix.
@@ -28,6 +29,7 @@ class Block:
     """
 
     piece: Piece
+    stored: tuple[int, ...]
     shape: tuple[int, int, int]
     matrices: slice
     rows: Ranges
@@ -71,10 +73,14 @@ class Pattern:
         holders: ranks that store all of it.
     """
 
-    def __init__(self, unit: Unit, regions: Sequence[Sequence[Region]]) -> None:
+    def __init__(self, unit: Unit, regions: Sequence[Sequence[Stored]]) -> None:
         ranks = len(regions[0])
         self.stored = [
-            sum(_shared(run, region[rank]) for run, region in zip(unit.runs, regions, strict=True))
+            sum(
+                part.numel
+                for run, region in zip(unit.runs, regions, strict=True)
+                for part in region[rank].parts(run.start, run.stop)
+            )
             for rank in range(ranks)
         ]
         self.on_ranks = torch.tensor(self.stored)
@@ -82,7 +88,7 @@ class Pattern:
         self.holders = tuple(rank for rank, numel in enumerate(self.stored) if numel == unit.numel)
         self._position = [0] * ranks
         self._replicas = [0] * ranks
-        alike: dict[tuple[Region, ...], list[int]] = {}
+        alike: dict[tuple[Stored, ...], list[int]] = {}
         for rank in range(ranks):
             alike.setdefault(tuple(region[rank] for region in regions), []).append(rank)
         for members in alike.values():
@@ -94,23 +100,6 @@ class Pattern:
         return self.stored[rank] > 0 and self._position[owner] % self._replicas[rank] == self._position[rank]
 
 
-def _shared(run: Run, region: Region) -> int:
-    rows, columns = region.dims[-2:]
-    stack = sum(count for _, _, count in _overlaps(region.dims[0], run)) if len(region.dims) == 3 else 1
-    return stack * length(rows) * length(columns)
-
-
-def _overlaps(stored: Ranges, run: Run) -> Iterator[tuple[slice, int, int]]:
-    """Where the matrices of a run lie in a stored stack: local positions, offset in the run, how many."""
-    position = 0
-    for start, stop in stored:
-        lower, upper = max(start, run.start), min(stop, run.stop)
-        if lower < upper:
-            local = position + lower - start
-            yield slice(local, local + upper - lower), lower - run.start, upper - lower
-        position += stop - start
-
-
 class Storage:
     """Who stores what of some parameters.
 
@@ -120,7 +109,7 @@ class Storage:
         ranks: number of ranks.
     """
 
-    def __init__(self, regions: Mapping[int, Sequence[Region]], ranks: int) -> None:
+    def __init__(self, regions: Mapping[int, Sequence[Stored]], ranks: int) -> None:
         self.regions = regions
         self.ranks = ranks
         self._patterns: dict[tuple[tuple[int, int, int], ...], Pattern] = {}
@@ -137,16 +126,11 @@ class Storage:
         blocks = []
         position = 0
         for run in unit.runs:
-            dims = self.regions[run.param][rank].dims
-            rows, columns = dims[-2:]
-            found: list[tuple[slice | None, int, int]] = [(None, 0, 1)]
-            if len(dims) == 3:
-                found = [(local, first, count) for local, first, count in _overlaps(dims[0], run)]
-            for local, first, count in found:
-                shape = (count, length(rows), length(columns))
-                if math.prod(shape):
-                    at = slice(position + first, position + first + count)
-                    blocks.append(Block(Piece(run.param, local), shape, at, rows, columns))
+            for part in self.regions[run.param][rank].parts(run.start, run.stop):
+                if part.numel:
+                    first = position + part.first
+                    piece, matrices = Piece(run.param, part.local), slice(first, first + part.count)
+                    blocks.append(Block(piece, part.stored, part.shape, matrices, part.rows, part.columns))
             position += run.stop - run.start
         return blocks
 
@@ -211,7 +195,7 @@ class _Bucket:
                 completed[owner].append(len(self.pieces))
                 self.arrive[owner] += block.numel
                 self.pieces.append(block.piece)
-                self.shapes.append(block.shape if block.piece.matrices else block.shape[1:])
+                self.shapes.append(block.stored)
             if owner != rank:
                 continue
             for other in range(ranks):
@@ -255,7 +239,8 @@ class Exchange:
         storage: who stores what.
         wire: dtype in which updates travel. Directions travel in the one that Newton-Schulz has computed them in, which
             loses nothing, or in this one if it is shorter.
-        device: of the updates.
+        device: where matrices are orthogonalized. Updates may come from another one (offload), directions do not go
+            back to it.
         max_bucket_bytes: bound on what is in flight at once on a rank, in both directions. An owner holds at least one
             unit beside that, which is one matrix, or up to 16 MiB of small ones.
     """
@@ -389,7 +374,7 @@ class Exchange:
     def _gather(self, bucket: _Bucket, updates_of: UpdatesOf) -> _Transfer:
         updates = updates_of(bucket.pieces)
         parts = [updates[i].reshape(-1).to(self.wire) for i in bucket.outgoing]
-        send = torch.cat(parts) if parts else torch.empty(0, dtype=self.wire, device=self.device)
+        send = torch.cat(parts).to(self.device) if parts else torch.empty(0, dtype=self.wire, device=self.device)
         del updates, parts  # before memory is taken for what arrives
         return _Transfer(send, bucket.send, bucket.receive, self.group, alone=not bucket.gathers)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of indices along one tensor dim, in the order in which they are stored."""
@@ -46,6 +46,45 @@ def chunk(ranges: Ranges, parts: int, which: int) -> Ranges:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some rows and columns of some matrices of a stack, and where a rank finds them in what it stores.
+
+    Attributes:
+        local: matrices of the stored stack, or elements of a stored slice; None for all that is stored.
+        stored: their shape there.
+        first, count: which of the matrices, counted from the first one that was asked for.
+        rows: indices of the rows in each whole matrix.
+        columns: indices of the columns.
+    """
+
+    local: slice | None
+    stored: tuple[int, ...]
+    first: int
+    count: int
+    rows: Ranges
+    columns: Ranges
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.count, length(self.rows), length(self.columns)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Stored(Protocol):
+    """What one rank stores of a matrix ``(m, n)`` or of a stack ``(B, m, n)``; equal where ranks store the same."""
+
+    @property
+    def numel(self) -> int: ...
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """What is stored of the matrices `start` to `stop`."""
+        ...
+
+
+@dataclass(frozen=True)
 class Region:
     """What one rank stores of a tensor: indices along each dim."""
 
@@ -58,6 +97,56 @@ class Region:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """See `Stored`."""
+        rows, columns = self.dims[-2:]
+        if len(self.dims) == 2:
+            yield Part(None, self.shape, 0, 1, rows, columns)
+            return
+        position = 0
+        for first, last in self.dims[0]:
+            lower, upper = max(first, start), min(last, stop)
+            if lower < upper:
+                local = slice(position + lower - first, position + upper - first)
+                count = upper - lower
+                yield Part(local, (count, *self.shape[1:]), lower - start, count, rows, columns)
+            position += last - first
+
+
+@dataclass(frozen=True)
+class FlatRegion:
+    """What one rank stores of a matrix, or of a stack of them, as a slice of its elements in row-major order.
+
+    Attributes:
+        matrix: shape ``(m, n)`` of each matrix.
+        start, stop: the elements.
+    """
+
+    matrix: tuple[int, int]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """See `Stored`: the end of a row, whole rows, whole matrices, whole rows, the beginning of a row."""
+        m, n = self.matrix
+        at, end = max(self.start, start * m * n), min(self.stop, stop * m * n)
+        while at < end:
+            matrix, row, column = at // (m * n), at // n % m, at % n
+            left = end - at
+            count, rows, columns = 1, 1, min(n - column, left)
+            if column == 0 and left >= n:
+                rows = min(m - row, left // n)
+                if row == 0 and left >= m * n:
+                    count, rows = left // (m * n), m
+            size = count * rows * columns
+            local = slice(at - self.start, at - self.start + size)
+            yield Part(local, (size,), matrix - start, count, ((row, row + rows),), ((column, column + columns),))
+            at += size
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import Executor, is_dtensor, local_of
-from hf_muon.distributed.layout import Region
+from hf_muon.distributed.base import Executor, is_dtensor
+from hf_muon.distributed.layout import Stored
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.distributed.ownership import make_units
 from hf_muon.distributed.replicated import replicated_regions
@@ -24,7 +24,7 @@ class Shared:
     """A parameter that the ranks of a group store together, each a region of it."""
 
     group: ProcessGroup
-    regions: Sequence[Region]
+    regions: Sequence[Stored]
 
 
 def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None:
@@ -45,9 +45,10 @@ def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None
 
 
 def select_executors(
-    params: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
     places: Sequence[Shared | None],
     dtypes: Sequence[torch.dtype],
+    devices: Sequence[torch.device],
     *,
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None = None,
@@ -55,24 +56,24 @@ def select_executors(
     """Executors that together serve the parameters of a group.
 
     Args:
-        params: ``(m, n)`` matrices and ``(B, m, n)`` stacks.
+        shapes: whole shapes, ``(m, n)`` of matrices and ``(B, m, n)`` of stacks.
         places: of each parameter, as by `shared`.
         dtypes: of each parameter's updates.
+        devices: where each parameter is orthogonalized.
         max_bucket_bytes: bound on bytes in flight.
         comm_dtype: dtype in which updates travel; None for their own.
     """
-    devices = [local_of(param).device for param in params]
     kinds: list[Hashable] = [
         (place and place.group, device, dtype) for place, device, dtype in zip(places, devices, dtypes, strict=True)
     ]
-    units = make_units([param.shape for param in params], kinds)
+    units = make_units(shapes, kinds)
     executors: list[Executor] = []
     for kind in dict.fromkeys(kinds):
         mine = [unit for unit in units if kinds[unit.runs[0].param] == kind]
         first = kinds.index(kind)
         place, device = places[first], devices[first]
         if place is None:
-            stacked = [param.ndim == 3 for param in params]
+            stacked = [len(shape) == 3 for shape in shapes]
             executors.append(LocalExecutor(mine, stacked, device, max_bucket_bytes))
             continue
         from hf_muon.distributed.exchange import Exchange, Storage

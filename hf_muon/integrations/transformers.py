@@ -53,6 +53,8 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
         post_init(self, *args, **kwargs)
         if self.optim is member:
             config_from_arguments(self)
+            # An "optimizer" in a DeepSpeed config is used without asking for ours.
+            refuse_deepspeed(self)
 
     arguments.__post_init__ = checked_post_init
 
@@ -179,8 +181,8 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     kind = state.distributed_type.value if state else None
     sequence = [axis for axis in ("cp", "sp") if _size(args, axis) > 1]
     if getattr(args, "deepspeed", None) or _truthy("ACCELERATE_USE_DEEPSPEED") or kind == "DEEPSPEED":
-        asked = "DeepSpeed in this version of hf_muon"
-    elif _truthy("ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
+        refuse_deepspeed(args)
+    if _truthy("ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         asked = "Megatron-LM, which brings an optimizer of its own"
     elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
         asked = "SageMaker's model parallelism"
@@ -301,6 +303,18 @@ def _fsdp_version(args: TrainingArguments) -> int:
 def _offloads(fsdp_plugin: Any) -> bool:
     """Newton-Schulz would run on the CPU, and pieces travel over a backend that the process group may not have."""
     return type(getattr(fsdp_plugin, "cpu_offload", None)).__name__ == "CPUOffloadPolicy"
+
+
+def refuse_deepspeed(args: TrainingArguments) -> None:
+    """Raise where a DeepSpeed config, if there is one, holds something that Muon does not go with.
+
+    Raises:
+        RuntimeError: every complaint.
+    """
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        from hf_muon.integrations.deepspeed import refuse_arguments
+
+        refuse_arguments(args)
 
 
 def _truthy(variable: str) -> bool:

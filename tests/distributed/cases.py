@@ -177,7 +177,7 @@ def counted_step(rank, layout, shapes=DEEP, **options):
     optimizer = Muon(params, ns_dtype="fp32", **options)
     with Counted() as counted:
         optimizer.step()
-    rounds = [getattr(executor, "_planned", (0, []))[1] for executor in optimizer._layout.executors[0]]
+    rounds = [getattr(executor, "_planned", (0, []))[1] for executor in optimizer._layout().executors[0]]
     return {
         "flops": counted.flops,
         "bytes": counted.bytes,

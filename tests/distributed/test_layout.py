@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_muon.distributed.layout import Region, chunk, cut, length, regions, whole
+from hf_muon.distributed.layout import FlatRegion, Region, chunk, cut, length, regions, whole
+from hf_muon.distributed.zero import partition_bounds
 
 placements = st.one_of(
     st.builds(Replicate),
@@ -66,3 +67,36 @@ def test_ranges():
     assert cut(ranges, 5, 9) == ()
     assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
     assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.data())
+def test_the_parts_of_a_slice_are_boxes_that_hold_its_elements(stack, m, n, data):
+    total = stack * m * n
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    first = data.draw(st.integers(0, stack - 1))
+    last = data.draw(st.integers(first + 1, stack))
+    region = FlatRegion((m, n), start, stop)
+    assert region.numel == stop - start
+    found = {}
+    parts = list(region.parts(first, last))
+    assert len(parts) <= 5
+    for part in parts:
+        box = itertools.product(
+            range(part.first + first, part.first + first + part.count),
+            *([i for a, b in ranges for i in range(a, b)] for ranges in (part.rows, part.columns)),
+        )
+        held = range(part.local.start, part.local.stop)
+        assert part.stored == (part.numel,)
+        found.update(zip(held, [(b * m + row) * n + column for b, row, column in box], strict=True))
+    inside = [element for element in range(start, stop) if first * m * n <= element < last * m * n]
+    assert found == {element - start: element for element in inside}
+
+
+@given(st.integers(0, 30), st.integers(1, 12), st.integers(1, 4), st.integers(0, 20))
+def test_partitions_hold_every_element_once(numel, size, ranks, offset):
+    bounds = partition_bounds(numel, size, ranks, offset)
+    flat = [i - offset for i in range(size * ranks)]
+    for rank, (first, last) in enumerate(bounds):
+        held = [i for i in flat[rank * size : (rank + 1) * size] if 0 <= i < numel]
+        assert list(range(first, last)) == held

@@ -1,0 +1,79 @@
+"""Flat partitions of DeepSpeed ZeRO: slices of parameters, end to end, in the place of the parameters themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_muon.distributed.layout import FlatRegion
+from hf_muon.distributed.select import Shared
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What of one parameter the partitions of all ranks hold.
+
+    Attributes:
+        shape: of the whole parameter.
+        bounds: for each rank, the first element that its partition holds, in row-major order, and the one after the
+            last; equal where it holds none.
+        start: where this rank's elements begin in its partition.
+    """
+
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    start: int
+
+    def elements(self, rank: int) -> slice:
+        """Where the partition of this rank holds them."""
+        first, last = self.bounds[rank]
+        return slice(self.start, self.start + last - first)
+
+    def shared(self, group: ProcessGroup) -> Shared:
+        """The same as who stores which region of a matrix or stack."""
+        matrix = (self.shape[-2], self.shape[-1])
+        return Shared(group, tuple(FlatRegion(matrix, first, last) for first, last in self.bounds))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One flat tensor in a param group, and the slices that it is made of.
+
+    Attributes:
+        group: the ranks that hold the other partitions of the same parameters.
+        rank: this rank's place there.
+        slices: in the order of the param group before partitioning, which is the order of a single process.
+        device: where matrices are orthogonalized; the partition itself may be offloaded.
+        last: whether it is the last one of its param group to be stepped.
+    """
+
+    group: ProcessGroup
+    rank: int
+    slices: Sequence[Slice]
+    device: torch.device
+    last: bool = True
+
+
+Partitions = Mapping[Tensor, Partition]
+"""Partitions by the flat tensors that stand in param groups. A partition of an AdamW group has no slices."""
+
+
+def partition_bounds(numel: int, size: int, ranks: int, offset: int = 0) -> tuple[tuple[int, int], ...]:
+    """Which elements of a parameter lie in each of the equal parts that a flat tensor is cut into.
+
+    Args:
+        numel: of the parameter.
+        size: elements of a part.
+        ranks: number of parts.
+        offset: where the parameter begins in the flat tensor.
+    """
+    edges = [min(max(rank * size - offset, 0), numel) for rank in range(ranks + 1)]
+    return tuple(itertools.pairwise(edges))

@@ -1,0 +1,77 @@
+"""What does not work is an error, never something else in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_muon.integrations.deepspeed import config_complaints, refuse_config
+from tests.deepspeed.cases import complaint
+
+REFUSED = {
+    "optimizer": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+    "AutoTP": {"tensor_parallel": {"autotp_size": 2}},
+    "zenflow": {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+    "MiCS": {"zero_optimization": {"mics_shard_size": 2}},
+    "hpZ": {"zero_optimization": {"zero_hpz_partition_size": 2}},
+    "quantized_weights": {"zero_optimization": {"zero_quantized_weights": True}},
+    "quantized_gradients": {"zero_optimization": {"zero_quantized_gradients": True}},
+    "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
+    "ratio": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    "super_offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+    "nvme": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+    "offload_param": {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+    "master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "float16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "universal": {"checkpoint": {"load_universal": True}},
+    "expert_parallel": {"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_was_not_shown_to_work_is_refused_by_name(word):
+    with pytest.raises(RuntimeError, match=word):
+        refuse_config(REFUSED[word])
+
+
+def test_what_is_said_by_default_is_not_refused():
+    zero = {
+        "stage": 3,
+        "mics_shard_size": -1,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "reduce_bucket_size": "auto",
+        "offload_optimizer": {"device": "cpu", "ratio": 1.0, "pin_memory": True},
+    }
+    config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+    assert list(config_complaints(config)) == []
+    assert list(config_complaints({})) == []
+
+
+def test_an_offloaded_optimizer_that_is_not_ours(ranks):
+    assert all("steps with AdamW, and not with the Muon" in found for found in ranks.run(complaint, fault="swapped"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("subclass", "does not know how OtherZeroOptimizer of DeepSpeed"),
+        ("renamed", "in a way that this version of hf_muon does not know"),
+        ("moved", "weight is not where it was read to be"),
+    ],
+)
+def test_a_layout_that_is_not_known(ranks, fault, words, stage):
+    for found in ranks.run(complaint, fault=fault, stage=stage):
+        assert words in found
+
+
+def test_deepspeed_started_without_us(ranks):
+    for found in ranks.run(complaint, fault="started without us"):
+        assert "start it with hf_muon.integrations.deepspeed.initialize" in found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_partitions_without_a_matrix(ranks, stage):
+    """One small matrix: nothing of it lies on the second rank, or nothing but a part of one row."""
+    options = {"adamw_patterns": r"blocks|experts"}
+    assert ranks.run(complaint, fault=None, stage=stage, **options) == [None, None]
