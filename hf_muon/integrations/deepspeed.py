@@ -29,7 +29,7 @@ Config = Mapping[str, Any]
 def config_complaints(config: Config) -> Iterator[str]:
     """What of a DeepSpeed config does not go with Muon, and what to do instead."""
     zero = _section(config, "zero_optimization")
-    stage, optimizer = zero.get("stage", 0), _section(zero, "offload_optimizer")
+    optimizer = _section(zero, "offload_optimizer")
     if "optimizer" in config:
         kind = _section(config, "optimizer").get("type", "an optimizer")
         yield f'"optimizer" ({kind}), which would be used and Muon would not. Remove it from the config'
@@ -54,7 +54,7 @@ def config_complaints(config: Config) -> Iterator[str]:
         yield "zero_optimization.offload_optimizer.device nvme. Use cpu"
     if _section(zero, "offload_param").get("device") == "nvme":
         yield "zero_optimization.offload_param.device nvme. Use cpu"
-    if config.get("expert_parallel") and stage:
+    if "expert_parallel" in config and _section(config, "expert_parallel").get("enabled") is not False:
         yield "expert_parallel"
     for precision in ("fp16", "bf16", "bfloat16"):
         for name in (f"{precision}_master_weights_and_grads", f"{precision}_optimizer_states"):
@@ -180,8 +180,8 @@ def attach(engine: Any, optimizer: Muon) -> None:
             '"optimizer" from its config, and set "zero_force_ds_cpu_optimizer" to false'
         )
     refuse_config(engine.config)
-    if getattr(engine, "has_moe_layers", False):
-        raise RuntimeError("Muon does not run with DeepSpeed's own layers of experts (deepspeed.moe)")
+    if complaint := _engine_complaint(engine):
+        raise RuntimeError(f"Muon does not run with {complaint}")
     device = torch.device(get_accelerator().current_device_name())
     reader = _reader(wrapper)
     if reader is None:
@@ -195,6 +195,19 @@ def attach(engine: Any, optimizer: Muon) -> None:
         _prove(wrapper, found)
         optimizer.partitions = {flat: partition for flat, partition, _ in found}
     optimizer.reset_layouts()
+
+
+def _engine_complaint(engine: Any) -> str | None:
+    """What of an engine does not go with Muon, and no config says."""
+    if type(engine).__name__ != "DeepSpeedEngine":
+        return f"DeepSpeed's {type(engine).__name__}"
+    if getattr(engine, "has_moe_layers", False):
+        return "DeepSpeed's own layers of experts (deepspeed.moe)"
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        size = getattr(getattr(engine, "mpu", None), name, None)
+        if size is not None and size() > 1:
+            return "model parallelism (mpu), in which each rank holds a part of a matrix before ZeRO cuts it"
+    return None
 
 
 class _UnlikeError(Exception):

@@ -23,7 +23,7 @@ REFUSED = {
     "master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "float16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
     "universal": {"checkpoint": {"load_universal": True}},
-    "expert_parallel": {"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": True}},
+    "expert_parallel": {"expert_parallel": {"enabled": True}},
 }
 
 
