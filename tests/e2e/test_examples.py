@@ -46,6 +46,7 @@ TRL = "trl_qwen3_sft.yaml"
 TRAINER = "trainer_qwen3_pretrain.yaml"
 LLAMAFACTORY_FSDP2 = "llamafactory_qwen3_fsdp2.yaml"
 TRAINER_FSDP2 = "trainer_qwen3_fsdp2.yaml"
+ACCELERATE_VERSION = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 ACCELERATE = ("accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml")
 CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on CPU
 
@@ -277,6 +278,9 @@ TINY = {
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    ACCELERATE_VERSION < (1, 13), reason="no HSDP here, and transformers takes no state_dict_type from fsdp_config"
+)
 def test_fsdp2_and_hsdp_equal_one_process(tiny_model: Path, tmp_path: Path) -> None:
     """The Trainer's own FSDP2 on two processes and accelerate's config files on four, against one process."""
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
