@@ -424,7 +424,9 @@ class TestRefusedLayouts:
     def test_deepspeed(self, tmp_path, monkeypatch):
         args = arguments(tmp_path)
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        with pytest.raises(RuntimeError, match="does not run under DeepSpeed in this version"):
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model())
+        args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+        with pytest.raises(RuntimeError, match="does not run with this DeepSpeed config"):
             Trainer.get_optimizer_cls_and_kwargs(args, model())
 
     @pytest.mark.parametrize("axis", ["tp", "cp", "sp", "dp_shard"])
@@ -441,7 +443,7 @@ class TestRefusedLayouts:
 
     def test_fields_of_the_arguments(self, tmp_path):
         args = arguments(tmp_path)
-        args.deepspeed = {"zero_optimization": {"stage": 2}}
+        args.fsdp = ["full_shard"]
         with pytest.raises(RuntimeError, match="Train on one process or with DDP"):
             Trainer.get_optimizer_cls_and_kwargs(args, model())
 
