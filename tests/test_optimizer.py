@@ -370,8 +370,9 @@ def test_sharded_parameters_are_refused_with_what_to_do():
         Muon([flat])
     partitioned = nn.Parameter(torch.randn(4, 4))
     partitioned.ds_id = 1
-    with pytest.raises(RuntimeError, match="partitioned by DeepSpeed ZeRO-3"):
-        Muon([partitioned])
+    optimizer = Muon([partitioned])  # before DeepSpeed wraps it
+    with pytest.raises(RuntimeError, match="partitioned by DeepSpeed ZeRO-3, and stepped without it"):
+        optimizer.step()
 
 
 def test_unreduced_dtensors_are_refused_also_when_swapped_in_later():

@@ -188,8 +188,9 @@ def attach(engine: Any, optimizer: Muon) -> None:
         # ZeRO-0: whole parameters, or their fp32 copies, on every rank.
         optimizer.replicate_group, optimizer.partitions = _group_of(engine), None
     else:
+        names = {param: name for name, param in engine.module.named_parameters()}
         try:
-            found = [(flat, Partition(**about, device=device), proof) for flat, about, proof in reader(wrapper)]
+            found = [(flat, Partition(**about, device=device), proof) for flat, about, proof in reader(wrapper, names)]
         except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise RuntimeError(f"{_unknown(wrapper)}: {type(error).__name__}: {error}") from error
         _prove(wrapper, found)
@@ -203,6 +204,13 @@ def _engine_complaint(engine: Any) -> str | None:
         return f"DeepSpeed's {type(engine).__name__}"
     if getattr(engine, "has_moe_layers", False):
         return "DeepSpeed's own layers of experts (deepspeed.moe)"
+    scale = getattr(engine.optimizer, "loss_scale", 1)
+    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.bfloat16_enabled() and scale != 1:
+        # Seen in 0.18.4: gradients become so small that AdamW's eps outweighs them and clipping never applies.
+        return (
+            f"ZeRO-0 in bf16 in {_version()}, which divides gradients by a loss scale of {scale} that the loss was not "
+            "multiplied by. Use ZeRO-1, or another version of DeepSpeed"
+        )
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = getattr(getattr(engine, "mpu", None), name, None)
         if size is not None and size() > 1:
@@ -222,11 +230,13 @@ def _expect(holds: bool, otherwise: str) -> None:
 Truth = tuple[str, Slice, Tensor]
 """A parameter's name, its slice, and what the parameter itself says that the slice holds."""
 
+Names = Mapping[Tensor, str]
+
 Found = tuple[Tensor, dict[str, Any], Sequence[Truth]]
 """A partition: the flat tensor, what `Partition` says of it, and what proves it."""
 
 
-def _reader(wrapper: Any) -> Callable[[Any], Iterator[Found]] | None:
+def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Found]] | None:
     """What reads the layout of a DeepSpeed optimizer; None where parameters are whole.
 
     Raises:
@@ -235,7 +245,7 @@ def _reader(wrapper: Any) -> Callable[[Any], Iterator[Found]] | None:
     if isinstance(wrapper, Muon):
         return None
     home = f"{type(wrapper).__module__}.{type(wrapper).__name__}".removeprefix("deepspeed.runtime.")
-    readers: dict[str, Callable[[Any], Iterator[Found]] | None] = {
+    readers: dict[str, Callable[[Any, Names], Iterator[Found]] | None] = {
         "fp16.unfused_optimizer.FP16_UnfusedOptimizer": None,
         "zero.stage_1_and_2.DeepSpeedZeroOptimizer": _read_stage_1_and_2,
         "bf16_optimizer.BF16_Optimizer": _read_bf16,
@@ -246,16 +256,16 @@ def _reader(wrapper: Any) -> Callable[[Any], Iterator[Found]] | None:
     return readers[home]
 
 
-def _read_stage_1_and_2(zero: Any) -> Iterator[Found]:
-    yield from _contiguous(zero, zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups)
+def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Found]:
+    yield from _contiguous(zero, names, zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups)
 
 
-def _read_bf16(zero: Any) -> Iterator[Found]:
-    yield from _contiguous(zero, zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition)
+def _read_bf16(zero: Any, names: Names) -> Iterator[Found]:
+    yield from _contiguous(zero, names, zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition)
 
 
 def _contiguous(
-    zero: Any, groups: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], partitions: Sequence[Tensor]
+    zero: Any, names: Names, groups: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], partitions: Sequence[Tensor]
 ) -> Iterator[Found]:
     """A param group is one flat tensor, of which its parameters are views, and which is cut into equal partitions.
 
@@ -279,12 +289,12 @@ def _contiguous(
                 bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
                 first, last = bounds[rank]
                 part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0))
-                truths.append((zero.param_names[param], part, param.detach().reshape(-1)[first:last]))
+                truths.append((names[param], part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
 
-def _read_stage_3(zero: Any) -> Iterator[Found]:
+def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
     """Parameters are cut into equal parts each; a rank's parts of a sub-group's parameters stand end to end."""
     import deepspeed
     import torch.distributed as dist
@@ -305,7 +315,7 @@ def _read_stage_3(zero: Any) -> Iterator[Found]:
                 first, last = bounds[rank]
                 with deepspeed.zero.GatheredParameters([param]):
                     truth = param.detach().reshape(-1)[first:last].clone()
-                truths.append((zero.param_names[param], Slice(tuple(param.ds_shape), bounds, start), truth))
+                truths.append((names[param], Slice(tuple(param.ds_shape), bounds, start), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]

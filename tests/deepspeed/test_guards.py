@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_muon.integrations.deepspeed import config_complaints, refuse_config
+from hf_muon.integrations.deepspeed import _engine_complaint, config_complaints, refuse_config
 from tests.deepspeed.cases import complaint
 
 REFUSED = {
@@ -68,6 +68,21 @@ def test_a_layout_that_is_not_known(ranks, fault, words, stage):
 def test_deepspeed_started_without_us(ranks):
     for found in ranks.run(complaint, fault="started without us"):
         assert "start it with hf_muon.integrations.deepspeed.initialize" in found
+
+
+def test_gradients_that_an_old_deepspeed_unscales_without_having_scaled():
+    wrapper = type("FP16_UnfusedOptimizer", (), {"loss_scale": 65536})()
+    engine = type("DeepSpeedEngine", (), {"optimizer": wrapper, "bfloat16_enabled": lambda self: True})()
+    assert "loss scale of 65536 that the loss was not multiplied by" in _engine_complaint(engine)
+    wrapper.loss_scale = 1
+    assert _engine_complaint(engine) is None
+
+
+def test_model_parallelism_and_other_engines():
+    mpu = type("Megatron", (), {"get_model_parallel_world_size": lambda self: 2})()
+    engine = type("DeepSpeedEngine", (), {"optimizer": None, "mpu": mpu})()
+    assert "model parallelism" in _engine_complaint(engine)
+    assert "PipelineEngine" in _engine_complaint(type("PipelineEngine", (), {})())
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -462,7 +462,10 @@ class TestRefusedLayouts:
     def test_deepspeed(self, tmp_path, monkeypatch):
         args = arguments(tmp_path)
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        assert "does not run under DeepSpeed in this version" in self.refused(args, model())
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model())
+        args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+        with pytest.raises(RuntimeError, match="does not run with this DeepSpeed config"):
+            Trainer.get_optimizer_cls_and_kwargs(args, model())
 
     def test_megatron(self, tmp_path, monkeypatch):
         args = arguments(tmp_path)
@@ -480,11 +483,6 @@ class TestRefusedLayouts:
         args = arguments(tmp_path)
         args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "cp_size": 1, "sp_size": None})
         assert Trainer.get_optimizer_cls_and_kwargs(args, model())
-
-    def test_fields_of_the_arguments(self, tmp_path):
-        args = arguments(tmp_path)
-        args.deepspeed = {"zero_optimization": {"stage": 2}}
-        assert "Train on one process, with DDP or with FSDP2" in self.refused(args, model())
 
 
 class TestReplicas:
