@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, preflight, update
+from hf_muon import checkpoint, diagnostics, preflight, step_report, update
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, local_of, shape_of, storage_complaint
@@ -216,6 +216,8 @@ class Muon(Optimizer):
                     complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
         # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
         may_be_idle = not self.state and all(float(group["lr"]) == 0 for group in self.param_groups)
+        if not may_be_idle:
+            step_report.tell_once(self, layout)
         active = preflight.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
         if active is None:
             self.init_state()

@@ -25,10 +25,11 @@ ORDER = [
     ["distributed"],
     ["checkpoint"],
     ["preflight"],
+    ["step_report"],
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed", "cli_convert"],
+    ["integrations", "integrations.deepspeed", "integrations.llamafactory_v1", "cli_convert"],
     ["integrations.accelerate", "integrations.transformers"],
     ["integrations.llamafactory", "cli"],
 ]
