@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -77,6 +78,14 @@ def llamafactory(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: b
     """Run ``llamafactory-cli train x.yaml key=value ...``."""
     overrides = [f"{key}={_text(value)}" for key, value in settings.items()]
     return run([BIN / "llamafactory-cli", "train", path, *overrides], cwd=cwd, fails=fails, **variables)
+
+
+def v1_has_top_level_keys() -> bool:
+    """Whether the LLaMA-Factory here is newer than 0.9.5: with cp_size at the top level, and a muon of its own."""
+    found = importlib.util.find_spec("llamafactory")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
 
 
 def llamafactory_v1(

@@ -31,7 +31,6 @@ class Runs:
         self.folder, self.model = folder, model
         self.shared: dict[str, Any] = {
             "model": str(model),
-            "template": "qwen3_nothink",
             "train_dataset": str(fixtures_text.write_v1_data(folder, data)),
             "cutoff_len": 64,
             "learning_rate": 1e-3,

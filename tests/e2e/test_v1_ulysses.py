@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import fixtures_text
-from tests.e2e.harness import BIN, CPU_V1, ROOT, YAML, distance, read_yaml, run, weights
+from tests.e2e.harness import BIN, CPU_V1, ROOT, YAML, distance, read_yaml, run, v1_has_top_level_keys, weights
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +26,8 @@ SCRIPT = ROOT / "tests" / "e2e" / "v1_ulysses.py"
 
 
 def test_cp_on_two_ranks_equals_cp_off(tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
-    example = read_yaml(YAML / "llamafactory_v1_qwen3_ulysses.yaml")
+    top_level = v1_has_top_level_keys()
+    example = read_yaml(YAML / f"llamafactory_v1_qwen3_ulysses{'_top_level' if top_level else ''}.yaml")
     shared = example | {
         "model": str(tiny_model),
         "flash_attn": "sdpa",
@@ -47,7 +48,7 @@ def test_cp_on_two_ranks_equals_cp_off(tiny_model: Path, llamafactory_data: Path
     for name, processes in (("off", 1), ("on", 2)):
         settings = shared | {"output_dir": str(tmp_path / name)}
         if processes == 1:
-            del settings["dist_config"]
+            settings = {k: v for k, v in settings.items() if k not in ("dist_config", "cp_mode", "cp_size")}
         path, record = tmp_path / f"{name}.json", tmp_path / f"{name}.pt"
         path.write_text(json.dumps(settings), encoding="utf-8")
         launcher = [BIN / "python"] if processes == 1 else [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]
