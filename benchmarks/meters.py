@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -191,3 +192,9 @@ def spread(values: list[float]) -> dict[str, float]:
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else math.fsum(ordered[middle - 1 : middle + 1]) / 2
     return {"median": median, "min": ordered[0], "max": ordered[-1]}
+
+
+def commit(path: str) -> str:
+    """What a checkout is at."""
+    command = ["git", "-C", path, "describe", "--always", "--dirty", "--abbrev=10"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
