@@ -21,6 +21,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon import original_muon
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -33,6 +34,7 @@ deepspeed.utils.logger.setLevel(logging.ERROR)
 logging.getLogger("hf_muon").setLevel(logging.ERROR)
 
 OURS, NATIVE, ADAMW = "hf_muon", "DeepSpeed's Muon", "AdamW"
+NATIVE_STANDARD = "DeepSpeed's Muon, standard form"  # NATIVE is in the Gram form, its default, in fewer products
 LR, DECAY, MOMENTUM, BETAS, EPS, STEPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8, 5
 VOCABULARY = 64
 
@@ -68,8 +70,8 @@ def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], cli
     """A DeepSpeed engine that steps the model.
 
     Args:
-        side: `OURS`, `NATIVE` or `ADAMW`. The last is DeepSpeedCPUAdam where the optimizer is offloaded, and
-            torch's AdamW elsewhere.
+        side: `OURS`, `NATIVE`, `NATIVE_STANDARD` or `ADAMW`. The last is DeepSpeedCPUAdam where the optimizer is
+            offloaded, and torch's AdamW elsewhere.
         stage: of ZeRO.
         zero: more of ``zero_optimization``.
         clipping: largest norm of all gradients; 0 for none.
@@ -80,10 +82,11 @@ def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], cli
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": clipping,
-        # Muon of DeepSpeed's own excludes reduce_scatter. The others are for small models.
         "zero_optimization": {
             "stage": stage,
-            "reduce_scatter": side != NATIVE,
+            "reduce_bucket_size": 1_000_000,  # memory for the largest bucket is taken at once
+            "allgather_bucket_size": 1_000_000,
+            "reduce_scatter": stage < 3 or side not in (NATIVE, NATIVE_STANDARD),  # which it refuses in ZeRO-3
             **({"stage3_param_persistence_threshold": 100, "memory_efficient_linear": False} if stage == 3 else {}),
             **zero,
         },
@@ -94,9 +97,10 @@ def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], cli
         made: Any = initialize(model=model, optimizer=optimizer, config=config)[0]
         return made
     shared = {"lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
-    if side == NATIVE:
-        # Its Gram form, the default, is the one that runs in fp32 on a CPU. torch_adam: the AdamW half in Python.
-        params = {**shared, "momentum": MOMENTUM, "ns_method": "gram", "torch_adam": True}
+    if side in (NATIVE, NATIVE_STANDARD):
+        # torch_adam: torch's AdamW for its other half, too.
+        method = "gram" if side == NATIVE else "standard"
+        params = {**shared, "momentum": MOMENTUM, "ns_method": method, "torch_adam": True}
         config["optimizer"] = {"type": "Muon", "params": params}
     else:
         config["optimizer"] = {"type": "AdamW", "params": {**shared, "torch_adam": "offload_optimizer" not in zero}}
@@ -130,12 +134,12 @@ def start(rank: int, ranks: int, folder: str) -> None:
         timeout=datetime.timedelta(minutes=8),
     )
     deepspeed.init_distributed(dist_backend="gloo")
+    # On a CPU DeepSpeed says that it has bf16, whether or not the hardware multiplies it.
+    original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
 
 
 def machine(commit: str) -> dict[str, Any]:
     """What the figures depend on."""
-    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
-
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
@@ -146,7 +150,6 @@ def machine(commit: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
         "hf_muon": commit,
-        "dtype of DeepSpeed's Newton-Schulz": str(ns_compute_dtype("gram")).removeprefix("torch."),
         "load": os.getloadavg()[0],
         "threads per rank": os.environ["OMP_NUM_THREADS"],
     }
