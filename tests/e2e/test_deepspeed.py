@@ -163,7 +163,7 @@ def trainer_run(name: str, model: Path, data: Path, folder: Path, config: Path |
     else:
         del settings["use_cpu"]
         path.write_text(json.dumps(everything | {"deepspeed": str(config)}), encoding="utf-8")
-        settings |= {"per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+        settings |= {"per_device_train_batch_size": 1}
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
         python(*torchrun, TRAIN, path, *options(settings), cwd=folder, **on_cpu())
     return folder / "out"
