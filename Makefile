@@ -29,7 +29,7 @@ $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafacto
 	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt torch
 	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -r requirements-llamafactory.txt
 	$(LF)/bin/python $(PIP) --no-deps llamafactory==0.9.5
-	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -e ".[test]"
+	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -e ".[test,deepspeed]"
 	# LLaMA-Factory imports torchaudio, which text training never uses and which has no CPU build.
 	@touch "$$($(LF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@

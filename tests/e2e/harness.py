@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -69,6 +70,11 @@ def run(
     return output
 
 
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where a package is not installed, without importing it here."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
 def python(*arguments: object, cwd: Path, fails: bool = False, **variables: str) -> str:
     """Run the running environment's python."""
     return run([sys.executable, *arguments], cwd=cwd, fails=fails, **variables)
@@ -117,6 +123,42 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+# --- what makes an example small
+
+
+def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -> dict[str, Any]:
+    """What makes a LLaMA-Factory example small."""
+    return {
+        "model_name_or_path": model,
+        "dataset_dir": data,
+        "dataset": dataset,
+        "output_dir": output,
+        "max_steps": 3,
+        "bf16": False,
+        "use_cpu": True,
+        "cutoff_len": 64,
+        "gradient_accumulation_steps": 1,
+        "preprocessing_num_workers": None,  # worker processes cost more than they bring here
+        "dataloader_num_workers": 0,
+    }
+
+
+TINY = {
+    "block_size": 64,
+    "eval_fraction": 0.1,
+    "max_steps": 3,
+    "save_steps": 3,
+    "warmup_steps": 1,
+    "learning_rate": 0.001,
+    "optim_args": "ns_dtype=fp32",
+    "gradient_accumulation_steps": 1,
+    "train_sampling_strategy": "sequential",
+    "bf16": False,
+    "use_cpu": True,
+}
+"""The same for examples/train.py."""
 
 
 # --- what a run has saved

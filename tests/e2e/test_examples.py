@@ -10,7 +10,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from tests import fixtures_text
 from tests.e2e.harness import (
     BIN,
     ROOT,
+    TINY,
     YAML,
     assert_resumed,
     assert_routed,
@@ -30,7 +30,9 @@ from tests.e2e.harness import (
     free_port,
     interrupt,
     llamafactory,
+    llamafactory_settings,
     llamafactory_v1,
+    needs,
     options,
     plain_loop,
     python,
@@ -55,6 +57,11 @@ LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2 = "llamafactory_v1_qwen3_sft.yaml", "llam
 LLAMAFACTORY_V1_ULYSSES = ("llamafactory_v1_qwen3_ulysses.yaml", "llamafactory_v1_qwen3_ulysses_top_level.yaml")
 ACCELERATE_VERSION = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 ACCELERATE = ("accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml")
+DEEPSPEED = {  # run in test_deepspeed.py
+    f"{framework}_qwen3_{layout}.yaml"
+    for framework in ("llamafactory", "trainer")
+    for layout in ("zero2", "zero3", "zero3_offload", "zero3_nvme")
+}
 CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on CPU
 
 ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
@@ -79,34 +86,13 @@ EXPECTED = {
 }
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    """Skip where a package is not installed, without importing it here."""
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
-
-
-def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -> dict[str, Any]:
-    """What makes a LLaMA-Factory example small."""
-    return {
-        "model_name_or_path": model,
-        "dataset_dir": data,
-        "dataset": dataset,
-        "output_dir": output,
-        "max_steps": 3,
-        "bf16": False,
-        "use_cpu": True,
-        "cutoff_len": 64,
-        "gradient_accumulation_steps": 1,
-        "preprocessing_num_workers": None,  # worker processes cost more than they bring here
-        "dataloader_num_workers": 0,
-    }
-
-
 # --- the files
 
 
 def test_no_example_is_left_out() -> None:
     here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, TRL, TRAINER, TRAINER_FSDP2, *ACCELERATE}
     here |= {LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2, *LLAMAFACTORY_V1_ULYSSES}
+    here |= DEEPSPEED
     assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}
 
 
@@ -191,7 +177,7 @@ def test_llamafactory_fsdp2(tiny_model: Path, llamafactory_data: Path, tmp_path:
     assert distance(found["two"], found["one"], weights(tiny_model)) < 1e-4
 
 
-# --- TRL
+# --- LLaMA-Factory v1
 
 
 @pytest.mark.slow
@@ -240,6 +226,9 @@ def test_llamafactory_v1_reads_the_ulysses_file_of_its_layout(tmp_path: Path) ->
         return
     assert "read {'name': 'fsdp2', 'cp_mode': 'ulysses', 'cp_size': 2}" in python("-c", code, inside, cwd=tmp_path)
     assert "cp_mode" in python("-c", code, top_level, cwd=tmp_path, fails=True)
+
+
+# --- TRL
 
 
 def trl_has_a_command_line() -> bool:
@@ -318,21 +307,6 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Pat
     interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
     python(TRAIN, YAML / TRAINER, *options(changes | {"output_dir": tmp_path / "resumed"}), cwd=tmp_path)
     assert_resumed(tmp_path / "resumed" / "checkpoint-4", straight)
-
-
-TINY = {
-    "block_size": 64,
-    "eval_fraction": 0.1,
-    "max_steps": 3,
-    "save_steps": 3,
-    "warmup_steps": 1,
-    "learning_rate": 0.001,
-    "optim_args": "ns_dtype=fp32",
-    "gradient_accumulation_steps": 1,
-    "train_sampling_strategy": "sequential",
-    "bf16": False,
-    "use_cpu": True,
-}
 
 
 @pytest.mark.slow
