@@ -254,15 +254,15 @@ def agree(
     fingerprint = hashlib.blake2b("\n".join([layout.digest, *options]).encode(), digest_size=7).digest()
     heard = agreement.exchange_words(layout.root, int.from_bytes(fingerprint, "big"), bool(complaints), flags, bits)
     if any(said.complains for said in heard):
-        stop(_together(agreement.exchange_texts(layout.root, complaints)))
+        stop(together(agreement.exchange_texts(layout.root, complaints)))
     if len({said.fingerprint for said in heard}) > 1:
         stop(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
     if any(said.bits != heard[0].bits for said in heard):
         bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
-        stop(_together(agreement.exchange_texts(layout.root, parting)))
+        stop(together(agreement.exchange_texts(layout.root, parting)))
     if any(said.flags[0] for said in heard):
         names = _not_finite_names(groups) if flags[0].item() else []
-        stop(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
+        stop(together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
     return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
 
 
@@ -274,7 +274,7 @@ def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> lis
     from hf_muon.distributed.agreement import exchange_texts, root_group
     from hf_muon.distributed.dtensor import mesh_group
 
-    return _together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
+    return together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
 
 
 NOT_FINITE = (
@@ -309,7 +309,7 @@ def _option_lines(groups: Sequence[Group]) -> list[str]:
     return lines
 
 
-def _together(texts: Sequence[Sequence[str]]) -> list[str]:
+def together(texts: Sequence[Sequence[str]]) -> list[str]:
     """What ranks say, once each, with the ranks that say it where not all do."""
     ranks: dict[str, list[int]] = {}
     for rank, lines in enumerate(texts):

@@ -28,7 +28,9 @@ ORDER = [
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed", "cli_convert"],
+    ["integrations", "integrations.deepspeed_layout", "cli_convert"],
+    ["integrations.deepspeed_checkpoint"],
+    ["integrations.deepspeed"],
     ["integrations.accelerate", "integrations.transformers"],
     ["integrations.llamafactory", "cli"],
 ]
@@ -38,6 +40,7 @@ ALSO = {
     "cli": {"typer", "rich"},
     "cli_convert": {"typer", "rich", "transformers"},
     "integrations.deepspeed": {"deepspeed"},
+    "integrations.deepspeed_layout": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
 }
 

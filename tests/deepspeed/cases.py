@@ -59,13 +59,32 @@ class Model(nn.Module):
         return self.lm_head(self.norm(self.experts(x)))
 
 
+class Wide(nn.Module):
+    """Some partitions large enough for DeepSpeed to swap, 1 MiB a rank, in both halves, and some that stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1100, 241)
+        self.up, self.down = nn.Linear(241, 1030, bias=False), nn.Linear(1030, 241, bias=False)
+        self.unused = nn.Linear(241, 6, bias=False)
+        self.up2, self.down2 = nn.Linear(241, 1030, bias=False), nn.Linear(1030, 241, bias=False)
+        self.norm = nn.LayerNorm(241)
+        self.lm_head = nn.Linear(241, 1100, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.down(torch.tanh(self.up(x)))
+        x = x + self.down2(torch.tanh(self.up2(x)))
+        return self.lm_head(self.norm(x))
+
+
 def loss_of(model, tokens):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def made(dtype="float32", frozen=False):
+def made(dtype="float32", frozen=False, wide=False):
     torch.manual_seed(0)
-    model = Model().to(getattr(torch, dtype))
+    model = (Wide if wide else Model)().to(getattr(torch, dtype))
     if frozen:
         model.blocks[1].requires_grad_(False)
         model.embed.requires_grad_(False)
@@ -78,13 +97,15 @@ def tokens_of(step, micro, accumulate, place, shards):
     return rows.chunk(shards)[place]
 
 
-def single(last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, clip_directions=False, **options):
+def single(
+    last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, wide=False, clip_directions=False, **options
+):
     """Steps of one process: fp32 master weights, gradients in the model's dtype, clipping before the step.
 
     With `clip_directions`, what a clipped direction would give instead: the raw gradients, and a smaller step.
     """
-    model = made(dtype, frozen)
-    masters = made("float32", frozen)
+    model = made(dtype, frozen, wide)
+    masters = made("float32", frozen, wide)
     masters.load_state_dict(model.state_dict())
     optimizer = build_optimizer(masters, {**OPTIONS, **options})
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
@@ -131,9 +152,20 @@ def rank_of_environment():
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
 
 
-def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False, zero_init=False, zero=None, **options):
+def engine_of(
+    stage,
+    dtype="float32",
+    accumulate=1,
+    clipping=None,
+    frozen=False,
+    wide=False,
+    zero_init=False,
+    zero=None,
+    **options,
+):
     """An engine over the model, started as a script does."""
     rank_of_environment()
+    deepspeed.zero.Init.param_id = 0  # as in a process of its own; swap files have names by these numbers
     zero = dict(zero or {})
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 100)
@@ -141,16 +173,16 @@ def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False,
     config = config_of(stage, dtype, accumulate, clipping, zero)
     config.update(options.pop("config", {}))
     if zero_init:
-        whole = made(dtype, frozen)
+        whole = made(dtype, frozen, wide)
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = Model()
+            model = (Wide if wide else Model)()
         for target, source in zip(model.parameters(), whole.parameters(), strict=True):
             target.requires_grad_(source.requires_grad)
             with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
                 if dist.get_rank() == 0:
                     target.data.copy_(source.data)
     else:
-        model = made(dtype, frozen)
+        model = made(dtype, frozen, wide)
     optimizer = build_optimizer(model, {**OPTIONS, **options})
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
     return engine, optimizer
