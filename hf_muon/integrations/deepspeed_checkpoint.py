@@ -95,7 +95,7 @@ def _complaints(engine: Any, optimizer: Muon, folder: Path, found: dict[str, Any
             found["zero"] = _read(engine._get_zero_ckpt_name(where, tag))["optimizer_state_dict"]
             stage, own = int(found["zero"].get("zero_stage", 0)), engine.zero_optimization_stage()
             if (stage == 3) != (own == 3):
-                yield f"{folder} was written by ZeRO-{stage}. This run is ZeRO-{own}, which cuts otherwise. Use the same"
+                yield f"{folder} was written by ZeRO-{stage}; ZeRO-{own} cuts otherwise. Use stage {stage}"
                 return
             saved = found["zero"].get("base_optimizer_state", found["zero"].get("optimizer_state_dict"))
         else:

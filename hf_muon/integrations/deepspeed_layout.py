@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,9 +153,11 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
         if swapped:
             zero._optimizer_states_and_gradient_swap_in(i)
         truths: list[Truth] = []
+        places: list[tuple[Any, slice]] = []
         start = 0
         for param in params:
             size = param.partition_numel()
+            places.append((zero.get_param_id(param), slice(start, start + size)))
             if param_group["use_muon"]:
                 bounds = partition_bounds(param.ds_numel, size, ranks)
                 first, last = bounds[rank]
@@ -165,12 +168,20 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]
         last_one = home[i] not in home[i + 1 :]
-        yield flat, {"group": process_group, "rank": rank, "slices": slices, "last": last_one}, truths
+        about = {"group": process_group, "rank": rank, "slices": slices, "last": last_one}
+        if zero.offload_optimizer:
+            about["without_gradient"] = functools.partial(_without_gradient, zero, places)
+        yield flat, about, truths
         if swapped:
             # DeepSpeed reads from a checkpoint what it knows to be swapped, and that is what there is by then.
             with standing(param_group, flat):
                 zero.optimizer.init_state()
             zero._optimizer_states_and_gradient_swap_out(i)
+
+
+def _without_gradient(zero: Any, places: Sequence[tuple[Any, slice]]) -> list[slice]:
+    """Where DeepSpeed has not written a gradient in this step: what is left there is of other steps or tensors."""
+    return [elements for param, elements in places if param not in zero.norm_for_param_grads]
 
 
 def is_swapped(zero: Any, sub_group: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "DS_SKIP_CUDA_CHECK": "1"}
 
@@ -64,12 +65,12 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(1100, 241)
-        self.up, self.down = nn.Linear(241, 1030, bias=False), nn.Linear(1030, 241, bias=False)
-        self.unused = nn.Linear(241, 6, bias=False)
-        self.up2, self.down2 = nn.Linear(241, 1030, bias=False), nn.Linear(1030, 241, bias=False)
-        self.norm = nn.LayerNorm(241)
-        self.lm_head = nn.Linear(241, 1100, bias=False)
+        self.embed = nn.Embedding(11000, 24)
+        self.up, self.down = nn.Linear(24, 10350, bias=False), nn.Linear(10350, 24, bias=False)
+        self.unused = nn.Linear(24, 6, bias=False)
+        self.up2, self.down2 = nn.Linear(24, 10350, bias=False), nn.Linear(10350, 24, bias=False)
+        self.norm = nn.LayerNorm(24)
+        self.lm_head = nn.Linear(24, 11000, bias=False)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -89,6 +90,20 @@ def made(dtype="float32", frozen=False, wide=False):
         model.blocks[1].requires_grad_(False)
         model.embed.requires_grad_(False)
     return model
+
+
+def why_no_async_io():
+    """Why DeepSpeed's asynchronous I/O cannot be used here; None where it can."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if folder is None or not Path(folder, "async_io", "async_io.so").is_file():
+        return "was not built (TORCH_EXTENSIONS_DIR, see the Makefile)"  # which takes minutes
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except Exception as error:  # noqa: BLE001  whatever a compiler and a linker say
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def tokens_of(step, micro, accumulate, place, shards):
@@ -233,8 +248,11 @@ def train(
     state = [{k: v.clone() for k, v in state.items()} for state in optimizer.state.values()]
     steps = [group["step"] for group in optimizer.param_groups]
     dtypes = sorted({str(v.dtype) for s in state for v in s.values()})
+    swapped = []
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        swapped = [flat.numel() == 0 for flat in engine.optimizer.fp32_partitioned_groups_flat]
     engine.destroy()
-    return {"losses": losses, "weights": weights, "state": state, "steps": steps, "dtypes": dtypes}
+    return {"losses": losses, "weights": weights, "state": state, "steps": steps, "dtypes": dtypes, "swapped": swapped}
 
 
 def drop_momentum(optimizer, how):

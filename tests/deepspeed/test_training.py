@@ -30,9 +30,9 @@ def _quiet(recwarn):
 reference = functools.lru_cache(maxsize=32)(single)
 
 
-def distance(one, other):
+def distance(one, other, wide=False):
     """The largest distance of any parameter, relative to the distance that it has moved."""
-    start = dict(made().named_parameters())
+    start = dict(made(wide=wide).named_parameters())
     return max(
         float((one["weights"][name] - weight).norm() / (weight - start[name].to(weight.dtype)).norm())
         for name, weight in other["weights"].items()
