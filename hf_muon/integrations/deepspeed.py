@@ -71,7 +71,7 @@ def config_complaints(config: Config) -> Iterator[str]:
 
 def _nvme_complaints(zero: Config, optimizer: Config) -> Iterator[str]:
     at = "zero_optimization.offload_optimizer"
-    if _number(zero, "stage", 0) != 3:
+    if zero.get("stage", 0) not in (3, "auto"):
         yield f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu"
     if not optimizer.get("nvme_path"):
         yield f"{at}.device nvme without {at}.nvme_path, a folder on the disk"
