@@ -29,7 +29,9 @@ ORDER = [
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed", "integrations.llamafactory_v1", "cli_convert"],
+    ["integrations", "integrations.deepspeed_layout", "integrations.llamafactory_v1", "cli_convert"],
+    ["integrations.deepspeed_checkpoint"],
+    ["integrations.deepspeed"],
     ["integrations.accelerate", "integrations.transformers"],
     ["integrations.llamafactory", "cli"],
 ]
@@ -39,6 +41,7 @@ ALSO = {
     "cli": {"typer", "rich"},
     "cli_convert": {"typer", "rich", "transformers"},
     "integrations.deepspeed": {"deepspeed"},
+    "integrations.deepspeed_layout": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
 }
 
