@@ -28,7 +28,8 @@ ORDER = [
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed", "cli_convert"],
+    ["integrations", "integrations.ulysses", "cli_convert"],
+    ["integrations.deepspeed"],
     ["integrations.accelerate", "integrations.transformers"],
     ["integrations.llamafactory", "cli"],
 ]
@@ -39,6 +40,7 @@ ALSO = {
     "cli_convert": {"typer", "rich", "transformers"},
     "integrations.deepspeed": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
+    "integrations.ulysses": {"transformers", "deepspeed"},
 }
 
 
