@@ -30,7 +30,7 @@ ORDER = [
     ["ready_groups", "convert"],
     ["integrations", "integrations.ulysses", "cli_convert"],
     ["integrations.deepspeed"],
-    ["integrations.accelerate", "integrations.transformers"],
+    ["integrations.accelerate", "integrations.transformers", "integrations.ulysses_launch"],
     ["integrations.llamafactory", "cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -41,6 +41,7 @@ ALSO = {
     "integrations.deepspeed": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
     "integrations.ulysses": {"transformers", "deepspeed"},
+    "integrations.ulysses_launch": {"transformers", "accelerate", "yaml"},
 }
 
 

@@ -1,10 +1,10 @@
 """Ulysses sequence parallel (DeepSpeed's ALST) under transformers' Trainer: right gradients, right data, exact resume.
 
 Each rank of a sequence parallel group holds a part of every sequence; attention swaps it for a part of the heads
-(Jacobs et al. 2023, arXiv:2309.14509; Bekman et al. 2025, arXiv:2506.13996). transformers computes one loss for the group
-on each of its ranks, and DeepSpeed averages gradients. Whether the two together give the gradient of that loss depends
-on their versions and on the ZeRO stage, so it is measured: a model of two vectors, whose gradient is known, goes through
-the same `compute_loss` and through an engine with the same config. What comes out too large is divided.
+(Jacobs et al. 2023, arXiv:2309.14509; Bekman et al. 2025, arXiv:2506.13996). transformers computes one loss for the
+group on each of its ranks, and DeepSpeed averages gradients. Whether the two together give the gradient of that loss
+depends on their versions and on the ZeRO stage, so it is measured: a model of two vectors, whose gradient is known,
+goes through the same `compute_loss` and through an engine with the same config. What comes out too large is divided.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.metadata
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 NAME = "muon"
@@ -170,25 +172,57 @@ def complete(batch: Any) -> Any:
                 "padding on the left under sequence parallel, where attention masks are dropped and padding would be "
                 'attended to. Set tokenizer.padding_side = "right"'
             )
-    if "position_ids" not in batch:
-        ids = batch["input_ids"]
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1).contiguous()
-        batch = {**batch, "position_ids": positions}
-    return batch
+    if "position_ids" in batch:
+        return batch
+    ids = batch["input_ids"]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1).contiguous()
+    return {**batch, "position_ids": positions}
+
+
+def lengthened(batch: Any, length: int) -> Any:
+    """A whole batch with rows of another length, padded on the right with what no text attends to or learns.
+
+    Args:
+        batch: with `input_ids` of shape (rows, tokens); its other tensors of two dims go with them.
+        length: tokens of a row; not less than before.
+    """
+    import torch
+
+    before = batch["input_ids"].shape[1]
+    made = dict(batch)
+    for name, held in batch.items():
+        if torch.is_tensor(held) and held.dim() == 2 and held.shape[1] == before < length:
+            added = held.new_full((held.shape[0], length - before), -100 if name == "labels" else 0)
+            if name == "position_ids":  # a position that starts anew would be another text
+                added = held[:, -1:] + torch.arange(1, length - before + 1, device=held.device)
+            made[name] = torch.cat([held, added], 1)
+    return made
 
 
 class _Completed:
-    """What DeepSpeed's adapter reads: a data loader whose batches are complete."""
+    """What DeepSpeed's adapter reads: a loader of complete batches, as long on all ranks of a group, and divisible."""
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, device: torch.device, skip: int = 0) -> None:
+        self.loader, self.device, self.skip = loader, device, skip
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield complete(batch)
+        import torch
+        import torch.distributed as dist
+        from deepspeed.utils import groups
+
+        group = groups._get_sequence_parallel_group()
+        size = dist.get_world_size(group)
+        for batch in itertools.islice(self.loader, self.skip, None):
+            whole = complete(batch)
+            if isinstance(whole, Mapping) and "input_ids" in whole:
+                # Every rank reads a batch of its own, and all take part in each of them.
+                longest = torch.tensor([whole["input_ids"].shape[1]], device=self.device)
+                dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+                whole = lengthened(whole, -(-int(longest) // size) * size)
+            yield whole
 
 
 class ShardedLoader:
@@ -196,13 +230,15 @@ class ShardedLoader:
 
     Args:
         loader: accelerate's data loader of whole sequences.
-        adapt: makes DeepSpeed's adapter around a loader.
+        adapt: makes DeepSpeed's adapter around a loader, without so many of its first batches.
         size: ranks that share a sequence; each batch of the loader gives that many.
+        skip: what to leave out at first.
     """
 
-    def __init__(self, loader: Any, adapt: Callable[[Any], Any], size: int, skip: int = 0) -> None:
-        self.loader, self.adapt, self.size, self.skip = loader, adapt, size, skip
-        self.adapter = adapt(_Completed(loader))
+    def __init__(self, loader: Any, adapt: Callable[[Any, int], Any], size: int, skip: int = 0) -> None:
+        self.loader, self.adapt, self.size = loader, adapt, size
+        batches, self.skip = divmod(skip, size)
+        self.adapter = adapt(loader, batches)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "adapter"):  # not set yet, as while it is copied
@@ -219,10 +255,13 @@ class ShardedLoader:
         self.skip = 0
         return batches
 
-    def skipping(self, count: int, skip_first_batches: Callable[..., Any]) -> ShardedLoader:
-        """The same without its first batches."""
-        whole, rest = divmod(count, self.size)
-        return ShardedLoader(skip_first_batches(self.loader, whole), self.adapt, self.size, rest)
+    def skipping(self, count: int) -> ShardedLoader:
+        """The same for an epoch without its first batches.
+
+        They are read and dropped: accelerate's `skip_first_batches` makes a loader that loses the epoch's order where
+        several processes share a shuffled data set.
+        """
+        return ShardedLoader(self.loader, self.adapt, self.size, count)
 
 
 def patch_adapter(accelerator: Any) -> Callable[[], None] | None:
@@ -237,7 +276,7 @@ def patch_adapter(accelerator: Any) -> Callable[[], None] | None:
         held = getattr(getattr(model, "optimizer", None), "optimizer", getattr(model, "optimizer", None))
         if size == 1 or held not in CORRECTED:
             return adapter(self, dl, model)
-        return ShardedLoader(dl, lambda loader: adapter(self, loader, model), size)
+        return ShardedLoader(dl, lambda loader, skip: adapter(self, _Completed(loader, self.device, skip), model), size)
 
     setattr(adapted, OURS, True)
     accelerator.deepspeed_ulysses_dl_adapter = adapted
@@ -291,7 +330,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
 
     def skip(dataloader: Any, num_batches: int = 0) -> Any:
         if isinstance(dataloader, ShardedLoader):
-            return dataloader.skipping(num_batches, skip_first_batches)  # type: ignore[arg-type]
+            return dataloader.skipping(num_batches)
         return skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
 
     setattr(corrected, OURS, True)

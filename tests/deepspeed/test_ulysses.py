@@ -80,7 +80,7 @@ def test_clipping(ranks, name, tmp_path):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_what_upstream_gives(ranks, name, tmp_path):
-    """Below ZeRO-3 twice the gradient. Where this fails, a version has mended it, and the correction has gone by itself."""
+    """Below ZeRO-3 twice the gradient. Where this fails, a version has mended it, and nothing is corrected any more."""
     options = {"upstream": "not corrected", "steps": 1, **EXACT}
     found = ranks.run(train, folder=str(tmp_path), config=config_of(name), **options)
     times = 1 if name == "zero3" else 2

@@ -113,7 +113,7 @@ class NoCall(InOrder):
 
 
 def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as found", trainer="InOrder", **options):
-    """Three steps. `upstream` is "not corrected" to have the gradients that it gives, or "fixed", as it may be one day."""
+    """Three steps; `upstream` is "not corrected", for the gradients that it gives, or "fixed", as it may be one day."""
     import transformers.trainer
 
     from hf_muon.integrations import ulysses
