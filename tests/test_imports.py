@@ -29,10 +29,16 @@ ORDER = [
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed_layout", "integrations.llamafactory_v1", "cli_convert"],
+    [
+        "integrations",
+        "integrations.deepspeed_layout",
+        "integrations.llamafactory_v1",
+        "integrations.ulysses",
+        "cli_convert",
+    ],
     ["integrations.deepspeed_checkpoint"],
     ["integrations.deepspeed"],
-    ["integrations.accelerate", "integrations.transformers"],
+    ["integrations.accelerate", "integrations.transformers", "integrations.ulysses_launch"],
     ["integrations.llamafactory", "cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -43,6 +49,8 @@ ALSO = {
     "integrations.deepspeed": {"deepspeed"},
     "integrations.deepspeed_layout": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
+    "integrations.ulysses": {"transformers", "deepspeed"},
+    "integrations.ulysses_launch": {"transformers", "accelerate", "yaml"},
 }
 
 

@@ -17,6 +17,7 @@ import torch
 
 from hf_muon.integrations.deepspeed_checkpoint import check_before_loading
 from hf_muon.integrations.deepspeed_layout import read_partitions, version
+from hf_muon.integrations.ulysses import refuse_uncorrected
 from hf_muon.optimizer import Muon
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
     refuse_config(engine.config)
     if complaint := _engine_complaint(engine):
         raise RuntimeError(f"Muon does not run with {complaint}")
+    refuse_uncorrected(getattr(engine, "mpu", None), optimizer)
     optimizer.partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
     if optimizer.partitions is None:  # ZeRO-0: whole parameters, or their fp32 copies, on every rank
         optimizer.replicate_group = _group_of(engine)
@@ -218,6 +220,8 @@ def _engine_complaint(engine: Any) -> str | None:
             f"ZeRO-0 in bf16 in {version()}, which divides gradients by a loss scale of {scale} that the loss was not "
             "multiplied by. Use ZeRO-1, or another version of DeepSpeed"
         )
+    if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
+        return None  # its "model parallel" ranks share sequences; parameters are whole
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = getattr(getattr(engine, "mpu", None), name, None)
         if size is not None and size() > 1:
