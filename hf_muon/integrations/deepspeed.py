@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_muon.integrations.deepspeed_checkpoint import check_before_loading
+from hf_muon.integrations.deepspeed_checkpoint import check_before_loading, write_latest_last
 from hf_muon.integrations.deepspeed_layout import read_partitions, version
 from hf_muon.integrations.ulysses import refuse_uncorrected
 from hf_muon.optimizer import Muon
@@ -205,6 +205,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
         optimizer.replicate_group = _group_of(engine)
     optimizer.reset_layouts()
     check_before_loading(engine, optimizer)
+    write_latest_last(engine)
 
 
 def _engine_complaint(engine: Any) -> str | None:

@@ -1,7 +1,8 @@
-"""Loading DeepSpeed's checkpoints: checked by all ranks before anything is touched, and complete with NVMe.
+"""DeepSpeed's checkpoints: checked by all ranks before anything is touched, complete with NVMe, and `latest` last.
 
 DeepSpeed loads a checkpoint rank by rank, each its own files: an error of one leaves the others in a collective, with
-weights that have been overwritten. And of an optimizer on NVMe it restores the master weights only.
+weights that have been overwritten. Of an optimizer on NVMe it restores the master weights only. And its file `latest`
+may name a checkpoint that other ranks have not written yet.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from hf_muon.optimizer import Muon
 from hf_muon.preflight import together
 
 OURS = "_from_hf_muon"
+WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
+WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"
 
 
 def check_before_loading(engine: Any, optimizer: Muon) -> None:
@@ -63,6 +66,33 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
     engine.load_checkpoint = checked
 
 
+def write_latest_last(engine: Any) -> None:
+    """Have `engine.save_checkpoint` name the checkpoint in `latest` when all ranks have written theirs."""
+    save = engine.save_checkpoint
+    writer = getattr(engine, "checkpoint_engine", None)
+    if getattr(save, OURS, False) or getattr(writer, "is_decoupled", lambda: False)():
+        return
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(*args, **kwargs)
+        asked.apply_defaults()
+        given = asked.arguments
+        tag = given["tag"] or f"global_step{engine.global_steps}"
+        wanted, given["save_latest"] = given["save_latest"], False
+        done = save(*asked.args, **asked.kwargs)  # ends with a barrier
+        if wanted and engine.global_rank == 0:
+            file = Path(given["save_dir"], "latest")
+            partial = file.with_name("latest.partial")
+            partial.write_text(str(tag))
+            partial.replace(file)
+        return done
+
+    setattr(ordered, OURS, True)
+    engine.save_checkpoint = ordered
+
+
 def _latest(folder: Any) -> str | None:
     file = Path(folder, "latest")
     return file.read_text().strip() if file.is_file() else None
@@ -87,7 +117,7 @@ def _complaints(engine: Any, optimizer: Muon, folder: Path, found: dict[str, Any
             yield (
                 f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
                 f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
-                "(zero_to_fp32.py, which lies beside the checkpoint) without the optimizer"
+                f"({WEIGHTS_OF_NVME if _swapped(engine.optimizer) else WEIGHTS}) without the optimizer"
             )
             return
         if partitioned:
