@@ -129,22 +129,23 @@ def make_examples(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     if script.prompt_column:
-        examples = []
+        examples, tokens = [], 0
         for prompt, text in pairs:
             before, learned = ids_of(prompt), ids_of(text) + end
             ids, labels = torch.tensor(before + learned), torch.tensor([-100] * len(before) + learned)
+            tokens += len(ids)
             if len(before) < script.block_size:  # otherwise nothing of it would be learned
                 examples.append({"input_ids": ids[: script.block_size], "labels": labels[: script.block_size]})
     else:
         ids = [i for _, text in pairs for i in ids_of(text) + end]
-        count = len(ids) // script.block_size
+        count, tokens = len(ids) // script.block_size, len(ids)
         blocks = torch.tensor(ids[: count * script.block_size]).view(count, script.block_size)
         examples = [{"input_ids": block, "labels": block} for block in blocks]
     count = len(examples)
     if count < 2:
         fail(
-            f"data_path: {script.data_path} has {len(pairs)} texts, which give {count} examples of at most "
-            f"block_size={script.block_size} tokens; two are the least, one to train on and one to hold out"
+            f"data_path: {script.data_path} has {len(pairs)} texts with {tokens} tokens; two examples of "
+            f"block_size={script.block_size} tokens are the least, one to train on and one to hold out"
         )
     held_out = min(max(round(count * script.eval_fraction), 1), count - 1)
     return examples[:-held_out], examples[-held_out:]

@@ -226,22 +226,23 @@ class _Completed:
 
 
 class ShardedLoader:
-    """DeepSpeed's adapter, which hands out parts of sequences, with an epoch that can be set and batches to skip.
+    """DeepSpeed's adapter, which hands out parts of sequences, with epochs and with batches to skip.
+
+    Every epoch has an adapter of its own. One that is kept, as upstream does, ends its first epoch when the second one
+    asks for a batch: Trainer then leaves out a step of each epoch, and takes the order of the next.
 
     Args:
         loader: accelerate's data loader of whole sequences.
         adapt: makes DeepSpeed's adapter around a loader, without so many of its first batches.
         size: ranks that share a sequence; each batch of the loader gives that many.
-        skip: what to leave out at first.
+        skip: what to leave out of an epoch.
     """
 
     def __init__(self, loader: Any, adapt: Callable[[Any, int], Any], size: int, skip: int = 0) -> None:
-        self.loader, self.adapt, self.size = loader, adapt, size
-        batches, self.skip = divmod(skip, size)
-        self.adapter = adapt(loader, batches)
+        self.loader, self.adapt, self.size, self.skip = loader, adapt, size, skip
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "adapter"):  # not set yet, as while it is copied
+        if name == "loader":  # not set yet, as while it is copied
             raise AttributeError(name)
         return getattr(self.loader, name)  # Trainer looks for samplers and set_epoch
 
@@ -249,10 +250,10 @@ class ShardedLoader:
         return len(self.loader) * self.size
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self.adapter)
-        for _ in range(self.skip):
+        whole, parts = divmod(self.skip, self.size)
+        batches: Iterator[Any] = iter(self.adapt(self.loader, whole))
+        for _ in range(parts):
             next(batches, None)
-        self.skip = 0
         return batches
 
     def skipping(self, count: int) -> ShardedLoader:

@@ -62,6 +62,7 @@ DEEPSPEED = {  # run in test_deepspeed.py
     for framework in ("llamafactory", "trainer")
     for layout in ("zero2", "zero3", "zero3_offload", "zero3_nvme")
 }
+ULYSSES = "trainer_qwen3_ulysses.yaml"  # run in tests/deepspeed/test_run_ulysses.py
 CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on CPU
 
 ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
@@ -92,7 +93,7 @@ EXPECTED = {
 def test_no_example_is_left_out() -> None:
     here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, TRL, TRAINER, TRAINER_FSDP2, *ACCELERATE}
     here |= {LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2, *LLAMAFACTORY_V1_ULYSSES}
-    here |= DEEPSPEED
+    here |= DEEPSPEED | {ULYSSES}
     assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}
 
 

@@ -302,6 +302,12 @@ def test_skipped_batches(count):
     assert list(loader.skipping(count)) == list(loader)[count:]
 
 
+def test_an_epoch_starts_anew():
+    loader = ulysses.ShardedLoader([1, 2], Adapter, 2)
+    epoch = iter(loader)
+    assert [next(epoch) for _ in range(len(loader))] == list(loader)  # asked for no more, as Trainer does
+
+
 def test_texts_stay_apart():
     def attend(module, query, key, value, attention_mask, **kwargs):
         return attention_mask
