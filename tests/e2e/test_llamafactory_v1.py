@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests import fixtures_text
-from tests.e2e.harness import BIN, CPU_V1, ROOT, distance, llamafactory_v1, run, weights
+from tests.e2e.harness import BIN, CPU_V1, ROOT, distance, llamafactory_v1, run, v1_has_top_level_keys, weights
 
 pytestmark = [
     pytest.mark.slow,
@@ -152,6 +152,13 @@ def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
         assert steps[name] in entry[3]
         assert "5 Newton-Schulz steps in float32" in entry[3]
         assert "AdamW on the local part" in report[report.index("model.norm.weight") :].splitlines()[3]
+
+
+def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> None:
+    """0.9.5 has none."""
+    expected = 6 if v1_has_top_level_keys() else 0
+    assert runs.printed.count("hf_muon's muon runs instead of LLaMA-Factory's own") == expected
+    assert "already registered" not in runs.printed
 
 
 @pytest.mark.parametrize(
