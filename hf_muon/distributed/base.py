@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class NewtonSchulz(Protocol):
@@ -75,6 +78,15 @@ def is_dtensor(tensor: Any) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank stores of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def carries(group: ProcessGroup, device_type: str) -> bool:
+    """Whether a process group has a backend for tensors of a device type."""
+    try:
+        group._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return False
+    return True
 
 
 def storage_complaint(param: Tensor) -> str | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hf_muon.distributed.base import carries
 from hf_muon.distributed.layout import Region, regions
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -68,20 +69,12 @@ def mesh_complaint(param: DTensor) -> str | None:
             f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "
             f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
         )
-    if not any(_carries(group, kind) for kind in (local.device.type, param.device_mesh.device_type)):
+    if not any(carries(group, kind) for kind in (local.device.type, param.device_mesh.device_type)):
         return (
             f"is stored on {local.device.type}, for which its process group has no backend. With CPU offload, "
             "initialize torch.distributed with backend 'cpu:gloo,cuda:nccl'"
         )
     return None
-
-
-def _carries(group: dist.ProcessGroup, kind: str) -> bool:
-    try:
-        group._get_backend(torch.device(kind))
-    except RuntimeError:
-        return False
-    return True
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import Executor, is_dtensor
+from hf_muon.distributed.base import Executor, carries, is_dtensor, local_of
 from hf_muon.distributed.layout import Stored
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.distributed.ownership import make_units
@@ -75,18 +75,14 @@ def compute_device(stored: torch.device, home: torch.device, offload_compute: st
 
 def home_of(param: Tensor) -> torch.device:
     """Where a model computes with a parameter: FSDP2's CPU offload keeps it elsewhere than its mesh says."""
-    local = param.to_local() if is_dtensor(param) else param  # type: ignore[attr-defined]
+    local = local_of(param)
     kind = param.device_mesh.device_type if is_dtensor(param) else local.device.type  # type: ignore[attr-defined]
     return local.device if kind == local.device.type else accelerator()
 
 
 def carrier(group: ProcessGroup, device: torch.device, home: torch.device) -> torch.device:
     """The device between whose memories a group sends what is computed on another one."""
-    try:
-        group._get_backend(torch.device(device.type))
-    except RuntimeError:
-        return home
-    return device
+    return device if carries(group, device.type) else home
 
 
 def select_executors(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,11 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
     load = engine.load_checkpoint
     if getattr(load, OURS, False):
         return
-    signature = inspect.signature(load)
+    arguments_of = _binder(load)
 
     @functools.wraps(load)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs)
-        asked.apply_defaults()
-        given = asked.arguments
+        given = arguments_of(*args, **kwargs).arguments
         moments = given["load_optimizer_states"] and not given["load_module_only"]
         swapping = bool(getattr(engine.optimizer, "swap_optimizer", False))
         found: dict[str, Any] = {}
@@ -72,12 +70,11 @@ def write_latest_last(engine: Any) -> None:
     writer = getattr(engine, "checkpoint_engine", None)
     if getattr(save, OURS, False) or getattr(writer, "is_decoupled", lambda: False)():
         return
-    signature = inspect.signature(save)
+    arguments_of = _binder(save)
 
     @functools.wraps(save)
     def ordered(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs)
-        asked.apply_defaults()
+        asked = arguments_of(*args, **kwargs)
         given = asked.arguments
         tag = given["tag"] or f"global_step{engine.global_steps}"
         wanted, given["save_latest"] = given["save_latest"], False
@@ -91,6 +88,18 @@ def write_latest_last(engine: Any) -> None:
 
     setattr(ordered, OURS, True)
     engine.save_checkpoint = ordered
+
+
+def _binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
+    """What gives the arguments of a call by name, with defaults."""
+    signature = inspect.signature(method)
+
+    def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return arguments
+
+    return bound
 
 
 def _latest(folder: Any) -> str | None:

@@ -120,8 +120,8 @@ def _contiguous(
         param_group = zero.optimizer.param_groups[i]
         process_group = zero.real_dp_process_group[i]
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        standing = param_group["params"]
-        _expect(len(standing) == 1 and standing[0] is flat, "a partition is not what stands in its param group")
+        held = param_group["params"]
+        _expect(len(held) == 1 and held[0] is flat, "a partition is not what stands in its param group")
         _expect(flat.numel() * ranks == whole.numel(), f"{ranks} partitions of {flat.numel()} make no {whole.numel()}")
         truths: list[Truth] = []
         for param in params:
