@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from tests.deepspeed.cases import refused_load, single, train, why_no_async_io
-from tests.deepspeed.test_training import assert_equal, assert_same_state, distance
+from tests.deepspeed.test_training import assert_equal, assert_resumes, distance
 
 WHY_NOT = why_no_async_io()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"DeepSpeed's async_io: {WHY_NOT}")
@@ -59,24 +59,14 @@ def test_given_equal_gradients_nvme_gives_the_bits_of_one_process(ranks, kind, d
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(ranks, kind, dtype, tmp_path):
     options = {"dtype": dtype, **on_disk(tmp_path / "swap", **KINDS[kind])}
-    path = str(tmp_path / "checkpoint")
-    straight = ranks.run(train, last=8, **options)
-    ranks.run(train, last=4, save=path, **options)
-    for one, other in zip(ranks.run(train, first=4, last=8, load=path, **options), straight, strict=True):
-        assert_equal(one, {**other, "losses": other["losses"][4:]})
-        assert_same_state(one, other)
-        assert other["steps"] == [8, 8, 8]
+    for one in assert_resumes(ranks, str(tmp_path / "checkpoint"), 4, 8, **options):
+        assert one["steps"] == [8, 8, 8]
 
 
 def test_a_model_too_small_to_be_swapped_resumes_exactly(ranks, tmp_path):
     options = {**on_disk(tmp_path / "swap"), "wide": False}
-    path = str(tmp_path / "checkpoint")
-    straight = ranks.run(train, last=5, **options)
-    ranks.run(train, last=3, save=path, **options)
-    for one, other in zip(ranks.run(train, first=3, last=5, load=path, **options), straight, strict=True):
+    for one in assert_resumes(ranks, str(tmp_path / "checkpoint"), 3, 5, **options):
         assert not any(one["swapped"])
-        assert_equal(one, {**other, "losses": other["losses"][3:]})
-        assert_same_state(one, other)
 
 
 def test_swap_files_of_other_names_are_refused(ranks, tmp_path):
