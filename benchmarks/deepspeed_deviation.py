@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from deepspeed_sides import NATIVE, OURS
-from meters import commit
 from torch import Tensor, nn
 
 from hf_muon import build_optimizer
@@ -42,8 +41,7 @@ def main() -> None:
         mp.spawn(_rank, (2, folder, args.nvme), nprocs=2)
         with open(os.path.join(folder, "cells.json")) as file:
             cells = json.load(file)
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    report = {"machine": sides.machine(commit(here)), "steps": UPDATES, "clipping": CLIPPED, "cells": cells}
+    report = {"machine": sides.machine(), "steps": UPDATES, "clipping": CLIPPED, "cells": cells}
     if args.out:
         with open(args.out, "w") as file:
             json.dump(report, file, indent=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
 
 import deepspeed
 import deepspeed.ops
+import meters
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.muon import original_muon
@@ -138,18 +138,6 @@ def start(rank: int, ranks: int, folder: str) -> None:
     original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
 
 
-def machine(commit: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    model = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": f"{os.cpu_count()} cores of {model}",
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "hf_muon": commit,
-        "load": os.getloadavg()[0],
-        "threads per rank": os.environ["OMP_NUM_THREADS"],
-    }
+    return meters.machine(deepspeed=deepspeed.__version__)

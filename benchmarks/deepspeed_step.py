@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from deepspeed_sides import ADAMW, NATIVE, NATIVE_STANDARD, OURS
-from meters import Ledger, commit, newton_schulz_flops, peak_extra_bytes, spread
+from meters import Ledger, newton_schulz_flops, peak_extra_bytes, spread
 
 from hf_muon.coefficients import resolve
 from hf_muon.newton_schulz import newton_schulz
@@ -40,9 +40,8 @@ def main() -> None:
     parser.add_argument("--cpu-adam", action="store_true", help="compile DeepSpeedCPUAdam, for minutes, and measure it")
     parser.add_argument("--out", help="where to write the figures as JSON")
     args = parser.parse_args()
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     report: dict[str, Any] = {
-        "machine": sides.machine(commit(here)),
+        "machine": sides.machine(),
         "matrices": f"{MATRICES} of {WIDTH}x{INNER}",
         "tokens per step": 2 * BATCH * LENGTH,
         "Newton-Schulz": [products(shape, args.rounds) for shape in ((512, 2048), (WIDTH, INNER))],

@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meters import Ledger, Stopwatch, commit, newton_schulz_flops, peak_extra_bytes, spread
+from meters import Ledger, Stopwatch, commit, machine, newton_schulz_flops, peak_extra_bytes, spread
 from rich.console import Console
 from rich.table import Table
 from sides import STEPS, Setting, gathered, ours, prepare, sides, stored, whole
@@ -102,21 +101,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _machine(args: argparse.Namespace) -> dict[str, Any]:
-    model = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": f"{os.cpu_count()} cores of {model}",
-        "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "torch": torch.__version__,
-        "hf_muon": commit(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-        "dion": commit(args.dion) if args.dion else None,
-        "load": os.getloadavg()[0],
-        "threads per rank": os.environ["OMP_NUM_THREADS"],
-        "torch.compile": "off" if os.environ["TORCHDYNAMO_DISABLE"] == "1" else "on",
-    }
+    return machine(
+        gpu=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        dion=commit(args.dion) if args.dion else None,
+    ) | {"torch.compile": "off" if os.environ["TORCHDYNAMO_DISABLE"] == "1" else "on"}
 
 
 def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import math
+import os
+import platform
 import subprocess
 import time
 from collections import Counter
@@ -198,3 +201,20 @@ def commit(path: str) -> str:
     """What a checkout is at."""
     command = ["git", "-C", path, "describe", "--always", "--dirty", "--abbrev=10"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def machine(**versions: Any) -> dict[str, Any]:
+    """What figures depend on, with what else is named."""
+    model = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": f"{os.cpu_count()} cores of {model}",
+        "torch": torch.__version__,
+        "hf_muon": commit(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+        **versions,
+        "load": os.getloadavg()[0],
+        "threads per rank": os.environ["OMP_NUM_THREADS"],
+    }
