@@ -17,7 +17,7 @@ ROOT = Path(hf_muon.__file__).parent
 ORDER = [
     ["_autoload"],
     ["coefficients"],
-    ["update", "diagnostics", "foreign", "damage"],
+    ["update", "diagnostics", "foreign", "damage", "views"],
     ["newton_schulz", "distributed.base", "distributed.layout", "distributed.ownership", "distributed.agreement"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
     ["distributed.select", "routing"],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_muon.distributed.zero import Partition, Slice, partition_bounds
 from hf_muon.optimizer import Muon
+from hf_muon.views import WHOLE, View, parse, views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -142,6 +143,11 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     # accelerate puts DeepSpeedCPUAdam in the place of an offloaded optimizer without a word.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
+    optimizer.views_of = {
+        param: parse(view)
+        for group in optimizer.param_groups
+        for param, view in zip(group["params"], views_of(group), strict=True)
+    }
     optimizer.being_wrapped = True
     yield
     optimizer.being_wrapped = False
@@ -188,7 +194,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
         # ZeRO-0: whole parameters, or their fp32 copies, on every rank.
         optimizer.replicate_group, optimizer.partitions = _group_of(engine), None
     else:
-        names = {param: name for name, param in engine.module.named_parameters()}
+        names = {param: (name, optimizer.views_of.get(param)) for name, param in engine.module.named_parameters()}
         try:
             found = [(flat, Partition(**about, device=device), proof) for flat, about, proof in reader(wrapper, names)]
         except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -230,7 +236,8 @@ def _expect(holds: bool, otherwise: str) -> None:
 Truth = tuple[str, Slice, Tensor]
 """A parameter's name, its slice, and what the parameter itself says that the slice holds."""
 
-Names = Mapping[Tensor, str]
+Names = Mapping[Tensor, tuple[str, View | None]]
+"""For each parameter of the model its name, and how the optimizer that was wrapped sees it."""
 
 Found = tuple[Tensor, dict[str, Any], Sequence[Truth]]
 """A partition: the flat tensor, what `Partition` says of it, and what proves it."""
@@ -288,8 +295,10 @@ def _contiguous(
                 _expect(fits, "a parameter is no view of its group")
                 bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
                 first, last = bounds[rank]
-                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0))
-                truths.append((names[param], part, param.detach().reshape(-1)[first:last]))
+                name, view = names[param]
+                _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
+                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE)
+                truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
@@ -315,7 +324,9 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
                 first, last = bounds[rank]
                 with deepspeed.zero.GatheredParameters([param]):
                     truth = param.detach().reshape(-1)[first:last].clone()
-                truths.append((names[param], Slice(tuple(param.ds_shape), bounds, start), truth))
+                name, view = names[param]
+                _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
+                truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]
