@@ -89,6 +89,7 @@ def group_of(
         weight_decay = half_decay
     return {
         "params": [(route.name, route.parameter) for route in routes],
+        **({"views": [route.view for route in routes]} if use_muon else {}),
         "use_muon": use_muon,
         "lr": lr,
         "weight_decay": weight_decay,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.distributed.base import shape_of
+from hf_muon.fused import Layout, heads_of, layout_of
+from hf_muon.views import parse
 
 # Besides LoRA factors, which have an option of their own.
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
@@ -22,6 +24,8 @@ _HEAD = re.compile(
     r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection"
     r"|((classification|cls|v|value|reward|regression)_)?head)$"
 )
+# What configs call the sizes of vocabularies and of sets of labels.
+_VOCABULARY = re.compile(r"(^|_)(vocab_size|num_labels|num_classes|num_embeddings|codebook_size|n_vocab)$")
 _GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 # Names of learned vectors that stand in a table, where the parameter is not a module's `weight`.
@@ -33,6 +37,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts", "moe_num_expe
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _CONV_TYPES = (nn.modules.conv._ConvNd,)
+_TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
 
 # The names without decay in transformers' Trainer.get_decay_parameter_names.
@@ -49,6 +54,7 @@ class Route:
         use_muon: Muon, or AdamW.
         decay: whether weight decay applies.
         reason: why, in words.
+        view: how Muon sees it as matrices, in the words of :mod:`hf_muon.views`; empty for as it is stored.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Route:
     use_muon: bool
     decay: bool
     reason: str
+    view: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +83,8 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
 
     Args:
         model: any module.
-        config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules` and `lora` matter here.
+        config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules`, `lora`, `split_fused` and
+            `per_head` matter here.
         **options: options that replace those of `config`.
 
     Raises:
@@ -92,12 +100,16 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter, the module that holds it, and the modules around it from the inside out."""
+    """A parameter, the module that holds it, and the steps that lead to it.
+
+    Attributes:
+        steps: the components of the name, each with the module in which it is looked up.
+    """
 
     name: str
     parameter: nn.Parameter
     owner: nn.Module
-    around: tuple[nn.Module, ...]
+    steps: tuple[tuple[str, nn.Module], ...]
 
     @property
     def own_name(self) -> str:
@@ -111,6 +123,35 @@ class _Place:
     def shape(self) -> tuple[int, ...]:
         return shape_of(self.parameter)
 
+    @property
+    def folded(self) -> tuple[int, ...]:
+        """The shape, with the kernel of a convolution folded into its columns."""
+        return (self.shape[0], math.prod(self.shape[1:])) if self.is_kernel else self.shape
+
+    @property
+    def is_kernel(self) -> bool:
+        return isinstance(self.owner, _CONV_TYPES) and self.own_name == "weight"
+
+    @property
+    def home(self) -> tuple[str, nn.Module | None]:
+        """The name of the module that holds it, and the module around that, without what peft puts in between."""
+        steps = list(self.steps[:-1])
+        while steps:
+            if steps[-1][0] in ("base_layer", "original_module"):
+                steps.pop()
+            elif len(steps) > 1 and steps[-2][0] == "modules_to_save":
+                del steps[-2:]
+            else:
+                return steps[-1]
+        return "", None
+
+    def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
+        """From the inside out, the components of the name, each with the module that it is; None for the parameter."""
+        modules = [module for _, module in self.steps[1:]]
+        yield self.own_name, None
+        for (part, _), module in zip(self.steps[-2::-1], reversed(modules), strict=True):
+            yield part, module
+
 
 def _places(model: nn.Module) -> list[_Place]:
     modules = dict(model.named_modules())
@@ -118,8 +159,8 @@ def _places(model: nn.Module) -> list[_Place]:
     for full_name, parameter in model.named_parameters():
         parts = full_name.split(".")
         chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
-        kept = [part for part, parent in zip(parts, chain, strict=True) if not _of_wrapper(part, parent)]
-        places.append(_Place(".".join(kept), parameter, chain[-1], tuple(chain[-2::-1])))
+        kept = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
+        places.append(_Place(".".join(part for part, _ in kept), parameter, chain[-1], tuple(kept)))
     return places
 
 
@@ -140,6 +181,7 @@ class _Rules:
         reported = "output embeddings" in self.embeddings.values()
         self.unreported_head = None if reported else _last_like_vocabulary(places)
         self.heads = _outside_base_model(model)
+        self.vocabularies = _vocabulary_sizes(model)
 
     def _check_patterns(self, places: Sequence[_Place]) -> None:
         names = [place.name for place in places]
@@ -155,7 +197,7 @@ class _Rules:
                         f"{option}: {pattern.pattern!r} matches nothing that is trained, only "
                         f"{_examples([place.name for place in found])}"
                     )
-                if option == "muon_patterns" and not any(_is_matrix(place.shape) for place in found):
+                if option == "muon_patterns" and not any(_is_matrix(place.folded) for place in found):
                     raise ValueError(
                         f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
                         f"{_examples([p.name for p in found])}"
@@ -169,20 +211,42 @@ class _Rules:
                 f"{_examples([place.module_name for place in places])}"
             )
 
-    def decide(self, place: _Place) -> tuple[bool, bool, str]:
-        """(use_muon, decay, reason)"""
+    def decide(self, place: _Place) -> tuple[bool, bool, str, str]:
+        """(use_muon, decay, reason, view)"""
         against = self._reason_against(place)
-        if against is None:
-            return True, True, self._reason_for(place)
-        return False, _decays(place), against
-
-    def _reason_for(self, place: _Place) -> str:
+        if against is not None:
+            return False, _decays(place), against, ""
+        if is_lora(place.name):
+            view, what = "", "LoRA factor, lora=muon"
+        elif place.is_kernel:
+            view, what = _view_of_kernel(place), "convolution"
+        else:
+            view, what = self._view(place)
         for pattern in self.muon_patterns:
             if pattern.search(place.name):
-                return f"muon_patterns {pattern.pattern!r}"
-        if is_lora(place.name):
-            return "LoRA factor, lora=muon"
-        return "hidden matrix" if len(place.shape) == 2 else "stack of hidden matrices"
+                what = f"muon_patterns {pattern.pattern!r}"
+                break
+        return True, True, what, view
+
+    def _view(self, place: _Place) -> tuple[str, str]:
+        """How a weight is seen as matrices, and what it is, in words."""
+        layout = _layout(place)
+        what = "hidden matrix" if len(place.shape) == 2 else "stack of hidden matrices"
+        words = ["transposed"] if layout.transposed else []
+        leaf, parent = place.home
+        fused = layout.fused
+        if fused is not None:
+            what += f": {fused.names}"
+        elif self.config.per_head and not layout.transposed and place.own_name == "weight" and len(place.shape) == 2:
+            fused = heads_of(leaf, parent, place.shape[0])
+        if layout.experts:
+            what = "experts, one below the other"
+            words.append(f"rows {layout.experts}x{place.shape[0] // layout.experts}")
+        elif fused is not None and self.config.split_fused:
+            cut = f"{'columns' if layout.transposed else 'rows'} {fused.sizes(self.config.per_head)}"
+            if all(min(shape) > 1 for shape in parse(cut).shapes(place.shape)):
+                words.append(cut)
+        return ", ".join(words), what
 
     def _reason_against(self, place: _Place) -> str | None:
         for pattern in self.adamw_patterns:
@@ -192,7 +256,7 @@ class _Rules:
             return _norm_or_bias(place) or "vector"
         if len(place.shape) == 2 and not _is_matrix(place.shape):
             return "single row or column"
-        if _is_matrix(place.shape) and any(pattern.search(place.name) for pattern in self.muon_patterns):
+        if _is_matrix(place.folded) and any(pattern.search(place.name) for pattern in self.muon_patterns):
             return None
         targets = self.config.optim_target_modules
         if targets is not None and not _is_target(targets, place):
@@ -202,9 +266,8 @@ class _Rules:
     def _named(self, place: _Place) -> str | None:
         if is_lora(place.name) and self.config.lora != "muon":
             return "name contains 'lora' (lora=muon opts in)"
-        for excluded in EXCLUDED_NAMES:
-            if excluded in place.name.lower():
-                return f"name contains {excluded!r}"
+        if excluded := _excluded(place):
+            return f"name contains {excluded!r}"
         if _ADAPTER.search(place.name):
             return "adapter factor (muon_patterns opts in)"
         return None
@@ -216,10 +279,10 @@ class _Rules:
             return "embedding"
         if reason := _norm_or_bias(place):
             return reason
-        if isinstance(place.owner, _CONV_TYPES):
-            groups = place.owner.groups
-            depthwise = groups > 1 and groups == place.owner.in_channels
-            return "depthwise convolution" if depthwise else "convolution"
+        if isinstance(place.owner, _CONV_TYPES) and _is_depthwise(place.owner):
+            return "depthwise convolution"
+        if place.is_kernel and any(min(shape) == 1 for shape in parse(_view_of_kernel(place)).shapes(place.shape)):
+            return "convolution of a single row or column"
         if place.own_name in _STATE_SPACE:
             return "state space parameter"
         if place.own_name != "weight" and not is_lora(place.name) and _TABLE.search(place.own_name):
@@ -233,19 +296,60 @@ class _Rules:
         return _not_hidden_matrices(place)
 
     def _is_head(self, place: _Place) -> bool:
-        """Outside the base model, by name or with a row per label."""
+        """Outside the base model, by name or with a row per label; or outside of layers, with a row per token."""
+        rows, *columns = place.shape
+        layers = any(part.isdigit() for part, _ in place.steps)
+        if isinstance(place.owner, nn.Linear) and not layers and rows in self.vocabularies and rows not in columns:
+            return True
+        if place.home[0] == "final_layer" and isinstance(place.owner, nn.Linear):
+            return True
         if id(place.parameter) not in self.heads:
             return False
         labels = self.heads[id(place.parameter)]
-        parts = place.module_name.split(".")
-        if any(_HEAD.match(part) or (labels is not None and part.endswith("_head")) for part in parts):
-            return True
-        return len(place.shape) == 2 and place.shape[0] == labels
+        for part, module in place.outward():
+            # A pooling head with attention of its own is a part of the model.
+            attends = module is not None and any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
+            if not attends and (_HEAD.match(part) or (labels is not None and part.endswith("_head"))):
+                return True
+        return len(place.shape) == 2 and rows == labels
+
+
+def _layout(place: _Place) -> Layout:
+    return layout_of(place.shape, place.own_name, place.owner, *place.home)
+
+
+def _excluded(place: _Place) -> str | None:
+    """The excluded word that its name contains, unless outside of the layer, or of the model, that this is in."""
+    for part, module in place.outward():
+        if hasattr(module, "get_input_embeddings"):
+            return None
+        for excluded in EXCLUDED_NAMES:
+            if excluded in part.lower():
+                return excluded
+        if part.isdigit() and module is not None and sum(len(shape_of(p)) > 1 for p in module.parameters()) > 1:
+            return None
+    return None
+
+
+def _is_depthwise(owner: Any) -> bool:
+    return bool(owner.groups > 1 and owner.groups == owner.in_channels)
+
+
+def _view_of_kernel(place: _Place) -> str:
+    """A matrix for each group of channels."""
+    owner: Any = place.owner
+    words = ["transposed"] if isinstance(owner, _TRANSPOSED_CONV_TYPES) else []
+    words.append("flat")
+    if owner.groups > 1 and not _is_depthwise(owner):
+        words.append(f"rows {owner.groups}x{place.shape[0] // owner.groups}")
+    return ", ".join(words)
 
 
 def _not_hidden_matrices(place: _Place) -> str | None:
     """Shapes that are no matrix, and stacks that are none, or none that can be told apart."""
     counts = [count for name in _EXPERT_COUNTS if isinstance(count := getattr(place.owner, name, None), int)]
+    if place.is_kernel:
+        return None
     if len(place.shape) == 3 and _is_matrix(place.shape):
         if place.shape[0] in counts or "expert" in place.module_name.lower():
             return None
@@ -253,6 +357,8 @@ def _not_hidden_matrices(place: _Place) -> str | None:
     if not _is_matrix(place.shape):
         return "not a matrix"
     if place.own_name != "weight" and any(n > 1 and place.shape[0] % n == 0 for n in counts):
+        if _layout(place).experts:
+            return None
         return "experts flattened into one matrix"
     return None
 
@@ -280,11 +386,10 @@ def _norm_or_bias(place: _Place) -> str | None:
 
 def _is_router(place: _Place) -> bool:
     """Something called router; a gate beside experts, or inside one; a matrix with a row per expert beside them."""
-    parts = place.module_name.split(".")
-    if any("router" in part.lower() for part in parts):
+    steps = place.steps[:-1]
+    if any("router" in part.lower() for part, _ in steps):
         return True
-    # `around` starts at the parent of the owner: the module in which the last component was looked up.
-    for depth, (part, parent) in enumerate(zip(reversed(parts), place.around, strict=False)):
+    for depth, (part, parent) in enumerate(reversed(steps)):
         if "expert" in part.lower() and not _GATE.match(part):
             return False
         experts = next((child for name, child in parent.named_children() if "experts" in name.lower()), None)
@@ -337,6 +442,22 @@ def _outside_base_model(model: nn.Module) -> dict[int, int | None]:
             inside.update(id(parameter) for parameter in base.parameters())
             labels = getattr(getattr(module, "config", None), "num_labels", labels)
     return {id(p): labels if inside else None for p in model.parameters() if id(p) not in inside}
+
+
+def _vocabulary_sizes(model: nn.Module) -> set[int]:
+    """How many tokens or labels a configuration of the model, or of a part of it, knows."""
+    found: set[int] = set()
+    waiting = [module.config for module in model.modules() if hasattr(module, "config")]
+    seen: set[int] = set()
+    while waiting:
+        config = waiting.pop()
+        if id(config) in seen:
+            continue
+        seen.add(id(config))
+        values = {**getattr(config, "__dict__", {}), "num_labels": getattr(config, "num_labels", None)}
+        found.update(n for name, n in values.items() if _VOCABULARY.search(name) and isinstance(n, int) and n > 1)
+        waiting += [value for value in values.values() if hasattr(value, "model_type")]
+    return found
 
 
 def _is_target(targets: str | Sequence[str], place: _Place) -> bool:
@@ -400,7 +521,8 @@ def table(routes: Sequence[Route]) -> str:
     rows: dict[tuple[str, ...], list[int]] = {}
     for route in routes:
         folded = re.sub(r"(?<=\.)\d+(?=\.)", "*", route.name)
-        key = (folded, "x".join(map(str, route.shape)) or "scalar", "muon" if route.use_muon else "adamw", route.reason)
+        reason = f"{route.reason} [{route.view}]" if route.view else route.reason
+        key = (folded, "x".join(map(str, route.shape)) or "scalar", "muon" if route.use_muon else "adamw", reason)
         rows.setdefault(key, []).append(math.prod(route.shape))
     cells = [("parameter", "shape", "count", "optimizer", "reason")]
     cells += [(name, shape, str(len(sizes)), to, reason) for (name, shape, to, reason), sizes in rows.items()]

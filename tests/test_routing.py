@@ -111,7 +111,7 @@ def test_plain_modules():
             self.scale = nn.Parameter(torch.zeros(()))
             self.out = nn.Linear(16, 100, bias=False)
 
-    assert muon_names(Plain()) == {"up.weight", "down.weight"}
+    assert muon_names(Plain()) == {"up.weight", "down.weight", "conv.weight"}
     assert reasons(Plain()) == {
         "table.weight": "embedding",
         "places.weight": "embedding",
@@ -123,7 +123,6 @@ def test_plain_modules():
         "heads_norm": "norm",
         "row": "single row or column",
         "column.weight": "single row or column",
-        "conv.weight": "convolution",
         "conv.bias": "bias",
         "depthwise.weight": "depthwise convolution",
         "depthwise.bias": "bias",
