@@ -98,9 +98,9 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
 
 def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
     """The heads of a query, key or value projection that is a weight of its own; None where it has no known heads."""
-    head = _number(parent, *_HEAD_SIZES) if parent is not None and _QUERY.fullmatch(leaf) else 0
-    if leaf == "q_b_proj":
-        head = _number(parent, "qk_head_dim")
+    # Where keys are compressed, `head_dim` is that of a part of a query.
+    sizes = ("qk_head_dim", *_HEAD_SIZES) if leaf.startswith("q") else _HEAD_SIZES
+    head = _number(parent, *sizes) if parent is not None and _QUERY.fullmatch(leaf) else 0
     return Fused((Part("head", rows, head),)) if head and rows > head and rows % head == 0 else None
 
 

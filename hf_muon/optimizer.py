@@ -117,7 +117,7 @@ class Muon(Optimizer):
         self.replicate_group = replicate_group
         self.partitions: Partitions | None = None
         self.being_wrapped = False
-        self.views_of: Mapping[Tensor, views.View] = {}
+        self.wrapped_views: Mapping[Tensor, views.View] = {}
         self._layouts: dict[tuple[int, ...], preflight.Layout] = {}
         super().__init__(params, defaults)
 
@@ -389,7 +389,7 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_layouts"):  # a copied or unpickled optimizer
-            self._layouts, self.views_of, self.being_wrapped = {}, {}, False
+            self._layouts, self.wrapped_views, self.being_wrapped = {}, {}, False
             self.partitions = self.replicate_group = None
             self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
         for group in self.param_groups:

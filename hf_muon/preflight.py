@@ -154,7 +154,7 @@ class Layout:
                 )
             self.matrices.append(matrices)
             self.executors.append(executors)
-        self.lines = [_line(group, i) for group in groups for i in range(len(group["params"]))]
+        self.lines = [_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))]
         self.lines.append(f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}")
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
@@ -189,13 +189,13 @@ def storage_key(groups: Sequence[Group]) -> list[Any]:
     ]
 
 
-def _line(group: Group, index: int) -> str:
+def _line(group: Group, index: int, view: str) -> str:
     param = group["params"][index]
     # Not by its ranks, which differ between the submeshes of one mesh.
     stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
     route = "Muon" if group["use_muon"] else "AdamW"
-    seen = views.views_of(group)[index] or "as it is stored"
-    return f"{checkpoint.describe(group, index)} {param.dtype} {param.device.type} {stored} {route}, {seen}"
+    seen = f", seen as {view!r}" if view else ""
+    return f"{checkpoint.describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{seen}"
 
 
 def hyperparameter_complaint(group: Group) -> str | None:

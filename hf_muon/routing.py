@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import nn
 from hf_muon.config import MuonConfig
 from hf_muon.distributed.base import shape_of
 from hf_muon.fused import Layout, heads_of, layout_of
+from hf_muon.patterns import compile_patterns, examples
+from hf_muon.places import CONV_TYPES, Place, places_of
 from hf_muon.views import parse
 
 # Besides LoRA factors, which have an option of their own.
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"(^|_|layer|rms|group|batch)norm(_?\d+)?$", re.IGNORECASE)
 _HEAD = re.compile(
     r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection"
@@ -35,8 +36,6 @@ _ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|ra
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts", "moe_num_experts", "n_routed_experts")
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
-_WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_CONV_TYPES = (nn.modules.conv._ConvNd,)
 _TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -91,91 +90,20 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
         ValueError: a pattern that matches nothing, or an option that is not valid.
     """
     config = (config or MuonConfig()).replace(options)
-    places = _places(model)
+    places = places_of(model)
     rules = _Rules(model, config, places)
     return [
         Route(place.name, place.parameter, *rules.decide(place)) for place in places if place.parameter.requires_grad
     ]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A parameter, the module that holds it, and the steps that lead to it.
-
-    Attributes:
-        steps: the components of the name, each with the module in which it is looked up.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    owner: nn.Module
-    steps: tuple[tuple[str, nn.Module], ...]
-
-    @property
-    def own_name(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    @property
-    def module_name(self) -> str:
-        return self.name.rpartition(".")[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(self.parameter)
-
-    @property
-    def folded(self) -> tuple[int, ...]:
-        """The shape, with the kernel of a convolution folded into its columns."""
-        return (self.shape[0], math.prod(self.shape[1:])) if self.is_kernel else self.shape
-
-    @property
-    def is_kernel(self) -> bool:
-        return isinstance(self.owner, _CONV_TYPES) and self.own_name == "weight"
-
-    @property
-    def home(self) -> tuple[str, nn.Module | None]:
-        """The name of the module that holds it, and the module around that, without what peft puts in between."""
-        steps = list(self.steps[:-1])
-        while steps:
-            if steps[-1][0] in ("base_layer", "original_module"):
-                steps.pop()
-            elif len(steps) > 1 and steps[-2][0] == "modules_to_save":
-                del steps[-2:]
-            else:
-                return steps[-1]
-        return "", None
-
-    def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
-        """From the inside out, the components of the name, each with the module that it is; None for the parameter."""
-        modules = [module for _, module in self.steps[1:]]
-        yield self.own_name, None
-        for (part, _), module in zip(self.steps[-2::-1], reversed(modules), strict=True):
-            yield part, module
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    modules = dict(model.named_modules())
-    places = []
-    for full_name, parameter in model.named_parameters():
-        parts = full_name.split(".")
-        chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
-        kept = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
-        places.append(_Place(".".join(part for part, _ in kept), parameter, chain[-1], tuple(kept)))
-    return places
-
-
-def _of_wrapper(part: str, parent: nn.Module) -> bool:
-    """Whether a component of a name was put there by a wrapper. `module` may be a model's own name, too."""
-    return part in _WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))
-
-
 class _Rules:
     """The rules, with what they need to know of the model found once."""
 
-    def __init__(self, model: nn.Module, config: MuonConfig, places: Sequence[_Place]) -> None:
+    def __init__(self, model: nn.Module, config: MuonConfig, places: Sequence[Place]) -> None:
         self.config = config
-        self.muon_patterns = _compile(config.muon_patterns)
-        self.adamw_patterns = _compile(config.adamw_patterns)
+        self.muon_patterns = compile_patterns(config.muon_patterns)
+        self.adamw_patterns = compile_patterns(config.adamw_patterns)
         self._check_patterns(places)
         self.embeddings = _reported_embeddings(model)
         reported = "output embeddings" in self.embeddings.values()
@@ -183,24 +111,24 @@ class _Rules:
         self.heads = _outside_base_model(model)
         self.vocabularies = _vocabulary_sizes(model)
 
-    def _check_patterns(self, places: Sequence[_Place]) -> None:
+    def _check_patterns(self, places: Sequence[Place]) -> None:
         names = [place.name for place in places]
         for option, patterns in (("muon_patterns", self.muon_patterns), ("adamw_patterns", self.adamw_patterns)):
             for pattern in patterns:
                 found = [place for place in places if pattern.search(place.name)]
                 if not found:
                     raise ValueError(
-                        f"{option}: {pattern.pattern!r} matches no parameter. Names look like {_examples(names)}"
+                        f"{option}: {pattern.pattern!r} matches no parameter. Names look like {examples(names)}"
                     )
                 if not any(place.parameter.requires_grad for place in found):
                     raise ValueError(
                         f"{option}: {pattern.pattern!r} matches nothing that is trained, only "
-                        f"{_examples([place.name for place in found])}"
+                        f"{examples([place.name for place in found])}"
                     )
                 if option == "muon_patterns" and not any(_is_matrix(place.folded) for place in found):
                     raise ValueError(
                         f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
-                        f"{_examples([p.name for p in found])}"
+                        f"{examples([p.name for p in found])}"
                     )
         if self.config.lora == "muon" and not any(is_lora(p.name) and p.parameter.requires_grad for p in places):
             raise ValueError("lora=muon: no LoRA factor is trained. Remove the option, or check the peft configuration")
@@ -208,10 +136,10 @@ class _Rules:
         if targets is not None and not any(_is_target(targets, place) for place in places):
             raise ValueError(
                 f"optim_target_modules={targets!r} matches no module. Names look like "
-                f"{_examples([place.module_name for place in places])}"
+                f"{examples([place.module_name for place in places])}"
             )
 
-    def decide(self, place: _Place) -> tuple[bool, bool, str, str]:
+    def decide(self, place: Place) -> tuple[bool, bool, str, str]:
         """(use_muon, decay, reason, view)"""
         against = self._reason_against(place)
         if against is not None:
@@ -228,7 +156,7 @@ class _Rules:
                 break
         return True, True, what, view
 
-    def _view(self, place: _Place) -> tuple[str, str]:
+    def _view(self, place: Place) -> tuple[str, str]:
         """How a weight is seen as matrices, and what it is, in words."""
         layout = _layout(place)
         what = "hidden matrix" if len(place.shape) == 2 else "stack of hidden matrices"
@@ -248,7 +176,7 @@ class _Rules:
                 words.append(cut)
         return ", ".join(words), what
 
-    def _reason_against(self, place: _Place) -> str | None:
+    def _reason_against(self, place: Place) -> str | None:
         for pattern in self.adamw_patterns:
             if pattern.search(place.name):
                 return f"adamw_patterns {pattern.pattern!r}"
@@ -263,7 +191,7 @@ class _Rules:
             return "outside optim_target_modules"
         return self._named(place) or self._structural(place)
 
-    def _named(self, place: _Place) -> str | None:
+    def _named(self, place: Place) -> str | None:
         if is_lora(place.name) and self.config.lora != "muon":
             return "name contains 'lora' (lora=muon opts in)"
         if excluded := _excluded(place):
@@ -272,14 +200,14 @@ class _Rules:
             return "adapter factor (muon_patterns opts in)"
         return None
 
-    def _structural(self, place: _Place) -> str | None:
+    def _structural(self, place: Place) -> str | None:
         if id(place.parameter) in self.embeddings:
             return f"the model's {self.embeddings[id(place.parameter)]}"
         if isinstance(place.owner, _EMBEDDING_TYPES):
             return "embedding"
         if reason := _norm_or_bias(place):
             return reason
-        if isinstance(place.owner, _CONV_TYPES) and _is_depthwise(place.owner):
+        if isinstance(place.owner, CONV_TYPES) and _is_depthwise(place.owner):
             return "depthwise convolution"
         if place.is_kernel and any(min(shape) == 1 for shape in parse(_view_of_kernel(place)).shapes(place.shape)):
             return "convolution of a single row or column"
@@ -295,7 +223,7 @@ class _Rules:
             return "output head: the last matrix, of the vocabulary's shape"
         return _not_hidden_matrices(place)
 
-    def _is_head(self, place: _Place) -> bool:
+    def _is_head(self, place: Place) -> bool:
         """Outside the base model, by name or with a row per label; or outside of layers, with a row per token."""
         rows, *columns = place.shape
         layers = any(part.isdigit() for part, _ in place.steps)
@@ -314,11 +242,11 @@ class _Rules:
         return len(place.shape) == 2 and rows == labels
 
 
-def _layout(place: _Place) -> Layout:
+def _layout(place: Place) -> Layout:
     return layout_of(place.shape, place.own_name, place.owner, *place.home)
 
 
-def _excluded(place: _Place) -> str | None:
+def _excluded(place: Place) -> str | None:
     """The excluded word that its name contains, unless outside of the layer, or of the model, that this is in."""
     for part, module in place.outward():
         if hasattr(module, "get_input_embeddings"):
@@ -335,7 +263,7 @@ def _is_depthwise(owner: Any) -> bool:
     return bool(owner.groups > 1 and owner.groups == owner.in_channels)
 
 
-def _view_of_kernel(place: _Place) -> str:
+def _view_of_kernel(place: Place) -> str:
     """A matrix for each group of channels."""
     owner: Any = place.owner
     words = ["transposed"] if isinstance(owner, _TRANSPOSED_CONV_TYPES) else []
@@ -345,7 +273,7 @@ def _view_of_kernel(place: _Place) -> str:
     return ", ".join(words)
 
 
-def _not_hidden_matrices(place: _Place) -> str | None:
+def _not_hidden_matrices(place: Place) -> str | None:
     """Shapes that are no matrix, and stacks that are none, or none that can be told apart."""
     counts = [count for name in _EXPERT_COUNTS if isinstance(count := getattr(place.owner, name, None), int)]
     if place.is_kernel:
@@ -370,12 +298,12 @@ def _is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and min(shape) > 1
 
 
-def _decays(place: _Place) -> bool:
+def _decays(place: Place) -> bool:
     """transformers' rule: no decay in LayerNorm modules and where the name says bias or norm."""
     return not (isinstance(place.owner, nn.LayerNorm) or _NO_DECAY.search(place.name.lower()))
 
 
-def _norm_or_bias(place: _Place) -> str | None:
+def _norm_or_bias(place: Place) -> str | None:
     component = place.module_name.rpartition(".")[2]
     if "bias" in place.own_name or component.endswith("bias"):
         return "bias"
@@ -384,7 +312,7 @@ def _norm_or_bias(place: _Place) -> str | None:
     return None
 
 
-def _is_router(place: _Place) -> bool:
+def _is_router(place: Place) -> bool:
     """Something called router; a gate beside experts, or inside one; a matrix with a row per expert beside them."""
     steps = place.steps[:-1]
     if any("router" in part.lower() for part, _ in steps):
@@ -418,7 +346,7 @@ def _reported_embeddings(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _last_like_vocabulary(places: Sequence[_Place]) -> nn.Parameter | None:
+def _last_like_vocabulary(places: Sequence[Place]) -> nn.Parameter | None:
     """The last matrix, if it has the shape of the largest embedding: the output head of a model that reports none."""
     vocabularies = [place.shape for place in places if isinstance(place.owner, _EMBEDDING_TYPES)]
     matrices = [place for place in places if len(place.shape) == 2 and isinstance(place.owner, nn.Linear)]
@@ -460,7 +388,7 @@ def _vocabulary_sizes(model: nn.Module) -> set[int]:
     return found
 
 
-def _is_target(targets: str | Sequence[str], place: _Place) -> bool:
+def _is_target(targets: str | Sequence[str], place: Place) -> bool:
     """transformers' meaning of `optim_target_modules`: one regular expression, or a list of names and expressions."""
     module = place.module_name
     if isinstance(targets, str):
@@ -468,52 +396,6 @@ def _is_target(targets: str | Sequence[str], place: _Place) -> bool:
             return isinstance(place.owner, nn.Linear)
         return re.fullmatch(targets, module) is not None
     return any(target in module or re.fullmatch(target, module) for target in targets)
-
-
-def _compile(patterns: str | Sequence[str] | None) -> list[re.Pattern[str]]:
-    if patterns is None:
-        return []
-    pieces = list(patterns)
-    if isinstance(patterns, str):
-        flags = re.match(r"(\(\?[aiLmsux]+\))?", patterns)
-        prefix = flags[0] if flags else ""
-        pieces = [piece and prefix + piece for piece in _alternatives(patterns[len(prefix) :])]
-    compiled = []
-    for piece in pieces:
-        try:
-            compiled.append(re.compile(piece))
-        except re.error as error:
-            raise ValueError(f"{piece!r} is not a regular expression: {error}") from None
-        if not piece:
-            raise ValueError(f"{patterns!r} has an empty alternative, which would match every parameter")
-    return compiled
-
-
-def _alternatives(pattern: str) -> list[str]:
-    """Split at each ``|`` outside of brackets, so that each alternative is known to match something."""
-    pieces, depth, in_class, current = [], 0, False, ""
-    escaped = False
-    for character in pattern:
-        if escaped or character == "\\":
-            escaped = not escaped
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-        elif character == "|" and depth == 0:
-            pieces.append(current)
-            current = ""
-            continue
-        current += character
-    return [*pieces, current]
-
-
-def _examples(names: Iterable[str], limit: int = 4) -> str:
-    distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-    step = max(1, len(distinct) // limit)
-    return ", ".join(distinct[::step][:limit]) or "nothing"
 
 
 def table(routes: Sequence[Route]) -> str:
@@ -530,6 +412,18 @@ def table(routes: Sequence[Route]) -> str:
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
     lines.insert(1, "  ".join("-" * w for w in (*widths, max(len(row[4]) for row in cells))))
     return "\n".join([*lines, *totals(routes)])
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """A line on the parameters that are not trained, if there are some."""
+    found = [p for p in model.parameters() if not p.requires_grad]
+    if not found:
+        return []
+    quantized = [p for p in found if p.dtype.itemsize == 1 or hasattr(p, "quant_state")]
+    kinds = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in quantized}))
+    return [
+        f"frozen: {len(found)} parameters" + (f", {len(quantized)} of them quantized ({kinds})" if quantized else "")
+    ]
 
 
 def totals(routes: Sequence[Route]) -> list[str]:

@@ -20,7 +20,7 @@ ORDER = [
     ["update", "diagnostics", "foreign", "damage", "views"],
     ["newton_schulz", "distributed.base", "distributed.layout", "distributed.ownership", "distributed.agreement"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
-    ["fused"],
+    ["fused", "patterns", "places"],
     ["distributed.select", "routing"],
     ["distributed.zero"],
     ["distributed"],

@@ -387,6 +387,13 @@ class TestFused:
         assert seen(model)["model.layers.0.self_attn.qkv_proj.weight"] == ("", "hidden matrix")
         assert seen(model)["model.layers.1.self_attn.qkv_proj.weight"][0] == "rows 32+16+16"
 
+    def test_heads_of_queries_that_are_not_compressed(self):
+        """Where keys are, `head_dim` is that of the rotated part of a query."""
+        latent = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+        model = build("DeepseekV2ForCausalLM", "DeepseekV2Config", **TINY, **latent, first_k_dense_replace=2)
+        view, _ = seen(model, per_head=True)["model.layers.0.self_attn.q_proj.weight"]
+        assert view == "rows 4x10"
+
     def test_multihead_attention_of_torch(self):
         model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
         assert seen(model)["attn.in_proj_weight"] == ("rows 8+8+8", "hidden matrix: q, k, v")

@@ -143,7 +143,7 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     # accelerate puts DeepSpeedCPUAdam in the place of an offloaded optimizer without a word.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
-    optimizer.views_of = {
+    optimizer.wrapped_views = {
         param: parse(view)
         for group in optimizer.param_groups
         for param, view in zip(group["params"], views_of(group), strict=True)
@@ -194,7 +194,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
         # ZeRO-0: whole parameters, or their fp32 copies, on every rank.
         optimizer.replicate_group, optimizer.partitions = _group_of(engine), None
     else:
-        names = {param: (name, optimizer.views_of.get(param)) for name, param in engine.module.named_parameters()}
+        names = {param: (name, optimizer.wrapped_views.get(param)) for name, param in engine.module.named_parameters()}
         try:
             found = [(flat, Partition(**about, device=device), proof) for flat, about, proof in reader(wrapper, names)]
         except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
