@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from hf_muon import Muon
+from hf_muon.distributed.base import Piece
+from hf_muon.distributed.exchange import Block
+from hf_muon.distributed.layout import FlatRegion, seen_as
+from hf_muon.distributed.zero import partition_bounds
 from hf_muon.views import Blocks, Cut, parse
 from tests.distributed.cases import VIEWS, given_gradients, make
 from tests.distributed.test_layouts import assert_equal
@@ -190,3 +196,29 @@ def test_cuts_of_flat_slices():
     flat = torch.arange(28)
     assert torch.equal(cut.of(flat), flat.view(2, 2, 7)[:, :, 1:6:2].unsqueeze(-1))
     assert cut.shape_of((28,)) == (2, 2, 3, 1)
+
+
+def test_flat_slices_hold_their_parts():
+    """Partitions of ZeRO: what the slices of all ranks hold, put together, is each matrix of a view."""
+    for shape, text in VIEWS:
+        view, weight = parse(text), torch.arange(math.prod(shape)).view(shape)
+        for ranks in (2, 3, 5):
+            size = -(-(weight.numel() + 3) // ranks)
+            bounds = partition_bounds(weight.numel(), size, ranks, offset=3)
+            slices = [weight.reshape(-1)[first:last] for first, last in bounds]
+            rows, columns = view.folded(shape)[-2:]
+            regions = tuple(FlatRegion((rows, columns), first, last) for first, last in bounds)
+            for expected, part_shape, stored in zip(
+                apart(weight, text), view.shapes(shape), seen_as(view, shape, regions), strict=True
+            ):
+                found = torch.full((math.prod(part_shape[:-2]), *part_shape[-2:]), -1)  # (B, m, n)
+                for region, held in zip(stored, slices, strict=True):
+                    for part in region.parts(0, len(found)):
+                        piece = Piece(0, part.local, part.cut).of(held)
+                        assert piece.shape == part.stored
+                        data = piece.reshape(part.shape)
+                        block = Block(Piece(0), part.stored, part.shape, slice(part.first, part.first + part.count),
+                                      part.rows, part.columns)  # fmt: skip
+                        block.write(data, found)
+                expected = expected.mT if view.transposed else expected
+                assert torch.equal(found, expected.reshape(found.shape)), (shape, text, ranks)
