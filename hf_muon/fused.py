@@ -287,6 +287,7 @@ _RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("query_key_value", r"\bFalconAttention\b", _falcon),
     ("in_proj", r"\bDisentangledSelfAttention\b", _by_head),
     ("to_kv", r"\b(GraniteSpeech|Evolla)", _equal("k", "v")),
+    ("kv_proj", r"\bJetMoeAttention\b", _equal("k", "v")),
     ("q_proj", r"\b(Qwen3Next|Qwen3_5|Qwen3_5Moe)Attention\b", _gated_query),
     ("kv_a_proj_with_mqa", r"", _compressed),
     ("kv_b_proj", r"", _decompressed),

@@ -110,6 +110,9 @@ class _Rules:
         self.unreported_head = None if reported else _last_like_vocabulary(places)
         self.heads = _outside_base_model(model)
         self.vocabularies = _vocabulary_sizes(model)
+        # What something takes in is a hidden size, and no vocabulary's.
+        linear = [p for p in places if isinstance(p.owner, nn.Linear) and len(p.shape) == 2 and not is_lora(p.name)]
+        self.inputs = {place.shape[1] for place in linear}
 
     def _check_patterns(self, places: Sequence[Place]) -> None:
         names = [place.name for place in places]
@@ -224,22 +227,32 @@ class _Rules:
         return _not_hidden_matrices(place)
 
     def _is_head(self, place: Place) -> bool:
-        """Outside the base model, by name or with a row per label; or outside of layers, with a row per token."""
-        rows, *columns = place.shape
-        layers = any(part.isdigit() for part, _ in place.steps)
-        if isinstance(place.owner, nn.Linear) and not layers and rows in self.vocabularies and rows not in columns:
-            return True
+        """Outside the base model, by name or with a row per label; or anywhere, with a row for each token or label."""
+        rows = place.shape[0]
         if place.home[0] == "final_layer" and isinstance(place.owner, nn.Linear):
+            return True
+        layered = any(part.isdigit() for part, _ in place.steps)
+        per_token = isinstance(place.owner, nn.Linear) and rows in self.vocabularies and rows not in self.inputs
+        if per_token and not layered:
             return True
         if id(place.parameter) not in self.heads:
             return False
         labels = self.heads[id(place.parameter)]
-        for part, module in place.outward():
-            # A pooling head with attention of its own is a part of the model.
-            attends = module is not None and any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
-            if not attends and (_HEAD.match(part) or (labels is not None and part.endswith("_head"))):
+        for depth, (part, module) in enumerate(place.outward()):
+            if not (_HEAD.match(part) or (labels is not None and part.endswith("_head"))):
+                continue
+            # What is called so inside of a layer is a part of its attention; one that attends is a pooling of tokens.
+            inside = any(outer.isdigit() for outer, _ in place.steps[: -1 - depth])
+            if per_token or not (inside or _attends(module)):
                 return True
         return len(place.shape) == 2 and rows == labels
+
+
+def _attends(module: nn.Module | None) -> bool:
+    if module is None:
+        return False
+    named = module.named_modules()
+    return any(isinstance(m, nn.MultiheadAttention) or name.endswith(("k_proj", "key")) for name, m in named)
 
 
 def _layout(place: Place) -> Layout:

@@ -116,6 +116,7 @@ MODELS = {
         {**LLAMA, "intermediate_size_mlp": 28, "num_local_experts": 4, "head_dim": 8, "interleave_moe_layer_step": 1},
         {"gate, up"},
     ),
+    "jetmoe": ("JetMoeForCausalLM", "JetMoeConfig", {**LLAMA, "kv_channels": 8, "num_local_experts": 4}, {"k, v"}),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", {**LLAMA, "num_local_experts": 4}, {"gate, up"}),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",

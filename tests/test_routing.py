@@ -318,6 +318,28 @@ def test_heads_inside_the_base_model():
     assert found["model.decoder.output_projection.weight"] == "head"
 
 
+def test_heads_of_attention_are_none():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v_head = linear(8)
+            self.k_proj = linear(8)
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layer()]), "head": Layer(), "value_head": linear(8)})
+    pooling = "head.k_proj.weight"  # and a head in it is one, by its name
+    assert muon_names(model) == {"layers.0.v_head.weight", "layers.0.k_proj.weight", pooling}
+
+
+def test_a_row_per_token_is_no_head_where_others_take_it_in():
+    model = backbone(vocab_size_of_something=32)
+    model.config.other_vocab_size = 48
+    model.extra, model.out = linear(32, 24), linear(48, 32)
+    assert "extra.weight" in muon_names(model)
+    assert "out.weight" in muon_names(model)  # as many as the MLP's hidden size
+    model.config.other_vocab_size, model.out = 50, linear(50, 32)
+    assert reasons(model)["out.weight"] == "head"
+
+
 def test_convolutions():
     class Layers(nn.Module):
         def __init__(self):
