@@ -110,7 +110,7 @@ class _Rules:
         self.unreported_head = None if reported else _last_like_vocabulary(places)
         self.heads = _outside_base_model(model)
         self.vocabularies = _vocabulary_sizes(model)
-        # What something takes in is a hidden size, and no vocabulary's.
+        # What something takes in is a hidden size, and no vocabulary's, unless it is that large.
         linear = [p for p in places if isinstance(p.owner, nn.Linear) and len(p.shape) == 2 and not is_lora(p.name)]
         self.inputs = {place.shape[1] for place in linear}
 
@@ -232,7 +232,8 @@ class _Rules:
         if place.home[0] == "final_layer" and isinstance(place.owner, nn.Linear):
             return True
         layered = any(part.isdigit() for part, _ in place.steps)
-        per_token = isinstance(place.owner, nn.Linear) and rows in self.vocabularies and rows not in self.inputs
+        per_token = isinstance(place.owner, nn.Linear) and rows in self.vocabularies
+        per_token = per_token and (rows not in self.inputs or rows > 8 * place.shape[-1])
         if per_token and not layered:
             return True
         if id(place.parameter) not in self.heads:
