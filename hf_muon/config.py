@@ -17,6 +17,7 @@ from hf_muon.update import ADJUST_LR_FNS
 
 LORA_ROUTES = ("adamw", "muon")
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+OFFLOAD_COMPUTE = ("auto", "cpu", "accelerator")
 MAX_BUCKET_BYTES = 256 * 2**20
 
 
@@ -149,6 +150,7 @@ GROUP_OPTIONS: dict[str, _Option] = {
 OPTIMIZER_OPTIONS: dict[str, _Option] = {
     "max_bucket_bytes": _integer("a positive number of bytes", lambda x: x > 0),
     "comm_dtype": _choice(tuple(COMM_DTYPES)),
+    "offload_compute": _choice(OFFLOAD_COMPUTE),
     "accept_rerouted": _flag(),
 }
 
@@ -213,6 +215,8 @@ class MuonConfig:
         per_head: orthogonalize query, key and value projections head by head.
         max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
         comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
+        offload_compute: where momentum that is offloaded to the CPU is orthogonalized: `auto` (on the accelerator that
+            the model computes on), `cpu` or `accelerator`.
         accept_rerouted: resume from checkpoints in which parameters were on the other side, Muon or AdamW, with
             their moments at zero.
 
@@ -241,6 +245,7 @@ class MuonConfig:
     per_head: bool = False
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     comm_dtype: str = "fp32"
+    offload_compute: str = "auto"
     accept_rerouted: bool = False
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import re
 import subprocess
@@ -30,6 +31,18 @@ def test_doctor():
     assert "found: hf_muon_autoload:activate" in done.stdout
     for module in ("transformers.training_args", "transformers.trainer_optimizer"):
         assert re.search(rf"{re.escape(module)} +│ patched", done.stdout)
+
+
+def test_doctor_lists_the_hooks_of_llamafactory_v1():
+    """In one of two places by its version."""
+    shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", doctor().stdout)
+    arguments, *registries = [state for _, state in shown]
+    assert len(registries) == 2
+    if importlib.util.find_spec("llamafactory") is None:
+        assert {arguments, *registries} == {"waiting for its import (not installed)"}
+    else:
+        assert arguments == "waiting for its import"
+        assert set(registries) == {"waiting for its import", "waiting for its import (not in this llamafactory)"}
 
 
 def test_doctor_says_why_not():

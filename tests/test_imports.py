@@ -26,11 +26,20 @@ ORDER = [
     ["distributed"],
     ["checkpoint"],
     ["preflight"],
+    ["step_report"],
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed", "cli_convert"],
-    ["integrations.accelerate", "integrations.transformers"],
+    [
+        "integrations",
+        "integrations.deepspeed_layout",
+        "integrations.llamafactory_v1",
+        "integrations.ulysses",
+        "cli_convert",
+    ],
+    ["integrations.deepspeed_checkpoint"],
+    ["integrations.deepspeed"],
+    ["integrations.accelerate", "integrations.transformers", "integrations.ulysses_launch"],
     ["integrations.llamafactory", "cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -39,7 +48,10 @@ ALSO = {
     "cli": {"typer", "rich"},
     "cli_convert": {"typer", "rich", "transformers"},
     "integrations.deepspeed": {"deepspeed"},
+    "integrations.deepspeed_layout": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
+    "integrations.ulysses": {"transformers", "deepspeed"},
+    "integrations.ulysses_launch": {"transformers", "accelerate", "yaml"},
 }
 
 

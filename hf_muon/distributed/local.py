@@ -18,7 +18,7 @@ class LocalExecutor:
     Args:
         units: what to orthogonalize together.
         stored: for each parameter that takes part, by its position in the param group, all of it as it is stored.
-        device: of the updates.
+        device: where matrices are orthogonalized; updates may come from another one.
         max_bucket_bytes: bound on updates and directions held at once, counted in fp32; at least one unit is.
     """
 
@@ -52,7 +52,7 @@ class LocalExecutor:
                 mine = updates[len(directions) : len(directions) + len(unit.runs)]
                 stacks = [update.reshape(-1, *unit.shape) for update in mine]  # each (b, m, n)
                 batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
-                parts = torch.split(newton_schulz(batch), [len(stack) for stack in stacks])
+                parts = torch.split(newton_schulz(batch.to(self.device)), [len(stack) for stack in stacks])
                 directions += [part.view(update.shape) for part, update in zip(parts, mine, strict=True)]
             yield pieces, directions
 

@@ -54,11 +54,57 @@ def alone(view: View, shape: tuple[int, ...]) -> list[Stored]:
     return [regions[0] for regions in seen_as(view, shape, (whole(shape),))]
 
 
+def accelerator() -> torch.device:
+    """The accelerator that this process uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not torch.accelerator.is_available():
+        raise RuntimeError("offload_compute=accelerator needs an accelerator, and torch sees none. Use auto or cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
+
+
+def compute_device(stored: torch.device, home: torch.device, offload_compute: str) -> torch.device:
+    """Where a matrix is orthogonalized.
+
+    Args:
+        stored: where its momentum lives.
+        home: where the model computes; another one where the momentum is offloaded.
+        offload_compute: `auto`, `cpu` or `accelerator`, for momentum that lives on the CPU.
+
+    Raises:
+        RuntimeError: an accelerator is asked for, and there is none.
+    """
+    if stored.type != "cpu" or offload_compute == "auto":
+        return home
+    if offload_compute == "cpu":
+        return stored
+    return home if home.type != "cpu" else accelerator()
+
+
+def home_of(param: Tensor) -> torch.device:
+    """Where a model computes with a parameter: FSDP2's CPU offload keeps it elsewhere than its mesh says."""
+    local = param.to_local() if is_dtensor(param) else param  # type: ignore[attr-defined]
+    kind = param.device_mesh.device_type if is_dtensor(param) else local.device.type  # type: ignore[attr-defined]
+    return local.device if kind == local.device.type else accelerator()
+
+
+def carrier(group: ProcessGroup, device: torch.device, home: torch.device) -> torch.device:
+    """The device between whose memories a group sends what is computed on another one."""
+    try:
+        group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return home
+    return device
+
+
 def select_executors(
     shapes: Sequence[tuple[int, ...]],
     places: Sequence[Shared | Stored],
     dtypes: Sequence[torch.dtype],
     devices: Sequence[torch.device],
+    homes: Sequence[torch.device],
     *,
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None = None,
@@ -70,6 +116,7 @@ def select_executors(
         places: of each parameter, as by `shared`; where nobody shares it, all of it as it is stored here.
         dtypes: of each parameter's updates.
         devices: where each parameter is orthogonalized.
+        homes: where the model computes with it.
         max_bucket_bytes: bound on bytes in flight.
         comm_dtype: dtype in which updates travel; None for their own.
     """
@@ -92,5 +139,6 @@ def select_executors(
         regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and isinstance(p, Shared)}
         storage = Storage(regions, place.group.size())
         wire = comm_dtype or dtypes[first]
-        executors.append(Exchange(place.group, mine, storage, wire, device, max_bucket_bytes))
+        travels = carrier(place.group, device, homes[first])
+        executors.append(Exchange(place.group, mine, storage, wire, device, travels, max_bucket_bytes))
     return executors
