@@ -2,6 +2,7 @@
 #   make demo   a real training run with optim: muon, beside AdamW
 #   make test   the tests, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make lint   ruff and mypy
+#   make golden the tables in tests/golden, written anew: look at the diff
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 PYTEST := -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint golden clean
 
 install: $(VENV)/.made $(LF)/.made $(DS)/.made
 
@@ -60,6 +61,10 @@ lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+golden: $(VENV)/.made $(LF)/.made
+	$(VENV)/bin/python -m tests.zoo
+	$(LF_ENV) $(LF)/bin/python -m tests.zoo
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -11,7 +11,7 @@ from torch import nn
 from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig
 from hf_muon.optimizer import Muon
-from hf_muon.routing import Route, is_lora, route_parameters, table
+from hf_muon.routing import Route, frozen, is_lora, route_parameters, table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +50,7 @@ def build_optimizer(
     if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         replicate_group = model.process_group
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
-    log_routes(routes)
+    log_routes(routes, frozen(model))
     return optimizer
 
 
@@ -89,6 +89,7 @@ def group_of(
         weight_decay = half_decay
     return {
         "params": [(route.name, route.parameter) for route in routes],
+        **({"views": [route.view for route in routes]} if use_muon else {}),
         "use_muon": use_muon,
         "lr": lr,
         "weight_decay": weight_decay,
@@ -111,7 +112,7 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 
 
-def log_routes(routes: Iterable[Route]) -> None:
-    """Log the table of routes on rank 0."""
+def log_routes(routes: Iterable[Route], also: Sequence[str] = ()) -> None:
+    """Log the table of routes, and some lines below it, on rank 0."""
     if diagnostics.is_rank_zero():
-        diagnostics.logger().info("which parameter goes where:\n%s", table(list(routes)))
+        diagnostics.logger().info("which parameter goes where:\n%s", "\n".join([table(list(routes)), *also]))

@@ -12,6 +12,7 @@ from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.distributed import is_dtensor, local_of, shape_of
 from hf_muon.update import momentum_dtype
+from hf_muon.views import views_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
 """State of a parameter by `use_muon`."""
@@ -210,6 +211,17 @@ def changed_options(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str
     return "; ".join(sorted(changes))
 
 
+def changed_views(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> str:
+    """Parameters that are seen as other matrices than when the checkpoint was written."""
+    changes = [
+        f"{describe(group, i)} {mine or 'as it is stored'!r}, there {other or 'as it is stored'!r}"
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True)
+        for i, (mine, other) in enumerate(zip(views_of(group), views_of(saved), strict=True))
+        if group["use_muon"] and mine != other
+    ]
+    return _few(changes)
+
+
 def restore_storage_(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> None:
@@ -258,6 +270,7 @@ def reroute(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) 
         for saved in saved_groups
         for name, key in zip(saved["param_names"], saved["params"], strict=True)
     }
+    seen = {n: view for saved in saved_groups for n, view in zip(saved["param_names"], views_of(saved), strict=True)}
     here = {name: group["use_muon"] for group in groups for name in group["param_names"]}
     moved = [name for name in here if name in places and places[name][0]["use_muon"] != here[name]]
     if not moved or here.keys() != places.keys():
@@ -272,7 +285,8 @@ def reroute(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) 
         options = {key: value for key, value in origin.items() if key not in ("params", "param_names")}
         options["step"] = max(options.get("step", 0), 1)
         keys = [places[name][1] for name in group["param_names"]]
-        rerouted.append({**options, "params": keys, "param_names": list(group["param_names"])})
+        names_and_views = {"param_names": list(group["param_names"]), "views": [seen[n] for n in group["param_names"]]}
+        rerouted.append({**options, "params": keys, **names_and_views})
         for name, key, param in zip(group["param_names"], keys, group["params"], strict=True):
             if name in moved:
                 state[key] = {kind: zero_state(param, kind) for kind in STATE_KEYS[bool(group["use_muon"])]}

@@ -164,6 +164,8 @@ OPTIONS: dict[str, _Option] = {
     "adamw_patterns": _patterns(),
     "optim_target_modules": _patterns(),
     "lora": _choice(LORA_ROUTES),
+    "split_fused": _flag(),
+    "per_head": _flag(),
 }
 
 
@@ -209,6 +211,8 @@ class MuonConfig:
         adamw_patterns: regular expressions of parameter names that go to AdamW; they win over `muon_patterns`.
         optim_target_modules: restricts Muon to these modules, as in `TrainingArguments`.
         lora: where LoRA factors go, `adamw` or `muon`.
+        split_fused: orthogonalize fused projections part by part; otherwise as the one matrix that they are stored as.
+        per_head: orthogonalize query, key and value projections head by head.
         max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
         comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
         offload_compute: where momentum that is offloaded to the CPU is orthogonalized: `auto` (on the accelerator that
@@ -237,6 +241,8 @@ class MuonConfig:
     adamw_patterns: str | Sequence[str] | None = None
     optim_target_modules: str | Sequence[str] | None = None
     lora: str = "adamw"
+    split_fused: bool = True
+    per_head: bool = False
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     comm_dtype: str = "fp32"
     offload_compute: str = "auto"
@@ -249,6 +255,8 @@ class MuonConfig:
                 continue
             object.__setattr__(self, field.name, check_option(field.name, value))
         resolve(self.ns_coefficients, self.ns_steps)
+        if self.per_head and not self.split_fused:
+            raise ValueError("per_head=true goes head by head, and split_fused=false keeps parts together: drop one")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

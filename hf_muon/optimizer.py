@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, preflight, step_report, update
+from hf_muon import checkpoint, diagnostics, preflight, step_report, update, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
@@ -36,6 +36,8 @@ class Muon(Optimizer):
 
     A param group with ``use_muon: False`` is stepped by torch's own AdamW instead, with `adamw_betas` and `adamw_eps`.
     Without that key a group means Muon, and must hold nothing but matrices ``(m, n)`` or stacks of them ``(B, m, n)``.
+    What is stored otherwise (as ``(in, out)``, several matrices in one, a convolution) says so in the group's `views`,
+    a text for each parameter; :mod:`hf_muon.views` has the words.
 
     Momentum is kept in fp32, also under bf16 and fp16 parameters; AdamW's moments have the parameter's dtype, as in
     torch. State is stored like its parameter, and is whole for a group or absent.
@@ -123,6 +125,7 @@ class Muon(Optimizer):
         self.replicate_group = replicate_group
         self.partitions: Partitions | None = None
         self.being_wrapped = False
+        self.wrapped_views: Mapping[Tensor, views.View] = {}
         self._layouts: dict[tuple[int, ...], preflight.Layout] = {}
         super().__init__(params, defaults)
 
@@ -137,8 +140,8 @@ class Muon(Optimizer):
         for name in own:
             if name in GROUP_OPTIONS:
                 own[name] = check_option(name, own[name])
-            elif name not in ("params", "param_names", "use_muon", "step", *_FOREIGN_KEYS):
-                raise unknown_option(name, ("params", "use_muon", *GROUP_OPTIONS))
+            elif name not in ("params", "param_names", "use_muon", "views", "step", *_FOREIGN_KEYS):
+                raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
         if not isinstance(own.get("use_muon", True), bool):
             raise ValueError(f"use_muon={own['use_muon']!r} is not valid. Valid: true or false")
         own.setdefault("step", 0)
@@ -151,14 +154,17 @@ class Muon(Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
-        for i, param in enumerate(group["params"]):
+        given = group.get("views")
+        if given is not None and len(given) != len(group["params"]):
+            raise ValueError(f"views: {len(given)} of {len(group['params'])} parameters; give each one, '' for none")
+        for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
             complaint = storage_complaint(param)
             if complaint:
                 raise RuntimeError(f"{checkpoint.describe(group, i)} {complaint}")
-            if group["use_muon"] and len(shape_of(param)) not in (2, 3):
+            if group["use_muon"] and (complaint := views.complaint(view, shape_of(param))):
                 raise ValueError(
-                    f"{checkpoint.describe(group, i)} is not a matrix: Muon steps (m, n) matrices and (B, m, n) stacks "
-                    "of matrices. Put it into a group with use_muon=False, or let build_optimizer(model) decide"
+                    f"{checkpoint.describe(group, i)} {complaint}: Muon steps (m, n) matrices and (B, m, n) stacks of "
+                    "matrices. Put it into a group with use_muon=False, or let build_optimizer(model) decide"
                 )
         complaint = preflight.hyperparameter_complaint(group)
         if complaint:
@@ -307,7 +313,7 @@ class Muon(Optimizer):
         params = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
         buffers = {k: matrix.of(local_buffers[matrix.param]) for k, matrix in active.items()}
         grads = {k: matrix.of(local_grads[matrix.param]) for k, matrix in active.items()}
-        scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.shape) for k, matrix in active.items()}
+        scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in active.items()}
 
         def updates_of(pieces: Sequence[Piece]) -> list[Tensor]:
             return update.muon_updates(
@@ -368,6 +374,8 @@ class Muon(Optimizer):
                 every complaint at once, on all ranks alike, and nothing was changed.
         """
         seen: dict[str, Any] = {}
+        # How parameters are seen as matrices is decided by the model, and moments do not depend on it.
+        own_views = [group.get("views") for group in self.param_groups]
 
         def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             if self.accept_rerouted:
@@ -380,6 +388,9 @@ class Muon(Optimizer):
                 diagnostics.logger().warning(
                     "the checkpoint's options win over those of this run, as in any torch optimizer: %s", changed
                 )
+            changed = checkpoint.changed_views(self.param_groups, state_dict)
+            if changed and diagnostics.is_rank_zero():
+                diagnostics.logger().warning("from here on, other matrices than before are orthogonalized: %s", changed)
             return state_dict
 
         # Registered last, so that it sees what the user's own hooks have made of the state.
@@ -389,14 +400,17 @@ class Muon(Optimizer):
         finally:
             handle.remove()
         checkpoint.restore_storage_(self.param_groups, self.state, seen)
-        for group in self.param_groups:
+        for group, own in zip(self.param_groups, own_views, strict=True):
             # Some ways of saving turn tuples into lists.
             group.update({name: check_option(name, group[name]) for name in GROUP_OPTIONS})
+            group.pop("views", None)
+            if own is not None:
+                group["views"] = own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_layouts"):  # a copied or unpickled optimizer
-            self._layouts, self.being_wrapped = {}, False
+            self._layouts, self.wrapped_views, self.being_wrapped = {}, {}, False
             self.partitions = self.replicate_group = None
             self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
             self.offload_compute = "auto"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon import checkpoint, update
+from hf_muon import checkpoint, update, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.distributed import (
@@ -18,6 +18,7 @@ from hf_muon.distributed import (
     Partition,
     Partitions,
     Shared,
+    alone,
     compute_device,
     home_of,
     is_dtensor,
@@ -27,6 +28,7 @@ from hf_muon.distributed import (
     shared,
     storage_complaint,
 )
+from hf_muon.distributed.layout import Stored
 from hf_muon.newton_schulz import compute_dtype
 
 if TYPE_CHECKING:
@@ -49,16 +51,24 @@ class Matrix(NamedTuple):
 
     Attributes:
         param: the position in the group of what stores it.
-        shape: of the whole.
-        elements: what of that it is, in a flat partition; None for all.
+        shape: of the whole, as it is stored.
+        transposed: whether it is stored as ``(in, out)``.
+        elements: those of its parameter in a flat partition; None where a parameter is no part of one.
     """
 
     param: int
     shape: tuple[int, ...]
+    transposed: bool = False
     elements: slice | None = None
 
+    @property
+    def out_in(self) -> tuple[int, int]:
+        """Fan-out and fan-in."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
     def of(self, local: Tensor) -> Tensor:
-        """The part of a tensor that is stored like the parameter; a view."""
+        """What of a tensor that is stored like the param group's belongs to this one's parameter; a view."""
         return local if self.elements is None else local[self.elements]
 
 
@@ -123,21 +133,26 @@ class Layout:
             devices: list[torch.device] = []
             if group["use_muon"] and not self.complaints:
                 params = group["params"]
-                stored: list[Shared | None] = []
+                stored: list[Shared | Stored] = []
                 homes: list[torch.device] = []
-                for i, (param, place) in enumerate(zip(params, places, strict=True)):
+                for i, (param, place, text) in enumerate(zip(params, places, views.views_of(group), strict=True)):
                     partition = (partitions or {}).get(param)
                     if partition is None:
-                        matrices.append(Matrix(i, shape_of(param)))
-                        stored.append(place)
-                        homes.append(home_of(param))
-                        devices.append(compute_device(local_of(param).device, homes[-1], offload_compute))
+                        shape, view = shape_of(param), views.parse(text)
+                        found = [Matrix(i, part, view.transposed) for part in view.shapes(shape)]
+                        stored += place.seen_as(view, shape) if place else alone(view, shape)
+                        matrices += found
+                        home = home_of(param)
+                        homes += [home] * len(found)
+                        devices += [compute_device(local_of(param).device, home, offload_compute)] * len(found)
                         continue
                     for part in partition.slices:
-                        matrices.append(Matrix(i, part.shape, part.elements(partition.rank)))
-                        stored.append(part.shared(partition.group))
-                        homes.append(partition.device)
-                        devices.append(compute_device(param.device, partition.device, offload_compute))
+                        elements = part.elements(partition.rank)
+                        found = [Matrix(i, s, part.view.transposed, elements) for s in part.view.shapes(part.shape)]
+                        stored += part.shared(partition.group)
+                        matrices += found
+                        homes += [partition.device] * len(found)
+                        devices += [compute_device(param.device, partition.device, offload_compute)] * len(found)
                 executors = select_executors(
                     [matrix.shape for matrix in matrices],
                     stored,
@@ -150,7 +165,7 @@ class Layout:
             self.matrices.append(matrices)
             self.executors.append(executors)
             self.devices.append(sorted(set(devices), key=str))
-        self.lines = [_line(group, i) for group in groups for i in range(len(group["params"]))]
+        self.lines = [_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))]
         self.lines.append(
             f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}, offload_compute={offload_compute}"
         )
@@ -163,7 +178,7 @@ def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) ->
         return None
     if hasattr(param, "ds_id"):
         return "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step()"
-    if group["use_muon"] and len(shape_of(param)) not in (2, 3):
+    if group["use_muon"] and len(shape_of(param)) < 2:
         return (
             f"has been replaced by a tensor of shape {shape_of(param)}, in which nothing tells the matrices apart. "
             "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare"
@@ -173,7 +188,8 @@ def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) ->
 
 def storage_key(groups: Sequence[Group]) -> list[Any]:
     """What a `Layout` depends on."""
-    return [
+    seen: list[Any] = [tuple(group.get("views") or ()) for group in groups]
+    return seen + [
         (
             id(param),
             param.shape,
@@ -186,12 +202,13 @@ def storage_key(groups: Sequence[Group]) -> list[Any]:
     ]
 
 
-def _line(group: Group, index: int) -> str:
+def _line(group: Group, index: int, view: str) -> str:
     param = group["params"][index]
     # Not by its ranks, which differ between the submeshes of one mesh.
     stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
     route = "Muon" if group["use_muon"] else "AdamW"
-    return f"{checkpoint.describe(group, index)} {param.dtype} {param.device.type} {stored} {route}"
+    seen = f", seen as {view!r}" if view else ""
+    return f"{checkpoint.describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{seen}"
 
 
 def hyperparameter_complaint(group: Group, devices: Sequence[torch.device] | None = None) -> str | None:

@@ -85,6 +85,27 @@ def test_rank_zero_logs_one_table(caplog, monkeypatch):
         assert len(caplog.records) == 1
 
 
+def test_views_reach_the_group():
+    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, bias=False), "conv": nn.Conv1d(4, 6, 3)})
+    (group, _) = build_optimizer(attention).param_groups
+    assert dict(zip(group["param_names"], group["views"], strict=True)) == {
+        "attention.in_proj_weight": "rows 8+8+8",
+        "attention.out_proj.weight": "",
+        "conv.weight": "flat",
+    }
+    (group, _) = build_optimizer(attention, split_fused=False).param_groups
+    assert group["views"] == ["", "", "flat"]
+
+
+def test_what_is_frozen_is_said(caplog):
+    base = model()
+    base["down"].weight = nn.Parameter(torch.zeros(4, 6, dtype=torch.uint8), requires_grad=False)
+    base["norm"].requires_grad_(False)
+    with caplog.at_level(logging.INFO, "hf_muon"):
+        build_optimizer(base)
+    assert caplog.text.splitlines()[-1] == "frozen: 3 parameters, 1 of them quantized (uint8)"
+
+
 def test_build_is_bit_equal_to_the_two_optimizers_apart():
     """The assembled optimizer against Muon over the matrices and torch's AdamW over the rest."""
     torch.manual_seed(0)

@@ -17,9 +17,10 @@ ROOT = Path(hf_muon.__file__).parent
 ORDER = [
     ["_autoload"],
     ["coefficients"],
-    ["update", "diagnostics", "foreign", "damage"],
+    ["update", "diagnostics", "foreign", "damage", "views"],
     ["newton_schulz", "distributed.base", "distributed.layout", "distributed.ownership", "distributed.agreement"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
+    ["fused", "patterns", "places"],
     ["distributed.select", "routing"],
     ["distributed.zero"],
     ["distributed"],

@@ -302,7 +302,7 @@ def test_bad_arguments(params, options, message):
 
 def test_unknown_group_key_lists_the_valid_ones_and_adds_nothing():
     optimizer, _ = both_halves()
-    with pytest.raises(ValueError, match=r"'betas' is not an option of muon.*Valid: params, use_muon, lr"):
+    with pytest.raises(ValueError, match=r"'betas' is not an option of muon.*Valid: params, use_muon, views, lr"):
         optimizer.add_param_group({"params": parameters([(3, 3)]), "betas": (0.9, 0.9)})
     with pytest.raises(ValueError, match="is not a matrix"):
         optimizer.add_param_group({"params": parameters([(3,)])})

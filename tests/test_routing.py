@@ -111,7 +111,7 @@ def test_plain_modules():
             self.scale = nn.Parameter(torch.zeros(()))
             self.out = nn.Linear(16, 100, bias=False)
 
-    assert muon_names(Plain()) == {"up.weight", "down.weight"}
+    assert muon_names(Plain()) == {"up.weight", "down.weight", "conv.weight"}
     assert reasons(Plain()) == {
         "table.weight": "embedding",
         "places.weight": "embedding",
@@ -123,7 +123,6 @@ def test_plain_modules():
         "heads_norm": "norm",
         "row": "single row or column",
         "column.weight": "single row or column",
-        "conv.weight": "convolution",
         "conv.bias": "bias",
         "depthwise.weight": "depthwise convolution",
         "depthwise.bias": "bias",
@@ -271,6 +270,184 @@ def test_gpt2_names():
     expected = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
     assert muon_names(model) == layers(*expected, prefix="transformer.h")
     assert reasons(model)["transformer.wpe.weight"] == "name contains 'wpe'"
+
+
+def seen(model, **options):
+    return {route.name: (route.view, route.reason) for route in route_parameters(model, **options) if route.use_muon}
+
+
+def backbone(**config):
+    return transformers.Qwen3Model(transformers.Qwen3Config(**TINY, head_dim=8, **config))
+
+
+def test_embed_takes_no_backbone():
+    """A layer, or a model, that stands under such a name is none; what is called so inside of it is."""
+    with torch.device("meta"):
+        layer = nn.ModuleDict({"up": linear(8), "down": linear(12, 8), "pos_embed": linear(9)})
+        model = nn.ModuleDict(
+            {
+                "embedder": nn.ModuleDict({"encoder": nn.ModuleList([layer]), "proj": linear(5)}),
+                "text_embedding": backbone(),
+                "time_embed": nn.Sequential(linear(6), linear(7, 6)),
+                "patch_embed": nn.ModuleDict({"stem": nn.ModuleList([nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3)})])}),
+            }
+        )
+    expected = {"embedder.encoder.0.up.weight", "embedder.encoder.0.down.weight"}
+    assert muon_names(model) == expected | layers(*ATTENTION, *MLP, prefix="text_embedding.layers")
+    found = reasons(model)
+    for name in ("embedder.proj", "time_embed.0", "embedder.encoder.0.pos_embed", "text_embedding.embed_tokens"):
+        assert found[f"{name}.weight"] == "name contains 'embed'"
+
+
+def test_heads_inside_the_base_model():
+    config = transformers.FSMTConfig(
+        langs=["en", "de"],
+        src_vocab_size=50,
+        tgt_vocab_size=60,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        found = reasons(transformers.FSMTForConditionalGeneration(config))
+    assert found["model.decoder.output_projection.weight"] == "head"
+
+
+def test_heads_of_attention_are_none():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v_head = linear(8)
+            self.k_proj = linear(8)
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layer()]), "head": Layer(), "value_head": linear(8)})
+    pooling = "head.k_proj.weight"  # and a head in it is one, by its name
+    assert muon_names(model) == {"layers.0.v_head.weight", "layers.0.k_proj.weight", pooling}
+
+
+def test_a_row_per_token_is_no_head_where_others_take_it_in():
+    model = backbone(vocab_size_of_something=32)
+    model.config.other_vocab_size = 48
+    model.extra, model.out = linear(32, 24), linear(48, 32)
+    assert "extra.weight" in muon_names(model)
+    assert "out.weight" in muon_names(model)  # as many as the MLP's hidden size
+    model.config.other_vocab_size, model.out = 50, linear(50, 32)
+    assert reasons(model)["out.weight"] == "head"
+
+
+def test_convolutions():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Conv1d(6, 10, 3)
+            self.grouped = nn.Conv2d(6, 8, 3, groups=2)
+            self.volume = nn.Conv3d(6, 8, 2)
+            self.back = nn.ConvTranspose2d(6, 8, 3)
+            self.back_grouped = nn.ConvTranspose1d(6, 9, 3, groups=3)
+            self.depthwise = nn.Conv2d(6, 12, 3, groups=6)
+            self.out = nn.Conv2d(6, 1, 3)
+            self.thin = nn.Conv1d(6, 3, 3, groups=3)
+            self.point = nn.Conv1d(1, 8, 1)
+
+    with torch.device("meta"):
+        model = Layers()
+    assert seen(model) == {
+        "line.weight": ("flat", "convolution"),
+        "grouped.weight": ("flat, rows 2x4", "convolution"),
+        "volume.weight": ("flat", "convolution"),
+        "back.weight": ("transposed, flat", "convolution"),
+        "back_grouped.weight": ("transposed, flat, rows 3x2", "convolution"),
+    }
+    found = reasons(model)
+    assert found["depthwise.weight"] == "depthwise convolution"
+    single = "convolution of a single row or column"
+    assert {found[f"{name}.weight"] for name in ("out", "thin", "point")} == {single}
+    assert seen(model, muon_patterns="depthwise")["depthwise.weight"] == ("flat", "muon_patterns 'depthwise'")
+
+
+class TestFused:
+    """Where tests/golden has no word: options, adapters, and what is not known."""
+
+    def gpt2(self, **options):
+        small = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+        return build("GPT2LMHeadModel", "GPT2Config", **small, **options)
+
+    def test_options(self):
+        name = "transformer.h.0.attn.c_attn.weight"
+        assert seen(self.gpt2())[name] == ("transposed, columns 32+32+32", "hidden matrix: q, k, v")
+        assert seen(self.gpt2(), split_fused=False)[name] == ("transposed", "hidden matrix: q, k, v")
+        assert seen(self.gpt2(), per_head="true")[name] == ("transposed, columns 12x8", "hidden matrix: q, k, v")
+        with pytest.raises(ValueError, match="per_head=true goes head by head, and split_fused=false keeps"):
+            seen(self.gpt2(), per_head=True, split_fused=False)
+
+    def test_patterns_keep_the_view(self):
+        view, reason = seen(self.gpt2(), muon_patterns="c_attn")["transformer.h.0.attn.c_attn.weight"]
+        assert (view, reason) == ("transposed, columns 32+32+32", "muon_patterns 'c_attn'")
+
+    def test_projections_of_code_that_is_not_known_stay_whole(self):
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.num_heads, self.head_dim = 2, 4
+                self.qkv = linear(24)
+                self.gate_up_proj = linear(16)
+
+        assert seen(nn.ModuleDict({"attn": Attention()})) == {
+            "attn.qkv.weight": ("", "hidden matrix"),
+            "attn.gate_up_proj.weight": ("", "hidden matrix"),
+        }
+
+    def test_sizes_that_do_not_make_up_the_weight_leave_it_whole(self):
+        model = build("Phi3ForCausalLM", "Phi3Config", **TINY, pad_token_id=0)
+        attention = model.model.layers[0].self_attn
+        attention.qkv_proj = nn.Linear(32, 65, bias=False, device="meta")
+        assert seen(model)["model.layers.0.self_attn.qkv_proj.weight"] == ("", "hidden matrix")
+        assert seen(model)["model.layers.1.self_attn.qkv_proj.weight"][0] == "rows 32+16+16"
+
+    def test_heads_of_queries_that_are_not_compressed(self):
+        """Where keys are, `head_dim` is that of the rotated part of a query."""
+        latent = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+        model = build("DeepseekV2ForCausalLM", "DeepseekV2Config", **TINY, **latent, first_k_dense_replace=2)
+        view, _ = seen(model, per_head=True)["model.layers.0.self_attn.q_proj.weight"]
+        assert view == "rows 4x10"
+
+    def test_multihead_attention_of_torch(self):
+        model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+        assert seen(model)["attn.in_proj_weight"] == ("rows 8+8+8", "hidden matrix: q, k, v")
+
+    def test_wrapped_subclassed_and_adapted_modules(self):
+        import peft
+
+        attention = type(self.gpt2().transformer.h[0].attn)
+        model = self.gpt2()
+        model.transformer.h[0].attn.__class__ = type("FlashAttentionOfMine", (attention,), {})
+        view = ("transposed, columns 32+32+32", "hidden matrix: q, k, v")
+        assert seen(model)["transformer.h.0.attn.c_attn.weight"] == view
+        assert seen(torch.compile(model))["transformer.h.0.attn.c_attn.weight"] == view
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], modules_to_save=["c_fc"], fan_in_fan_out=True)
+        adapted = peft.get_peft_model(self.gpt2(), config)
+        adapted.base_model.model.transformer.h[0].attn.c_attn.base_layer.weight.requires_grad_(True)
+        found = seen(adapted, lora="muon")
+        prefix = "base_model.model.transformer.h.0"
+        assert found[f"{prefix}.attn.c_attn.base_layer.weight"] == view
+        assert found[f"{prefix}.attn.c_attn.lora_B.default.weight"] == ("", "LoRA factor, lora=muon")
+        assert found[f"{prefix}.mlp.c_fc.modules_to_save.default.weight"] == ("transposed", "hidden matrix")
+        assert len(found) == 4
+
+    def test_tied_and_frozen_weights(self):
+        model = build("Phi3ForCausalLM", "Phi3Config", **TINY, pad_token_id=0, tie_word_embeddings=True)
+        model.model.layers[1].mlp.gate_up_proj.weight = model.model.layers[0].mlp.gate_up_proj.weight
+        model.model.layers[0].self_attn.qkv_proj.weight.requires_grad_(False)
+        found = seen(model)
+        assert found["model.layers.0.mlp.gate_up_proj.weight"][0] == "rows 48+48"
+        assert "model.layers.1.mlp.gate_up_proj.weight" not in found
+        assert "model.layers.0.self_attn.qkv_proj.weight" not in found
+        assert "model.layers.1.self_attn.qkv_proj.weight" in found
 
 
 def test_frozen_parameters_have_no_route():

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_muon.views import Cut
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -26,16 +28,19 @@ class Piece(NamedTuple):
     """What of a parameter is stepped at once: all that this rank stores of it, or some of that.
 
     Attributes:
-        param: the parameter's position among those of its param group.
+        param: the matrix's position among those of its param group.
         local: which matrices of the stored stack, or which elements of the stored slice; None for all.
+        cut: which rows or columns of that; None for all.
     """
 
     param: int
     local: slice | None = None
+    cut: Cut | None = None
 
     def of(self, local: Tensor) -> Tensor:
         """The piece of a tensor that is stored like the parameter; a view."""
-        return local if self.local is None else local[self.local]
+        found = local if self.local is None else local[self.local]
+        return found if self.cut is None else self.cut.of(found)
 
 
 def shape_of(param: Tensor) -> tuple[int, ...]:

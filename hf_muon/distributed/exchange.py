@@ -129,7 +129,7 @@ class Storage:
             for part in self.regions[run.param][rank].parts(run.start, run.stop):
                 if part.numel:
                     first = position + part.first
-                    piece, matrices = Piece(run.param, part.local), slice(first, first + part.count)
+                    piece, matrices = Piece(run.param, part.local, part.cut), slice(first, first + part.count)
                     blocks.append(Block(piece, part.stored, part.shape, matrices, part.rows, part.columns))
             position += run.stop - run.start
         return blocks

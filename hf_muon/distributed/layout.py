@@ -6,7 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
+
+from hf_muon.views import Blocks, Cut, View
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of indices along one tensor dim, in the order in which they are stored."""
@@ -55,6 +58,7 @@ class Part:
         first, count: which of the matrices, counted from the first one that was asked for.
         rows: indices of the rows in each whole matrix.
         columns: indices of the columns.
+        cut: what of `local` it is; None for all.
     """
 
     local: slice | None
@@ -63,6 +67,7 @@ class Part:
     count: int
     rows: Ranges
     columns: Ranges
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -115,6 +120,38 @@ class Region:
 
 
 @dataclass(frozen=True)
+class FoldedRegion:
+    """What one rank stores of a tensor of which all dims but the first make the columns of one matrix.
+
+    Attributes:
+        region: what it stores of the tensor.
+        sizes: of those dims.
+    """
+
+    region: Region
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.region.numel
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """See `Stored`."""
+        rows, *others = self.region.dims
+        columns: Ranges = ((0, 1),)
+        for ranges, size in zip(others, self.sizes, strict=True):
+            columns = _joined(
+                [
+                    (outer * size + first, outer * size + last)
+                    for begin, end in columns
+                    for outer in range(begin, end)
+                    for first, last in ranges
+                ]
+            )
+        yield Part(None, self.region.shape, 0, 1, rows, columns)
+
+
+@dataclass(frozen=True)
 class FlatRegion:
     """What one rank stores of a matrix, or of a stack of them, as a slice of its elements in row-major order.
 
@@ -147,6 +184,56 @@ class FlatRegion:
             local = slice(at - self.start, at - self.start + size)
             yield Part(local, (size,), matrix - start, count, ((row, row + rows),), ((column, column + columns),))
             at += size
+
+
+@dataclass(frozen=True)
+class CutRegion:
+    """What one rank stores of one of the parts into which a matrix, or each of a stack, is cut.
+
+    Attributes:
+        stored: what it stores of the whole matrices.
+        axis: the dim that is cut, -2 for rows and -1 for columns.
+        blocks: where the part lies along it.
+        matrices: number of matrices.
+    """
+
+    stored: Stored
+    axis: int
+    blocks: Blocks
+    matrices: int
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts(0, self.matrices))
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """See `Stored`: of each part of the whole matrices what lies in the blocks."""
+        for part in self.stored.parts(start, stop):
+            # A slice of elements is seen as the matrices that it is first; a folded tensor is cut along its first dim.
+            shape = part.shape if isinstance(part.local, slice) and len(part.stored) == 1 else None
+            folded = isinstance(self.stored, FoldedRegion)
+            dim = 0 if folded else len(shape or part.stored) + self.axis
+            for blocks, own in self.blocks.within(part.rows if self.axis == -2 else part.columns):
+                cut = Cut(blocks, dim, shape)
+                rows, columns = ((own,), part.columns) if self.axis == -2 else (part.rows, (own,))
+                yield Part(part.local, cut.shape_of(part.stored), part.first, part.count, rows, columns, cut)
+
+
+@lru_cache(maxsize=4096)
+def seen_as(view: View, shape: tuple[int, ...], regions: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], ...]:
+    """For each matrix that a tensor is seen as, what each rank stores of it.
+
+    Args:
+        view: how it is seen.
+        shape: of the whole tensor.
+        regions: what each rank stores of it; of elements in a flat slice, those of matrices of the folded shape.
+    """
+    if view.flat:
+        regions = tuple(FoldedRegion(r, tuple(shape[1:])) if isinstance(r, Region) else r for r in regions)
+    if not view.parts:
+        return (regions,)
+    matrices = math.prod(view.folded(shape)[:-2])
+    return tuple(tuple(CutRegion(r, view.axis, blocks, matrices) for r in regions) for blocks in view.parts)
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.layout import Stored
 from hf_muon.distributed.ownership import Run, Unit
 
 
@@ -16,15 +17,15 @@ class LocalExecutor:
 
     Args:
         units: what to orthogonalize together.
-        stacked: for each parameter of the group, whether it is a stack of matrices.
+        stored: for each parameter that takes part, by its position in the param group, all of it as it is stored.
         device: where matrices are orthogonalized; updates may come from another one.
         max_bucket_bytes: bound on updates and directions held at once, counted in fp32; at least one unit is.
     """
 
     def __init__(
-        self, units: Sequence[Unit], stacked: Sequence[bool], device: torch.device, max_bucket_bytes: int
+        self, units: Sequence[Unit], stored: Mapping[int, Stored], device: torch.device, max_bucket_bytes: int
     ) -> None:
-        self.stacked = stacked
+        self.stored = stored
         self.device = device
         self.buckets: list[list[Unit]] = []
         room = 0
@@ -49,11 +50,12 @@ class LocalExecutor:
             directions: list[Tensor] = []
             for unit in units:
                 mine = updates[len(directions) : len(directions) + len(unit.runs)]
-                stacks = [update.view(-1, *unit.shape) for update in mine]  # each (b, m, n)
+                stacks = [update.reshape(-1, *unit.shape) for update in mine]  # each (b, m, n)
                 batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
                 parts = torch.split(newton_schulz(batch.to(self.device)), [len(stack) for stack in stacks])
                 directions += [part.view(update.shape) for part, update in zip(parts, mine, strict=True)]
             yield pieces, directions
 
     def _piece(self, run: Run) -> Piece:
-        return Piece(run.param, slice(run.start, run.stop) if self.stacked[run.param] else None)
+        (part,) = self.stored[run.param].parts(run.start, run.stop)
+        return Piece(run.param, part.local, part.cut)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_muon.distributed.base import Executor, carries, is_dtensor, local_of
-from hf_muon.distributed.layout import Stored
+from hf_muon.distributed.layout import Stored, seen_as, whole
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.distributed.ownership import make_units
 from hf_muon.distributed.replicated import replicated_regions
+from hf_muon.views import View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,6 +26,10 @@ class Shared:
 
     group: ProcessGroup
     regions: Sequence[Stored]
+
+    def seen_as(self, view: View, shape: tuple[int, ...]) -> list[Shared]:
+        """The same of each matrix that it is seen as."""
+        return [Shared(self.group, regions) for regions in seen_as(view, shape, tuple(self.regions))]
 
 
 def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None:
@@ -42,6 +47,11 @@ def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None
     if replicate_group is None or replicate_group.size() == 1:
         return None
     return Shared(replicate_group, replicated_regions(tuple(param.shape), replicate_group.size()))
+
+
+def alone(view: View, shape: tuple[int, ...]) -> list[Stored]:
+    """What this process stores of each matrix that a parameter is seen as, where nobody shares it: all."""
+    return [regions[0] for regions in seen_as(view, shape, (whole(shape),))]
 
 
 def accelerator() -> torch.device:
@@ -87,7 +97,7 @@ def carrier(group: ProcessGroup, device: torch.device, home: torch.device) -> to
 
 def select_executors(
     shapes: Sequence[tuple[int, ...]],
-    places: Sequence[Shared | None],
+    places: Sequence[Shared | Stored],
     dtypes: Sequence[torch.dtype],
     devices: Sequence[torch.device],
     homes: Sequence[torch.device],
@@ -99,7 +109,7 @@ def select_executors(
 
     Args:
         shapes: whole shapes, ``(m, n)`` of matrices and ``(B, m, n)`` of stacks.
-        places: of each parameter, as by `shared`.
+        places: of each parameter, as by `shared`; where nobody shares it, all of it as it is stored here.
         dtypes: of each parameter's updates.
         devices: where each parameter is orthogonalized.
         homes: where the model computes with it.
@@ -107,7 +117,8 @@ def select_executors(
         comm_dtype: dtype in which updates travel; None for their own.
     """
     kinds: list[Hashable] = [
-        (place and place.group, device, dtype) for place, device, dtype in zip(places, devices, dtypes, strict=True)
+        (place.group if isinstance(place, Shared) else None, device, dtype)
+        for place, device, dtype in zip(places, devices, dtypes, strict=True)
     ]
     units = make_units(shapes, kinds)
     executors: list[Executor] = []
@@ -115,13 +126,13 @@ def select_executors(
         mine = [unit for unit in units if kinds[unit.runs[0].param] == kind]
         first = kinds.index(kind)
         place, device = places[first], devices[first]
-        if place is None:
-            stacked = [len(shape) == 3 for shape in shapes]
-            executors.append(LocalExecutor(mine, stacked, device, max_bucket_bytes))
+        if not isinstance(place, Shared):
+            own = {i: p for i, p in enumerate(places) if kinds[i] == kind and not isinstance(p, Shared)}
+            executors.append(LocalExecutor(mine, own, device, max_bucket_bytes))
             continue
         from hf_muon.distributed.exchange import Exchange, Storage
 
-        regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and p is not None}
+        regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and isinstance(p, Shared)}
         storage = Storage(regions, place.group.size())
         wire = comm_dtype or dtypes[first]
         travels = carrier(place.group, device, homes[first])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_muon.distributed.layout import FlatRegion
 from hf_muon.distributed.select import Shared
+from hf_muon.views import WHOLE, View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,21 +27,24 @@ class Slice:
         bounds: for each rank, the first element that its partition holds, in row-major order, and the one after the
             last; equal where it holds none.
         start: where this rank's elements begin in its partition.
+        view: how the parameter is seen as matrices.
     """
 
     shape: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     start: int
+    view: View = WHOLE
 
     def elements(self, rank: int) -> slice:
         """Where the partition of this rank holds them."""
         first, last = self.bounds[rank]
         return slice(self.start, self.start + last - first)
 
-    def shared(self, group: ProcessGroup) -> Shared:
-        """The same as who stores which region of a matrix or stack."""
-        matrix = (self.shape[-2], self.shape[-1])
-        return Shared(group, tuple(FlatRegion(matrix, first, last) for first, last in self.bounds))
+    def shared(self, group: ProcessGroup) -> list[Shared]:
+        """The same as who stores which region of each matrix, or stack, that the parameter is seen as."""
+        rows, columns = self.view.folded(self.shape)[-2:]
+        whole = Shared(group, tuple(FlatRegion((rows, columns), first, last) for first, last in self.bounds))
+        return whole.seen_as(self.view, self.shape)
 
 
 @dataclass(frozen=True)

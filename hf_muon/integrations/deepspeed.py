@@ -19,6 +19,7 @@ from hf_muon.integrations.deepspeed_checkpoint import check_before_loading, writ
 from hf_muon.integrations.deepspeed_layout import read_partitions, version
 from hf_muon.integrations.ulysses import refuse_uncorrected
 from hf_muon.optimizer import Muon
+from hf_muon.views import parse, views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -159,6 +160,11 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     # accelerate puts DeepSpeedCPUAdam in the place of an offloaded optimizer without a word.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
+    optimizer.wrapped_views = {
+        param: parse(view)
+        for group in optimizer.param_groups
+        for param, view in zip(group["params"], views_of(group), strict=True)
+    }
     optimizer.being_wrapped = True
     yield
     optimizer.being_wrapped = False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_muon.distributed.zero import Partition, Slice, partition_bounds
 from hf_muon.optimizer import Muon
+from hf_muon.views import WHOLE, View
 
 
 class _UnlikeError(Exception):
@@ -26,7 +27,8 @@ def _expect(holds: bool, otherwise: str) -> None:
 Truth = tuple[str, Slice, Tensor]
 """A parameter's name, its slice, and what the parameter itself says that the slice holds."""
 
-Names = Mapping[Tensor, str]
+Names = Mapping[Tensor, tuple[str, View | None]]
+"""For each parameter of the model its name, and how the optimizer that was wrapped sees it."""
 
 Found = tuple[Tensor, dict[str, Any], Sequence[Truth]]
 """A partition, in memory until the next one is asked for: the flat tensor, what `Partition` says of it, its proof."""
@@ -52,7 +54,8 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     reader = _reader(wrapper)
     if reader is None:
         return None
-    names = {param: name for name, param in engine.module.named_parameters()}
+    seen = wrapper.optimizer.wrapped_views
+    names = {param: (name, seen.get(param)) for name, param in engine.module.named_parameters()}
     partitions: dict[Tensor, Partition] = {}
     wrong: list[str] = []
     try:
@@ -131,8 +134,10 @@ def _contiguous(
                 _expect(fits, "a parameter is no view of its group")
                 bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
                 first, last = bounds[rank]
-                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0))
-                truths.append((names[param], part, param.detach().reshape(-1)[first:last]))
+                name, view = names[param]
+                _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
+                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE)
+                truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
@@ -163,7 +168,9 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
                 first, last = bounds[rank]
                 with deepspeed.zero.GatheredParameters([param]):
                     truth = param.detach().reshape(-1)[first:last].clone()
-                truths.append((names[param], Slice(tuple(param.ds_shape), bounds, start), truth))
+                name, view = names[param]
+                _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
+                truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]

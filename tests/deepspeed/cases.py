@@ -113,8 +113,23 @@ def tokens_of(step, micro, accumulate, place, shards):
     return rows.chunk(shards)[place]
 
 
+def see(optimizer):
+    """See fused projections part by part, experts as transposed and interleaved, and another matrix in bands."""
+    words = {"qkv": "rows 14+14+14", "up_proj": "transposed, columns 9*(1+1)", "down": "rows 4*(3+2)"}
+    muon = optimizer.param_groups[0]
+    muon["views"] = [next((v for w, v in words.items() if w in n), "") for n in muon["param_names"]]
+
+
 def single(
-    last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, wide=False, clip_directions=False, **options
+    last=10,
+    dtype="float32",
+    accumulate=1,
+    clipping=None,
+    frozen=False,
+    wide=False,
+    clip_directions=False,
+    viewed=False,
+    **options,
 ):
     """Steps of one process: fp32 master weights, gradients in the model's dtype, clipping before the step.
 
@@ -124,6 +139,8 @@ def single(
     masters = made("float32", frozen, wide)
     masters.load_state_dict(model.state_dict())
     optimizer = build_optimizer(masters, {**OPTIONS, **options})
+    if viewed:
+        see(optimizer)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     working, exact = dict(model.named_parameters()), dict(masters.named_parameters())
     losses = []
@@ -177,6 +194,7 @@ def engine_of(
     wide=False,
     zero_init=False,
     zero=None,
+    viewed=False,
     **options,
 ):
     """An engine over the model, started as a script does."""
@@ -200,6 +218,8 @@ def engine_of(
     else:
         model = made(dtype, frozen, wide)
     optimizer = build_optimizer(model, {**OPTIONS, **options})
+    if viewed:
+        see(optimizer)
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
     return engine, optimizer
 

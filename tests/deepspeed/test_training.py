@@ -83,6 +83,14 @@ def test_given_equal_gradients_every_stage_gives_the_bits_of_one_process(ranks, 
         assert found["dtypes"] == ["torch.float32"]
 
 
+@pytest.mark.parametrize("name", ["0", "1", "2-cpu", "3", "3-cpu"])
+def test_weights_that_are_several_matrices_and_transposed_ones(ranks, name):
+    expected = reference(dtype="float32", viewed=True, adjust_lr_fn="original")
+    assert any(not torch.equal(w, expected["weights"][n]) for n, w in reference(dtype="float32")["weights"].items())
+    for found in ranks.run(train, same_data=True, viewed=True, adjust_lr_fn="original", **STAGES[name]):
+        assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("clipping", [None, 0.3], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", STAGES)

@@ -15,6 +15,21 @@ from hf_muon.distributed.layout import regions
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
 SHAPES = [(7, 5), (10, 16), (3, 7, 5), (10, 16), (1, 9), (2, 3), (16, 10), (5, 6, 4), (7, 5)]
 VECTORS = [(9,), (3,), (11, 4)]
+# Fused, interleaved, transposed and folded weights, and stacks of such, which no number of ranks divides.
+VIEWS = [
+    ((16, 5), "rows 7+4+5"),
+    ((12, 7), "rows 3*(2+1+1)"),
+    ((7, 10), "transposed, columns 5*(1+1)"),
+    ((5, 14), "transposed, columns 6+8"),
+    ((3, 8, 5), "rows 4+4"),
+    ((3, 5, 8), "transposed, columns 4*(1+1)"),
+    ((6, 5, 3), "flat"),
+    ((8, 3, 2, 2), "flat, rows 2x4"),
+    ((4, 3, 5), "transposed, flat"),
+    ((11, 6), "rows 2x(3+1)+3"),
+    ((8, 5), ""),
+    ((13, 7), "columns 3*(1+1)+1"),
+]
 
 
 def placements_of(layout, ndim):
@@ -30,6 +45,7 @@ def placements_of(layout, ndim):
         "fsdp-fsdp": lambda world: ((world // 2, 2), [Shard(0), Shard(0)]),
         # Stacks of experts on a mesh of their own, the rest on another.
         "experts": lambda world: ((world // 2, 2), [Shard(1), Shard(0)]) if ndim == 3 else ((world,), [Shard(0)]),
+        "middle": lambda world: ((world,), [Shard(1)]),
         "odd": lambda world: ((world // 2, 2), [_StridedShard(0, split_factor=3), Replicate()]),
     }[layout](dist.get_world_size())
 
@@ -54,21 +70,25 @@ def make(shapes, seed, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def muon_over(params, dtype, **options):
-    count = len(SHAPES)
+def muon_over(params, dtype, views=None, **options):
+    count = len(views or SHAPES)
     groups = [
-        {"params": params[:count], "use_muon": True, "weight_decay": 0.1},
+        {"params": params[:count], "use_muon": True, "weight_decay": 0.1, **({"views": views} if views else {})},
         {"params": params[count:], "use_muon": False},
     ]
     return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
 
 
-def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", **options):
+def given_gradients(
+    rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=False, **options
+):
     """Steps with given whole gradients, stored in a layout; whole parameters and moments afterwards."""
     dtype = getattr(torch, dtype)
+    shapes = ([shape for shape, _ in VIEWS] if viewed else SHAPES) + VECTORS
+    options["views"] = [view for _, view in VIEWS] if viewed else None
     if device == "cuda":
         torch.cuda.set_device(rank)
-    weights = [w.to(device) for w in make(SHAPES + VECTORS, 0, dtype)]
+    weights = [w.to(device) for w in make(shapes, 0, dtype)]
     if layout == "single":
         params, put = [nn.Parameter(w) for w in weights], lambda tensor, i: tensor
     elif layout == "ddp":
@@ -88,7 +108,7 @@ def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=()
         params = [nn.Parameter(put(w, i)) for i, w in enumerate(weights)]
     optimizer = muon_over(params, dtype, **options)
     for step in range(steps):
-        for i, (param, grad) in enumerate(zip(params, make(SHAPES + VECTORS, step + 1, dtype), strict=True)):
+        for i, (param, grad) in enumerate(zip(params, make(shapes, step + 1, dtype), strict=True)):
             param.grad = None if (i + step) % len(params) in missing else put(grad.to(device), i)
         optimizer.step()
     return whole_state(params, optimizer)

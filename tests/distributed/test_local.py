@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_muon.distributed.layout import whole
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.distributed.ownership import Run, Unit, make_units
 
@@ -22,7 +23,8 @@ SHAPES = [(4, 6), (6, 4), (3, 4, 6), (4, 6), (2, 2)]
 
 
 def directions(updates, units, max_bucket_bytes=2**20, active=None):
-    executor = LocalExecutor(units, [u.ndim == 3 for u in updates], torch.device("cpu"), max_bucket_bytes)
+    stored = {i: whole(u.shape) for i, u in enumerate(updates)}
+    executor = LocalExecutor(units, stored, torch.device("cpu"), max_bucket_bytes)
     newton_schulz = Doubled()
     found, buckets = [torch.zeros_like(u) for u in updates], []
     for pieces, some in executor.directions(

@@ -29,7 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests import fixtures_text
 from tests.e2e import cpu_fsdp
@@ -66,6 +74,7 @@ def network(
     tied: bool = False,
     lora: bool = False,
     frozen: bool = False,
+    fused: bool = False,
     even: bool = False,
     bf16: str = "",
     seed: int = 11,
@@ -73,14 +82,17 @@ def network(
 ) -> Any:
     """A Qwen3 whose matrices divide by neither two nor four, unless `even`; some shards on four ranks are empty.
 
+    fused: a Phi-3 of these sizes, whose queries, keys and values are one weight, and gate and up another.
     bf16: "stored" in that dtype, or only "rounded" to it.
     """
     torch.manual_seed(seed)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = dict(zip(names, (32, 56, 4, 2, 8) if even else (30, 37, 3, 1, 6), strict=True))
-    model = Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=321, num_hidden_layers=2, tie_word_embeddings=tied, dtype="float32", **sizes)
-    )
+    common = {"vocab_size": 321, "num_hidden_layers": 2, "tie_word_embeddings": tied, "dtype": "float32", **sizes}
+    if fused:
+        model: Any = Phi3ForCausalLM(Phi3Config(pad_token_id=0, **common))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common))
     if bf16:
         model.bfloat16()
     if bf16 == "rounded":
@@ -152,10 +164,11 @@ def arguments_of(case: dict[str, Any], folder: Path) -> TrainingArguments:
 
         options["parallelism_config"] = ParallelismConfig(**sizes)
     if case["layout"] == "fsdp2":
+        layer = "Phi3DecoderLayer" if case.get("model", {}).get("fused") else "Qwen3DecoderLayer"
         config = {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+            "transformer_layer_cls_to_wrap": [layer],
         }
         config |= options.pop("fsdp_config", {})
         # Only newer transformers hand this on.

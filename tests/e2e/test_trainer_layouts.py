@@ -48,6 +48,7 @@ OPTIONS: dict[str, Case] = {
     "accumulation": {"arguments": {"gradient_accumulation_steps": 2}},
     "frozen": {"model": {"frozen": True}},
     "tied": {"model": {"tied": True}},
+    "fused": {"model": {"fused": True}},
     "lora": {"model": {"lora": True}, "arguments": {"optim_args": "ns_dtype=fp32,lora=muon", "max_grad_norm": 0.05}},
     "compile": {"arguments": COMPILE},
     "checkpointing": {"arguments": {"gradient_checkpointing": True}},
@@ -57,7 +58,7 @@ OPTIONS: dict[str, Case] = {
 
 
 SETTINGS = {"cpu_ram_efficient_loading": True, "reshard_after_forward": False, "activation_checkpointing": True}
-WITH_DDP = ("accumulation", "tied", "lora", "bf16", "bf16_weights")
+WITH_DDP = ("accumulation", "tied", "fused", "lora", "bf16", "bf16_weights")
 
 
 def case(name: str, layout: str = "plain", **parts: Any) -> Case:

@@ -1,0 +1,52 @@
+"""Regular expressions of names, as users give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+
+def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[str]]:
+    if patterns is None:
+        return []
+    pieces = list(patterns)
+    if isinstance(patterns, str):
+        flags = re.match(r"(\(\?[aiLmsux]+\))?", patterns)
+        prefix = flags[0] if flags else ""
+        pieces = [piece and prefix + piece for piece in _alternatives(patterns[len(prefix) :])]
+    compiled = []
+    for piece in pieces:
+        try:
+            compiled.append(re.compile(piece))
+        except re.error as error:
+            raise ValueError(f"{piece!r} is not a regular expression: {error}") from None
+        if not piece:
+            raise ValueError(f"{patterns!r} has an empty alternative, which would match every parameter")
+    return compiled
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Split at each ``|`` outside of brackets, so that each alternative is known to match something."""
+    pieces, depth, in_class, current = [], 0, False, ""
+    escaped = False
+    for character in pattern:
+        if escaped or character == "\\":
+            escaped = not escaped
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+        elif character == "|" and depth == 0:
+            pieces.append(current)
+            current = ""
+            continue
+        current += character
+    return [*pieces, current]
+
+
+def examples(names: Iterable[str], limit: int = 4) -> str:
+    distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+    step = max(1, len(distinct) // limit)
+    return ", ".join(distinct[::step][:limit]) or "nothing"

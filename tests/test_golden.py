@@ -1,0 +1,67 @@
+"""Real architectures, against the tables in tests/golden. `make golden` writes them anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_muon import route_parameters
+from tests.zoo import GOLDEN, ZOO, build, expected, golden
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_routes_and_views_are_the_committed_ones(name):
+    assert golden(name) == expected(name), "if this is meant to be so: make golden, and look at the diff"
+
+
+def test_every_table_belongs_to_an_architecture():
+    assert {path.name.split(".")[0] for path in GOLDEN.iterdir()} == set(ZOO)
+
+
+def test_most_of_a_mixture_of_experts_reaches_muon():
+    """Qwen3-30B-A3B; by the number of dims alone it would be 3 %."""
+    routes = route_parameters(build("qwen3_moe"))
+    weights = {use: sum(r.parameter.numel() for r in routes if r.use_muon is use) for use in (True, False)}
+    assert sum(weights.values()) == 30_532_122_624
+    assert weights[True] / sum(weights.values()) > 0.95
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_parts_can_be_kept_together_and_taken_apart_by_head(name):
+    model = build(name)
+    if model is None:
+        return
+    whole = {route.name: route for route in route_parameters(model, split_fused=False)}
+    heads = {route.name: route for route in route_parameters(model, per_head=True)}
+    for route in route_parameters(model):
+        assert (route.use_muon, route.reason) == (whole[route.name].use_muon, whole[route.name].reason)
+        assert (route.use_muon, route.reason) == (heads[route.name].use_muon, heads[route.name].reason)
+        # Matrices that stand in one tensor without being fused stay apart: groups of channels, flattened experts.
+        kept = [f for f in route.view.split(", ") if not f.startswith(("rows", "columns")) or ":" not in route.reason]
+        assert whole[route.name].view == ", ".join(kept)
+        if any(word in route.reason for word in (" gate, up", " x, gate", " dt, B, C")):
+            assert heads[route.name].view == route.view
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "view"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.weight", "rows 32x128"),
+        ("llama", "model.layers.0.self_attn.o_proj.weight", ""),
+        ("llama", "model.layers.0.mlp.gate_proj.weight", ""),
+        ("mistral", "model.layers.0.self_attn.k_proj.weight", "rows 8x128"),
+        ("t5", "encoder.block.0.layer.0.SelfAttention.k.weight", "rows 8x64"),
+        ("bert", "bert.encoder.layer.0.attention.self.value.weight", "rows 12x64"),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight", "transposed, columns 36x64"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", "rows 192x96"),
+        ("falcon_40b", "transformer.h.0.self_attention.query_key_value.weight", "rows 144x64"),
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", "rows 96x96"),
+        ("deepseek_v3", "model.layers.0.self_attn.q_b_proj.weight", "rows 128x192"),
+        ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj.weight", "rows 256x128"),
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz.weight", "rows 96x128"),
+        ("qwen3_next", "model.layers.3.self_attn.q_proj.weight", "rows 32x256"),
+        ("qwen2_5_vl", "model.visual.blocks.0.attn.qkv.weight", "rows 48x224"),
+    ],
+)
+def test_heads(name, weight, view):
+    found = {route.name: route.view for route in route_parameters(build(name), per_head=True)}
+    assert found[weight] == view
