@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_muon.cli_convert import convert
+from hf_muon.cli_inspect import inspect
+from hf_muon.cli_plan import plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The Muon optimizer for Hugging Face training.")
 
@@ -57,6 +59,8 @@ def doctor() -> None:
     raise typer.Exit(1)
 
 
+app.command()(inspect)
+app.command()(plan)
 app.command()(convert)
 
 

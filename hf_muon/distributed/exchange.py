@@ -94,10 +94,19 @@ class Pattern:
         for members in alike.values():
             for position, rank in enumerate(members):
                 self._position[rank], self._replicas[rank] = position, len(members)
+        self._sent: dict[int, Tensor] = {}
 
     def sends(self, rank: int, owner: int) -> bool:
         """Whether a rank sends its part to the owner: of ranks that store the same, the one of the owner's replica."""
         return self.stored[rank] > 0 and self._position[owner] % self._replicas[rank] == self._position[rank]
+
+    def sent_to(self, owner: int) -> Tensor:
+        """Elements that each rank sends to the owner, ``(ranks,)``; what the owner has itself is among them."""
+        position = self._position[owner]
+        if position not in self._sent:
+            sent = [n if self.sends(rank, owner) else 0 for rank, n in enumerate(self.stored)]
+            self._sent[position] = torch.tensor(sent)
+        return self._sent[position]
 
 
 class Storage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,13 @@ class Slice:
     def shared(self, group: ProcessGroup) -> Shared:
         """The same as who stores which region of a matrix or stack."""
         matrix = (self.shape[-2], self.shape[-1])
-        return Shared(group, tuple(FlatRegion(matrix, first, last) for first, last in self.bounds))
+        return Shared(group, _flat_regions(matrix, self.bounds))
+
+
+@lru_cache(maxsize=1024)
+def _flat_regions(matrix: tuple[int, int], bounds: tuple[tuple[int, int], ...]) -> Sequence[FlatRegion]:
+    """One object for parameters that are cut alike, by which an exchange knows them to be."""
+    return tuple(FlatRegion(matrix, first, last) for first, last in bounds)
 
 
 @dataclass(frozen=True)
