@@ -245,7 +245,7 @@ class Metrics:
     def flush(self) -> None:
         """Write what was seen last."""
         watch, self._watch = self._watch, None
-        if watch is None:
+        if watch is None or not watch.shapes:  # a step that was refused, or that had no gradients
             return
         found = watch.read()
         times = self._times(watch.step)
@@ -341,11 +341,11 @@ def places_of(names: Sequence[str]) -> list[tuple[int | None, str]]:
     found = []
     for name in names:
         name = re.sub(r"(\.default)?\.weight(?=$|\[)", "", name)
-        match = re.match(r"(.*?)\.?(?<!\d)(\d+)\.(.+)$", name)
-        if match is None or (match[1] and not match[0].startswith(f"{match[1]}.")):
+        match = re.match(r"(?:(.*?)\.)?(\d+)\.(.+)$", name)
+        if match is None:
             found.append((None, "", name))
         else:
-            found.append((int(match[2]), match[1], re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[3])))
+            found.append((int(match[2]), match[1] or "", re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[3])))
     stacks = {stack for layer, stack, _ in found if layer is not None}
     return [
         (layer, f"{stack.rpartition('model.')[2]}: {kind}" if layer is not None and len(stacks) > 1 else kind)

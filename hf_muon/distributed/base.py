@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_muon.distributed.ownership import Unit
 
 
 class NewtonSchulz(Protocol):
@@ -44,8 +47,18 @@ UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
 """Moves the momentum of some pieces and gives their updates, which are not written to."""
 
 
+Observer = Callable[["Unit", Tensor, Tensor], None]
+"""Is shown a unit, its updates and its directions ``(B, m, n)``, on the rank that has orthogonalized it; reads only."""
+
+
 class Executor(Protocol):
-    """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again."""
+    """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again.
+
+    Attributes:
+        observer: is shown what this rank orthogonalizes, if anybody wants to see it.
+    """
+
+    observer: Observer | None
 
     @property
     def device(self) -> torch.device: ...

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
 from hf_muon.distributed.layout import Ranges, Stored
 from hf_muon.distributed.ownership import Unit, assign_owners
 
@@ -267,6 +267,7 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.storage = storage
         self.device = device
+        self.observer: Observer | None = None
         self.wire = wire
         self.max_bucket_bytes = max_bucket_bytes
         owners = assign_owners(units, storage.ranks, [storage.pattern(unit).holders for unit in units])
@@ -406,9 +407,11 @@ class Exchange:
             batch = torch.empty(unit.count, *unit.shape, dtype=self.wire, device=self.device)
             for block, data in found:
                 block.write(data, batch)
-            batch = newton_schulz(batch)
+            directions = newton_schulz(batch)
+            if self.observer is not None:
+                self.observer(unit, batch, directions)
             for block, data in leaving[k]:
-                block.read(batch, data)
+                block.read(directions, data)
         return send
 
     def _return(self, bucket: _Bucket, send: Tensor) -> _Transfer:

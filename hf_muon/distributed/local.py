@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
 from hf_muon.distributed.ownership import Run, Unit
 
 
@@ -26,6 +26,7 @@ class LocalExecutor:
     ) -> None:
         self.stacked = stacked
         self.device = device
+        self.observer: Observer | None = None
         self.buckets: list[list[Unit]] = []
         room = 0
         for unit in units:
@@ -51,7 +52,10 @@ class LocalExecutor:
                 mine = updates[len(directions) : len(directions) + len(unit.runs)]
                 stacks = [update.view(-1, *unit.shape) for update in mine]  # each (b, m, n)
                 batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
-                parts = torch.split(newton_schulz(batch), [len(stack) for stack in stacks])
+                found = newton_schulz(batch)
+                if self.observer is not None:
+                    self.observer(unit, batch, found)
+                parts = torch.split(found, [len(stack) for stack in stacks])
                 directions += [part.view(update.shape) for part, update in zip(parts, mine, strict=True)]
             yield pieces, directions
 
