@@ -22,6 +22,7 @@ HOOKS = {
     "transformers.trainer": "hf_muon.integrations.transformers:patch_trainer",
     "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
     "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory:patch_parser",
+    "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory:patch_plots",
 }
 """Module that is patched: function that patches it.
 

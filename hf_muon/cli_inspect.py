@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hf_muon.sources import Source
 
 SOURCE_HELP = (
-    "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a card "
-    "such as qwen3-8b. Weights are not read."
+    "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a "
+    "card such as qwen3-8b. Weights are not read."
 )
 
 

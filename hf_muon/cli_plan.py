@@ -84,9 +84,8 @@ def _show(source: str, plan: Plan, shares: dict[int, float], notes: Sequence[str
     screen = console()
     weights = plan.muon_weights + plan.adamw_weights
     screen.print(f"{source}, {plan.layout} on {plan.ranks} ranks: {LAYOUTS[plan.layout]}", markup=False)
-    screen.print(
-        f"{weights:,} trained weights, {plan.muon_weights:,} of them by Muon ({plan.muon_weights / max(weights, 1):.1%})"
-    )
+    by_muon = f"{plan.muon_weights:,} of them by Muon ({plan.muon_weights / max(weights, 1):.1%})"
+    screen.print(f"{weights:,} trained weights, {by_muon}")
     table = Table(title="a rank, mean (most)", title_justify="left")
     for heading in ("", "Muon", "AdamW for all"):
         table.add_column(heading, justify="left" if not heading else "right")

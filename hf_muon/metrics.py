@@ -1,8 +1,8 @@
 """What Muon did: every N steps a line of JSON from rank 0, about the matrices that it stores or owns.
 
 Measured are update RMS and momentum RMS of what this rank stores of each matrix, and, of the whole matrices that it
-orthogonalizes, how orthogonal directions are and the stable rank of what they are made from. Nothing is sent, and nothing
-that the step goes on with is written to.
+orthogonalizes, how orthogonal directions are and the stable rank of what they are made from. Nothing is sent, and
+nothing that the step goes on with is written to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ def orthogonality_error(directions: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         gram = x @ x.mT
     gram.diagonal(dim1=-2, dim2=-1).sub_(1)
-    return torch.linalg.vector_norm(gram, dim=(-2, -1)) / math.sqrt(gram.size(-1))
+    error: Tensor = torch.linalg.vector_norm(gram, dim=(-2, -1)) / math.sqrt(gram.size(-1))
+    return error
 
 
 def stable_rank(updates: Tensor) -> Tensor:
@@ -83,7 +85,8 @@ def stable_rank(updates: Tensor) -> Tensor:
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).float().square()
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.float().square()
 
 
 def _adamw_squares(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, betas: Sequence[float], eps: float) -> Tensor:
@@ -91,7 +94,8 @@ def _adamw_squares(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, betas: Seq
     count = step.to(exp_avg.device)
     first, second = 1 - betas[0] ** count, 1 - betas[1] ** count
     total = torch.zeros((), device=exp_avg.device)
-    for m, v in zip(exp_avg.reshape(-1).split(_CHUNK), exp_avg_sq.reshape(-1).split(_CHUNK), strict=True):
+    chunks = [torch.split(moment.reshape(-1), _CHUNK) for moment in (exp_avg, exp_avg_sq)]
+    for m, v in zip(*chunks, strict=True):
         total += _squares((m.float() / first) / ((v.float() / second).sqrt() + eps))
     return total
 
@@ -140,7 +144,7 @@ class Watch:
             ("orthogonality_error", orthogonality_error(directions)),
             ("stable_rank", stable_rank(updates)),
         ):
-            for (name, count), part in zip(runs, values.split(counts), strict=True):
+            for (name, count), part in zip(runs, torch.split(values, counts), strict=True):
                 self._add(measure, name, part.sum(), count)
 
     def adamw(self, name: str, state: Mapping[str, Tensor], betas: Sequence[float], eps: float, lr: float) -> None:
@@ -180,7 +184,7 @@ class _Clock:
         """This moment."""
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -272,15 +276,13 @@ class Metrics:
 
     def _start(self, watch: Watch) -> None:
         """What the lists of later lines are about, once, and again where that changes."""
-        from hf_muon import __version__
-
         self._started, self._names = True, list(watch.shapes)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._write(
             {
                 "event": "start",
                 "time": time.time(),
-                "hf_muon": __version__,
+                "hf_muon": sys.modules["hf_muon"].__version__,
                 "torch": torch.__version__,
                 "ranks": torch.distributed.get_world_size() if distributed else 1,
                 "every": self.every,
@@ -338,7 +340,7 @@ def places_of(names: Sequence[str]) -> list[tuple[int | None, str]]:
 
     Where a model has several stacks of layers, the kind begins with the stack.
     """
-    found = []
+    found: list[tuple[int | None, str, str]] = []
     for name in names:
         name = re.sub(r"(\.default)?\.weight(?=$|\[)", "", name)
         match = re.match(r"(?:(.*?)\.)?(\d+)\.(.+)$", name)
@@ -348,6 +350,6 @@ def places_of(names: Sequence[str]) -> list[tuple[int | None, str]]:
             found.append((int(match[2]), match[1] or "", re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[3])))
     stacks = {stack for layer, stack, _ in found if layer is not None}
     return [
-        (layer, f"{stack.rpartition('model.')[2]}: {kind}" if layer is not None and len(stacks) > 1 else kind)
+        (layer, f"{stack.rpartition('model.')[2]} {kind}" if layer is not None and len(stacks) > 1 else kind)
         for layer, stack, kind in found
     ]

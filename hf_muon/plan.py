@@ -116,7 +116,9 @@ def plan_step(
     if layout == "single" and ranks > 1:
         raise ValueError(f"layout=single is one process, and ranks={ranks}. Valid layouts: {', '.join(LAYOUTS)}")
     if layout == "hsdp" and (replicas < 1 or ranks % replicas):
-        raise ValueError(f"replicas={replicas} do not divide ranks={ranks}: each replica has as many ranks as the others")
+        raise ValueError(
+            f"replicas={replicas} do not divide ranks={ranks}: each replica has as many ranks as the others"
+        )
     routes = route_parameters(model, config)
     with _pretended(ranks):
         groups, partitions, replicate_group = _stored(routes, config, layout, replicas, dtype)
@@ -208,15 +210,15 @@ def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list
         rows = -(-route.shape[0] // mesh.size(-1)) if route.shape else 0  # rank 0 is never short of rows
         stride = torch.empty(route.shape, device="meta").stride()
         local = _empty((min(rows, route.shape[0]), *route.shape[1:]), dtype)
-        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=route.shape, stride=stride)
+        whole = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(route.shape), stride=stride
+        )
         found.append(nn.Parameter(whole))
     return found
 
 
-def _partitioned(
-    groups: Sequence[dict[str, Any]], layout: str
-) -> tuple[list[dict[str, Any]], dict[Tensor, Partition]]:
-    """Flat partitions in the place of parameters, as DeepSpeed puts them; sub-groups of ZeRO-3 as groups of their own."""
+def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[dict[str, Any]], dict[Tensor, Partition]]:
+    """Flat partitions in the place of parameters, as DeepSpeed puts them; sub-groups of ZeRO-3 are groups here."""
     import torch.distributed as dist
 
     ranks, world = dist.get_world_size(), dist.group.WORLD
@@ -332,12 +334,14 @@ def _model_flops(model: nn.Module) -> int:
 
     Of experts those that a token goes to are counted, and an input embedding is looked up, not multiplied.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     chosen = next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), experts)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} if not tied else set()
+    looked_up = (
+        {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} if not tied else set()
+    )
     total = 0
     for name, param in model.named_parameters():
         if param.ndim < 2 or id(param) in looked_up:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # What tells a YAML of LLaMA-Factory from one of another script.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
 # The fields of TrainingArguments that Muon's options start from, with their defaults.
-_TRAINING_ARGUMENTS = {
+_TRAINING_ARGUMENTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
     "adam_beta1": 0.9,
@@ -75,13 +75,16 @@ def read_source(text: str, optim_args: str = "") -> Source:
 
 def _config_of(text: str, run: Mapping[str, Any], optim_args: str) -> MuonConfig:
     """The options that a run would start with, replaced by those given on the command line."""
-    arguments = SimpleNamespace(**{**_TRAINING_ARGUMENTS, **{key: run[key] for key in _TRAINING_ARGUMENTS if key in run}})
+    arguments = SimpleNamespace(
+        **{**_TRAINING_ARGUMENTS, **{key: run[key] for key in _TRAINING_ARGUMENTS if key in run}}
+    )
     where, config = text, MuonConfig()
     try:
         config = config_from_arguments(arguments, parse_optim_args(str(run.get("optim_args") or "")))  # type: ignore[arg-type]
         section = run.get("optim_config")
         if isinstance(section, Mapping):
-            config = config.replace({_V1_NAMES.get(key, key): value for key, value in section.items() if key != "name"})
+            given = {str(key): value for key, value in section.items() if key != "name"}
+            config = config.replace({_V1_NAMES.get(key, key): value for key, value in given.items()})
         where = "--optim-args"
         return config.replace(parse_optim_args(optim_args))
     except ValueError as error:
@@ -118,7 +121,9 @@ def model_from(text: str | Path) -> nn.Module:
     except OSError as error:
         if path.exists():
             raise _no_model(text, error) from error
-        raise ValueError(f"{text} is not here and cannot be had from the hub: {_first_line(error)}. {_valid()}") from error
+        raise ValueError(
+            f"{text} is not here and cannot be had from the hub: {_first_line(error)}. {_valid()}"
+        ) from error
     except Exception as error:  # a configuration can fail anywhere in a model's own code
         raise _no_model(text, error) from error
     return _made(text, config)
@@ -126,8 +131,8 @@ def model_from(text: str | Path) -> nn.Module:
 
 def _valid() -> str:
     return (
-        "Name a model's directory or config.json, a training YAML, a name on the hub such as Qwen/Qwen3-0.6B, or one of "
-        f"the cards {', '.join(CARDS)}"
+        "Name a model's directory or config.json, a training YAML, a name on the hub such as Qwen/Qwen3-0.6B, or one "
+        f"of the cards {', '.join(CARDS)}"
     )
 
 
@@ -237,7 +242,9 @@ def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str
     llamafactory = any(key in run for key in _LLAMAFACTORY)
     kind = run.get("finetuning_type", "lora" if llamafactory else v1.get("name", "full"))
     if kind == "lora" or run.get("use_peft"):
-        target = run.get("lora_target", run.get("lora_target_modules", v1.get("target_modules", "all" if llamafactory else None)))
+        target = run.get(
+            "lora_target", run.get("lora_target_modules", v1.get("target_modules", "all" if llamafactory else None))
+        )
         rank = run.get("lora_rank", run.get("lora_r", v1.get("r", 8)))
         return _with_lora(path, model, target, rank, run.get("additional_target"))
     if kind == "freeze":
@@ -274,7 +281,7 @@ def _names(value: Any) -> list[str]:
 
 def _freeze(model: nn.Module, run: Mapping[str, Any]) -> None:
     """Train some layers at the end (or, with a negative number, at the beginning) and freeze the rest."""
-    layers = int(getattr(model.config, "num_hidden_layers", 0))  # type: ignore[arg-type]
+    layers = int(getattr(model.config, "num_hidden_layers", 0))
     count = int(run.get("freeze_trainable_layers", 2))
     chosen = range(max(0, layers - count), layers) if count > 0 else range(min(-count, layers))
     modules = _names(run.get("freeze_trainable_modules", "all"))

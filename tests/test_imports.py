@@ -17,8 +17,9 @@ ROOT = Path(hf_muon.__file__).parent
 ORDER = [
     ["_autoload"],
     ["coefficients"],
-    ["update", "diagnostics", "foreign", "damage"],
-    ["newton_schulz", "distributed.base", "distributed.layout", "distributed.ownership", "distributed.agreement"],
+    ["update", "diagnostics", "foreign", "damage", "cards"],
+    ["metrics", "distributed.ownership"],
+    ["newton_schulz", "distributed.base", "distributed.layout", "distributed.agreement"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
     ["distributed.select", "routing"],
     ["distributed.zero"],
@@ -27,16 +28,23 @@ ORDER = [
     ["preflight"],
     ["optimizer"],
     ["build", "foreign_names"],
-    ["ready_groups", "convert"],
-    ["integrations", "integrations.deepspeed", "cli_convert"],
+    ["ready_groups", "convert", "plan"],
+    ["integrations", "integrations.deepspeed"],
     ["integrations.accelerate", "integrations.transformers"],
-    ["integrations.llamafactory", "cli"],
+    ["integrations.llamafactory"],
+    ["sources"],
+    ["cli_convert", "cli_inspect"],
+    ["cli_plan"],
+    ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
 ALSO = {
     "cli": {"typer", "rich"},
-    "cli_convert": {"typer", "rich", "transformers"},
+    "cli_convert": {"typer", "rich"},
+    "cli_inspect": {"typer", "rich"},
+    "cli_plan": {"typer", "rich"},
+    "sources": {"transformers", "peft", "yaml"},
     "integrations.deepspeed": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
 }

@@ -34,7 +34,7 @@ def trained(steps=7, dtype=torch.float32, **options):
 def test_weights_and_random_numbers_do_not_differ_by_a_bit(tmp_path, options):
     without, _ = trained(**options)
     after = torch.rand(3)
-    watched, optimizer = trained(diagnostics_every=2, diagnostics_file=str(tmp_path / "d.jsonl"), **options)
+    watched, _ = trained(diagnostics_every=2, diagnostics_file=str(tmp_path / "d.jsonl"), **options)
     assert torch.equal(after, torch.rand(3))
     assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
     assert [line["step"] for line in lines_of(tmp_path / "d.jsonl") if line["event"] == "step"] == [2, 4, 6]
@@ -109,7 +109,7 @@ class TestStableRank:
         (["layers.0.qkv.weight[2]", "lm_head.weight"], [(0, "qkv[2]"), (None, "lm_head")]),
         (
             ["model.encoder.layers.1.fc.weight", "model.decoder.layers.1.fc.weight"],
-            [(1, "encoder.layers: fc"), (1, "decoder.layers: fc")],
+            [(1, "encoder.layers fc"), (1, "decoder.layers fc")],
         ),
         (["conv1.weight", "layer1.0.conv.weight"], [(None, "conv1"), (0, "conv")]),
     ],
@@ -145,6 +145,7 @@ def test_a_file_that_cannot_be_written_ends_diagnostics_and_no_run(tmp_path, cap
     without, _ = trained(2)
     with caplog.at_level("WARNING", logger="hf_muon"):
         watched, _ = trained(2, diagnostics_every=1, diagnostics_file=str(tmp_path / "file" / "d.jsonl"))
+    assert "cannot be written" in caplog.text or not caplog.records
     assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
 
 

@@ -19,7 +19,7 @@ def test_weights_do_not_differ_by_a_bit_and_rank_0_alone_writes(pools, layout, t
     for line in steps:
         stored = {name for name, value in zip(names, line["update_rms"], strict=True) if value is not None}
         owned = {name for name, value in zip(names, line["stable_rank"], strict=True) if value is not None}
-        assert stored == {name for name in names if "blocks" in name and name.endswith(("qkv.weight", "out.weight"))} | {
-            name for name in names if name.endswith(("up.weight", "down.weight"))
-        }
+        assert stored == {
+            name for name in names if "blocks" in name and name.endswith(("qkv.weight", "out.weight"))
+        } | {name for name in names if name.endswith(("up.weight", "down.weight"))}
         assert set() < owned < stored
