@@ -17,6 +17,7 @@ from rich.table import Table
 from hf_muon.cli_convert import convert
 from hf_muon.cli_inspect import inspect
 from hf_muon.cli_plan import plan
+from hf_muon.cli_report import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The Muon optimizer for Hugging Face training.")
 
@@ -61,6 +62,7 @@ def doctor() -> None:
 
 app.command()(inspect)
 app.command()(plan)
+app.command()(report)
 app.command()(convert)
 
 

@@ -17,8 +17,9 @@ ROOT = Path(hf_muon.__file__).parent
 ORDER = [
     ["_autoload"],
     ["coefficients"],
-    ["update", "diagnostics", "foreign", "damage", "cards"],
+    ["update", "diagnostics", "foreign", "damage", "cards", "charts"],
     ["metrics", "distributed.ownership"],
+    ["report"],
     ["newton_schulz", "distributed.base", "distributed.layout", "distributed.agreement"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
     ["distributed.select", "routing"],
@@ -34,7 +35,7 @@ ORDER = [
     ["integrations.llamafactory"],
     ["sources"],
     ["cli_convert", "cli_inspect"],
-    ["cli_plan"],
+    ["cli_plan", "cli_report"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -44,6 +45,7 @@ ALSO = {
     "cli_convert": {"typer", "rich"},
     "cli_inspect": {"typer", "rich"},
     "cli_plan": {"typer", "rich"},
+    "cli_report": {"typer", "rich"},
     "sources": {"transformers", "peft", "yaml"},
     "integrations.deepspeed": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
