@@ -186,8 +186,12 @@ def render(run: Run, title: str) -> str:
         line_chart("Loss", losses),
         line_chart("Learning rates", rates, note="of the Muon half and of the AdamW half"),
         line_chart("Update RMS by kind", _by_kind(run, "update_rms"), note=_joined("before the learning rate", stored)),
-        line_chart("Update RMS by layer", _by_layer(run, "update_rms"), note=_joined("before the learning rate", stored)),
-        line_chart("Update RMS of the AdamW half", _by_kind(run, _ADAMW), note=_joined("before the learning rate", stored)),
+        line_chart(
+            "Update RMS by layer", _by_layer(run, "update_rms"), note=_joined("before the learning rate", stored)
+        ),
+        line_chart(
+            "Update RMS of the AdamW half", _by_kind(run, _ADAMW), note=_joined("before the learning rate", stored)
+        ),
         line_chart(
             "Orthogonality error by kind",
             _by_kind(run, "orthogonality_error"),
