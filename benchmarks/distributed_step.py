@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meters import Ledger, Stopwatch, newton_schulz_flops, peak_extra_bytes, spread
+from meters import Ledger, Stopwatch, commit, newton_schulz_flops, peak_extra_bytes, spread
 from rich.console import Console
 from rich.table import Table
 from sides import STEPS, Setting, gathered, ours, prepare, sides, stored, whole
@@ -112,17 +111,12 @@ def _machine(args: argparse.Namespace) -> dict[str, Any]:
         "cpu": f"{os.cpu_count()} cores of {model}",
         "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "torch": torch.__version__,
-        "hf_muon": _commit(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-        "dion": _commit(args.dion) if args.dion else None,
+        "hf_muon": commit(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+        "dion": commit(args.dion) if args.dion else None,
         "load": os.getloadavg()[0],
         "threads per rank": os.environ["OMP_NUM_THREADS"],
         "torch.compile": "off" if os.environ["TORCHDYNAMO_DISABLE"] == "1" else "on",
     }
-
-
-def _commit(path: str) -> str:
-    command = ["git", "-C", path, "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:

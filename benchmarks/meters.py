@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -73,9 +74,9 @@ class Ledger(TorchDispatchMode):
     """Counts matrix products and collectives below DTensor, as they reach local tensors and process groups.
 
     Bytes are those that this rank sends, by the usual costs on a ring of W ranks: n bytes of its own to an all-gather
-    cost (W-1) n, a reduce-scatter of n bytes (W-1)/W n, an all-reduce 2 (W-1)/W n, a broadcast (W-1)/W n (the mean over
-    the ranks). An all-to-all costs what is for other ranks, and a scatter is paid by its root. All groups are taken to
-    hold all ranks.
+    cost (W-1) n, a reduce-scatter of n bytes (W-1)/W n, an all-reduce 2 (W-1)/W n, a broadcast or a reduce (W-1)/W n
+    (the mean over the ranks). An all-to-all costs what is for other ranks, a scatter is paid by its root. All groups
+    are taken to hold all ranks.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class Ledger(TorchDispatchMode):
             cost = share * _nbytes(args[0])
         elif name in ("allreduce", "all_reduce"):
             cost = 2 * share * _nbytes(args[0])
-        elif name == "broadcast":
+        elif name in ("broadcast", "reduce"):
             cost = share * _nbytes(args[0])
         elif name == "scatter":  # only the root has anything to scatter
             cost = sum(_nbytes(part) for part in args[1]) * share
@@ -191,3 +192,9 @@ def spread(values: list[float]) -> dict[str, float]:
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else math.fsum(ordered[middle - 1 : middle + 1]) / 2
     return {"median": median, "min": ordered[0], "max": ordered[-1]}
+
+
+def commit(path: str) -> str:
+    """What a checkout is at."""
+    command = ["git", "-C", path, "describe", "--always", "--dirty", "--abbrev=10"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -48,7 +48,10 @@ class ScriptArguments:
         data_path: a .txt, .json or .jsonl file, or a folder of them; a .json file holds a list of objects.
         from_scratch: start from random weights; only the configuration and the tokenizer are read.
         text_column: the key of the text in .json and .jsonl files.
-        block_size: tokens in a training example; texts are joined and cut to this length.
+        prompt_column: the key of what comes before the text and is not learned (supervised fine-tuning): each entry is
+            an example of its own. Without it, texts are joined and cut into examples of equal length.
+        block_size: tokens in a training example, or the most of them.
+        attn_implementation: of transformers, such as sdpa or flash_attention_2.
         eval_fraction: the part of the examples, from the end, that is held out.
     """
 
@@ -56,7 +59,9 @@ class ScriptArguments:
     data_path: str = ""
     from_scratch: bool = False
     text_column: str = "text"
+    prompt_column: str = ""
     block_size: int = 1024
+    attn_implementation: str = "sdpa"
     eval_fraction: float = 0.05
 
 
@@ -89,8 +94,8 @@ def parse_arguments(argv: list[str]) -> tuple[ScriptArguments, TrainingArguments
     return script, training
 
 
-def read_texts(path: Path, text_column: str) -> Iterator[str]:
-    """Every text in a file, or in the files of a folder in alphabetical order."""
+def read_texts(path: Path, text_column: str, prompt_column: str = "") -> Iterator[tuple[str, str]]:
+    """Every prompt and text in a file, or in the files of a folder in alphabetical order."""
     if not path.exists():
         fail(f"data_path: {path} does not exist")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
@@ -99,56 +104,107 @@ def read_texts(path: Path, text_column: str) -> Iterator[str]:
             fail(f"data_path: {file} is none of {', '.join(SUFFIXES)}")
         content = file.read_text(encoding="utf-8")
         if file.suffix == ".txt":
-            yield content
+            if prompt_column:
+                fail(f"data_path: {file} has no prompts; see prompt_column")
+            yield "", content
             continue
         if file.suffix == ".json":
             rows = json.loads(content)
         else:
             rows = [json.loads(line) for line in content.split("\n") if line.strip()]
         for row in rows:
-            if not isinstance(row, dict) or text_column not in row:
-                fail(f"data_path: an entry of {file} has no {text_column!r}; see text_column")
-            yield row[text_column]
+            for column in filter(None, (text_column, prompt_column)):
+                if not isinstance(row, dict) or column not in row:
+                    fail(f"data_path: an entry of {file} has no {column!r}; see text_column and prompt_column")
+            yield row[prompt_column] if prompt_column else "", row[text_column]
 
 
 def make_examples(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
     """Examples to train on, and those held out. All of them are kept in memory."""
-    texts = [text for text in read_texts(Path(script.data_path), script.text_column) if text.strip()]
+    pairs = read_texts(Path(script.data_path), script.text_column, script.prompt_column)
+    pairs = [(prompt, text) for prompt, text in pairs if text.strip()]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"] + end]
-    count = len(ids) // script.block_size
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    if script.prompt_column:
+        examples, tokens = [], 0
+        for prompt, text in pairs:
+            before, learned = ids_of(prompt), ids_of(text) + end
+            ids, labels = torch.tensor(before + learned), torch.tensor([-100] * len(before) + learned)
+            tokens += len(ids)
+            if len(before) < script.block_size:  # otherwise nothing of it would be learned
+                examples.append({"input_ids": ids[: script.block_size], "labels": labels[: script.block_size]})
+    else:
+        ids = [i for _, text in pairs for i in ids_of(text) + end]
+        count, tokens = len(ids) // script.block_size, len(ids)
+        blocks = torch.tensor(ids[: count * script.block_size]).view(count, script.block_size)
+        examples = [{"input_ids": block, "labels": block} for block in blocks]
+    count = len(examples)
     if count < 2:
         fail(
-            f"data_path: {script.data_path} has {len(texts)} texts with {len(ids)} tokens; two examples of "
+            f"data_path: {script.data_path} has {len(pairs)} texts with {tokens} tokens; two examples of "
             f"block_size={script.block_size} tokens are the least, one to train on and one to hold out"
         )
-    blocks = torch.tensor(ids[: count * script.block_size]).view(count, script.block_size)
-    examples = [{"input_ids": block, "labels": block} for block in blocks]
     held_out = min(max(round(count * script.eval_fraction), 1), count - 1)
     return examples[:-held_out], examples[-held_out:]
 
 
+@dataclass
+class PadRight:
+    """Makes a batch of examples of any length, padded on the right."""
+
+    pad_token_id: int
+
+    def __call__(self, examples: list[Example]) -> Example:
+        length = max(len(example["input_ids"]) for example in examples)
+        batch = {name: torch.full((len(examples), length), -100) for name in ("input_ids", "labels")}
+        batch["input_ids"].fill_(self.pad_token_id)
+        batch["attention_mask"] = torch.zeros_like(batch["labels"])
+        for i, example in enumerate(examples):
+            end = len(example["input_ids"])
+            batch["input_ids"][i, :end] = example["input_ids"]
+            batch["labels"][i, :end] = example["labels"]
+            batch["attention_mask"][i, :end] = 1
+        return batch
+
+
+def start_deepspeed_on_cpu() -> None:
+    """DeepSpeed takes no backend for a CPU by itself, and would compile collectives in shared memory for a minute."""
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
 def load_model(script: ScriptArguments) -> PreTrainedModel:
     """The model, with weights in float32; `bf16: true` computes in bfloat16."""
+    how = {"dtype": torch.float32, "attn_implementation": script.attn_implementation}
     if not script.from_scratch:
-        return AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(script.model_name_or_path, **how)
     config = AutoConfig.from_pretrained(script.model_name_or_path)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, **how)
 
 
 def main(argv: list[str]) -> None:
     """Train, evaluate, save."""
     script, training = parse_arguments(argv)
+    if training.use_cpu and training.deepspeed:
+        start_deepspeed_on_cpu()
     set_seed(training.seed)  # before random weights are drawn
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
     train, held_out = make_examples(script, tokenizer)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    collate = PadRight(pad) if script.prompt_column else default_data_collator
     trainer = Trainer(
         model=load_model(script),
         args=training,
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        data_collator=default_data_collator,
+        data_collator=collate,
     )
     last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or last)

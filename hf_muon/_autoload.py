@@ -23,6 +23,11 @@ HOOKS = {
     "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
     "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory:patch_parser",
     "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory:patch_plots",
+    "llamafactory.v1.config.training_args": "hf_muon.integrations.llamafactory_v1:patch_training_arguments",
+    "llamafactory.v1.plugins.trainer_plugins.optimizer": "hf_muon.integrations.llamafactory_v1:patch_optimizers",
+    "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer": (
+        "hf_muon.integrations.llamafactory_v1:patch_optimizers"
+    ),
 }
 """Module that is patched: function that patches it.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -70,8 +72,7 @@ def _show(found: dict[str, Any]) -> None:
     for variable, value in found["variables"].items():
         hooks.add_row(variable, "not set" if value is None else value)
     for name, state in found["hooks"].items():
-        missing = _version(name.partition(".")[0]) is None
-        hooks.add_row(name, f"{state} (not installed)" if missing else state)
+        hooks.add_row(name, state + _absence(name))
     console.print(hooks)
 
     dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in found["newton_schulz"].items())
@@ -104,6 +105,17 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _absence(module: str) -> str:
+    """Why a hooked module will not be imported; found by its file, because importing its package takes long."""
+    package, *parts = module.split(".")
+    if _version(package) is None:
+        return " (not installed)"
+    spec = importlib.util.find_spec(package)
+    files = [Path(folder, *parts) for folder in (spec and spec.submodule_search_locations) or ()]
+    here = any(file.with_suffix(".py").exists() or file.is_dir() for file in files)
+    return "" if here else f" (not in this {package})"
 
 
 def _entry_point() -> str:

@@ -18,6 +18,7 @@ from hf_muon.update import ADJUST_LR_FNS
 
 LORA_ROUTES = ("adamw", "muon")
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+OFFLOAD_COMPUTE = ("auto", "cpu", "accelerator")
 MAX_BUCKET_BYTES = 256 * 2**20
 
 
@@ -161,6 +162,7 @@ GROUP_OPTIONS: dict[str, _Option] = {
 OPTIMIZER_OPTIONS: dict[str, _Option] = {
     "max_bucket_bytes": _integer("a positive number of bytes", lambda x: x > 0),
     "comm_dtype": _choice(tuple(COMM_DTYPES)),
+    "offload_compute": _choice(OFFLOAD_COMPUTE),
     "accept_rerouted": _flag(),
     "diagnostics_every": _integer("a number of steps, 0 for never", lambda x: x >= 0),
     "diagnostics_file": _path(),
@@ -223,6 +225,8 @@ class MuonConfig:
         lora: where LoRA factors go, `adamw` or `muon`.
         max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
         comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
+        offload_compute: where momentum that is offloaded to the CPU is orthogonalized: `auto` (on the accelerator that
+            the model computes on), `cpu` or `accelerator`.
         accept_rerouted: resume from checkpoints in which parameters were on the other side, Muon or AdamW, with
             their moments at zero.
         diagnostics_every: steps from one line of metrics to the next, on rank 0; 0 for none.
@@ -251,6 +255,7 @@ class MuonConfig:
     lora: str = "adamw"
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     comm_dtype: str = "fp32"
+    offload_compute: str = "auto"
     accept_rerouted: bool = False
     diagnostics_every: int = 0
     diagnostics_file: str | None = None

@@ -7,6 +7,14 @@ import os
 
 import torch
 
+# The second name is what LLaMA-Factory users may know from elsewhere.
+VARIABLES = ("HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG")
+
+
+def wanted() -> bool:
+    """Whether the user has asked for a report of the first step."""
+    return any(os.environ.get(name, "").strip().lower() not in ("", "0", "false", "off", "no") for name in VARIABLES)
+
 
 def is_rank_zero() -> bool:
     """Whether this process is the one that speaks; known from the launcher before process groups exist."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, metrics, preflight, update
+from hf_muon import checkpoint, diagnostics, metrics, preflight, step_report, update
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
-from hf_muon.distributed import Executor, Partitions, Piece, local_of, shape_of, storage_complaint
+from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
 from hf_muon.newton_schulz import Orthogonalizer, compute_dtype
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class Muon(Optimizer):
             orthogonalizing one matrix takes (or 16 MiB of small ones). Matrices so large that those of all ranks do
             not fit are not overlapped with communication; a larger bound lets them be.
         comm_dtype: dtype in which updates and directions travel: `fp32`, which is exact, or `bf16`.
+        offload_compute: where momentum that lives on the CPU is orthogonalized: `auto` (on the accelerator, there and
+            back, where the model computes on one and has offloaded the momentum; else on the CPU), `cpu` or
+            `accelerator`.
         accept_rerouted: load checkpoints in which some parameters were on the other side, Muon or AdamW; their moments
             start from zero. Refused by name otherwise.
         replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from
@@ -76,7 +79,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option that is not valid, or a Muon group with something that is not a matrix.
-        RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO).
+        RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO), or
+            `offload_compute=accelerator` on a machine without one.
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; defaults of scale and decay from Liu et al.,
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
@@ -98,6 +102,7 @@ class Muon(Optimizer):
         *,
         max_bucket_bytes: int = MAX_BUCKET_BYTES,
         comm_dtype: str = "fp32",
+        offload_compute: str = "auto",
         accept_rerouted: bool = False,
         replicate_group: ProcessGroup | None = None,
         diagnostics_every: int = 0,
@@ -120,6 +125,9 @@ class Muon(Optimizer):
             defaults[name] = check_option(name, defaults[name])
         self.max_bucket_bytes: int = check_option("max_bucket_bytes", max_bucket_bytes)
         self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
+        self.offload_compute: str = check_option("offload_compute", offload_compute)
+        if self.offload_compute == "accelerator":
+            accelerator()
         self.accept_rerouted: bool = check_option("accept_rerouted", accept_rerouted)
         self.replicate_group = replicate_group
         self.partitions: Partitions | None = None
@@ -209,6 +217,7 @@ class Muon(Optimizer):
                 self.max_bucket_bytes,
                 COMM_DTYPES[self.comm_dtype],
                 self.partitions,
+                self.offload_compute,
             )
         return layout
 
@@ -220,15 +229,17 @@ class Muon(Optimizer):
         """
         layout = self._layout()
         complaints = list(layout.complaints)
-        for group in self.param_groups:
+        for group, devices in zip(self.param_groups, layout.devices, strict=True):
             complaints += checkpoint.state_complaints(group, self.state)
-            if complaint := preflight.hyperparameter_complaint(group):
+            if complaint := preflight.hyperparameter_complaint(group, devices):
                 complaints.append(complaint)
             for i, param in enumerate(group["params"]):
                 if complaint := preflight.gradient_complaint(param):
                     complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
         # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
         may_be_idle = not self.state and all(float(group["lr"]) == 0 for group in self.param_groups)
+        if not may_be_idle:
+            step_report.tell_once(self, layout)
         active = preflight.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
         if active is None:
             self.init_state()
@@ -262,6 +273,7 @@ class Muon(Optimizer):
         if self.metrics is not None:
             step = self.param_groups[0]["step"] + 1
             self._watch = self.metrics.begin(step, local_of(self.param_groups[0]["params"][0]).device)
+        self._clear_gradients_of_others()
         for group, indices, matrices, executors in self._preflight():
             self._reconcile_state(group)
             if self._is_last(group):
@@ -273,6 +285,15 @@ class Muon(Optimizer):
         if self.metrics is not None:
             self.metrics.end(step, whole=self.partitions is None)
         return loss
+
+    def _clear_gradients_of_others(self) -> None:
+        """Zeros where a partition has no gradient, in place of what lies in that memory."""
+        for group in self.param_groups if self.partitions else ():
+            for param in group["params"]:
+                partition = (self.partitions or {}).get(param)
+                if partition is not None and partition.without_gradient is not None and param.grad is not None:
+                    for elements in partition.without_gradient():
+                        param.grad[elements].zero_()
 
     def _is_last(self, group: Group) -> bool:
         """Whether all of a group has been stepped after this; ZeRO-3 puts in one part of a group after the other."""
@@ -429,6 +450,7 @@ class Muon(Optimizer):
             self._layouts, self.being_wrapped = {}, False
             self.partitions = self.replicate_group = self.metrics = self._watch = None
             self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
+            self.offload_compute = "auto"
         for group in self.param_groups:
             group.setdefault("step", 0)
             for name, default in self.defaults.items():

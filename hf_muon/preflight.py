@@ -18,6 +18,8 @@ from hf_muon.distributed import (
     Partition,
     Partitions,
     Shared,
+    compute_device,
+    home_of,
     is_dtensor,
     local_of,
     select_executors,
@@ -67,6 +69,7 @@ class Layout:
         places: for each group, who shares each parameter.
         matrices: for each group, what its executors know as parameters; empty for AdamW groups.
         executors: for each group, what orthogonalizes its matrices; empty for AdamW groups.
+        devices: for each group, where its matrices are orthogonalized.
         complaints: why parameters cannot be stepped as they are stored.
         root: the group of all ranks that take part in a step; None where this process is alone with its parameters.
         head: how an error of a step begins. ZeRO steps one partition after the other.
@@ -79,6 +82,7 @@ class Layout:
         max_bucket_bytes: int,
         comm_dtype: torch.dtype | None,
         partitions: Partitions | None = None,
+        offload_compute: str = "auto",
     ) -> None:
         self.key = storage_key(groups)
         self.head = REFUSED_PARTITION if partitions else REFUSED
@@ -86,6 +90,7 @@ class Layout:
         self.places: list[list[Shared | None]] = []
         self.matrices: list[list[Matrix]] = []
         self.executors: list[list[Executor]] = []
+        self.devices: list[list[torch.device]] = []
         talking: list[ProcessGroup] = []
         for group in groups:
             places: list[Shared | None] = []
@@ -115,33 +120,40 @@ class Layout:
         for group, places in zip(groups, self.places, strict=True):
             matrices: list[Matrix] = []
             executors: list[Executor] = []
+            devices: list[torch.device] = []
             if group["use_muon"] and not self.complaints:
                 params = group["params"]
                 stored: list[Shared | None] = []
-                devices: list[torch.device] = []
+                homes: list[torch.device] = []
                 for i, (param, place) in enumerate(zip(params, places, strict=True)):
                     partition = (partitions or {}).get(param)
                     if partition is None:
                         matrices.append(Matrix(i, shape_of(param)))
                         stored.append(place)
-                        devices.append(local_of(param).device)
+                        homes.append(home_of(param))
+                        devices.append(compute_device(local_of(param).device, homes[-1], offload_compute))
                         continue
                     for part in partition.slices:
                         matrices.append(Matrix(i, part.shape, part.elements(partition.rank)))
                         stored.append(part.shared(partition.group))
-                        devices.append(partition.device)
+                        homes.append(partition.device)
+                        devices.append(compute_device(param.device, partition.device, offload_compute))
                 executors = select_executors(
                     [matrix.shape for matrix in matrices],
                     stored,
                     [update.momentum_dtype(params[matrix.param]) for matrix in matrices],
                     devices,
+                    homes,
                     max_bucket_bytes=max_bucket_bytes,
                     comm_dtype=comm_dtype,
                 )
             self.matrices.append(matrices)
             self.executors.append(executors)
+            self.devices.append(sorted(set(devices), key=str))
         self.lines = [_line(group, i) for group in groups for i in range(len(group["params"]))]
-        self.lines.append(f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}")
+        self.lines.append(
+            f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}, offload_compute={offload_compute}"
+        )
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
 
@@ -182,12 +194,21 @@ def _line(group: Group, index: int) -> str:
     return f"{checkpoint.describe(group, index)} {param.dtype} {param.device.type} {stored} {route}"
 
 
-def hyperparameter_complaint(group: Group) -> str | None:
-    """Why the options of a group cannot work: those that depend on one another, or on the device."""
+def hyperparameter_complaint(group: Group, devices: Sequence[torch.device] | None = None) -> str | None:
+    """Why the options of a group cannot work: those that depend on one another, or on the device.
+
+    Args:
+        group: the param group.
+        devices: where its matrices are orthogonalized; None before that is known.
+    """
+    if devices is None:
+        # Not held against a model on the CPU that an accelerator is there for: it may be on its way.
+        on_way = torch.accelerator.is_available()
+        devices = [d for d in {param.device for param in group["params"]} if d.type != "cpu" or not on_way]
     try:
         resolve(group["ns_coefficients"], group["ns_steps"])
         if group["use_muon"]:
-            for device in {param.device for param in group["params"]}:
+            for device in devices:
                 compute_dtype(group["ns_dtype"], device.type, device.index)
     except ValueError as error:
         return str(error)
@@ -250,19 +271,19 @@ def agree(
 
     from hf_muon.distributed import agreement
 
-    options = _option_lines(groups)
+    options = _option_lines(groups, layout)
     fingerprint = hashlib.blake2b("\n".join([layout.digest, *options]).encode(), digest_size=7).digest()
     heard = agreement.exchange_words(layout.root, int.from_bytes(fingerprint, "big"), bool(complaints), flags, bits)
     if any(said.complains for said in heard):
-        stop(_together(agreement.exchange_texts(layout.root, complaints)))
+        stop(together(agreement.exchange_texts(layout.root, complaints)))
     if len({said.fingerprint for said in heard}) > 1:
         stop(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
     if any(said.bits != heard[0].bits for said in heard):
         bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
-        stop(_together(agreement.exchange_texts(layout.root, parting)))
+        stop(together(agreement.exchange_texts(layout.root, parting)))
     if any(said.flags[0] for said in heard):
         names = _not_finite_names(groups) if flags[0].item() else []
-        stop(_together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
+        stop(together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
     return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
 
 
@@ -274,7 +295,7 @@ def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> lis
     from hf_muon.distributed.agreement import exchange_texts, root_group
     from hf_muon.distributed.dtensor import mesh_group
 
-    return _together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
+    return together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
 
 
 NOT_FINITE = (
@@ -298,18 +319,18 @@ def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
     ]
 
 
-def _option_lines(groups: Sequence[Group]) -> list[str]:
+def _option_lines(groups: Sequence[Group], layout: Layout) -> list[str]:
     lines = []
-    for k, group in enumerate(groups):
+    for k, (group, devices) in enumerate(zip(groups, layout.devices, strict=True)):
         values = {name: float(group[name]) if name == "lr" else group[name] for name in GROUP_OPTIONS}
         lines += [f"{name}={values[name]!r} in param group {k}" for name in GROUP_OPTIONS]
         if group["use_muon"]:
-            types = sorted({param.device.type for param in group["params"]})
+            types = sorted({device.type for device in devices})
             lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
     return lines
 
 
-def _together(texts: Sequence[Sequence[str]]) -> list[str]:
+def together(texts: Sequence[Sequence[str]]) -> list[str]:
     """What ranks say, once each, with the ranks that say it where not all do."""
     ranks: dict[str, list[int]] = {}
     for rank, lines in enumerate(texts):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_muon.cards import CARDS
 from hf_muon.config import MuonConfig, parse_optim_args
 from hf_muon.integrations.llamafactory import refuse_rivals
+from hf_muon.integrations.llamafactory_v1 import ALIASES
 from hf_muon.integrations.transformers import NAME, config_from_arguments
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _TRAINING_ARGUMENTS: dict[str, Any] = {
     "adam_epsilon": 1e-8,
     "optim_target_modules": None,
 }
-# In the `optim_config` of LLaMA-Factory v1.
-_V1_NAMES = {"wd": "weight_decay"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _config_of(text: str, run: Mapping[str, Any], optim_args: str) -> MuonConfig
         section = run.get("optim_config")
         if isinstance(section, Mapping):
             given = {str(key): value for key, value in section.items() if key != "name"}
-            config = config.replace({_V1_NAMES.get(key, key): value for key, value in given.items()})
+            config = config.replace({ALIASES.get(key, key): value for key, value in given.items()})
         where = "--optim-args"
         return config.replace(parse_optim_args(optim_args))
     except ValueError as error:

@@ -76,7 +76,7 @@ def apply_directions_(
         torch._foreach_add_(whole, moves)
     for i in half:
         exact = params[i].float().mul_(1 - lr * weight_decay)
-        params[i].copy_(exact.add_(directions[i], alpha=-lr * scales[i]))
+        params[i].copy_(exact.add_(directions[i].to(exact.device), alpha=-lr * scales[i]))
 
 
 def adamw_(

@@ -130,6 +130,14 @@ def write_llamafactory_data(folder: Path) -> Path:
     return folder
 
 
+def write_v1_data(folder: Path, data: Path) -> Path:
+    """LLaMA-Factory v1's description of `tiny_sft` in a `write_llamafactory_data` folder."""
+    path = folder / "v1_sft.yaml"
+    info = {"tiny_sft": {"path": str(data / "tiny_sft.jsonl"), "source": "local", "converter": "alpaca"}}
+    path.write_text(json.dumps(info), encoding="utf-8")
+    return path
+
+
 def write_messages(folder: Path) -> Path:
     """A folder that `datasets.load_dataset` reads as a train split of conversations, as TRL wants them."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import re
@@ -41,6 +42,18 @@ def test_doctor_for_machines_and_for_bug_reports():
     sentence = doctor().stdout.splitlines()[-1]
     assert sentence.startswith("optim: muon is accepted with python 3.")
     assert f"torch {torch.__version__}" in sentence
+
+
+def test_doctor_lists_the_hooks_of_llamafactory_v1():
+    """In one of two places by its version."""
+    shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", doctor().stdout)
+    arguments, *registries = [state for _, state in shown]
+    assert len(registries) == 2
+    if importlib.util.find_spec("llamafactory") is None:
+        assert {arguments, *registries} == {"waiting for its import (not installed)"}
+    else:
+        assert arguments == "waiting for its import"
+        assert set(registries) == {"waiting for its import", "waiting for its import (not in this llamafactory)"}
 
 
 def test_doctor_says_why_not():

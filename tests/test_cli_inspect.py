@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -64,10 +63,8 @@ class TestInspect:
         for side, use_muon in (("muon", True), ("adamw", False)):
             mine = [r.parameter.numel() for r in routes if r.use_muon is use_muon]
             assert found[side] == {"parameters": len(mine), "weights": sum(mine)}
-        assert (
-            as_process("inspect", folder / "config.json", "--json").stdout.splitlines()[2:]
-            == (done.stdout.splitlines()[2:])
-        )
+        again = json.loads(call("inspect", folder / "config.json", "--json").stdout)
+        assert {**again, "source": found["source"]} == found
 
     def test_weights_are_not_needed(self, small, tmp_path):
         (tmp_path / "config.json").write_text((small[1] / "config.json").read_text())
@@ -197,6 +194,7 @@ class TestPlan:
         found = json.loads(done.stdout)
         assert 1.0e12 < found["muon_weights"] < 1.03e12
         assert found["balance"] < 1.05
+        assert sum(found["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
         assert sum(found["state_bytes"]) == pytest.approx(
             4 * found["muon_weights"] + 8 * found["adamw_weights"], rel=1e-3
         )
@@ -235,8 +233,6 @@ def test_cards_have_as_many_weights_as_the_published_models(card, weights):
     assert sum(p.numel() for p in model_from(card).parameters()) == weights
 
 
-def test_every_card_makes_a_model_with_work_for_muon():
+def test_every_card_makes_a_model():
     for card in CARDS:
-        with torch.device("meta"):
-            routes = route_parameters(model_from(card))
-        assert sum(route.use_muon for route in routes) > len(routes) / 3, card
+        assert all(p.is_meta for p in model_from(card).parameters())

@@ -27,11 +27,19 @@ ORDER = [
     ["distributed"],
     ["checkpoint"],
     ["preflight"],
+    ["step_report"],
     ["optimizer"],
     ["build", "foreign_names"],
     ["ready_groups", "convert", "plan"],
-    ["integrations", "integrations.deepspeed"],
-    ["integrations.accelerate", "integrations.transformers"],
+    [
+        "integrations",
+        "integrations.deepspeed_layout",
+        "integrations.llamafactory_v1",
+        "integrations.ulysses",
+    ],
+    ["integrations.deepspeed_checkpoint"],
+    ["integrations.deepspeed"],
+    ["integrations.accelerate", "integrations.transformers", "integrations.ulysses_launch"],
     ["integrations.llamafactory"],
     ["sources"],
     ["cli_convert", "cli_inspect"],
@@ -48,7 +56,10 @@ ALSO = {
     "cli_report": {"typer", "rich"},
     "sources": {"transformers", "peft", "yaml"},
     "integrations.deepspeed": {"deepspeed"},
+    "integrations.deepspeed_layout": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
+    "integrations.ulysses": {"transformers", "deepspeed"},
+    "integrations.ulysses_launch": {"transformers", "accelerate", "yaml"},
 }
 
 

@@ -1,7 +1,7 @@
 """How tensors are stored between steps, and how whole matrices are made of them."""
 
 from hf_muon.distributed.base import Executor, NewtonSchulz, Piece, is_dtensor, local_of, shape_of, storage_complaint
-from hf_muon.distributed.select import Shared, select_executors, shared
+from hf_muon.distributed.select import Shared, accelerator, compute_device, home_of, select_executors, shared
 from hf_muon.distributed.zero import Partition, Partitions
 
 __all__ = [
@@ -11,6 +11,9 @@ __all__ = [
     "Partitions",
     "Piece",
     "Shared",
+    "accelerator",
+    "compute_device",
+    "home_of",
     "is_dtensor",
     "local_of",
     "select_executors",

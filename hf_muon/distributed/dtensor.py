@@ -68,14 +68,20 @@ def mesh_complaint(param: DTensor) -> str | None:
             f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "
             f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
         )
-    try:
-        group._get_backend(torch.device(local.device.type))
-    except RuntimeError:
+    if not any(_carries(group, kind) for kind in (local.device.type, param.device_mesh.device_type)):
         return (
             f"is stored on {local.device.type}, for which its process group has no backend. With CPU offload, "
             "initialize torch.distributed with backend 'cpu:gloo,cuda:nccl'"
         )
     return None
+
+
+def _carries(group: dist.ProcessGroup, kind: str) -> bool:
+    try:
+        group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:

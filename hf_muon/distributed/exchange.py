@@ -250,6 +250,7 @@ class Exchange:
             loses nothing, or in this one if it is shorter.
         device: where matrices are orthogonalized. Updates may come from another one (offload), directions do not go
             back to it.
+        carrier: what data travels on between ranks; the same, or an accelerator where the group carries no other.
         max_bucket_bytes: bound on what is in flight at once on a rank, in both directions. An owner holds at least one
             unit beside that, which is one matrix, or up to 16 MiB of small ones.
     """
@@ -261,9 +262,11 @@ class Exchange:
         storage: Storage,
         wire: torch.dtype,
         device: torch.device,
+        carrier: torch.device,
         max_bucket_bytes: int,
     ) -> None:
         self.group = group
+        self.carrier = carrier
         self.rank = dist.get_rank(group)
         self.storage = storage
         self.device = device
@@ -384,13 +387,15 @@ class Exchange:
     def _gather(self, bucket: _Bucket, updates_of: UpdatesOf) -> _Transfer:
         updates = updates_of(bucket.pieces)
         parts = [updates[i].reshape(-1).to(self.wire) for i in bucket.outgoing]
-        send = torch.cat(parts).to(self.device) if parts else torch.empty(0, dtype=self.wire, device=self.device)
+        device = self.carrier if bucket.gathers else self.device
+        send = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=self.wire, device=device)
         del updates, parts  # before memory is taken for what arrives
         return _Transfer(send, bucket.send, bucket.receive, self.group, alone=not bucket.gathers)
 
     def _orthogonalize(self, bucket: _Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
         """Orthogonalize the units that this rank owns: their directions, in the order of their destinations."""
         arrived: dict[int, list[tuple[Block, Tensor]]] = {}
+        received = received.to(self.device)
         parts = _cut(received, [block.numel for _, block in bucket.incoming])
         for (k, block), part in zip(bucket.incoming, parts, strict=True):
             arrived.setdefault(k, []).append((block, part.view(block.shape)))
@@ -412,7 +417,7 @@ class Exchange:
                 self.observer(unit, batch, directions)
             for block, data in leaving[k]:
                 block.read(directions, data)
-        return send
+        return send.to(self.carrier) if bucket.returns else send
 
     def _return(self, bucket: _Bucket, send: Tensor) -> _Transfer:
         return _Transfer(send, bucket.leave, bucket.arrive, self.group, alone=not bucket.returns)

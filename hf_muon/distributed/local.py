@@ -17,7 +17,7 @@ class LocalExecutor:
     Args:
         units: what to orthogonalize together.
         stacked: for each parameter of the group, whether it is a stack of matrices.
-        device: of the updates.
+        device: where matrices are orthogonalized; updates may come from another one.
         max_bucket_bytes: bound on updates and directions held at once, counted in fp32; at least one unit is.
     """
 
@@ -52,9 +52,10 @@ class LocalExecutor:
                 mine = updates[len(directions) : len(directions) + len(unit.runs)]
                 stacks = [update.view(-1, *unit.shape) for update in mine]  # each (b, m, n)
                 batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
-                found = newton_schulz(batch)
+                whole = batch.to(self.device)
+                found = newton_schulz(whole)
                 if self.observer is not None:
-                    self.observer(unit, batch, found)
+                    self.observer(unit, whole, found)
                 parts = torch.split(found, [len(stack) for stack in stacks])
                 directions += [part.view(update.shape) for part, update in zip(parts, mine, strict=True)]
             yield pieces, directions

@@ -44,11 +44,57 @@ def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None
     return Shared(replicate_group, replicated_regions(tuple(param.shape), replicate_group.size()))
 
 
+def accelerator() -> torch.device:
+    """The accelerator that this process uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not torch.accelerator.is_available():
+        raise RuntimeError("offload_compute=accelerator needs an accelerator, and torch sees none. Use auto or cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
+
+
+def compute_device(stored: torch.device, home: torch.device, offload_compute: str) -> torch.device:
+    """Where a matrix is orthogonalized.
+
+    Args:
+        stored: where its momentum lives.
+        home: where the model computes; another one where the momentum is offloaded.
+        offload_compute: `auto`, `cpu` or `accelerator`, for momentum that lives on the CPU.
+
+    Raises:
+        RuntimeError: an accelerator is asked for, and there is none.
+    """
+    if stored.type != "cpu" or offload_compute == "auto":
+        return home
+    if offload_compute == "cpu":
+        return stored
+    return home if home.type != "cpu" else accelerator()
+
+
+def home_of(param: Tensor) -> torch.device:
+    """Where a model computes with a parameter: FSDP2's CPU offload keeps it elsewhere than its mesh says."""
+    local = param.to_local() if is_dtensor(param) else param  # type: ignore[attr-defined]
+    kind = param.device_mesh.device_type if is_dtensor(param) else local.device.type  # type: ignore[attr-defined]
+    return local.device if kind == local.device.type else accelerator()
+
+
+def carrier(group: ProcessGroup, device: torch.device, home: torch.device) -> torch.device:
+    """The device between whose memories a group sends what is computed on another one."""
+    try:
+        group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return home
+    return device
+
+
 def select_executors(
     shapes: Sequence[tuple[int, ...]],
     places: Sequence[Shared | None],
     dtypes: Sequence[torch.dtype],
     devices: Sequence[torch.device],
+    homes: Sequence[torch.device],
     *,
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None = None,
@@ -60,6 +106,7 @@ def select_executors(
         places: of each parameter, as by `shared`.
         dtypes: of each parameter's updates.
         devices: where each parameter is orthogonalized.
+        homes: where the model computes with it.
         max_bucket_bytes: bound on bytes in flight.
         comm_dtype: dtype in which updates travel; None for their own.
     """
@@ -81,5 +128,6 @@ def select_executors(
         regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and p is not None}
         storage = Storage(regions, place.group.size())
         wire = comm_dtype or dtypes[first]
-        executors.append(Exchange(place.group, mine, storage, wire, device, max_bucket_bytes))
+        travels = carrier(place.group, device, homes[first])
+        executors.append(Exchange(place.group, mine, storage, wire, device, travels, max_bucket_bytes))
     return executors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -60,6 +60,8 @@ class Partition:
         slices: in the order of the param group before partitioning, which is the order of a single process.
         device: where matrices are orthogonalized; the partition itself may be offloaded.
         last: whether it is the last one of its param group to be stepped.
+        without_gradient: gives the elements for which there is no gradient in this step; their memory holds something
+            else. None where it holds zeros.
     """
 
     group: ProcessGroup
@@ -67,6 +69,7 @@ class Partition:
     slices: Sequence[Slice]
     device: torch.device
     last: bool = True
+    without_gradient: Callable[[], Sequence[slice]] | None = None
 
 
 Partitions = Mapping[Tensor, Partition]

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from hf_muon.integrations import ulysses
+
 OURS = "_from_hf_muon"
 
 
 def patch_accelerator(module: ModuleType) -> Callable[[], None] | None:
-    """Have `Accelerator.prepare` attach a `Muon` that it hands to DeepSpeed."""
+    """Have `Accelerator.prepare` attach a `Muon` that it hands to DeepSpeed, and data loaders cut into parts for it."""
     accelerator = module.Accelerator
     prepare = accelerator.prepare
     if getattr(prepare, OURS, False):
@@ -28,6 +30,7 @@ def patch_accelerator(module: ModuleType) -> Callable[[], None] | None:
             raise RuntimeError(f"Accelerator.prepare was given {len(given)} Muon optimizers; DeepSpeed takes one")
         from hf_muon.integrations import deepspeed
 
+        ulysses.before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
         with deepspeed.wrapping(given[0], self.deepspeed_plugin.deepspeed_config):
             result = prepare(self, *args, **kwargs)
             deepspeed.attach_one_of(result if isinstance(result, tuple) else (result,), given[0])
@@ -35,8 +38,11 @@ def patch_accelerator(module: ModuleType) -> Callable[[], None] | None:
 
     setattr(prepare_and_attach, OURS, True)
     accelerator.prepare = prepare_and_attach
+    undo_adapter = ulysses.patch_adapter(accelerator)
 
     def undo() -> None:
         accelerator.prepare = prepare
+        if undo_adapter:
+            undo_adapter()
 
     return undo

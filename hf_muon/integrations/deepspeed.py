@@ -1,4 +1,6 @@
-"""Muon as the optimizer that DeepSpeed ZeRO wraps. All that is relied on inside DeepSpeed stands in this file.
+"""Muon as the optimizer that DeepSpeed ZeRO wraps.
+
+All that is relied on inside DeepSpeed stands in this file, in `deepspeed_layout` and in `deepspeed_checkpoint`.
 
 ZeRO calls its optimizer once per optimizer step, after it has unscaled and clipped the raw gradients, on flat fp32
 partitions that it has put into the param groups. Which slices of which matrices a partition holds is read from ZeRO's
@@ -8,13 +10,14 @@ own optimizers when they have been made, and proven by comparing values before t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from hf_muon.distributed.zero import Partition, Slice, partition_bounds
+from hf_muon.integrations.deepspeed_checkpoint import check_before_loading, write_latest_last
+from hf_muon.integrations.deepspeed_layout import read_partitions, version
+from hf_muon.integrations.ulysses import refuse_uncorrected
 from hf_muon.optimizer import Muon
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ def config_complaints(config: Config) -> Iterator[str]:
     if optimizer.get("super_offload") is True:
         yield "zero_optimization.offload_optimizer.super_offload, which brings an optimizer of its own"
     if optimizer.get("device") == "nvme":
-        yield "zero_optimization.offload_optimizer.device nvme. Use cpu"
+        yield from _nvme_complaints(zero, optimizer)
     if _section(zero, "offload_param").get("device") == "nvme":
         yield "zero_optimization.offload_param.device nvme. Use cpu"
     if "expert_parallel" in config and _section(config, "expert_parallel").get("enabled") is not False:
@@ -65,6 +68,20 @@ def config_complaints(config: Config) -> Iterator[str]:
         yield "torch_autocast in float16. Use fp16 or bf16"
     if _section(config, "checkpoint").get("load_universal") is True:
         yield "checkpoint.load_universal: DeepSpeed's universal checkpoints hold Adam's moments only"
+
+
+def _nvme_complaints(zero: Config, optimizer: Config) -> Iterator[str]:
+    at = "zero_optimization.offload_optimizer"
+    if zero.get("stage", 0) not in (3, "auto"):
+        yield f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu"
+    if not optimizer.get("nvme_path"):
+        yield f"{at}.device nvme without {at}.nvme_path, a folder on the disk"
+    # A partition's weights, gradient and two moments of AdamW; the next one's while it is read, the last one's while
+    # it is written.
+    needed = 4 * (1 + sum(optimizer.get(name) is True for name in ("pipeline_read", "pipeline_write")))
+    count = _number(optimizer, "buffer_count", 4)
+    if count < needed:
+        yield f"{at}.buffer_count {count:g}. Set it to {needed} or more, which this pipeline takes"
 
 
 def _section(config: Config, name: str) -> Config:
@@ -182,20 +199,13 @@ def attach(engine: Any, optimizer: Muon) -> None:
     refuse_config(engine.config)
     if complaint := _engine_complaint(engine):
         raise RuntimeError(f"Muon does not run with {complaint}")
-    device = torch.device(get_accelerator().current_device_name())
-    reader = _reader(wrapper)
-    if reader is None:
-        # ZeRO-0: whole parameters, or their fp32 copies, on every rank.
-        optimizer.replicate_group, optimizer.partitions = _group_of(engine), None
-    else:
-        names = {param: name for name, param in engine.module.named_parameters()}
-        try:
-            found = [(flat, Partition(**about, device=device), proof) for flat, about, proof in reader(wrapper, names)]
-        except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise RuntimeError(f"{_unknown(wrapper)}: {type(error).__name__}: {error}") from error
-        _prove(wrapper, found)
-        optimizer.partitions = {flat: partition for flat, partition, _ in found}
+    refuse_uncorrected(getattr(engine, "mpu", None), optimizer)
+    optimizer.partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
+    if optimizer.partitions is None:  # ZeRO-0: whole parameters, or their fp32 copies, on every rank
+        optimizer.replicate_group = _group_of(engine)
     optimizer.reset_layouts()
+    check_before_loading(engine, optimizer)
+    write_latest_last(engine)
 
 
 def _engine_complaint(engine: Any) -> str | None:
@@ -208,9 +218,11 @@ def _engine_complaint(engine: Any) -> str | None:
     if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.bfloat16_enabled() and scale != 1:
         # Seen in 0.18.4: gradients become so small that AdamW's eps outweighs them and clipping never applies.
         return (
-            f"ZeRO-0 in bf16 in {_version()}, which divides gradients by a loss scale of {scale} that the loss was not "
+            f"ZeRO-0 in bf16 in {version()}, which divides gradients by a loss scale of {scale} that the loss was not "
             "multiplied by. Use ZeRO-1, or another version of DeepSpeed"
         )
+    if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
+        return None  # its "model parallel" ranks share sequences; parameters are whole
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = getattr(getattr(engine, "mpu", None), name, None)
         if size is not None and size() > 1:
@@ -218,146 +230,6 @@ def _engine_complaint(engine: Any) -> str | None:
     return None
 
 
-class _UnlikeError(Exception):
-    """DeepSpeed does not store things as this file says."""
-
-
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise _UnlikeError(otherwise)
-
-
-Truth = tuple[str, Slice, Tensor]
-"""A parameter's name, its slice, and what the parameter itself says that the slice holds."""
-
-Names = Mapping[Tensor, str]
-
-Found = tuple[Tensor, dict[str, Any], Sequence[Truth]]
-"""A partition: the flat tensor, what `Partition` says of it, and what proves it."""
-
-
-def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Found]] | None:
-    """What reads the layout of a DeepSpeed optimizer; None where parameters are whole.
-
-    Raises:
-        RuntimeError: an optimizer that is not known. A subclass may store things otherwise.
-    """
-    if isinstance(wrapper, Muon):
-        return None
-    home = f"{type(wrapper).__module__}.{type(wrapper).__name__}".removeprefix("deepspeed.runtime.")
-    readers: dict[str, Callable[[Any, Names], Iterator[Found]] | None] = {
-        "fp16.unfused_optimizer.FP16_UnfusedOptimizer": None,
-        "zero.stage_1_and_2.DeepSpeedZeroOptimizer": _read_stage_1_and_2,
-        "bf16_optimizer.BF16_Optimizer": _read_bf16,
-        "zero.stage3.DeepSpeedZeroOptimizer_Stage3": _read_stage_3,
-    }
-    if home not in readers:
-        raise RuntimeError(f"Muon does not know how {type(wrapper).__name__} of {_version()} stores parameters")
-    return readers[home]
-
-
-def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Found]:
-    yield from _contiguous(zero, names, zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups)
-
-
-def _read_bf16(zero: Any, names: Names) -> Iterator[Found]:
-    yield from _contiguous(zero, names, zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition)
-
-
-def _contiguous(
-    zero: Any, names: Names, groups: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], partitions: Sequence[Tensor]
-) -> Iterator[Found]:
-    """A param group is one flat tensor, of which its parameters are views, and which is cut into equal partitions.
-
-    Where a parameter lies in it is read from its memory address, whatever order and padding the group has.
-    """
-    import torch.distributed as dist
-
-    for i, (params, whole, flat) in enumerate(zip(groups, wholes, partitions, strict=True)):
-        param_group = zero.optimizer.param_groups[i]
-        process_group = zero.real_dp_process_group[i]
-        rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        standing = param_group["params"]
-        _expect(len(standing) == 1 and standing[0] is flat, "a partition is not what stands in its param group")
-        _expect(flat.numel() * ranks == whole.numel(), f"{ranks} partitions of {flat.numel()} make no {whole.numel()}")
-        truths: list[Truth] = []
-        for param in params:
-            if param_group["use_muon"]:
-                offset, odd = divmod(param.data_ptr() - whole.data_ptr(), whole.element_size())
-                fits = not odd and 0 <= offset <= whole.numel() - param.numel()
-                _expect(fits, "a parameter is no view of its group")
-                bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
-                first, last = bounds[rank]
-                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0))
-                truths.append((names[param], part, param.detach().reshape(-1)[first:last]))
-        slices = [part for _, part, _ in truths]
-        yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
-
-
-def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
-    """Parameters are cut into equal parts each; a rank's parts of a sub-group's parameters stand end to end."""
-    import deepspeed
-    import torch.distributed as dist
-
-    home = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))]
-    for i, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
-        param_group = zero.optimizer.param_groups[home[i]]
-        groups = {id(group): group for group in (getattr(p, "ds_process_group", zero.dp_process_group) for p in params)}
-        _expect(len(groups) == 1, "a sub-group's parameters are partitioned over different ranks")
-        (process_group,) = groups.values()
-        rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        truths: list[Truth] = []
-        start = 0
-        for param in params:
-            size = param.partition_numel()
-            if param_group["use_muon"]:
-                bounds = partition_bounds(param.ds_numel, size, ranks)
-                first, last = bounds[rank]
-                with deepspeed.zero.GatheredParameters([param]):
-                    truth = param.detach().reshape(-1)[first:last].clone()
-                truths.append((names[param], Slice(tuple(param.ds_shape), bounds, start), truth))
-            start += size
-        _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
-        slices = [part for _, part, _ in truths]
-        last_one = home[i] not in home[i + 1 :]
-        yield flat, {"group": process_group, "rank": rank, "slices": slices, "last": last_one}, truths
-
-
-def _prove(wrapper: Any, found: Sequence[tuple[Tensor, Partition, Sequence[Truth]]]) -> None:
-    """Compare the slices of all partitions with the parameters themselves, on all ranks.
-
-    Raises:
-        RuntimeError: on all ranks, where any slice holds something else.
-    """
-    from hf_muon.distributed.agreement import exchange_texts, root_group
-
-    wrong = []
-    for flat, partition, truths in found:
-        if flat.dtype != torch.float32:
-            wrong.append(f"a partition has dtype {flat.dtype}: Muon needs fp32 master weights")
-        for name, part, truth in truths:
-            held = flat.detach()[part.elements(partition.rank)]
-            # A master weight is rounded to become the parameter.
-            if held.shape != truth.shape or not torch.equal(held.to(truth), truth):
-                wrong.append(f"{name} is not where it was read to be")
-    heard = [line for lines in exchange_texts(root_group([p.group for _, p, _ in found]), wrong) for line in lines]
-    if heard:
-        raise RuntimeError(f"{_unknown(wrapper)}: {'; '.join(dict.fromkeys(heard[:5]))}")
-
-
 def _group_of(engine: Any) -> ProcessGroup | None:
     group: ProcessGroup | None = engine.seq_data_parallel_group
     return group
-
-
-def _unknown(wrapper: Any) -> str:
-    return (
-        f"{_version()} stores parameters in its {type(wrapper).__name__} in a way that this version of hf_muon does "
-        "not know, so that Muon does not step them"
-    )
-
-
-def _version() -> str:
-    import deepspeed
-
-    return f"DeepSpeed {deepspeed.__version__}"

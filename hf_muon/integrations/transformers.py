@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_muon.integrations import ulysses
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from transformers.trainer_optimizer import OptimizerContext
 
     from hf_muon.config import MuonConfig
+    from hf_muon.optimizer import Muon
 
 # The rest of the package is imported where it is used: processes that never say `optim: muon` do not load it.
 
@@ -85,7 +88,7 @@ def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | No
 
 
 def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
-    """Have the error of a checkpoint that cannot be loaded name the damaged file, and have metrics logged."""
+    """Have damaged checkpoints named when they cannot be loaded, metrics logged, and sequence parallel be right."""
     trainer = module.Trainer
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)
     if load is None:
@@ -115,9 +118,13 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
 
     trainer.log = log_with_metrics
 
+    undo_ulysses = ulysses.patch_trainer(module)
+
     def undo() -> None:
         trainer._load_optimizer_and_scheduler = load
         trainer.log = log
+        if undo_ulysses:
+            undo_ulysses()
 
     return undo
 
@@ -173,9 +180,15 @@ def handle(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
 
         return MuonOfGroups, options
 
+    return lambda: _build, options
+
+
+def _build(model: nn.Module, **options: Any) -> Muon:
     from hf_muon.build import build_optimizer
 
-    return lambda: build_optimizer, options
+    optimizer = build_optimizer(model, **options)
+    ulysses.CORRECTED.add(optimizer)
+    return optimizer
 
 
 def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str] | None = None) -> MuonConfig:
@@ -211,12 +224,18 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     sequence = [axis for axis in ("cp", "sp") if _size(args, axis) > 1]
     if getattr(args, "deepspeed", None) or _truthy("ACCELERATE_USE_DEEPSPEED") or kind == "DEEPSPEED":
         refuse_deepspeed(args)
+        if sequence == ["sp"]:
+            ulysses.refuse_arguments(args)
+            sequence = []
     if _truthy("ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         asked = "Megatron-LM, which brings an optimizer of its own"
     elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
         asked = "SageMaker's model parallelism"
     elif sequence:
         asked = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sequence)}) in this version of hf_muon"
+        if sequence == ["sp"]:
+            asked += " without DeepSpeed"
+            instead = "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh."
     elif getattr(args, "fsdp", None) and isinstance(args.fsdp_config, dict) and args.fsdp_config.get("xla"):
         asked = "FSDP on XLA, which cuts matrices into slices"
     elif _asks_for_fsdp(args) and _fsdp_version(args) == 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
+from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "DS_SKIP_CUDA_CHECK": "1"}
 
@@ -59,17 +61,50 @@ class Model(nn.Module):
         return self.lm_head(self.norm(self.experts(x)))
 
 
+class Wide(nn.Module):
+    """Some partitions large enough for DeepSpeed to swap, 1 MiB a rank, in both halves, and some that stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11000, 24)
+        self.up, self.down = nn.Linear(24, 10350, bias=False), nn.Linear(10350, 24, bias=False)
+        self.unused = nn.Linear(24, 6, bias=False)
+        self.up2, self.down2 = nn.Linear(24, 10350, bias=False), nn.Linear(10350, 24, bias=False)
+        self.norm = nn.LayerNorm(24)
+        self.lm_head = nn.Linear(24, 11000, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.down(torch.tanh(self.up(x)))
+        x = x + self.down2(torch.tanh(self.up2(x)))
+        return self.lm_head(self.norm(x))
+
+
 def loss_of(model, tokens):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def made(dtype="float32", frozen=False):
+def made(dtype="float32", frozen=False, wide=False):
     torch.manual_seed(0)
-    model = Model().to(getattr(torch, dtype))
+    model = (Wide if wide else Model)().to(getattr(torch, dtype))
     if frozen:
         model.blocks[1].requires_grad_(False)
         model.embed.requires_grad_(False)
     return model
+
+
+def why_no_async_io():
+    """Why DeepSpeed's asynchronous I/O cannot be used here; None where it can."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if folder is None or not Path(folder, "async_io", "async_io.so").is_file():
+        return "was not built (TORCH_EXTENSIONS_DIR, see the Makefile)"  # which takes minutes
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except Exception as error:  # noqa: BLE001  whatever a compiler and a linker say
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def tokens_of(step, micro, accumulate, place, shards):
@@ -78,13 +113,15 @@ def tokens_of(step, micro, accumulate, place, shards):
     return rows.chunk(shards)[place]
 
 
-def single(last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, clip_directions=False, **options):
+def single(
+    last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, wide=False, clip_directions=False, **options
+):
     """Steps of one process: fp32 master weights, gradients in the model's dtype, clipping before the step.
 
     With `clip_directions`, what a clipped direction would give instead: the raw gradients, and a smaller step.
     """
-    model = made(dtype, frozen)
-    masters = made("float32", frozen)
+    model = made(dtype, frozen, wide)
+    masters = made("float32", frozen, wide)
     masters.load_state_dict(model.state_dict())
     optimizer = build_optimizer(masters, {**OPTIONS, **options})
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
@@ -131,9 +168,20 @@ def rank_of_environment():
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
 
 
-def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False, zero_init=False, zero=None, **options):
+def engine_of(
+    stage,
+    dtype="float32",
+    accumulate=1,
+    clipping=None,
+    frozen=False,
+    wide=False,
+    zero_init=False,
+    zero=None,
+    **options,
+):
     """An engine over the model, started as a script does."""
     rank_of_environment()
+    deepspeed.zero.Init.param_id = 0  # as in a process of its own; swap files have names by these numbers
     zero = dict(zero or {})
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 100)
@@ -141,16 +189,16 @@ def engine_of(stage, dtype="float32", accumulate=1, clipping=None, frozen=False,
     config = config_of(stage, dtype, accumulate, clipping, zero)
     config.update(options.pop("config", {}))
     if zero_init:
-        whole = made(dtype, frozen)
+        whole = made(dtype, frozen, wide)
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = Model()
+            model = (Wide if wide else Model)()
         for target, source in zip(model.parameters(), whole.parameters(), strict=True):
             target.requires_grad_(source.requires_grad)
             with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
                 if dist.get_rank() == 0:
                     target.data.copy_(source.data)
     else:
-        model = made(dtype, frozen)
+        model = made(dtype, frozen, wide)
     optimizer = build_optimizer(model, {**OPTIONS, **options})
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
     return engine, optimizer
@@ -167,6 +215,7 @@ def train(
     accumulate=1,
     drop=None,
     overflow=None,
+    killed=False,
     **options,
 ):
     """Train steps `first` to `last` under ZeRO; losses, whole weights, and this rank's state."""
@@ -191,6 +240,8 @@ def train(
         dist.all_reduce(summed)
         losses.append(summed.item() / dist.get_world_size())
     if save:
+        if killed and rank == 1:
+            engine.checkpoint_engine.save = lambda *_, **__: os._exit(1)
         engine.save_checkpoint(save)
     names = {name for group in optimizer.param_groups for name in group["param_names"]}
     weights = {}
@@ -201,8 +252,11 @@ def train(
     state = [{k: v.clone() for k, v in state.items()} for state in optimizer.state.values()]
     steps = [group["step"] for group in optimizer.param_groups]
     dtypes = sorted({str(v.dtype) for s in state for v in s.values()})
+    swapped = []
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        swapped = [flat.numel() == 0 for flat in engine.optimizer.fp32_partitioned_groups_flat]
     engine.destroy()
-    return {"losses": losses, "weights": weights, "state": state, "steps": steps, "dtypes": dtypes}
+    return {"losses": losses, "weights": weights, "state": state, "steps": steps, "dtypes": dtypes, "swapped": swapped}
 
 
 def drop_momentum(optimizer, how):
@@ -225,7 +279,8 @@ def complaint(rank, fault, stage=2, **options):
             engine, optimizer = engine_of(stage, **options)
         wrapper = engine.optimizer
         if fault == "swapped":
-            wrapper.optimizer = torch.optim.AdamW(wrapper.optimizer.param_groups[0]["params"])
+            kind = type("DeepSpeedCPUAdam", (torch.optim.AdamW,), {})  # itself it takes minutes to compile
+            wrapper.optimizer = kind(wrapper.optimizer.param_groups[0]["params"])
         elif fault == "subclass":
             wrapper.__class__ = type("OtherZeroOptimizer", (type(wrapper),), {})
         elif fault == "renamed":
@@ -242,6 +297,46 @@ def complaint(rank, fault, stage=2, **options):
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def refused_load(rank, load, **options):
+    """The error of loading a checkpoint; None where DeepSpeed says that there is none. Nothing has changed."""
+    engine, optimizer = engine_of(**options)
+    engine.backward(loss_of(engine, batches(0)[:4]))
+    engine.step()
+
+    def held():
+        params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+        return [*params, *optimizer.partitions, *(v for s in optimizer.state.values() for v in s.values())]
+
+    before = [tensor.detach().clone() for tensor in held()]
+    try:
+        assert engine.load_checkpoint(load) == (None, None)
+        error = None
+    except ValueError as raised:
+        error = str(raised)
+    assert all(torch.equal(one, other) for one, other in zip(held(), before, strict=True))
+    engine.destroy()
+    return error
+
+
+def damage(source, target, how):
+    """A copy of a checkpoint in which something is wrong with the second rank's file."""
+    folder = shutil.copytree(source, target, dirs_exist_ok=True)
+    (file,) = Path(folder).glob("*/*zero_pp_rank_1_*optim_states.pt")
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+        return str(folder)
+    content = torch.load(file, weights_only=False)
+    zero = content["optimizer_state_dict"]
+    state = zero.get("base_optimizer_state", zero.get("optimizer_state_dict"))
+    if how == "moments":
+        state["state"].clear()
+    else:
+        for group in state["param_groups"]:
+            del group["use_muon"]
+    torch.save(content, file)
+    return str(folder)
 
 
 def consolidated(rank, path, stage):

@@ -7,6 +7,7 @@ import pytest
 from hf_muon.integrations.deepspeed import _engine_complaint, config_complaints, refuse_config
 from tests.deepspeed.cases import complaint
 
+NVME = {"device": "nvme", "nvme_path": "/disk"}
 REFUSED = {
     "optimizer": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
     "AutoTP": {"tensor_parallel": {"autotp_size": 2}},
@@ -18,7 +19,14 @@ REFUSED = {
     "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
     "ratio": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
     "super_offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
-    "nvme": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+    "nvme without stage 3": {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
+    "nvme_path": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    "buffer_count 8. Set it to 12": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**NVME, "pipeline_read": True, "pipeline_write": True, "buffer_count": 8},
+        }
+    },
     "offload_param": {"zero_optimization": {"offload_param": {"device": "nvme"}}},
     "master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "float16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
@@ -45,10 +53,13 @@ def test_what_is_said_by_default_is_not_refused():
     config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
     assert list(config_complaints(config)) == []
     assert list(config_complaints({})) == []
+    assert list(config_complaints({"zero_optimization": {"stage": 3, "offload_optimizer": NVME}})) == []
 
 
 def test_an_offloaded_optimizer_that_is_not_ours(ranks):
-    assert all("steps with AdamW, and not with the Muon" in found for found in ranks.run(complaint, fault="swapped"))
+    assert all(
+        "steps with DeepSpeedCPUAdam, and not with the Muon" in found for found in ranks.run(complaint, fault="swapped")
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -19,6 +19,8 @@ STAGES = {
     "3": {"stage": 3},
     "3-cpu": {"stage": 3, "zero": {**CPU, "sub_group_size": 1500}},
 }
+# Partitions without a matrix, and all matrices in one of them.
+ALL_BUT_ONE = r"blocks|experts"
 BF16_OPTIMIZER = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
 
@@ -30,9 +32,9 @@ def _quiet(recwarn):
 reference = functools.lru_cache(maxsize=32)(single)
 
 
-def distance(one, other):
+def distance(one, other, wide=False):
     """The largest distance of any parameter, relative to the distance that it has moved."""
-    start = dict(made().named_parameters())
+    start = dict(made(wide=wide).named_parameters())
     return max(
         float((one["weights"][name] - weight).norm() / (weight - start[name].to(weight.dtype)).norm())
         for name, weight in other["weights"].items()
@@ -68,10 +70,14 @@ def assert_same_state(one, other):
         pytest.param({"stage": 2, "max_bucket_bytes": 4000}, id="2-buckets"),
         pytest.param({"stage": 2, "frozen": True}, id="2-frozen"),
         pytest.param({"stage": 3, "frozen": True, "zero": CPU}, id="3-frozen"),
+        pytest.param({"stage": 2, "adamw_patterns": ALL_BUT_ONE}, id="2-one-matrix"),
+        pytest.param({"stage": 3, "adamw_patterns": ALL_BUT_ONE}, id="3-one-matrix"),
+        pytest.param({"stage": 3, "offload_compute": "cpu", "zero": CPU}, id="3-cpu-compute"),
     ],
 )
 def test_given_equal_gradients_every_stage_gives_the_bits_of_one_process(ranks, options, dtype):
-    expected = reference(dtype=dtype, frozen=options.get("frozen", False))
+    shared = {name: options[name] for name in ("frozen", "adamw_patterns") if name in options}
+    expected = reference(dtype=dtype, **shared)
     for found in ranks.run(train, same_data=True, dtype=dtype, **options):
         assert_equal(found, expected)
         assert found["dtypes"] == ["torch.float32"]
@@ -97,6 +103,14 @@ def test_bf16_is_within_the_noise_of_one_process(ranks, stage, accumulate, clipp
     assert_equal(one, other)
     # Gradients are rounded to eight bits after they are summed in another order, and orthogonalization amplifies that.
     assert distance(one, reference(**options)) < 0.15
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "1"])
+def test_bf16_stages_give_the_same_bits(ranks, stage):
+    """Of two ranks, whose gradients have one sum whatever its order."""
+    options = {"dtype": "bfloat16", "last": 5}
+    found, expected = (ranks.run(train, **options, **STAGES[name])[0] for name in (stage, "1"))
+    assert_equal(found, expected)
 
 
 def test_a_clipped_direction_would_be_seen():

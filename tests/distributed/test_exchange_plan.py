@@ -17,7 +17,7 @@ def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ran
     storage = exchange.Storage({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
     units = units_of(shapes)
     begin = time.process_time()
-    plan = exchange.Exchange(None, units, storage, torch.float32, torch.device("cpu"), 2**28)
+    plan = exchange.Exchange(None, units, storage, torch.float32, torch.device("cpu"), torch.device("cpu"), 2**28)
     rounds = plan._rounds(frozenset(range(len(shapes))))
     assert time.process_time() - begin < 10
     span = 0

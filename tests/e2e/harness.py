@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -24,13 +26,21 @@ from hf_muon import build_optimizer
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"
 BIN = Path(sys.executable).parent
+CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # what LLaMA-Factory v1 needs for several processes on a CPU
 TIMEOUT = 240.0
 MARK = "e2e_mark"
 
 
-def run(command: Sequence[object], *, cwd: Path, fails: bool = False, **variables: str) -> str:
-    """What a process prints. It starts as a user's would: from outside the checkout, with `optim: muon` autoloaded."""
+def run(
+    command: Sequence[object], *, cwd: Path, fails: bool = False, path: Path | None = None, **variables: str
+) -> str:
+    """What a process prints. It starts as a user's would: from outside the checkout, with `optim: muon` autoloaded.
+
+    path: a folder to put in front of PYTHONPATH.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_MUON", "PYTEST"))}
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [environment.get("PYTHONPATH")])])
     environment |= {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # LLaMA-Factory calls torchrun by name
         "CUDA_VISIBLE_DEVICES": "",
@@ -60,6 +70,11 @@ def run(command: Sequence[object], *, cwd: Path, fails: bool = False, **variable
     return output
 
 
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where a package is not installed, without importing it here."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
 def python(*arguments: object, cwd: Path, fails: bool = False, **variables: str) -> str:
     """Run the running environment's python."""
     return run([sys.executable, *arguments], cwd=cwd, fails=fails, **variables)
@@ -69,6 +84,23 @@ def llamafactory(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: b
     """Run ``llamafactory-cli train x.yaml key=value ...``."""
     overrides = [f"{key}={_text(value)}" for key, value in settings.items()]
     return run([BIN / "llamafactory-cli", "train", path, *overrides], cwd=cwd, fails=fails, **variables)
+
+
+def v1_has_top_level_keys() -> bool:
+    """Whether the LLaMA-Factory here is newer than 0.9.5: with cp_size at the top level, and a muon of its own."""
+    found = importlib.util.find_spec("llamafactory")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
+
+
+def llamafactory_v1(
+    path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False, **variables: str
+) -> str:
+    """Run ``USE_V1=1 llamafactory-cli sft x.yaml key=value ...``."""
+    overrides = [f"{key}={_text(value)}" for key, value in settings.items()]
+    command = [BIN / "llamafactory-cli", "sft", path, *overrides]
+    return run(command, cwd=cwd, fails=fails, path=CPU_V1, USE_V1="1", **variables)
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:
@@ -91,6 +123,42 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+# --- what makes an example small
+
+
+def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -> dict[str, Any]:
+    """What makes a LLaMA-Factory example small."""
+    return {
+        "model_name_or_path": model,
+        "dataset_dir": data,
+        "dataset": dataset,
+        "output_dir": output,
+        "max_steps": 3,
+        "bf16": False,
+        "use_cpu": True,
+        "cutoff_len": 64,
+        "gradient_accumulation_steps": 1,
+        "preprocessing_num_workers": None,  # worker processes cost more than they bring here
+        "dataloader_num_workers": 0,
+    }
+
+
+TINY = {
+    "block_size": 64,
+    "eval_fraction": 0.1,
+    "max_steps": 3,
+    "save_steps": 3,
+    "warmup_steps": 1,
+    "learning_rate": 0.001,
+    "optim_args": "ns_dtype=fp32",
+    "gradient_accumulation_steps": 1,
+    "train_sampling_strategy": "sequential",
+    "bf16": False,
+    "use_cpu": True,
+}
+"""The same for examples/train.py."""
 
 
 # --- what a run has saved

@@ -10,28 +10,35 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from hf_muon import MuonConfig
+from hf_muon.integrations.llamafactory_v1 import config_from
 from tests import fixtures_text
 from tests.e2e.harness import (
     BIN,
     ROOT,
+    TINY,
     YAML,
     assert_resumed,
     assert_routed,
     blocks_of,
     distance,
+    free_port,
     interrupt,
     llamafactory,
+    llamafactory_settings,
+    llamafactory_v1,
+    needs,
     options,
     plain_loop,
     python,
     read_yaml,
     run,
+    v1_has_top_level_keys,
     weights,
 )
 
@@ -46,8 +53,16 @@ TRL = "trl_qwen3_sft.yaml"
 TRAINER = "trainer_qwen3_pretrain.yaml"
 LLAMAFACTORY_FSDP2 = "llamafactory_qwen3_fsdp2.yaml"
 TRAINER_FSDP2 = "trainer_qwen3_fsdp2.yaml"
+LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2 = "llamafactory_v1_qwen3_sft.yaml", "llamafactory_v1_qwen3_fsdp2.yaml"
+LLAMAFACTORY_V1_ULYSSES = ("llamafactory_v1_qwen3_ulysses.yaml", "llamafactory_v1_qwen3_ulysses_top_level.yaml")
 ACCELERATE_VERSION = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 ACCELERATE = ("accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml")
+DEEPSPEED = {  # run in test_deepspeed.py
+    f"{framework}_qwen3_{layout}.yaml"
+    for framework in ("llamafactory", "trainer")
+    for layout in ("zero2", "zero3", "zero3_offload", "zero3_nvme")
+}
+ULYSSES = "trainer_qwen3_ulysses.yaml"  # run in tests/deepspeed/test_run_ulysses.py
 CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on CPU
 
 ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
@@ -72,33 +87,13 @@ EXPECTED = {
 }
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    """Skip where a package is not installed, without importing it here."""
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
-
-
-def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -> dict[str, Any]:
-    """What makes a LLaMA-Factory example small."""
-    return {
-        "model_name_or_path": model,
-        "dataset_dir": data,
-        "dataset": dataset,
-        "output_dir": output,
-        "max_steps": 3,
-        "bf16": False,
-        "use_cpu": True,
-        "cutoff_len": 64,
-        "gradient_accumulation_steps": 1,
-        "preprocessing_num_workers": None,  # worker processes cost more than they bring here
-        "dataloader_num_workers": 0,
-    }
-
-
 # --- the files
 
 
 def test_no_example_is_left_out() -> None:
     here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, TRL, TRAINER, TRAINER_FSDP2, *ACCELERATE}
+    here |= {LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2, *LLAMAFACTORY_V1_ULYSSES}
+    here |= DEEPSPEED | {ULYSSES}
     assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}
 
 
@@ -110,6 +105,8 @@ def test_file_explains_itself(path: Path) -> None:
     # Lines that are commented out as a suggestion have to be right, too.
     for arguments in re.findall(r'^(?:# )?optim_args: "(.*)"', text, re.MULTILINE):
         MuonConfig.from_mapping(dict(item.split("=") for item in arguments.split(",")))
+    if path.name.startswith("llamafactory_v1"):
+        config_from(yaml.safe_load(re.sub(r"^  # ", "  ", text, flags=re.MULTILINE))["optim_config"])
 
 
 def test_trainer_script_does_not_know_muon() -> None:
@@ -179,6 +176,57 @@ def test_llamafactory_fsdp2(tiny_model: Path, llamafactory_data: Path, tmp_path:
         assert (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists() is (processes == 2)
         found[name] = weights(tmp_path / name)
     assert distance(found["two"], found["one"], weights(tiny_model)) < 1e-4
+
+
+# --- LLaMA-Factory v1
+
+
+@pytest.mark.slow
+@needs("llamafactory")
+def test_llamafactory_v1_in_one_process_and_with_fsdp2(
+    tiny_model: Path, llamafactory_data: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for name, path, processes in (("one", LLAMAFACTORY_V1, 1), ("fsdp2", LLAMAFACTORY_V1_FSDP2, 2)):
+        settings = {
+            "model": tiny_model,
+            "train_dataset": fixtures_text.write_v1_data(tmp_path, llamafactory_data),
+            "output_dir": tmp_path / name,
+            "cutoff_len": 64,
+            "micro_batch_size": 4 // processes,
+            "max_steps": 3,
+            "save_steps": 3,
+            "learning_rate": 0.001,
+            "bf16": False,
+            "batching_workers": 0,
+            "optim_config.ns_dtype": "fp32",
+        }
+        launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()} if processes == 2 else {}
+        printed = llamafactory_v1(YAML / path, settings, cwd=tmp_path, **launch)
+        assert printed.count("which parameter goes where") == 1
+        assert ("2 distributed tasks" in printed) is (processes == 2)
+        found[name] = weights(tmp_path / name)
+    assert (tmp_path / "fsdp2" / "checkpoint-3" / "optimizer" / ".metadata").exists(), "it was not sharded"
+    assert distance(found["fsdp2"], found["one"], weights(tiny_model)) < 1e-4
+
+
+def test_llamafactory_v1_ulysses_files_differ_in_the_place_of_their_keys_alone() -> None:
+    inside, top_level = (read_yaml(YAML / name) for name in LLAMAFACTORY_V1_ULYSSES)
+    moved = {key: inside["dist_config"].pop(key) for key in ("cp_mode", "cp_size")}
+    assert inside | moved == top_level
+    assert moved == {"cp_mode": "ulysses", "cp_size": 2}
+
+
+@pytest.mark.slow
+@needs("llamafactory")
+def test_llamafactory_v1_reads_the_ulysses_file_of_its_layout(tmp_path: Path) -> None:
+    code = "from llamafactory.v1.config import get_args; print('read', get_args()[2].dist_config)"
+    inside, top_level = (YAML / name for name in LLAMAFACTORY_V1_ULYSSES)
+    if v1_has_top_level_keys():
+        assert "read {'name': 'fsdp2'}" in python("-c", code, top_level, cwd=tmp_path)
+        return
+    assert "read {'name': 'fsdp2', 'cp_mode': 'ulysses', 'cp_size': 2}" in python("-c", code, inside, cwd=tmp_path)
+    assert "cp_mode" in python("-c", code, top_level, cwd=tmp_path, fails=True)
 
 
 # --- TRL
@@ -260,21 +308,6 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Pat
     interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
     python(TRAIN, YAML / TRAINER, *options(changes | {"output_dir": tmp_path / "resumed"}), cwd=tmp_path)
     assert_resumed(tmp_path / "resumed" / "checkpoint-4", straight)
-
-
-TINY = {
-    "block_size": 64,
-    "eval_fraction": 0.1,
-    "max_steps": 3,
-    "save_steps": 3,
-    "warmup_steps": 1,
-    "learning_rate": 0.001,
-    "optim_args": "ns_dtype=fp32",
-    "gradient_accumulation_steps": 1,
-    "train_sampling_strategy": "sequential",
-    "bf16": False,
-    "use_cpu": True,
-}
 
 
 @pytest.mark.slow

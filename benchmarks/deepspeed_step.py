@@ -1,0 +1,196 @@
+"""One training step of two ranks under DeepSpeed ZeRO: hf_muon beside DeepSpeed's own Muon, and beside AdamW.
+
+python benchmarks/deepspeed_step.py --out benchmarks/deepspeed_step.json
+
+Ranks are processes of this machine, on gloo. Sides take turns, one step each, the first of a round being another one
+every time; rounds before the measured ones are not counted. Bytes and memory come from steps of their own, which are
+not timed. Newton-Schulz alone is measured first, beside the products that it consists of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed_sides as sides
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from deepspeed_sides import ADAMW, NATIVE, NATIVE_STANDARD, OURS
+from meters import Ledger, commit, newton_schulz_flops, peak_extra_bytes, spread
+
+from hf_muon.coefficients import resolve
+from hf_muon.newton_schulz import newton_schulz
+
+MATRICES, WIDTH, INNER = 8, 256, 1024
+BATCH, LENGTH = 4, 32  # of each rank
+CASES = [(2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+ALL = (OURS, NATIVE, NATIVE_STANDARD, ADAMW)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cpu-adam", action="store_true", help="compile DeepSpeedCPUAdam, for minutes, and measure it")
+    parser.add_argument("--out", help="where to write the figures as JSON")
+    args = parser.parse_args()
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    report: dict[str, Any] = {
+        "machine": sides.machine(commit(here)),
+        "matrices": f"{MATRICES} of {WIDTH}x{INNER}",
+        "tokens per step": 2 * BATCH * LENGTH,
+        "Newton-Schulz": [products(shape, args.rounds) for shape in ((512, 2048), (WIDTH, INNER))],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (2, folder, args.rounds, args.cpu_adam), nprocs=2)
+        with open(os.path.join(folder, "cases.json")) as file:
+            report["cases"] = json.load(file)
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+    print(text(report))
+
+
+def products(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """Processor time of Newton-Schulz on one matrix, and of as many products of the same shapes and dtype."""
+    torch.set_num_threads(1)
+    rows, columns = shape
+    coefficients = resolve("original", sides.STEPS)
+    matrix = torch.randn(1, rows, columns)
+    x, gram = torch.randn(rows, columns) / columns, torch.randn(rows, rows) / rows
+    square, wide = torch.empty(rows, rows), torch.empty(rows, columns)
+
+    def bare() -> None:
+        for _ in range(sides.STEPS):
+            torch.mm(x, x.T, out=square)
+            torch.mm(gram, gram, out=square)
+            torch.mm(gram, x, out=wide)
+
+    functions: dict[str, Callable[[], Any]] = {
+        "Newton-Schulz s": lambda: newton_schulz(matrix, coefficients, torch.float32),
+        "products s": bare,
+    }
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for k in range(2 * rounds + 2):
+        for name in list(functions) if k % 2 else reversed(list(functions)):
+            begin = time.thread_time()
+            functions[name]()
+            if k >= 2:
+                taken[name].append(time.thread_time() - begin)
+    return {"shape": shape, "dtype": "fp32", "FLOPs": newton_schulz_flops(shape, sides.STEPS), **taken}
+
+
+def _rank(rank: int, ranks: int, folder: str, rounds: int, cpu_adam: bool) -> None:
+    """One process of a run; rank 0 writes what was found."""
+    sides.start(rank, ranks, folder)
+    cases = []
+    for stage, offload in CASES:
+        begin = time.perf_counter()
+        # AdamW of an offloaded optimizer is DeepSpeedCPUAdam, in C++.
+        names = [name for name in ALL if name != ADAMW or offload == "none" or cpu_adam]
+        cases.append({"stage": stage, "offload": offload, "sides": _case(names, stage, offload, rank, rounds)})
+        if rank == 0:
+            print(f"ZeRO-{stage}, {offload}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+            with open(os.path.join(folder, "cases.json"), "w") as file:
+                json.dump(cases, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _case(names: list[str], stage: int, offload: str, rank: int, rounds: int) -> dict[str, Any]:
+    """All figures of one stage."""
+    zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
+    engines = {}
+    for name in names:
+        torch.manual_seed(0)
+        model = sides.Mlp(WIDTH, [INNER] * (MATRICES // 2))
+        engines[name] = sides.engine(name, model, stage, zero, 0.0, BATCH)
+    batch = sides.tokens(rank, BATCH, LENGTH)
+
+    def timed(engine: Any) -> tuple[float, float]:
+        """Seconds of forward and backward, and of the step."""
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.backward(engine(batch))
+        dist.barrier()
+        middle = time.perf_counter()
+        engine.step()
+        return middle - begin, time.perf_counter() - middle
+
+    def both(engine: Any) -> None:
+        engine.backward(engine(batch))
+        engine.step()
+
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for k in range(rounds + 2):
+        for j in range(len(names)):
+            name = names[(j + k) % len(names)]
+            seconds = timed(engines[name])
+            if k >= 2:
+                taken[name].append(seconds)
+    found: dict[str, Any] = {}
+    for name in names:
+        with Ledger() as ledger:
+            both(engines[name])
+        peak = peak_extra_bytes(lambda engine=engines[name]: both(engine), torch.device("cpu"))  # type: ignore[misc]
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (taken[name], ledger.nbytes, ledger.flops, peak))
+        times = list(zip(*(each[0] for each in by_rank), strict=True))
+        found[name] = {
+            "backward s": [max(one[0] for one in ranks) for ranks in times],
+            "step s": [max(one[1] for one in ranks) for ranks in times],
+            "bytes sent": [each[1] for each in by_rank],
+            "FLOPs": [each[2] for each in by_rank],
+            "collectives by kind": dict(ledger.collectives),
+            "peak extra bytes": max(each[3] for each in by_rank),
+        }
+    for engine in engines.values():
+        engine.destroy()
+    return found
+
+
+def text(report: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [", ".join(f"{key} {value}" for key, value in report["machine"].items()), ""]
+    for found in report["Newton-Schulz"]:
+        ratio = spread([a / b for a, b in zip(found["Newton-Schulz s"], found["products s"], strict=True)])
+        speed = found["FLOPs"] / spread(found["products s"])["median"] / 1e9
+        rows, columns = found["shape"]
+        lines.append(
+            f"Newton-Schulz of {rows}x{columns}: {spread(found['Newton-Schulz s'])['median'] * 1e3:.0f} ms, "
+            f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}) of its bare products at {speed:.0f} GFLOP/s"
+        )
+    for case in report["cases"]:
+        where = "" if case["offload"] == "none" else f" + {case['offload']}"
+        lines += ["", f"ZeRO-{case['stage']}{where}", ""]
+        lines += [
+            "| side | whole ms | x ours | step ms | x ours | GFLOP, busiest rank | MB sent per rank | peak extra MB |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, side in case["sides"].items():
+            mine = case["sides"][OURS]
+            cells = []
+            for figures, own in ((_whole(side), _whole(mine)), (side["step s"], mine["step s"])):
+                ratio = spread([a / b for a, b in zip(figures, own, strict=True)])
+                at = spread(figures)
+                cells += [f"{at['median'] * 1e3:.0f} ({at['min'] * 1e3:.0f}-{at['max'] * 1e3:.0f})"]
+                cells += [f"{ratio['median']:.2f}"]
+            sent = sum(side["bytes sent"]) / len(side["bytes sent"])
+            cells += [f"{max(side['FLOPs']) / 1e9:.2f}", f"{sent / 1e6:.2f}", f"{side['peak extra bytes'] / 1e6:.1f}"]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _whole(side: dict[str, Any]) -> list[float]:
+    return [a + b for a, b in zip(side["backward s"], side["step s"], strict=True)]
+
+
+if __name__ == "__main__":
+    main()

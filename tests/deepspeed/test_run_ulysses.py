@@ -1,0 +1,71 @@
+"""`scripts/run_ulysses.sh` with the example as it stands, but for a tiny model, little text, few steps and the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tests import fixtures_text
+from tests.e2e.harness import MARK, ROOT, YAML, interrupt, options, run, weights
+
+SCRIPT = ROOT / "scripts" / "run_ulysses.sh"
+CONFIG = YAML / "trainer_qwen3_ulysses.yaml"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """What makes the example small. 10 pairs to learn, so that an epoch has 10 steps, and one held out."""
+    folder = tmp_path_factory.mktemp("small")
+    pairs = [{"prompt": f"What is {name}?\n", "text": text[:160]} for name, text in fixtures_text.documents()[:11]]
+    fixtures_text.write_jsonl(folder / "pairs.jsonl", pairs)
+    return {
+        "model_name_or_path": fixtures_text.build_model_folder(folder / "model"),
+        "data_path": folder / "pairs.jsonl",
+        "attn_implementation": "sdpa",
+        "block_size": 64,
+        "deepspeed": ROOT / "examples" / "deepspeed" / "zero2.json",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        "max_steps": 15,
+        "save_steps": 13,  # within the second epoch, and between the two ranks' batches
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+    }
+
+
+def launch(settings, output, cwd, *flags, fails=False, **variables):
+    words = ["bash", SCRIPT, "--config", CONFIG, *flags, "--", *options({**settings, "output_dir": output})]
+    variables = {"TORCHDYNAMO_DISABLE": "1", "PYTHON": sys.executable, **variables}
+    return run(words, cwd=cwd, fails=fails, **variables)
+
+
+@pytest.mark.slow
+def test_trains_stops_and_resumes_to_the_same_weights(settings, tmp_path):
+    told = launch(settings, tmp_path / "straight", tmp_path, NPROC="2")
+    assert "gradients 2 times as large as they are" in told
+    interrupt(tmp_path / "straight", after=13, destination=tmp_path / "resumed")
+    launch(settings, tmp_path / "resumed", tmp_path, "--nproc", "2", "--sp-size", "2")
+    states = [json.loads((tmp_path / name / "checkpoint-15/trainer_state.json").read_text()) for name in NAMES]
+    straight, resumed = ([entry for entry in state["log_history"] if "loss" in entry] for state in states)
+    assert any(MARK in entry for entry in states[1]["log_history"])
+    assert straight == resumed
+    assert straight[-1]["loss"] < straight[0]["loss"]
+    here, there = (weights(tmp_path / name) for name in NAMES)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in there)
+
+
+NAMES = ("straight", "resumed")
+
+
+@pytest.mark.slow
+def test_refuses_before_it_launches(settings, tmp_path):
+    told = launch({**settings, "optim": "adamw_torch"}, tmp_path / "out", tmp_path, "--sp-size", "3", fails=True)
+    assert "run_ulysses.sh: optim: adamw_torch. Say optim: muon" in told
+    assert "run_ulysses.sh: 4 attention heads are not divisible by SP_SIZE=3. Use one of 2, 4" in told
+    assert not (tmp_path / "out").exists()

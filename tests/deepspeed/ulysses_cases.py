@@ -1,0 +1,200 @@
+"""Ulysses sequence parallel on the ranks of a pool, and the same training in one process."""
+
+from __future__ import annotations
+
+import contextlib
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_muon import build_optimizer
+from tests.deepspeed.trainer_cases import arguments  # first: it sets DeepSpeed up for the CPU
+from tests.integrations.plain_script import InOrder, model, sentences
+
+LENGTH = 16
+
+
+def rows(kind="plain", count=16):
+    """Examples of one length. What is not to be learned stands unevenly: one rank may have none of a row's labels."""
+    found = []
+    for i, tokens in enumerate(sentences(count, LENGTH)):
+        labels, positions = tokens.clone(), torch.arange(LENGTH)
+        labels[: (3 * i) % 12] = -100
+        row = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        if kind == "padded":
+            end = LENGTH - (5 * i) % 11
+            labels[end:], tokens[end:] = -100, 0
+            row["attention_mask"] = (positions < end).long()
+        if kind == "packed":
+            cut = 3 + (5 * i) % 11
+            row["position_ids"] = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
+            labels[cut] = -100
+        found.append(row)
+    return found
+
+
+class Watched(TrainerCallback):
+    """Notes every parameter's whole gradient as the optimizer gets it."""
+
+    def __init__(self):
+        self.grads = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        engine = self.trainer.model_wrapped
+        names = {param: name for name, param in engine.module.named_parameters()}
+        flat = hasattr(engine.optimizer, "single_partition_of_fp32_groups")
+        owner = engine.optimizer.optimizer if flat else engine
+        step = owner.step
+
+        def watched_step(*args, **kwargs):
+            if flat:  # ZeRO-1 and 2 step one group after the other
+                if len(names) in [len(grads) for grads in self.grads[-1:]] or not self.grads:
+                    self.grads.append({})
+                self.grads[-1].update(flat_gradients(engine.optimizer, names))
+            elif engine.is_gradient_accumulation_boundary():
+                whole = deepspeed.utils.safe_get_full_grad
+                self.grads.append({name: whole(param).float().clone() for param, name in names.items()})
+            return step(*args, **kwargs)
+
+        owner.step = watched_step
+
+
+def flat_gradients(zero, names):
+    """Of those groups that are being stepped; `safe_get_full_grad` fails in ZeRO-1."""
+    found = {}
+    for i, flat in enumerate(zero.single_partition_of_fp32_groups):
+        if any(flat is param for group in zero.optimizer.param_groups for param in group["params"]):
+            parts = [torch.empty_like(flat.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, flat.grad)
+            whole, start = torch.cat(parts), zero.bit16_groups_flat[i].data_ptr()
+            for param in zero.bit16_groups[i]:
+                first = (param.data_ptr() - start) // param.element_size()
+                found[names[param]] = whole[first : first + param.numel()].view_as(param)
+    return found
+
+
+def parallelism(size):
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    return ParallelismConfig(
+        sp_size=size, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    )
+
+
+@contextlib.contextmanager
+def fresh_groups():
+    """DeepSpeed keeps one sequence parallel group in a process, and an attention function in transformers' table."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+        groups.mpu = None
+
+
+OPTIONS = {"lr_scheduler_type": "constant", "warmup_steps": 0, "learning_rate": 5e-3}
+
+
+class NoCall(InOrder):
+    """Computes its own loss."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["labels"] = inputs["shift_labels"]
+        return model(**inputs).loss
+
+
+def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as found", trainer="InOrder", **options):
+    """Three steps; `upstream` is "not corrected", for the gradients that it gives, or "fixed", as it may be one day."""
+    import transformers.trainer
+
+    from hf_muon.integrations import ulysses
+
+    loss_function = options.pop("compute_loss_func", None)
+    with fresh_groups(), pytest.MonkeyPatch.context() as patch:
+        if upstream == "not corrected":
+            patch.setattr(ulysses, "factor_of", lambda *_: 1)
+        if upstream == "fixed":
+            patch.setattr(transformers.trainer, "deepspeed_sp_compute_loss", fixed(size))
+        args = arguments(
+            folder,
+            config,
+            parallelism_config=parallelism(size),
+            per_device_train_batch_size=2,
+            max_steps=steps,
+            **{**OPTIONS, **options},
+        )
+        network = model(attn_implementation="sdpa")
+        watched = Watched()
+        kinds = {"InOrder": InOrder, "NoCall": NoCall}
+        made = kinds[trainer](
+            network, args, train_dataset=rows(kind), callbacks=[watched], compute_loss_func=loss_function
+        )
+        watched.trainer = made
+        made.train()
+        engine = made.model_wrapped
+        weights = {}
+        for name, param in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+                weights[name] = param.detach().clone()
+        logs = made.state.log_history
+        engine.destroy()
+        dist.barrier()
+    return {
+        "grads": watched.grads,
+        "weights": weights,
+        "losses": [log["loss"] for log in logs if "loss" in log],
+        "norms": [float(log["grad_norm"]) for log in logs if "grad_norm" in log],
+    }
+
+
+def fixed(size):
+    """transformers' loss with the gradient that it should have below ZeRO-3."""
+    from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
+
+    def loss_of(*args):
+        loss = deepspeed_sp_compute_loss(*args)
+        loss.register_hook(lambda grad: grad / size)
+        return loss
+
+    return loss_of
+
+
+def complaint(rank, **options):
+    """The error of such a run."""
+    try:
+        train(rank, **options)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def by_hand(kind="plain", steps=3, dtype=torch.float32, max_grad_norm=None, ns_dtype="fp32"):
+    """The same steps in one process, without sequence parallel and DeepSpeed."""
+    network, masters = model(dtype, attn_implementation="sdpa"), model(attn_implementation="sdpa")
+    optimizer = build_optimizer(masters, lr=OPTIONS["learning_rate"], weight_decay=0.1, ns_dtype=ns_dtype)
+    found = {"grads": [], "losses": [], "norms": []}
+    data = rows(kind)
+    network.train()
+    for step in range(steps):
+        batch = {name: torch.stack([row[name] for row in data[2 * step : 2 * step + 2]]) for name in data[0]}
+        loss = network(**batch, use_cache=False).loss
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["grads"].append({name: param.grad.float().clone() for name, param in network.named_parameters()})
+        for param, master in zip(network.parameters(), masters.parameters(), strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), max_grad_norm or 1e9)
+        found["norms"].append(norm.item())
+        optimizer.step()
+        for param, master in zip(network.parameters(), masters.parameters(), strict=True):
+            param.data.copy_(master.data)
+    return {**found, "weights": {name: param.detach().clone() for name, param in masters.named_parameters()}}

@@ -1,0 +1,191 @@
+"""`optim: muon` under DeepSpeed as people start it: two processes against one without DeepSpeed, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fixtures_text
+from tests.e2e.harness import (
+    ROOT,
+    TINY,
+    YAML,
+    distance,
+    free_port,
+    llamafactory,
+    llamafactory_settings,
+    needs,
+    options,
+    python,
+    read_yaml,
+    weights,
+)
+
+pytestmark = [pytest.mark.slow, needs("deepspeed")]
+
+JSON = ROOT / "examples" / "deepspeed"
+TRAIN = ROOT / "examples" / "train.py"
+ON_CPU = str(ROOT / "tests" / "e2e" / "cpu_deepspeed")  # its sitecustomize.py lets DeepSpeed run on CPU and gloo
+EXAMPLES = ("zero2", "zero3", "zero3_offload", "zero3_nvme")
+CHANGES = {
+    "max_steps": 3,
+    "warmup_steps": 1,
+    "learning_rate": 0.001,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,  # gradients are larger
+    "adam_epsilon": 1e-5,  # AdamW would make steps of what is but rounding in a gradient
+    "optim_args": "ns_dtype=fp32",
+}
+
+
+def llamafactory_config(name: str) -> dict[str, Any]:
+    """What LLaMA-Factory's ds_z0, ds_z2, ds_z2_offload, ds_z3 and ds_z3_offload hold, of August 2026."""
+    stage, offload = int(name[1]), name.endswith("_offload")
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True}
+    if stage == 3:
+        automatic = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+        large = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+        zero |= dict.fromkeys(automatic, "auto") | dict.fromkeys(large, 1e9)
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    else:
+        zero |= dict.fromkeys(("allgather_partitions", "reduce_scatter", "round_robin_gradients"), True)
+        zero |= dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size"), 5e8)
+    for what in ("optimizer", "param")[: stage - 1 if offload else 0]:
+        zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": True}
+    scaling = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16}
+    return {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
+        **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto"),
+        "zero_allow_untested_optimizer": True,
+        "fp16": {"enabled": "auto", **scaling, "hysteresis": 2, "min_loss_scale": 1},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero,
+    }
+
+
+def config_file(name: str, folder: Path) -> Path:
+    """The file of a config: an example's, or with the name of one of LLaMA-Factory's, that one."""
+    if name not in EXAMPLES:
+        path = folder / f"ds_{name}_config.json"
+        path.write_text(json.dumps(llamafactory_config(name)), encoding="utf-8")
+        return path
+    path = JSON / f"{name}.json"
+    if name != "zero3_nvme":
+        return path
+    config = json.loads(path.read_text(encoding="utf-8"))
+    skip_without_nvme(config)
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder)
+    path = folder / path.name
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def skip_without_nvme(config: dict[str, Any]) -> None:
+    """Skip where DeepSpeed's async_io is not compiled yet, which takes minutes, or hf_muon refuses NVMe."""
+    from hf_muon.integrations.deepspeed import config_complaints
+
+    if complaints := list(config_complaints(config)):
+        pytest.skip(complaints[0])
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    if not any(cache.glob("**/async_io.so")):
+        pytest.skip(f"DeepSpeed's async_io is not compiled in {cache}")
+
+
+def on_cpu() -> dict[str, str]:
+    """Environment variables of a run with DeepSpeed."""
+    return {"PYTHONPATH": os.pathsep.join([ON_CPU, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def assert_same(found: Path, alone: Path, start: Path, step: str = "checkpoint-3") -> None:
+    """Two ranks under ZeRO have ended where one process has."""
+    assert len(list((found / step).glob("global_step3/*optim_states.pt"))) == 2, "it did not run under ZeRO"
+    assert distance(weights(found), weights(alone), weights(start)) < 1e-5
+
+
+# --- LLaMA-Factory
+
+
+def factory_run(name: str, inputs: tuple[Path, Path], folder: Path, config: Path | None) -> Path:
+    """Train an example's YAML file with another DeepSpeed config, or in one process without DeepSpeed."""
+    settings = llamafactory_settings(*inputs, folder / "out", "tiny_sft") | CHANGES | {"disable_shuffling": True}
+    del settings["use_cpu"]
+    everything = read_yaml(YAML / name)
+    variables: dict[str, str] = {}
+    if config is None:
+        del everything["deepspeed"]
+        settings |= {"per_device_train_batch_size": 2, "use_cpu": True}
+    else:
+        settings |= {"per_device_train_batch_size": 1, "deepspeed": config}
+        variables = {**on_cpu(), "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()}
+    path = folder / name
+    path.write_text(json.dumps(everything), encoding="utf-8")  # JSON is YAML
+    llamafactory(path, settings, cwd=folder, **variables)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def factory_alone(tiny_model: Path, llamafactory_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    return factory_run("llamafactory_qwen3_zero2.yaml", (tiny_model, llamafactory_data), folder, None)
+
+
+@needs("llamafactory")
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [*((name, name) for name in EXAMPLES), ("z2", "zero2"), ("z3", "zero3"), ("z3_offload", "zero3_offload")],
+)
+def test_llamafactory(
+    name: str, example: str, tiny_model: Path, llamafactory_data: Path, factory_alone: Path, tmp_path: Path
+) -> None:
+    """`llamafactory-cli train` with the examples' configs and with LLaMA-Factory's own."""
+    inputs, config = (tiny_model, llamafactory_data), config_file(name, tmp_path)
+    found = factory_run(f"llamafactory_qwen3_{example}.yaml", inputs, tmp_path, config)
+    assert_same(found, factory_alone, tiny_model)
+
+
+# --- examples/train.py
+
+
+def trainer_run(name: str, model: Path, data: Path, folder: Path, config: Path | None) -> Path:
+    """The same with examples/train.py."""
+    settings = TINY | CHANGES | {"model_name_or_path": model, "data_path": data, "output_dir": folder / "out"}
+    everything = read_yaml(YAML / name)
+    path = folder / name
+    if config is None:
+        del everything["deepspeed"]
+        path.write_text(json.dumps(everything), encoding="utf-8")
+        python(TRAIN, path, *options(settings | {"per_device_train_batch_size": 2}), cwd=folder)
+    else:
+        del settings["use_cpu"]
+        path.write_text(json.dumps(everything | {"deepspeed": str(config)}), encoding="utf-8")
+        settings |= {"per_device_train_batch_size": 1}
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+        python(*torchrun, TRAIN, path, *options(settings), cwd=folder, **on_cpu())
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "data.jsonl"
+    fixtures_text.write_jsonl(path, [{"text": text} for text in fixtures_text.texts(20)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainer_alone(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trainer_run("trainer_qwen3_zero2.yaml", tiny_model, texts, tmp_path_factory.mktemp("alone"), None)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llamafactory") is not None, reason="run with the newest versions, beside tests/deepspeed"
+)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_trainer(name: str, tiny_model: Path, texts: Path, trainer_alone: Path, tmp_path: Path) -> None:
+    config = config_file(name, tmp_path)
+    found = trainer_run(f"trainer_qwen3_{name}.yaml", tiny_model, texts, tmp_path, config)
+    assert_same(found, trainer_alone, tiny_model)

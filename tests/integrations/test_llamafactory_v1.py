@@ -1,0 +1,353 @@
+"""LLaMA-Factory v1's plugin on stand-ins for both of its layouts; `tests/e2e` runs the real 0.9.5.
+
+The stand-ins say what this package assumes of LLaMA-Factory; the last test holds the installed one against them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon
+from hf_muon.integrations import llamafactory_v1
+from hf_muon.integrations.llamafactory_v1 import config_from, create_optimizer, patch_optimizers, refuse_unsupported
+
+OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
+NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
+ARGUMENTS = "llamafactory.v1.config.training_args"
+
+# What each layout's modules hold. 0.9.5 keeps methods by name, for all families of plugins together, has no muon and
+# keeps the rate to itself. Newer sources keep a function by name and family, have a muon, and hand it the rate.
+OLD_REGISTRY = """
+from collections import defaultdict
+
+class BasePlugin:
+    _registry = defaultdict(dict)
+    def __init__(self, name=None):
+        self.name = name
+    def register(self, method_name="__call__"):
+        if method_name in self._registry[self.name]:
+            print("already registered")
+        def decorator(function):
+            self._registry[self.name][method_name] = function
+            return function
+        return decorator
+    def __call__(self, *args, **kwargs):
+        if "__call__" not in self._registry[self.name]:
+            raise ValueError(f"Method __call__ of plugin {self.name} is not registered.")
+        return self._registry[self.name]["__call__"](*args, **kwargs)
+
+class OptimizerPlugin(BasePlugin):
+    pass
+"""
+NEW_REGISTRY = """
+class BasePlugin:
+    _registry = {}
+    def __init_subclass__(cls):
+        cls._registry = {}
+    def __init__(self, name=None):
+        self.name = name
+    def register(self):
+        if self.name in type(self)._registry:
+            print("already registered")
+        def decorator(function):
+            type(self)._registry[self.name] = function
+            return function
+        return decorator
+    def __call__(self, *args, **kwargs):
+        return type(self)._registry[self.name](*args, **kwargs)
+
+class OptimizerPlugin(BasePlugin):
+    pass
+
+@OptimizerPlugin("muon").register()
+def create_muon_optimizer(model, optim_config):
+    return "theirs"
+"""
+OLD_ARGUMENTS = """
+from dataclasses import dataclass
+
+class PluginConfig(dict):
+    @property
+    def name(self):
+        return self["name"]
+
+@dataclass
+class TrainingArguments:
+    learning_rate: float = 1e-4
+    dist_config: dict = None
+    optim_config: dict = None
+
+    def __post_init__(self):
+        self.dist_config = self.dist_config and PluginConfig(self.dist_config)
+        self.optim_config = self.optim_config and PluginConfig(self.optim_config)
+"""
+NEW_ARGUMENTS = OLD_ARGUMENTS.replace(
+    "    optim_config: dict = None\n", "    cp_size: int = 1\n    optim_config: dict = None\n"
+)
+NEW_ARGUMENTS += """
+        if self.optim_config is not None:
+            self.optim_config["lr"] = self.learning_rate
+"""
+LAYOUTS = {"0.9.5": (OLD, OLD_REGISTRY, OLD_ARGUMENTS), "newer": (NEW, NEW_REGISTRY, NEW_ARGUMENTS)}
+
+
+def module_of(name: str, source: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile(source, name, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 6)
+        self.inner = nn.Linear(6, 4)
+        self.lm_head = nn.Linear(4, 8)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    """The patched registry and TrainingArguments of a layout, and how to undo both."""
+    name, registry, arguments = LAYOUTS[request.param]
+    plugins, parsed = module_of(name, registry), module_of(ARGUMENTS, arguments)
+    undo = [patch_optimizers(plugins), llamafactory_v1.patch_training_arguments(parsed)]
+    return SimpleNamespace(
+        plugin=plugins.OptimizerPlugin, arguments=parsed.TrainingArguments, undo=undo, modules=(plugins, parsed)
+    )
+
+
+class TestBothLayouts:
+    def test_the_plugin_makes_our_optimizer_with_the_run_s_rate(self, layout, caplog):
+        caplog.set_level("INFO", "hf_muon")
+        args = layout.arguments(learning_rate=3e-3, optim_config={"name": "muon", "wd": 0.1, "momentum": 0.9})
+        optimizer = layout.plugin(args.optim_config.name)(Net(), args.optim_config)
+        assert type(optimizer) is Muon
+        assert {group["lr"] for group in optimizer.param_groups} == {3e-3}
+        assert {name: group["use_muon"] for group in optimizer.param_groups for name in group["param_names"]} == {
+            "inner.weight": True,
+            **dict.fromkeys(("embed.weight", "inner.bias", "lm_head.weight", "lm_head.bias"), False),
+        }
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+
+    def test_the_other_optimizers_see_nothing(self, layout):
+        args = layout.arguments(optim_config={"name": "adamw", "whatever": 1})
+        assert "momentum" not in args.optim_config
+        assert layout.arguments().optim_config is None
+
+    def test_patching_again_changes_nothing_and_undoing_everything(self, layout):
+        assert patch_optimizers(layout.modules[0]) is None
+        assert llamafactory_v1.patch_training_arguments(layout.modules[1]) is None
+        for undo in layout.undo:
+            undo()
+        args = layout.arguments(optim_config={"name": "muon", "nonsense": 1})
+        if layout.modules[0].__name__ == NEW:
+            assert layout.plugin("muon")(Net(), args.optim_config) == "theirs"
+        else:
+            with pytest.raises(ValueError, match="not registered"):
+                layout.plugin("muon")(Net(), args.optim_config)
+
+    def test_a_wrong_key_is_found_with_the_arguments(self, layout):
+        with pytest.raises(ValueError, match=r"'momentun' is not an option of muon. Did you mean 'momentum'\? Valid: "):
+            layout.arguments(optim_config={"name": "muon", "momentun": 0.9})
+
+
+def test_only_a_muon_of_theirs_is_told_to_be_replaced(caplog, capsys):
+    caplog.set_level("INFO", "hf_muon")
+    counts = []
+    for name, registry, _ in LAYOUTS.values():
+        module = module_of(name, registry)
+        patch_optimizers(module)
+        caplog.clear()
+        module.OptimizerPlugin("muon")(Net(), {"name": "muon", "lr": 1e-3})
+        counts.append(sum("instead of LLaMA-Factory's own" in line for line in caplog.messages))
+    assert counts == [0, 1]
+    assert "already registered" not in capsys.readouterr().out
+
+
+def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one():
+    module = module_of(ARGUMENTS, OLD_ARGUMENTS)
+    llamafactory_v1.patch_training_arguments(module)
+    assert module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
+    own = module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5})
+    assert own.optim_config["lr"] == 3e-5
+    with pytest.raises(ValueError, match="optim_config has no lr"):
+        create_optimizer(Net(), {"name": "muon"})
+
+
+def test_a_registry_that_has_changed_is_an_error():
+    """`hf_muon._autoload` tells it, and the user gets LLaMA-Factory's own error."""
+    module = ModuleType(OLD)
+    module.OptimizerPlugin = type("OptimizerPlugin", (), {})
+    with pytest.raises(AttributeError, match="_registry"):
+        patch_optimizers(module)
+
+
+# --- options
+
+
+def test_the_keys_its_users_know():
+    config = config_from(
+        {
+            "name": "muon",
+            "lr": "2e-5",
+            "wd": 0.1,
+            "momentum": 0.9,
+            "nesterov": False,
+            "ns_steps": 6,
+            "adamw_betas": [0.9, 0.95],
+            "adamw_eps": 1e-7,
+        }
+    )
+    assert (config.lr, config.weight_decay, config.momentum, config.nesterov, config.ns_steps) == (
+        2e-5,
+        0.1,
+        0.9,
+        False,
+        6,
+    )
+    assert (config.adamw_betas, config.adamw_eps) == ((0.9, 0.95), 1e-7)
+    assert config_from({"adjust_lr_fn": "original", "weight_decay": 0.2, "lora": "muon"}).weight_decay == 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 1}, "'beta' is not an option of muon.* Valid: name, lr, weight_decay, .*, wd"),
+        ({"wd": 0.1, "weight_decay": 0.1}, "weight_decay is given twice, as 'weight_decay' too"),
+        ({"ns_steps": 0}, "ns_steps=0 is not valid. Valid: an integer from 1 to 99"),
+        ({"wd": -1}, "weight_decay=-1 is not valid"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        config_from({"name": "muon", "lr": 1e-3, **options})
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ({"dist_config": None, "cp_size": 2}, ValueError, r"cp_size: 2 needs dist_config: \{name: fsdp2\}"),
+        ({"dist_config": {"name": "other", "cp_size": 4}}, ValueError, "cp_size: 4 needs dist_config"),
+        ({"dist_config": {"name": "deepspeed"}}, RuntimeError, "dist_config: deepspeed in this version"),
+        ({"dist_config": {"name": "fsdpturbo"}, "cp_size": 1}, RuntimeError, "dist_config: fsdpturbo in this version"),
+        ({"dist_config": {"name": "fsdp2", "offload_params": True}}, RuntimeError, "offload_params: true"),
+    ],
+)
+def test_refused_with_the_arguments(args, error, message):
+    with pytest.raises(error, match=message):
+        refuse_unsupported(SimpleNamespace(**args))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"dist_config": None, "cp_size": 1},
+        {"dist_config": {"name": "fsdp2", "cp_mode": "ulysses", "cp_size": 2}},
+        {"dist_config": {"name": "fsdp2"}, "cp_size": 2, "cp_mode": "ulysses"},
+        {"dist_config": None},
+    ],
+)
+def test_not_refused(args):
+    refuse_unsupported(SimpleNamespace(**args))
+
+
+class TestSeveralRanks:
+    @pytest.fixture(autouse=True)
+    def two_ranks(self, monkeypatch):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+
+    def test_a_model_that_nothing_keeps_together_is_refused(self):
+        with pytest.raises(RuntimeError, match="2 processes train a Net that is neither wrapped in DDP nor sharded"):
+            create_optimizer(Net(), {"name": "muon", "lr": 1e-3})
+
+    def test_context_parallelism_without_fsdp2_is_refused_whatever_the_arguments_were(self, monkeypatch):
+        interface = ModuleType(llamafactory_v1.INTERFACE)
+        interface.Dim = SimpleNamespace(CP="cp")
+        interface.DistributedInterface = lambda: SimpleNamespace(get_world_size=lambda dim: {"cp": 2}[dim])
+        monkeypatch.setitem(sys.modules, interface.__name__, interface)
+        with pytest.raises(ValueError, match="cp_size: 2 needs dist_config"):
+            create_optimizer(Net(), {"name": "muon", "lr": 1e-3})
+
+
+# --- through the import hooks
+
+FLOW = """
+import json, sys
+from llamafactory.v1.config.training_args import TrainingArguments
+args = TrainingArguments(learning_rate=3e-3, optim_config={"name": "muon", "wd": 0.1})
+import importlib
+plugin = importlib.import_module(sys.argv[1]).OptimizerPlugin(args.optim_config.name)
+from torch import nn
+optimizer = plugin(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), args.optim_config)
+from hf_muon import _autoload
+print(json.dumps({"optimizer": type(optimizer).__module__, "lr": optimizer.param_groups[0]["lr"],
+                  "states": _autoload.status()}))
+"""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_import_torch_alone_brings_it_in(name, tmp_path):
+    path, registry, arguments = LAYOUTS[name]
+    for module, source in ((path, registry), (ARGUMENTS, arguments)):
+        file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+    for folder in (file for file in tmp_path.rglob("*") if file.is_dir()):
+        (folder / "__init__.py").touch()
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch\n" + FLOW, path],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (found["optimizer"], found["lr"]) == ("hf_muon.optimizer", 3e-3)
+    assert found["states"][path] == found["states"][ARGUMENTS] == "patched"
+    assert found["states"][NEW if path == OLD else OLD] == "waiting for its import"
+    assert done.stderr.count("instead of LLaMA-Factory's own") == (name == "newer")
+
+
+# --- the real one
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed")
+def test_the_installed_llamafactory_is_one_of_the_two_layouts():
+    code = f"""
+import dataclasses, importlib.util, json
+parents = [name for name in {[OLD, NEW]!r} if importlib.util.find_spec(name.rpartition(".")[0])]
+spec = [name for name in parents if importlib.util.find_spec(name)]
+from llamafactory.v1.config.training_args import TrainingArguments
+module = importlib.import_module(spec[0])
+from llamafactory.v1.accelerator.interface import Dim, DistributedInterface
+from hf_muon import _autoload
+assert Dim.CP and DistributedInterface.get_world_size
+fields = [field.name for field in dataclasses.fields(TrainingArguments)]
+print(json.dumps([spec, fields, _autoload.status(), type(module.OptimizerPlugin._registry["muon"]).__name__]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.home())
+    assert done.returncode == 0, done.stderr
+    layouts, fields, states, entry = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(layouts) == 1
+    assert states[layouts[0]] == states[ARGUMENTS] == "patched"
+    assert {"learning_rate", "dist_config", "optim_config"} <= set(fields)
+    assert ("cp_size" in fields, entry) == {OLD: (False, "dict"), NEW: (True, "function")}[layouts[0]]

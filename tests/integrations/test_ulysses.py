@@ -1,0 +1,357 @@
+"""Sequence parallel: what is refused before a launch, how batches are completed, and which factor is believed."""
+
+from __future__ import annotations
+
+import importlib.util
+import stat
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, MistralConfig, Qwen3Config
+
+from hf_muon.integrations import ulysses, ulysses_launch
+from hf_muon.integrations.ulysses_launch import Run, complaints, environment, read_settings
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "run_ulysses.sh"
+HF = {
+    "optim": "muon",
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "attn_implementation": "sdpa",
+    "block_size": 64,
+}
+V1 = {
+    "flash_attn": "flash_attention_2",
+    "dist_config": {"name": "fsdp2", "cp_mode": "ulysses", "cp_size": 2},
+    "optim_config": {"name": "muon"},
+    "cutoff_len": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def everything_installed(monkeypatch):
+    monkeypatch.setattr(ulysses_launch, "_installed", lambda name: True)
+    monkeypatch.setattr(ulysses_launch, "cp_keys_at_top", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a configuration of 4 heads."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3Config(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128).save_pretrained(folder)
+    return str(folder)
+
+
+def told(engine, model, *, sp_size=2, ranks=2, cuda=2, **changes):
+    base = {**HF, "model_name_or_path": model} if engine == "hf" else {**V1, "model": model}
+    found = complaints(engine, Run({**base, **changes}, sp_size, ranks, cuda))
+    return [line for line in found if "knows no sequence parallel" not in line]  # an accelerate of 2025
+
+
+@pytest.mark.parametrize("cuda", [0, 2])
+def test_hf_is_launched(model, cuda):
+    assert told("hf", model, cuda=cuda) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sp_size": 1}, "SP_SIZE=1: at least 2 ranks share a sequence"),
+        ({"sp_size": 4, "ranks": 6}, "SP_SIZE=4 does not divide NPROC * NNODES = 6"),
+        ({"sp_size": 3, "ranks": 3, "block_size": 63}, "4 attention heads are not divisible by SP_SIZE=3"),
+        ({"ranks": 4, "cuda": 0}, "gloo needs SP_SIZE = NPROC * NNODES on the CPU, and these are 2 and 4"),
+        ({"optim": "adamw_torch"}, "optim: adamw_torch. Say optim: muon"),
+        ({"optim": None}, "optim: None. Say optim: muon"),
+        ({"deepspeed": None}, "deepspeed is missing: name a DeepSpeed config"),
+        ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json cannot be read"),
+        ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, '"optimizer" (AdamW), which would be used'),
+        ({"deepspeed": {"zero_optimization": {"zenflow": {"x": 1}}}}, "zenflow"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is ignored"),
+        ({"attn_implementation": "eager"}, "attention 'eager' needs a mask, which is dropped"),
+        ({"attn_implementation": "flash_attention_2", "bf16": True, "cuda": 0}, "flash_attention_2 needs CUDA"),
+        ({"attn_implementation": "flash_attention_2"}, "flash_attention_2 computes in half precision"),
+        ({"block_size": 63}, "block_size: 63 is no number divisible by SP_SIZE=2"),
+        ({"block_size": 256}, "block_size: 256 is longer than the 128 positions"),
+        ({"model_name_or_path": None}, "model_name_or_path is missing"),
+        ({"model_name_or_path": "/nowhere"}, "the configuration of /nowhere cannot be read"),
+    ],
+)
+def test_hf_is_refused(model, changes, sentence):
+    assert [line for line in told("hf", model, **changes) if sentence in line]
+
+
+def test_missing_packages_are_named(model, monkeypatch):
+    monkeypatch.setattr(ulysses_launch, "_installed", lambda name: name not in ("deepspeed", "flash_attn"))
+    assert told("hf", model) == ["deepspeed is not installed: pip install 'hf_muon[deepspeed]'"]
+    assert [line for line in told("llamafactory", model) if "needs the package flash-attn" in line]
+    monkeypatch.setattr(ulysses_launch, "_installed", lambda name: name != "llamafactory")
+    assert told("llamafactory", model) == ["llamafactory is not installed"]
+
+
+@pytest.mark.parametrize("at_top", [False, True])
+def test_llamafactory_is_launched(model, at_top, monkeypatch):
+    monkeypatch.setattr(ulysses_launch, "cp_keys_at_top", lambda: at_top)
+    top = {"dist_config": {"name": "fsdp2"}, "cp_mode": "ulysses", "cp_size": 2}
+    assert told("llamafactory", model, **(top if at_top else {})) == []
+    (line,) = told("llamafactory", model, **({} if at_top else top))  # the other version's layout
+    assert f"reads cp_mode and cp_size from {'the top level' if at_top else 'dist_config'} only" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"cuda": 0}, "LLaMA-Factory's Ulysses needs CUDA, and torch sees no GPU. Use ENGINE=hf"),
+        ({"flash_attn": "sdpa"}, "flash_attn: sdpa. LLaMA-Factory's Ulysses acts in flash attention only"),
+        ({"optim_config": {"name": "adamw"}}, "Say optim_config: {name: muon}"),
+        ({"dist_config": None}, "every rank would train on the gradient of its own part"),
+        ({"dist_config": {"name": "deepspeed", "cp_size": 2}}, "dist_config is not fsdp2"),
+        ({"dist_config": {"name": "fsdp2", "cp_size": 4}}, "cp_size is 4 in dist_config, and SP_SIZE is 2"),
+        ({"dist_config": {"name": "fsdp2"}}, "cp_size is 1 in dist_config, and SP_SIZE is 2"),
+        ({"dist_config": {"name": "fsdp2", "cp_size": 2, "cp_mode": "ring"}}, "cp_mode: ring is not Ulysses"),
+        ({"cutoff_len": 63}, "cutoff_len: 63 is no number divisible"),
+    ],
+)
+def test_llamafactory_is_refused(model, changes, sentence):
+    assert [line for line in told("llamafactory", model, **changes) if sentence in line]
+
+
+def test_an_unknown_engine_is_an_error(model):
+    with pytest.raises(ValueError, match="ENGINE=megatron: valid are hf, llamafactory"):
+        list(complaints("megatron", Run({}, 2, 2, 0)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed")
+def test_where_the_installed_llamafactory_reads_its_keys(monkeypatch):
+    monkeypatch.undo()
+    assert ulysses_launch.cp_keys_at_top() is False  # 0.9.5
+
+
+@pytest.mark.parametrize(
+    ("config", "implementation", "size", "sentence"),
+    [
+        (Qwen3Config(num_attention_heads=4, num_key_value_heads=2), "sdpa", 2, None),
+        (Qwen3Config(num_attention_heads=8, num_key_value_heads=2), "sdpa", 4, None),  # heads are repeated
+        (GPT2Config(n_head=4), "sdpa", 2, None),
+        (Qwen3Config(num_attention_heads=24, num_key_value_heads=3), "sdpa", 2, "3 key and value heads neither"),
+        (MistralConfig(sliding_window=8), "sdpa", 2, "layers of sliding_attention under sdpa"),
+        (MistralConfig(sliding_window=8), "flash_attention_2", 2, None),
+        (Qwen3Config(layer_types=["chunked_attention"] * 32), "flash_attention_2", 2, "layers of chunked_attention"),
+        (Qwen3Config(layer_types=["linear_attention"] * 32), "flash_attention_2", 2, "layers of linear_attention"),
+        (Qwen3Config(), "flex_attention", 2, "attention 'flex_attention' needs a mask"),
+        (SimpleNamespace(), "sdpa", 2, "has no num_attention_heads"),
+    ],
+)
+def test_models(config, implementation, size, sentence):
+    found = list(ulysses.model_complaints(config, size, implementation))
+    assert (found == []) if sentence is None else any(sentence in line for line in found)
+
+
+# --- the script
+
+
+def script(*words, **variables):
+    done = subprocess.run(
+        ["bash", SCRIPT, *words], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **variables}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help():
+    code, out, _ = script("--help")
+    assert code == 0
+    assert all(name in out for name in ("ENGINE", "NPROC", "NNODES", "SP_SIZE", "CONFIG"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--size", "2"], "unknown: --size. Valid are --engine,"),
+        (["--nproc"], "--nproc needs a value"),
+        (["--engine", "llamafactory"], "CONFIG is missing"),
+    ],
+)
+def test_wrong_flags(words, sentence):
+    code, _, err = script(*words)
+    assert code == 2
+    assert sentence in err
+
+
+@pytest.fixture
+def answer(tmp_path):
+    """A `python` that gives the answer of the check, and writes down what it was asked."""
+
+    def make(code=0, **settings):
+        path = tmp_path / "python"
+        lines = "".join(f"echo {name}={value}\n" for name, value in settings.items())
+        path.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\n{lines}exit {code}\n')
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+        return str(path), tmp_path / "asked"
+
+    return make
+
+
+def test_command_of_hf(answer):
+    python, asked = answer(NPROC=2, NNODES=1)
+    code, out, err = script(
+        "--nproc", "2", "--dry-run", "--", "--max_steps", "3", PYTHON=python, NPROC="9", SP_SIZE="2"
+    )
+    assert code == 0, err
+    config, train = ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml", ROOT / "examples/train.py"
+    check = f"-m hf_muon.integrations.ulysses_launch hf --nproc 2 --nnodes --sp-size 2 --config {config}"
+    assert asked.read_text().split() == [*check.split(), "--", "--max_steps", "3"]
+    command = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2 {train} {config} --max_steps 3"
+    assert out.splitlines()[-1].split() == command.split()
+
+
+def test_command_on_two_nodes(answer):
+    python, _ = answer(NPROC=8, NNODES=2)
+    code, out, err = script("--dry-run", PYTHON=python, NODE_RANK="1", MASTER_ADDR="10.0.0.1", TRAIN="mine.py")
+    assert code == 0, err
+    assert "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 8 mine.py" in out
+
+
+def test_command_of_llamafactory(answer):
+    python, _ = answer(USE_V1=1, FORCE_TORCHRUN=1, NPROC=4, NNODES=1)
+    words = ("--engine", "llamafactory", "--config", "x.yaml", "--dry-run", "--", "max_steps=3")
+    code, out, err = script(*words, PYTHON=python)
+    assert code == 0, err
+    assert out.splitlines()[-1].split() == ["llamafactory-cli", "sft", "x.yaml", "max_steps=3"]
+
+
+def test_a_refusal_ends_the_script(answer):
+    python, _ = answer(code=2, NPROC=2, NNODES=1)
+    assert script("--dry-run", PYTHON=python)[:2] == (2, "")
+
+
+def test_environment():
+    assert environment("llamafactory", Run({}, 2, 2, 2)) == {"USE_V1": "1", "FORCE_TORCHRUN": "1"}
+    found = environment("hf", Run({}, 2, 2, 0))
+    assert found["PARALLELISM_CONFIG_SP_SIZE"] == "2"
+    assert found["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] == "sdpa"
+    assert found["DS_ACCELERATOR"] == "cpu"
+    assert "DS_ACCELERATOR" not in environment("hf", Run({}, 2, 2, 2))
+
+
+def test_settings(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: 1\nb: {c: 2}\n")
+    assert read_settings(str(path), ["--a", "2", "b.d=true"]) == {"a": 2, "b": {"c": 2, "d": True}}
+    with pytest.raises(ValueError, match="'--a' is neither"):
+        read_settings(str(path), ["--a"])
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="does not hold keys and values"):
+        read_settings(str(path), [])
+
+
+# --- batches
+
+
+def test_positions_are_added_and_kept():
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    assert torch.equal(ulysses.complete({"input_ids": ids})["position_ids"], torch.arange(4).expand(2, -1))
+    given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
+    assert ulysses.complete(given) is given
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [
+        (torch.tensor([[1, 1, 0], [0, 1, 1]]), "padding on the left"),
+        (torch.ones(1, 1, 3, 3), "attention_mask of shape"),
+    ],
+)
+def test_masks_that_would_be_dropped(mask, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ulysses.complete({"input_ids": torch.zeros(2, 3), "attention_mask": mask})
+
+
+def test_rows_are_lengthened():
+    batch = {
+        "input_ids": torch.tensor([[7, 8, 9]]),
+        "labels": torch.tensor([[7, 8, 9]]),
+        "position_ids": torch.tensor([[0, 0, 1]]),
+        "attention_mask": torch.tensor([[1, 1, 1]]),
+        "names": ["one"],
+    }
+    found = ulysses.lengthened(batch, 5)
+    assert found["input_ids"].tolist() == [[7, 8, 9, 0, 0]]
+    assert found["labels"].tolist() == [[7, 8, 9, -100, -100]]
+    assert found["position_ids"].tolist() == [[0, 0, 1, 2, 3]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]
+    assert found["names"] == ["one"]
+
+
+class Adapter:
+    """Every batch of the two ranks in two turns, as DeepSpeed's does; here all ranks read the same."""
+
+    def __init__(self, loader, skip):
+        self.loader = loader[skip:]
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield from ((batch, 0), (batch, 1))
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_skipped_batches(count):
+    loader = ulysses.ShardedLoader([1, 2, 3], Adapter, 2)
+    assert len(loader) == 6
+    assert list(loader.skipping(count)) == list(loader)[count:]
+
+
+def test_an_epoch_starts_anew():
+    loader = ulysses.ShardedLoader([1, 2], Adapter, 2)
+    epoch = iter(loader)
+    assert [next(epoch) for _ in range(len(loader))] == list(loader)  # asked for no more, as Trainer does
+
+
+def test_texts_stay_apart():
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        return attention_mask
+
+    within = ulysses._texts_apart(attend)
+    query = torch.zeros(1, 1, 4, 2)
+    assert within(None, query, query, query, None, position_ids=torch.arange(4)[None]) is None
+    mask = within(None, query, query, query, None, position_ids=torch.tensor([[0, 1, 0, 1]]))
+    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
+
+
+# --- the factor
+
+
+@pytest.fixture
+def trainer():
+    return SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=4)))
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    monkeypatch.setattr(ulysses.importlib.metadata, "version", lambda name: "9")
+
+
+@pytest.mark.parametrize(("measured", "factor"), [([1.0, 1.001], 1), ([4.0, 3.99], 4), ([0.25, 0.25], 0.25)])
+def test_known_factors(trainer, versions, monkeypatch, measured, factor):
+    monkeypatch.setattr(ulysses, "_measure", lambda *_: measured)
+    assert ulysses.factor_of(trainer, print) == factor
+
+
+@pytest.mark.parametrize("measured", [[2.0, 2.0], [1.0, 4.0], [0.0, 0.0], [float("nan")] * 2])
+def test_unknown_factors_are_refused(trainer, versions, monkeypatch, measured):
+    monkeypatch.setattr(ulysses, "_measure", lambda *_: measured)
+    with pytest.raises(RuntimeError, match="which nothing known explains"):
+        ulysses.factor_of(trainer, print)
+
+
+def test_a_measurement_that_fails_is_refused(trainer, versions):
+    with pytest.raises(RuntimeError, match="could not be measured"):
+        ulysses.factor_of(trainer, print)
+
+
+def test_a_loop_of_ones_own_is_refused():
+    mpu = SimpleNamespace(initialize_sequence_parallel=None)
+    with pytest.raises(RuntimeError, match="through transformers' Trainer only"):
+        ulysses.refuse_uncorrected(mpu, object())
+    ulysses.refuse_uncorrected(None, object())
