@@ -94,6 +94,8 @@ class Pattern:
         for members in alike.values():
             for position, rank in enumerate(members):
                 self._position[rank], self._replicas[rank] = position, len(members)
+        # Owners that are this far from one another in their replicas are sent the same.
+        self._period = math.lcm(*(len(members) for members in alike.values() if self.stored[members[0]]))
         self._sent: dict[int, Tensor] = {}
 
     def sends(self, rank: int, owner: int) -> bool:
@@ -102,7 +104,7 @@ class Pattern:
 
     def sent_to(self, owner: int) -> Tensor:
         """Elements that each rank sends to the owner, ``(ranks,)``; what the owner has itself is among them."""
-        position = self._position[owner]
+        position = self._position[owner] % self._period
         if position not in self._sent:
             sent = [n if self.sends(rank, owner) else 0 for rank, n in enumerate(self.stored)]
             self._sent[position] = torch.tensor(sent)
