@@ -19,7 +19,7 @@ from hf_muon.integrations.transformers import NAME, config_from_arguments
 if TYPE_CHECKING:
     from torch import nn
 
-# What tells a YAML of LLaMA-Factory from one of another script.
+# What tells a YAML of LLaMA-Factory v0, which trains LoRA factors unless it says otherwise, from one of another script.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
 # The fields of TrainingArguments that Muon's options start from, with their defaults.
 _TRAINING_ARGUMENTS: dict[str, Any] = {
@@ -238,7 +238,7 @@ def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str
     """The model with what is frozen frozen, and with the adapters that a run would add."""
     section = run.get("peft_config")
     v1 = section if isinstance(section, Mapping) else {}
-    llamafactory = any(key in run for key in _LLAMAFACTORY)
+    llamafactory = "model_name_or_path" in run and any(key in run for key in _LLAMAFACTORY)
     kind = run.get("finetuning_type", "lora" if llamafactory else v1.get("name", "full"))
     if kind == "lora" or run.get("use_peft"):
         target = run.get(

@@ -7,7 +7,9 @@ import functools
 import pytest
 import torch
 
-from tests.deepspeed.cases import consolidated, made, sent, single, train
+from hf_muon import MuonConfig
+from hf_muon.plan import plan_step
+from tests.deepspeed.cases import consolidated, cost, made, sent, single, train
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 STAGES = {
@@ -171,6 +173,14 @@ def test_zero_to_fp32_finds_the_weights(ranks, stage, tmp_path):
     found = ranks.run(consolidated, path=str(tmp_path), stage=stage)[0]
     assert len(found) == 27
     assert all(found.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage):
+    found = ranks.run(cost, stage=stage)
+    plan = plan_step(made(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
+    for quantity in ("sent_bytes", "flops", "state_bytes"):
+        assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
