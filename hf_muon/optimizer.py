@@ -380,10 +380,14 @@ class Muon(Optimizer):
 
     def _names_of(self, group: Group, matrices: Sequence[preflight.Matrix]) -> dict[int, str]:
         """A name for each matrix: its parameter's, numbered where a parameter is seen as several matrices."""
-        names = group.get("param_names") or []
-        if self.partitions is not None and len(names) == len(matrices):  # slices stand in the order of parameters
-            return dict(enumerate(names))
-        if len(names) != len(group["params"]):
+        names = list(group.get("param_names") or [])
+        if self.partitions is not None:
+            held = [self.partitions[param].slices for param in group["params"] if param in self.partitions]
+            slices = [part.name for parts in held for part in parts]
+            if len(slices) == len(matrices):
+                return dict(enumerate(slices))
+            names = [f"{len(names)} parameters, weight decay {group['weight_decay']:g}"] * len(group["params"])
+        elif not names:
             number = next(k for k, other in enumerate(self.param_groups) if other is group)
             names = [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         parts = Counter(matrix.param for matrix in matrices)

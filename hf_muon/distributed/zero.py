@@ -27,11 +27,13 @@ class Slice:
         bounds: for each rank, the first element that its partition holds, in row-major order, and the one after the
             last; equal where it holds none.
         start: where this rank's elements begin in its partition.
+        name: of the parameter.
     """
 
     shape: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     start: int
+    name: str = ""
 
     def elements(self, rank: int) -> slice:
         """Where the partition of this rank holds them."""

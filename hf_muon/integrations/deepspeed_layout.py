@@ -131,7 +131,7 @@ def _contiguous(
                 _expect(fits, "a parameter is no view of its group")
                 bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
                 first, last = bounds[rank]
-                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0))
+                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), names[param])
                 truths.append((names[param], part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
@@ -163,7 +163,7 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
                 first, last = bounds[rank]
                 with deepspeed.zero.GatheredParameters([param]):
                     truth = param.detach().reshape(-1)[first:last].clone()
-                truths.append((names[param], Slice(tuple(param.ds_shape), bounds, start), truth))
+                truths.append((names[param], Slice(tuple(param.ds_shape), bounds, start, names[param]), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]
