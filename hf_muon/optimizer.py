@@ -270,9 +270,12 @@ class Muon(Optimizer):
         if self.being_wrapped:
             self._step_of_wrapper()
             return loss
+        step = 0
         if self.metrics is not None:
-            step = self.param_groups[0]["step"] + 1
-            self._watch = self.metrics.begin(step, local_of(self.param_groups[0]["params"][0]).device)
+            # ZeRO-3 empties the groups that it does not step now, and has stepped some of them already.
+            first = next(group for group in self.param_groups if group["params"])
+            step = first["step"] + 1
+            self._watch = self.metrics.begin(step, local_of(first["params"][0]).device)
         self._clear_gradients_of_others()
         for group, indices, matrices, executors in self._preflight():
             self._reconcile_state(group)
