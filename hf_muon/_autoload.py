@@ -22,6 +22,7 @@ HOOKS = {
     "transformers.trainer": "hf_muon.integrations.transformers:patch_trainer",
     "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
     "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory:patch_parser",
+    "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory:patch_plots",
     "llamafactory.v1.config.training_args": "hf_muon.integrations.llamafactory_v1:patch_training_arguments",
     "llamafactory.v1.plugins.trainer_plugins.optimizer": "hf_muon.integrations.llamafactory_v1:patch_optimizers",
     "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer": (

@@ -42,11 +42,7 @@ def build_optimizer(
     config = _as_config(config).replace(options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
-    groups = [
-        group_of(part, config)
-        for use_muon, decay in ((True, True), (False, True), (False, False))
-        if (part := [route for route in routes if (route.use_muon, route.decay) == (use_muon, decay)])
-    ]
+    groups = groups_of(routes, config)
     if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         replicate_group = model.process_group
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
@@ -63,6 +59,15 @@ def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
 def muon_options(config: MuonConfig) -> dict[str, Any]:
     """The arguments of `Muon` that a config holds."""
     return {name: getattr(config, name) for name in (*GROUP_OPTIONS, *OPTIMIZER_OPTIONS)}
+
+
+def groups_of(routes: Sequence[Route], config: MuonConfig) -> list[dict[str, Any]]:
+    """The param groups of an optimizer: Muon, AdamW with decay, AdamW without; those that are not empty."""
+    return [
+        group_of(part, config)
+        for use_muon, decay in ((True, True), (False, True), (False, False))
+        if (part := [route for route in routes if (route.use_muon, route.decay) == (use_muon, decay)])
+    ]
 
 
 def group_of(

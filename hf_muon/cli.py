@@ -10,54 +10,93 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from hf_muon.cli_convert import convert
+from hf_muon.cli_inspect import inspect
+from hf_muon.cli_plan import plan
+from hf_muon.cli_report import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The Muon optimizer for Hugging Face training.")
 
+VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_MUON_DIAG")
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
 
 
 @app.command()
-def doctor() -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
     """Tell what is installed, what is hooked, and why not. Exits with 1 if `optim: muon` is not accepted."""
-    console = Console(soft_wrap=True)
-    versions = Table("package", "version", title="installed", title_justify="left")
-    versions.add_row("python", platform.python_version())
-    for package in PACKAGES:
-        versions.add_row(package, _version(package) or "not installed")
-    console.print(versions)
+    found = _examined()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(found)
+    if not found["accepted"]:
+        raise typer.Exit(1)
 
-    hooks = Table("what", "state", title="how optim: muon gets in", title_justify="left")
-    hooks.add_row("entry point run by import torch", _entry_point())
-    for variable in ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        hooks.add_row(variable, os.environ.get(variable, "not set"))
-    trial = _trial()
-    for name, state in trial["states"].items():
-        hooks.add_row(name, state + _absence(name))
-    console.print(hooks)
+
+def _examined() -> dict[str, Any]:
+    """All that `doctor` finds out."""
+    import torch
 
     from hf_muon.newton_schulz import compute_dtype
 
     dtypes = {"cpu": compute_dtype("auto", "cpu")}
-    import torch
-
     if torch.cuda.is_available():
         dtypes["cuda"] = compute_dtype("auto", "cuda", 0)
-    console.print("Newton-Schulz runs in " + ", ".join(f"{dtype} on {device}" for device, dtype in dtypes.items()))
-    if trial["accepted"]:
+    trial = _trial()
+    return {
+        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
+        "entry_point": _entry_point(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "hooks": trial["states"],
+        "newton_schulz": {device: str(dtype).removeprefix("torch.") for device, dtype in dtypes.items()},
+        "accepted": trial["accepted"],
+        "reason": None if trial["accepted"] else trial.get("error") or "no hook is placed",
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    versions = Table("package", "version", title="installed", title_justify="left")
+    for package, version in found["versions"].items():
+        versions.add_row(package, version or "not installed")
+    console.print(versions)
+
+    hooks = Table("what", "state", title="how optim: muon gets in", title_justify="left")
+    hooks.add_row("entry point run by import torch", found["entry_point"])
+    for variable, value in found["variables"].items():
+        hooks.add_row(variable, "not set" if value is None else value)
+    for name, state in found["hooks"].items():
+        hooks.add_row(name, state + _absence(name))
+    console.print(hooks)
+
+    dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in found["newton_schulz"].items())
+    console.print(f"Newton-Schulz runs in {dtypes}")
+    if found["accepted"]:
         console.print("optim: muon is accepted without any import.", style="green")
-        return
-    reason = trial.get("error") or "no hook is placed"
-    console.print(f"optim: muon is NOT accepted without `import hf_muon` in the script: {reason}", style="red")
-    raise typer.Exit(1)
+    else:
+        console.print(
+            f"optim: muon is NOT accepted without `import hf_muon` in the script: {found['reason']}", style="red"
+        )
+    installed = ", ".join(f"{package} {version}" for package, version in found["versions"].items() if version)
+    state = "accepted" if found["accepted"] else f"not accepted ({found['reason']})"
+    odd = "".join(f", {name}={value}" for name, value in found["variables"].items() if value is not None)
+    console.print("\nIn a bug report, send this sentence:")
+    console.print(
+        f"optim: muon is {state} with {installed} on {platform.platform()}, Newton-Schulz in {dtypes}{odd}.",
+        markup=False,
+        highlight=False,
+    )
 
 
+app.command()(inspect)
+app.command()(plan)
+app.command()(report)
 app.command()(convert)
 
 
@@ -84,7 +123,7 @@ def _entry_point() -> str:
     found = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.name == "hf_muon"]
     if not found:
         return "not found: hf_muon is not installed here (pip install hf_muon); `import hf_muon` works, too"
-    for variable in ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+    for variable in VARIABLES[:2]:
         if os.environ.get(variable, "1").strip().lower() in ("0", "false", "off", "no"):
             return f"switched off by {variable}; `import hf_muon` in the script works still"
     return f"found: {found[0].value}"

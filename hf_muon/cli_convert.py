@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hf_muon.convert import Conversion
 
 
@@ -60,10 +58,13 @@ def convert(
         from hf_muon.build import build_optimizer
         from hf_muon.config import parse_optim_args
         from hf_muon.convert import convert_state_dict
+        from hf_muon.sources import model_from
 
         state, beside = _load(source), None if adamw is None else _load(adamw)
         listed = None if names is None else names.read_text(encoding="utf-8").split()
-        empty = _model_from_config(model)
+        if not model.exists():
+            raise ValueError(f"{model} does not exist. --model is a model's directory, or its config.json")
+        empty = model_from(model)
         optimizer = build_optimizer(empty, parse_optim_args(optim_args))
         done = convert_state_dict(
             state,
@@ -99,28 +100,6 @@ def _load(path: Path) -> Any:
     except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} cannot be read as a file of torch.save: {reason}") from error
-
-
-def _model_from_config(path: Path) -> nn.Module:
-    """The model on the meta device, or with random weights if it computes something while it is made."""
-    import torch
-    import transformers
-
-    if not path.exists():
-        raise ValueError(f"{path} does not exist. --model is a model's directory, or its config.json")
-    causal: Any = transformers.AutoModelForCausalLM
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        make = getattr(transformers, next(iter(config.architectures or []), ""), causal.from_config)
-        made: nn.Module
-        try:
-            with torch.device("meta"):
-                made = make(config)
-        except (NotImplementedError, RuntimeError):
-            made = make(config)
-    except Exception as error:  # a configuration can fail anywhere in a model's own code
-        raise ValueError(f"{path}: no model can be made of it: {type(error).__name__}: {error}") from error
-    return made
 
 
 def _save(state: Mapping[str, Any], target: Path, overwrite: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,17 @@ def _choice(values: Sequence[str]) -> _Option:
     return _Option(" or ".join(values), check, str)
 
 
+def _path() -> _Option:
+    def check(value: Any) -> str | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise _InvalidError
+        return str(os.fspath(value))
+
+    return _Option("the path of a file", check, str)
+
+
 def _floats(value: Any, count: int) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
         raise _InvalidError
@@ -152,6 +164,8 @@ OPTIMIZER_OPTIONS: dict[str, _Option] = {
     "comm_dtype": _choice(tuple(COMM_DTYPES)),
     "offload_compute": _choice(OFFLOAD_COMPUTE),
     "accept_rerouted": _flag(),
+    "diagnostics_every": _integer("a number of steps, 0 for never", lambda x: x >= 0),
+    "diagnostics_file": _path(),
 }
 
 OPTIONS: dict[str, _Option] = {
@@ -219,6 +233,8 @@ class MuonConfig:
             the model computes on), `cpu` or `accelerator`.
         accept_rerouted: resume from checkpoints in which parameters were on the other side, Muon or AdamW, with
             their moments at zero.
+        diagnostics_every: steps from one line of metrics to the next, on rank 0; 0 for none.
+        diagnostics_file: where these lines go.
 
     Raises:
         ValueError: a value that is not valid, by name, with the valid ones.
@@ -247,6 +263,8 @@ class MuonConfig:
     comm_dtype: str = "fp32"
     offload_compute: str = "auto"
     accept_rerouted: bool = False
+    diagnostics_every: int = 0
+    diagnostics_file: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

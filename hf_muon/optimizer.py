@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, preflight, step_report, update, views
+from hf_muon import checkpoint, diagnostics, metrics, preflight, step_report, update, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
@@ -17,6 +18,9 @@ from hf_muon.newton_schulz import Orthogonalizer, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from hf_muon.distributed.base import Observer
+    from hf_muon.distributed.ownership import Unit
 
 Group = dict[str, Any]
 
@@ -71,6 +75,9 @@ class Muon(Optimizer):
             start from zero. Refused by name otherwise.
         replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from
             torch.distributed being initialized.
+        diagnostics_every: steps from one line of metrics to the next, written by rank 0; 0 for none, or for what
+            HF_MUON_DIAG says. Weights do not differ by a bit for it.
+        diagnostics_file: where these lines go; `muon_diagnostics.jsonl` if it is not said.
 
     Raises:
         ValueError: an option that is not valid, or a Muon group with something that is not a matrix.
@@ -100,6 +107,8 @@ class Muon(Optimizer):
         offload_compute: str = "auto",
         accept_rerouted: bool = False,
         replicate_group: ProcessGroup | None = None,
+        diagnostics_every: int = 0,
+        diagnostics_file: str | None = None,
     ) -> None:
         defaults: Group = {
             "use_muon": True,
@@ -126,6 +135,10 @@ class Muon(Optimizer):
         self.partitions: Partitions | None = None
         self.being_wrapped = False
         self.wrapped_views: Mapping[Tensor, views.View] = {}
+        every = check_option("diagnostics_every", diagnostics_every) or metrics.every_from_environment()
+        file = check_option("diagnostics_file", diagnostics_file)
+        self.metrics = metrics.Metrics(every, file) if every and diagnostics.is_rank_zero() else None
+        self._watch: metrics.Watch | None = None
         self._layouts: dict[tuple[int, ...], preflight.Layout] = {}
         super().__init__(params, defaults)
 
@@ -263,6 +276,12 @@ class Muon(Optimizer):
         if self.being_wrapped:
             self._step_of_wrapper()
             return loss
+        step = 0
+        if self.metrics is not None:
+            # ZeRO-3 empties the groups that it does not step now, and has stepped some of them already.
+            first = next(group for group in self.param_groups if group["params"])
+            step = first["step"] + 1
+            self._watch = self.metrics.begin(step, local_of(first["params"][0]).device)
         self._clear_gradients_of_others()
         for group, indices, matrices, executors in self._preflight():
             self._reconcile_state(group)
@@ -272,6 +291,8 @@ class Muon(Optimizer):
                 self._muon_step(group, indices, matrices, executors)
             else:
                 self._adamw_step(group, indices)
+        if self.metrics is not None:
+            self.metrics.end(step, whole=self.partitions is None)
         return loss
 
     def _clear_gradients_of_others(self) -> None:
@@ -323,10 +344,18 @@ class Muon(Optimizer):
                 nesterov=group["nesterov"],
             )
 
+        names: dict[int, str] = {}
+        if self._watch is not None:
+            names = self._names_of(group, matrices)
+            self._watch.muon(names, {k: matrix.shape for k, matrix in enumerate(matrices)}, float(group["lr"]))
         for executor in executors:
+            executor.observer = None if self._watch is None else _observer(self._watch, names)
             dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
             orthogonalizer = Orthogonalizer(coefficients, dtype)
             for pieces, directions in executor.directions(active, updates_of, orthogonalizer):
+                if self._watch is not None:
+                    for piece, direction in zip(pieces, directions, strict=True):
+                        self._watch.direction(names[piece.param], direction, scales[piece.param])
                 update.apply_directions_(
                     [piece.of(params[piece.param]) for piece in pieces],
                     directions,
@@ -334,6 +363,9 @@ class Muon(Optimizer):
                     weight_decay=group["weight_decay"],
                     scales=[scales[piece.param] for piece in pieces],
                 )
+        if self._watch is not None:
+            for k, buffer in buffers.items():
+                self._watch.momentum(names[k], buffer)
 
     def _adamw_step(self, group: Group, indices: list[int]) -> None:
         params = [group["params"][i] for i in indices]
@@ -349,6 +381,28 @@ class Muon(Optimizer):
             eps=group["adamw_eps"],
             weight_decay=group["weight_decay"],
         )
+        if self._watch is not None:
+            for i, state in zip(indices, states, strict=True):
+                local = {key: local_of(value) for key, value in state.items()}
+                name = self._names_of(group, [preflight.Matrix(i, shape_of(group["params"][i]))])[0]
+                self._watch.adamw(name, local, group["adamw_betas"], group["adamw_eps"], float(group["lr"]))
+
+    def _names_of(self, group: Group, matrices: Sequence[preflight.Matrix]) -> dict[int, str]:
+        """A name for each matrix: its parameter's, numbered where a parameter is seen as several matrices."""
+        names = list(group.get("param_names") or [])
+        if self.partitions is not None:
+            names = [f"{len(names)} parameters, weight decay {group['weight_decay']:g}"] * len(group["params"])
+        elif not names:
+            number = next(k for k, other in enumerate(self.param_groups) if other is group)
+            names = [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+        given = [matrix.name or names[matrix.param] for matrix in matrices]
+        parts = Counter(given)
+        seen: Counter[str] = Counter()
+        found = {}
+        for k, name in enumerate(given):
+            found[k] = name if parts[name] == 1 else f"{name}[{seen[name]}]"
+            seen[name] += 1
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as in torch.
@@ -411,10 +465,18 @@ class Muon(Optimizer):
         super().__setstate__(state)
         if not hasattr(self, "_layouts"):  # a copied or unpickled optimizer
             self._layouts, self.wrapped_views, self.being_wrapped = {}, {}, False
-            self.partitions = self.replicate_group = None
+            self.partitions = self.replicate_group = self.metrics = self._watch = None
             self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
             self.offload_compute = "auto"
         for group in self.param_groups:
             group.setdefault("step", 0)
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+
+
+def _observer(watch: metrics.Watch, names: dict[int, str]) -> Observer:
+    def observe(unit: Unit, updates: Tensor, directions: Tensor) -> None:
+        runs = [(names[run.param], run.stop - run.start) for run in unit.runs]
+        watch.orthogonalized(runs, updates, directions)
+
+    return observe

@@ -54,12 +54,14 @@ class Matrix(NamedTuple):
         shape: of the whole, as it is stored.
         transposed: whether it is stored as ``(in, out)``.
         elements: those of its parameter in a flat partition; None where a parameter is no part of one.
+        name: of its parameter in a flat partition.
     """
 
     param: int
     shape: tuple[int, ...]
     transposed: bool = False
     elements: slice | None = None
+    name: str = ""
 
     @property
     def out_in(self) -> tuple[int, int]:
@@ -148,7 +150,10 @@ class Layout:
                         continue
                     for part in partition.slices:
                         elements = part.elements(partition.rank)
-                        found = [Matrix(i, s, part.view.transposed, elements) for s in part.view.shapes(part.shape)]
+                        found = [
+                            Matrix(i, shape, part.view.transposed, elements, part.name)
+                            for shape in part.view.shapes(part.shape)
+                        ]
                         stored += part.shared(partition.group)
                         matrices += found
                         homes += [partition.device] * len(found)

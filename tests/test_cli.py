@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -18,10 +19,10 @@ from tests.other_muons import gradients, halves, jordan_2025, moonlight_like, ru
 from tests.reference import relative_difference
 
 
-def doctor(**environment):
+def doctor(*arguments, **environment):
     program = Path(sys.executable).with_name("hf-muon")
     env = {**os.environ, "COLUMNS": "160", **environment}
-    return subprocess.run([program, "doctor"], capture_output=True, text=True, check=False, env=env)
+    return subprocess.run([program, "doctor", *arguments], capture_output=True, text=True, check=False, env=env)
 
 
 def test_doctor():
@@ -31,6 +32,16 @@ def test_doctor():
     assert "found: hf_muon_autoload:activate" in done.stdout
     for module in ("transformers.training_args", "transformers.trainer_optimizer"):
         assert re.search(rf"{re.escape(module)} +│ patched", done.stdout)
+
+
+def test_doctor_for_machines_and_for_bug_reports():
+    found = json.loads(doctor("--json").stdout)
+    assert found["accepted"] is True
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["hooks"]["transformers.training_args"] == "patched"
+    sentence = doctor().stdout.splitlines()[-1]
+    assert sentence.startswith("optim: muon is accepted with python 3.")
+    assert f"torch {torch.__version__}" in sentence
 
 
 def test_doctor_lists_the_hooks_of_llamafactory_v1():

@@ -14,6 +14,8 @@ from hf_muon.views import Cut
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from hf_muon.distributed.ownership import Unit
+
 
 class NewtonSchulz(Protocol):
     """Whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which come in `dtype`."""
@@ -52,8 +54,18 @@ UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
 """Moves the momentum of some pieces and gives their updates, which are not written to."""
 
 
+Observer = Callable[["Unit", Tensor, Tensor], None]
+"""Is shown a unit, its updates and its directions ``(B, m, n)``, on the rank that has orthogonalized it; reads only."""
+
+
 class Executor(Protocol):
-    """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again."""
+    """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again.
+
+    Attributes:
+        observer: is shown what this rank orthogonalizes, if anybody wants to see it.
+    """
+
+    observer: Observer | None
 
     @property
     def device(self) -> torch.device: ...

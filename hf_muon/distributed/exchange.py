@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
 from hf_muon.distributed.layout import Ranges, Stored
 from hf_muon.distributed.ownership import Unit, assign_owners
 
@@ -94,10 +94,21 @@ class Pattern:
         for members in alike.values():
             for position, rank in enumerate(members):
                 self._position[rank], self._replicas[rank] = position, len(members)
+        # Owners that are this far from one another in their replicas are sent the same.
+        self._period = math.lcm(*(len(members) for members in alike.values() if self.stored[members[0]]))
+        self._sent: dict[int, Tensor] = {}
 
     def sends(self, rank: int, owner: int) -> bool:
         """Whether a rank sends its part to the owner: of ranks that store the same, the one of the owner's replica."""
         return self.stored[rank] > 0 and self._position[owner] % self._replicas[rank] == self._position[rank]
+
+    def sent_to(self, owner: int) -> Tensor:
+        """Elements that each rank sends to the owner, ``(ranks,)``; what the owner has itself is among them."""
+        position = self._position[owner] % self._period
+        if position not in self._sent:
+            sent = [n if self.sends(rank, owner) else 0 for rank, n in enumerate(self.stored)]
+            self._sent[position] = torch.tensor(sent)
+        return self._sent[position]
 
 
 class Storage:
@@ -261,6 +272,7 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.storage = storage
         self.device = device
+        self.observer: Observer | None = None
         self.wire = wire
         self.max_bucket_bytes = max_bucket_bytes
         owners = assign_owners(units, storage.ranks, [storage.pattern(unit).holders for unit in units])
@@ -402,9 +414,11 @@ class Exchange:
             batch = torch.empty(unit.count, *unit.shape, dtype=self.wire, device=self.device)
             for block, data in found:
                 block.write(data, batch)
-            batch = newton_schulz(batch)
+            directions = newton_schulz(batch)
+            if self.observer is not None:
+                self.observer(unit, batch, directions)
             for block, data in leaving[k]:
-                block.read(batch, data)
+                block.read(directions, data)
         return send.to(self.carrier) if bucket.returns else send
 
     def _return(self, bucket: _Bucket, send: Tensor) -> _Transfer:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz, Piece, UpdatesOf
+from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
 from hf_muon.distributed.layout import Stored
 from hf_muon.distributed.ownership import Run, Unit
 
@@ -27,6 +27,7 @@ class LocalExecutor:
     ) -> None:
         self.stored = stored
         self.device = device
+        self.observer: Observer | None = None
         self.buckets: list[list[Unit]] = []
         room = 0
         for unit in units:
@@ -52,7 +53,11 @@ class LocalExecutor:
                 mine = updates[len(directions) : len(directions) + len(unit.runs)]
                 stacks = [update.reshape(-1, *unit.shape) for update in mine]  # each (b, m, n)
                 batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)  # (B, m, n)
-                parts = torch.split(newton_schulz(batch.to(self.device)), [len(stack) for stack in stacks])
+                whole = batch.to(self.device)
+                found = newton_schulz(whole)
+                if self.observer is not None:
+                    self.observer(unit, whole, found)
+                parts = torch.split(found, [len(stack) for stack in stacks])
                 directions += [part.view(update.shape) for part, update in zip(parts, mine, strict=True)]
             yield pieces, directions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,12 +29,14 @@ class Slice:
             last; equal where it holds none.
         start: where this rank's elements begin in its partition.
         view: how the parameter is seen as matrices.
+        name: of the parameter.
     """
 
     shape: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     start: int
     view: View = WHOLE
+    name: str = ""
 
     def elements(self, rank: int) -> slice:
         """Where the partition of this rank holds them."""
@@ -43,8 +46,13 @@ class Slice:
     def shared(self, group: ProcessGroup) -> list[Shared]:
         """The same as who stores which region of each matrix, or stack, that the parameter is seen as."""
         rows, columns = self.view.folded(self.shape)[-2:]
-        whole = Shared(group, tuple(FlatRegion((rows, columns), first, last) for first, last in self.bounds))
-        return whole.seen_as(self.view, self.shape)
+        return Shared(group, _flat_regions((rows, columns), self.bounds)).seen_as(self.view, self.shape)
+
+
+@lru_cache(maxsize=1024)
+def _flat_regions(matrix: tuple[int, int], bounds: tuple[tuple[int, int], ...]) -> Sequence[FlatRegion]:
+    """One object for parameters that are cut alike, by which an exchange knows them to be."""
+    return tuple(FlatRegion(matrix, first, last) for first, last in bounds)
 
 
 @dataclass(frozen=True)

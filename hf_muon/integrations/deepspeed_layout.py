@@ -136,7 +136,7 @@ def _contiguous(
                 first, last = bounds[rank]
                 name, view = names[param]
                 _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE)
+                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE, name)
                 truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
@@ -170,7 +170,7 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
                     truth = param.detach().reshape(-1)[first:last].clone()
                 name, view = names[param]
                 _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-                truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE), truth))
+                truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hf_muon.integrations.transformers import NAME, OURS
@@ -29,6 +31,34 @@ def patch_parser(module: Any) -> Callable[[], None] | str | None:
     setattr(checked_get_train_args, OURS, True)
     _replace(get_train_args, checked_get_train_args)
     return lambda: _replace(checked_get_train_args, get_train_args)
+
+
+def patch_plots(module: Any) -> Callable[[], None] | None:
+    """Have `plot_loss: true` draw Muon's metrics, too, where a run has logged some."""
+    plot_loss = module.plot_loss
+    if getattr(plot_loss, OURS, False):
+        return None
+
+    @functools.wraps(plot_loss)
+    def plot_metrics_too(save_dictionary: Any, keys: Any = ("loss",)) -> None:
+        plot_loss(save_dictionary, [*keys, *_logged_metrics(save_dictionary)])
+
+    setattr(plot_metrics_too, OURS, True)
+    module.plot_loss = plot_metrics_too
+
+    def undo() -> None:
+        module.plot_loss = plot_loss
+
+    return undo
+
+
+def _logged_metrics(folder: Any) -> list[str]:
+    """Names of what a Trainer has logged of Muon; of update RMS the mean alone."""
+    try:
+        history = json.loads((Path(folder) / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    except (OSError, ValueError, KeyError):
+        return []  # which is plot_loss's to complain about
+    return sorted({key for entry in history for key in entry if key.startswith("muon/") and key.count("/") == 1})
 
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:

@@ -88,7 +88,7 @@ def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | No
 
 
 def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
-    """Have the error of a checkpoint that cannot be loaded name the damaged file, and sequence parallel be right."""
+    """Have damaged checkpoints named when they cannot be loaded, metrics logged, and sequence parallel be right."""
     trainer = module.Trainer
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)
     if load is None:
@@ -108,14 +108,41 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
 
     setattr(load_or_explain, OURS, True)
     trainer._load_optimizer_and_scheduler = load_or_explain
+    log = trainer.log
+
+    @functools.wraps(log)
+    def log_with_metrics(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.args.optim == NAME:
+            add_metrics(self, logs)
+        log(self, logs, *args, **kwargs)
+
+    trainer.log = log_with_metrics
+
     undo_ulysses = ulysses.patch_trainer(module)
 
     def undo() -> None:
         trainer._load_optimizer_and_scheduler = load
+        trainer.log = log
         if undo_ulysses:
             undo_ulysses()
 
     return undo
+
+
+def add_metrics(trainer: Any, logs: dict[str, float]) -> None:
+    """Put what was measured since the last time beside a loss that is about to be logged, and the loss into its file.
+
+    Callbacks (TensorBoard, W&B, MLflow) and trainer_state.json then have it. Nothing happens where metrics are off.
+    """
+    optimizer = trainer.optimizer
+    while optimizer is not None and not hasattr(optimizer, "metrics"):  # accelerate's wrapper, ZeRO's
+        optimizer = getattr(optimizer, "optimizer", None)
+    metrics = getattr(optimizer, "metrics", None)
+    if metrics is None:
+        return
+    news = metrics.news() if "loss" in logs else {}
+    metrics.heard(trainer.state.global_step, logs)
+    logs.update(news)
 
 
 def _explain_damage(checkpoint: Path, error: BaseException) -> None:
@@ -141,6 +168,9 @@ def handle(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
     ready-made param groups.
     """
     config = config_from_arguments(context.args, context.optim_args)
+    if config.diagnostics_file is None:
+        file = os.path.join(context.args.output_dir or "", "muon_diagnostics.jsonl")
+        config = config.replace({"diagnostics_file": file})
     refuse_unsupported(context.args)
     refuse_plain_shards(context.model)
     warn_of_fsdp(context.args)

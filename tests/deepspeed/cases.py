@@ -378,3 +378,15 @@ def sent(rank, stage, zero=None):
     updates = sum(4 * math.prod(part.shape) for partition in optimizer.partitions.values() for part in partition.slices)
     engine.destroy()
     return counted.bytes, updates
+
+
+def cost(rank, stage):
+    """What `hf-muon plan` foretells of a step."""
+    engine, optimizer = engine_of(stage)
+    engine.backward(loss_of(engine, batches(0)[:4]))
+    with Counted() as counted:
+        engine.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    engine.destroy()
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return {"sent_bytes": counted.bytes, "flops": counted.flops, "state_bytes": held}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
 import torch
 
-from tests.deepspeed.cases import consolidated, made, sent, single, train
+from hf_muon import MuonConfig
+from hf_muon.plan import plan_step
+from tests.deepspeed.cases import consolidated, cost, made, sent, single, train
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 STAGES = {
@@ -186,6 +189,29 @@ def test_zero_to_fp32_finds_the_weights(ranks, stage, tmp_path):
     found = ranks.run(consolidated, path=str(tmp_path), stage=stage)[0]
     assert len(found) == 27
     assert all(found.values())
+
+
+@pytest.mark.parametrize("kind", ["2", "3", "3-cpu"])
+def test_metrics_change_nothing_and_have_names(ranks, kind, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    watched = ranks.run(train, last=4, diagnostics_every=2, diagnostics_file=str(file), **STAGES[kind])[0]
+    assert_equal(watched, ranks.run(train, last=4, **STAGES[kind])[0])
+    start, *steps = [json.loads(line) for line in file.read_text().splitlines()]
+    assert steps[0]["step"] == 2
+    names = [parameter["name"] for parameter in start["parameters"]]
+    known = dict(made().named_parameters())
+    watched_names = {n for n, value in zip(names, steps[0]["update_rms"], strict=True) if value is not None}
+    assert watched_names
+    assert watched_names <= known.keys()
+    assert all(tuple(p["shape"]) == known[p["name"]].shape for p in start["parameters"] if p["name"] in watched_names)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage):
+    found = ranks.run(cost, stage=stage)
+    plan = plan_step(made(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
+    for quantity in ("sent_bytes", "flops", "state_bytes"):
+        assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory import RIVALS, patch_parser, refuse_rivals
+from hf_muon.integrations.llamafactory import RIVALS, patch_parser, patch_plots, refuse_rivals
 
 
 @pytest.fixture
@@ -46,3 +47,21 @@ def test_modules_that_imported_the_function_already_are_guarded_too(parser):
     assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args is not original
     undo()
     assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args is original
+
+
+def test_plots_of_what_was_logged(tmp_path):
+    drawn = []
+    module = ModuleType("llamafactory.extras.ploting")
+    module.plot_loss = original = lambda folder, keys: drawn.append(keys)
+    undo = patch_plots(module)
+    assert patch_plots(module) is None
+    module.plot_loss(tmp_path, keys=["loss"])
+    history = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.0, "muon/stable_rank": 3.0, "muon/update_rms/mlp.up": 0.2},
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    module.plot_loss(tmp_path, keys=["loss", "eval_loss"])
+    assert drawn == [["loss"], ["loss", "eval_loss", "muon/stable_rank"]]
+    undo()
+    assert module.plot_loss is original

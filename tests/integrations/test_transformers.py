@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -308,6 +309,36 @@ class TestOptions:
     def test_set_optimizer(self, tmp_path):
         args = TrainingArguments(str(tmp_path), use_cpu=True).set_optimizer("muon", args="momentum=0.9")
         assert Trainer(model(), args).create_optimizer().param_groups[0]["momentum"] == 0.9
+
+
+class TestMetrics:
+    def test_the_log_and_a_file_have_them_and_weights_do_not_differ(self, tmp_path):
+        without, with_metrics = model(), model()
+        _, losses = train(without, tmp_path / "off")
+        assert not (tmp_path / "off" / "muon_diagnostics.jsonl").exists()
+        trainer, seen = train(
+            with_metrics,
+            tmp_path / "on",
+            optim_args=f"{OPTIONS.get('optim_args') or ''},diagnostics_every=2".strip(","),
+        )
+        assert seen == losses
+        assert all(torch.equal(a, b) for a, b in zip(without.parameters(), with_metrics.parameters(), strict=True))
+        lines = [json.loads(line) for line in (tmp_path / "on" / "muon_diagnostics.jsonl").read_text().splitlines()]
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logged = [entry for entry in lines if entry["event"] == "log" and "loss" in entry]
+        assert [(entry["step"], entry["loss"]) for entry in logged] == [
+            (entry["step"], pytest.approx(entry["loss"], rel=1e-5)) for entry in history
+        ]
+        steps = {line["step"]: line for line in lines if line["event"] == "step"}
+        assert list(steps) == list(range(2, STEPS + 1, 2))
+        for entry in history:
+            assert ("muon/update_rms" in entry) == (entry["step"] in steps)
+            if entry["step"] in steps:
+                line = steps[entry["step"]]
+                assert entry["muon/lr"] == line["muon_lr"]
+                values = [value for value in line["update_rms"] if value is not None]
+                assert entry["muon/update_rms"] == pytest.approx(sum(values) / len(values), rel=1e-4)
+        assert any(key.startswith("muon/update_rms/mlp.") for key in history[-1] | history[-2])
 
 
 class TestNonFinite:

@@ -1,0 +1,113 @@
+"""`hf-muon inspect`: which weights a run gives to Muon, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from hf_muon.routing import Route
+    from hf_muon.sources import Source
+
+SOURCE_HELP = (
+    "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a "
+    "card such as qwen3-8b. Weights are not read."
+)
+
+
+def inspect(
+    source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
+    optim_args: Annotated[str, typer.Option(help="Options of Muon, as in TrainingArguments; they win.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="A line for each parameter, layers not folded.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Show which weights go to Muon, which to AdamW, and why, before anything is trained."""
+    try:
+        from hf_muon.build import require_muon
+        from hf_muon.routing import route_parameters
+        from hf_muon.sources import read_source
+
+        found = read_source(source, optim_args)
+        routes = route_parameters(found.model, found.config)
+        if as_json:
+            print(json.dumps(_as_json(found, routes), indent=2))
+        else:
+            _show(found, routes, every)
+        require_muon(routes, type(found.model).__name__)
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(error)
+
+
+def fail(error: Exception | str) -> NoReturn:
+    """End with a sentence on stderr, and without a traceback."""
+    Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False, highlight=False)
+    raise typer.Exit(1)
+
+
+def console() -> Console:
+    """For tables: of the terminal's width, and as wide as they need to be where there is none."""
+    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200, soft_wrap=True)
+
+
+def _count(routes: Sequence[Route]) -> dict[str, int]:
+    return {"parameters": len(routes), "weights": sum(math.prod(route.shape) for route in routes)}
+
+
+def _frozen(source: Source) -> dict[str, int]:
+    sizes = [p.numel() for p in source.model.parameters() if not p.requires_grad]
+    return {"parameters": len(sizes), "weights": sum(sizes)}
+
+
+def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
+    return {
+        "source": source.title,
+        "model": type(source.model).__name__,
+        "notes": source.notes,
+        "muon": _count([route for route in routes if route.use_muon]),
+        "adamw": _count([route for route in routes if not route.use_muon]),
+        "frozen": _frozen(source),
+        "parameters": [
+            {
+                "name": route.name,
+                "shape": list(route.shape),
+                "route": "muon" if route.use_muon else "adamw",
+                "reason": route.reason,
+                "weight_decay": route.decay,
+            }
+            for route in routes
+        ],
+    }
+
+
+def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
+    rows: dict[tuple[str, ...], int] = {}
+    for route in routes:
+        name = route.name if every else re.sub(r"(?<=\.)\d+(?=\.)", "*", route.name)
+        shape = "x".join(map(str, route.shape)) or "scalar"
+        key = (name, shape, "muon" if route.use_muon else "adamw", "yes" if route.decay else "no", route.reason)
+        rows[key] = rows.get(key, 0) + 1
+    table = Table(title=f"{type(source.model).__name__}, {source.title}", title_justify="left")
+    for heading in ("parameters", "shape", "count", "optimizer", "decay", "reason"):
+        table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
+    for (name, shape, to, decay, reason), count in rows.items():
+        table.add_row(name, shape, str(count), to, decay, reason, style="green" if to == "muon" else None)
+    screen = console()
+    screen.print(table, markup=False)
+    weights = sum(math.prod(route.shape) for route in routes) or 1
+    for name, use_muon in (("muon", True), ("adamw", False)):
+        count_of = _count([route for route in routes if route.use_muon == use_muon])
+        share = count_of["weights"] / weights
+        screen.print(f"{name}: {count_of['parameters']} parameters, {count_of['weights']:,} weights ({share:.1%})")
+    frozen = _frozen(source)
+    if frozen["parameters"]:
+        screen.print(f"frozen: {frozen['parameters']} parameters, {frozen['weights']:,} weights")
+    for note in source.notes:
+        screen.print(note, style="yellow", markup=False, highlight=False)

@@ -1,0 +1,53 @@
+"""A plan, made in one process, against what ranks measure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_muon import MuonConfig
+from hf_muon.plan import plan_step
+from tests.distributed.plan_cases import measured
+from tests.distributed.training import Model
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "options"),
+    [
+        ("ddp", 2, {}),
+        ("ddp", 4, {"comm_dtype": "bf16"}),
+        ("fsdp", 2, {"ns_steps": 3}),
+        ("fsdp", 4, {"comm_dtype": "bf16", "max_bucket_bytes": 4096}),
+        ("hsdp", 4, {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, options, dtype):
+    found = pools[ranks].run(measured, layout=layout, dtype=dtype, **options)
+    config = MuonConfig.from_mapping({"ns_dtype": "fp32", **options})
+    with torch.device("meta"):
+        model = Model()
+    plan = plan_step(model, config, layout, ranks, dtype=getattr(torch, dtype))
+    for quantity in ("sent_bytes", "flops", "state_bytes"):
+        assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
+
+
+def test_one_process():
+    found = measured(0, "single")
+    plan = plan_step(Model(), MuonConfig(ns_dtype="fp32"), "single", 1)
+    assert (plan.flops, plan.state_bytes, plan.sent_bytes) == ([found["flops"]], [found["state_bytes"]], [0])
+    assert plan.balance == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "replicas", "message"),
+    [
+        ("fdsp", 2, 1, "layout='fdsp' is not valid. Valid: single, ddp, fsdp"),
+        ("fsdp", 0, 1, "ranks=0 is not valid"),
+        ("single", 2, 1, "layout=single is one process, and ranks=2"),
+        ("hsdp", 4, 3, "replicas=3 do not divide ranks=4"),
+    ],
+)
+def test_refused(layout, ranks, replicas, message):
+    with pytest.raises(ValueError, match=message):
+        plan_step(Model(), MuonConfig(), layout, ranks, replicas=replicas)
