@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,9 +66,25 @@ def run(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    shown = f"{' '.join(map(str, command))}\nexit code {process.returncode}\n{output[-6000:]}"
-    assert (process.returncode != 0) is fails, shown
+    assert (process.returncode != 0) is fails, _shown(command, process.returncode, output)
     return output
+
+
+_TELLING = re.compile(r"error|exception|terminate|signal|exitcode|abort|refuse|killed", re.IGNORECASE)
+
+
+def _shown(command: Sequence[object], code: int, output: str) -> str:
+    """What a reader needs of a process that ended as it should not; reports are cut at their end, causes come first."""
+    lines = output.splitlines()
+    telling = [line[:300] for line in lines if _TELLING.search(line)]
+    return "\n".join(
+        [
+            f"{' '.join(map(str, command))}\nexit code {code}",
+            *telling[:30],
+            "--- the end of what it printed",
+            output[-6000:],
+        ]
+    )
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -295,6 +295,13 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
             if case.get("alone"):
                 raise
             result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            # Where only some ranks have met it, the others abort soon, and nothing else tells why.
+            print(
+                f"rank {os.environ.get('RANK', '0')}, case {case['name']}:",
+                result["traceback"],
+                file=sys.stderr,
+                flush=True,
+            )
         if os.environ.get("RANK", "0") == "0":
             torch.save(result, folder / f"{case['name']}.pt")
         cpu_fsdp.forget_accelerator()
