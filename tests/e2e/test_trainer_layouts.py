@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import os
 import shutil
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -226,7 +228,7 @@ class Stages:
         config = self.folder / "accelerate.yaml"
         config.write_text(yaml.safe_dump(ACCELERATE_CONFIG), encoding="utf-8")
         command = [BIN / "accelerate", "launch", "--config_file", config, "--main_process_port", "0", worker.__file__]
-        return run([*command, self.folder, self.write(launched())], cwd=self.folder, PYTHONPATH=str(ROOT))
+        return self.launch([*command, self.folder, self.write(launched())])
 
     def _alone(self) -> str:
         self.run("two")
@@ -254,8 +256,21 @@ class Stages:
         return self.start(damaged(), *TORCHRUN, "--nproc-per-node", "2", fails=True)
 
     def start(self, cases: list[Case], *launcher: str, fails: bool = False) -> str:
-        arguments = (*launcher, worker.__file__, self.folder, self.write(cases))
-        return python(*arguments, cwd=self.folder, fails=fails, PYTHONPATH=str(ROOT))
+        return self.launch([sys.executable, *launcher, worker.__file__, self.folder, self.write(cases)], fails=fails)
+
+    def launch(self, command: list[object], *, fails: bool = False) -> str:
+        """Run a start of processes; once more, with a warning, where they were lost without an error of their own.
+
+        Errors of a case are its result and end no process. What ends one is a signal, or a connection that broke on a
+        busy machine.
+        """
+        try:
+            return run(command, cwd=self.folder, fails=fails, PYTHONPATH=str(ROOT))
+        except AssertionError as error:
+            if fails:
+                raise
+            warnings.warn(f"these processes were lost, and are started again:\n{error}", stacklevel=1)
+            return run(command, cwd=self.folder, PYTHONPATH=str(ROOT))
 
     def write(self, cases: list[Case]) -> Path:
         path = self.folder / f"{cases[0]['name']}.json"
