@@ -47,7 +47,8 @@ $(DS)/.made: pyproject.toml constraints-deepspeed.txt
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
 
-test: $(VENV)/.made $(LF)/.made $(DS)/.made
+test:
+	@$(MAKE) --no-print-directory -j2 install
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
 	@echo "== DeepSpeed"
