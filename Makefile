@@ -21,7 +21,9 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	@echo "== making $(VENV): the newest supported stack (some minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt torch
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,trl]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,trl,browser]"
+	@# Some 100 MB, for the test that opens a page; it says why it skips where there is no browser.
+	-tests/get_chromium $(VENV)
 	@touch $@
 
 $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt

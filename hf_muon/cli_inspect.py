@@ -80,6 +80,7 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
                 "shape": list(route.shape),
                 "route": "muon" if route.use_muon else "adamw",
                 "reason": route.reason,
+                "view": route.view,
                 "weight_decay": route.decay,
             }
             for route in routes
@@ -89,16 +90,19 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
 
 def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
     rows: dict[tuple[str, ...], int] = {}
+    cut = any(route.view for route in routes)
     for route in routes:
         name = route.name if every else re.sub(r"(?<=\.)\d+(?=\.)", "*", route.name)
         shape = "x".join(map(str, route.shape)) or "scalar"
-        key = (name, shape, "muon" if route.use_muon else "adamw", "yes" if route.decay else "no", route.reason)
+        to = "muon" if route.use_muon else "adamw"
+        key = (name, shape, to, "yes" if route.decay else "no", route.reason, route.view)
         rows[key] = rows.get(key, 0) + 1
     table = Table(title=f"{type(source.model).__name__}, {source.title}", title_justify="left")
-    for heading in ("parameters", "shape", "count", "optimizer", "decay", "reason"):
+    for heading in ("parameters", "shape", "count", "optimizer", "decay", "reason", *(["seen as"] if cut else [])):
         table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
-    for (name, shape, to, decay, reason), count in rows.items():
-        table.add_row(name, shape, str(count), to, decay, reason, style="green" if to == "muon" else None)
+    for (name, shape, to, decay, reason, view), count in rows.items():
+        cells = (name, shape, str(count), to, decay, reason, *([view] if cut else []))
+        table.add_row(*cells, style="green" if to == "muon" else None)
     screen = console()
     screen.print(table, markup=False)
     weights = sum(math.prod(route.shape) for route in routes) or 1

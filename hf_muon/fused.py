@@ -70,11 +70,15 @@ class Layout(NamedTuple):
         transposed: whether as ``(in, out)``.
         fused: the projections that its output dim is made of; None where it is one.
         experts: the number of experts, one below the other, in a weight of two dims; 0 for none.
+        stack: whether its three dims are known to be a stack of matrices.
+        flat: whether its three dims are known to be a matrix whose columns have two dims.
     """
 
     transposed: bool = False
     fused: Fused | None = None
     experts: int = 0
+    stack: bool = False
+    flat: bool = False
 
 
 def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, parent: nn.Module | None) -> Layout:
@@ -93,7 +97,8 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
     transposed = bool(getattr(owner, "is_transposed", False)) or not known.isdisjoint(_TRANSPOSED.get(name, ()))
     holder, word = (parent, leaf) if name == "weight" else (owner, name)
     fused = _fused(word, holder, shape[-1 if transposed else -2]) if holder is not None and len(shape) < 4 else None
-    return Layout(transposed, fused)
+    stack, flat = (not known.isdisjoint(classes.get(name, ())) for classes in (_STACKS, _FLAT))
+    return Layout(transposed, fused, stack=stack, flat=flat)
 
 
 def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
@@ -104,13 +109,25 @@ def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
     return Fused((Part("head", rows, head),)) if head and rows > head and rows % head == 0 else None
 
 
-# Classes of modules whose weights are (in, out), by the name of the weight.
+# Classes of modules by the name of a weight: those in which it is (in, out),
 _TRANSPOSED = {
     "weight": ("Conv1D", "AriaGroupedExpertsGemm"),
     "gate_up_proj": ("Llama4TextExperts",),
     "down_proj": ("Llama4TextExperts",),
     "mm_input_projection_weight": ("Gemma3MultiModalProjector",),
+    "input_gate_weight": ("RecurrentGemmaRglru",),
+    "recurrent_gate_weight": ("RecurrentGemmaRglru",),
+    **dict.fromkeys("qkvr", ("XLNetRelativeAttention",)),
 }
+# those in which it is a matrix for each head,
+_STACKS = {
+    "x_proj_weight": ("ZambaMambaMixer",),
+    "dt_proj_weight": ("ZambaMambaMixer",),
+    "input_gate_weight": ("RecurrentGemmaRglru",),
+    "recurrent_gate_weight": ("RecurrentGemmaRglru",),
+}
+# and those in which it is (hidden, heads, size of a head).
+_FLAT = dict.fromkeys("qkvor", ("XLNetRelativeAttention",))
 
 
 def _classes(module: nn.Module) -> set[str]:
@@ -298,5 +315,6 @@ _RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("in_proj", r"\bZambaMambaMixer\b", _in_turns),
     ("in_proj", r"\b(Mamba|FalconMamba|Jamba)(Mamba)?Mixer\b", _equal("x", "gate")),
     ("x_proj", r"\b(Mamba|FalconMamba|Jamba)(Mamba)?Mixer\b", _state_space_inputs),
+    ("x_proj_weight", r"\bZambaMambaMixer\b", _state_space_inputs),
     ("in_proj", r"(Mamba2\w*|Zamba2MambaMixer|BambaMixer|GraniteMoeHybridMambaLayer|FalconH1Mixer)\b", _state_space),
 )

@@ -26,6 +26,7 @@ FILE = "muon_diagnostics.jsonl"
 VARIABLE = "HF_MUON_DIAG"
 MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank")
 _ROOTS = ("update_rms", "momentum_rms")  # whose values are summed squares
+MOST_PARTS = 8  # of one weight that have numbers of their own; of more, as with per_head, the mean stands for all
 _POWER_STEPS = 12
 _CHUNK = 2**22  # elements of AdamW's moments that are looked at together
 
@@ -110,6 +111,7 @@ class Watch:
         self.step = step
         self.rates: dict[str, float] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stepped: set[int] = set()  # partitions of ZeRO, by id
         self._keys: list[tuple[str, str, int]] = []
         self._values: list[Tensor] = []
 
@@ -239,7 +241,7 @@ class Metrics:
 
         Args:
             step: its number.
-            whole: whether it is over; ZeRO steps one partition after the other.
+            whole: whether it is over; otherwise more of it follows.
         """
         if step in self._began and self._clock is not None:
             self._ended[step] = self._clock.now()

@@ -292,8 +292,15 @@ class Muon(Optimizer):
             else:
                 self._adamw_step(group, indices)
         if self.metrics is not None:
-            self.metrics.end(step, whole=self.partitions is None)
+            self.metrics.end(step, whole=self._all_stepped())
         return loss
+
+    def _all_stepped(self) -> bool:
+        """Whether a watched step is over; ZeRO takes it partition by partition."""
+        if self.partitions is None or self._watch is None:
+            return True
+        self._watch.stepped.update(id(param) for group in self.param_groups for param in group["params"])
+        return self._watch.stepped.issuperset(map(id, self.partitions))
 
     def _clear_gradients_of_others(self) -> None:
         """Zeros where a partition has no gradient, in place of what lies in that memory."""
@@ -388,7 +395,7 @@ class Muon(Optimizer):
                 self._watch.adamw(name, local, group["adamw_betas"], group["adamw_eps"], float(group["lr"]))
 
     def _names_of(self, group: Group, matrices: Sequence[preflight.Matrix]) -> dict[int, str]:
-        """A name for each matrix: its parameter's, numbered where a parameter is seen as several matrices."""
+        """A name for each matrix: its parameter's, numbered where a parameter is seen as a few matrices."""
         names = list(group.get("param_names") or [])
         if self.partitions is not None:
             names = [f"{len(names)} parameters, weight decay {group['weight_decay']:g}"] * len(group["params"])
@@ -400,7 +407,7 @@ class Muon(Optimizer):
         seen: Counter[str] = Counter()
         found = {}
         for k, name in enumerate(given):
-            found[k] = name if parts[name] == 1 else f"{name}[{seen[name]}]"
+            found[k] = f"{name}[{seen[name]}]" if 1 < parts[name] <= metrics.MOST_PARTS else name
             seen[name] += 1
         return found
 

@@ -162,8 +162,8 @@ class _Rules:
     def _view(self, place: Place) -> tuple[str, str]:
         """How a weight is seen as matrices, and what it is, in words."""
         layout = _layout(place)
-        what = "hidden matrix" if len(place.shape) == 2 else "stack of hidden matrices"
-        words = ["transposed"] if layout.transposed else []
+        what = "hidden matrix" if len(place.shape) == 2 or layout.flat else "stack of hidden matrices"
+        words = [word for word, holds in (("transposed", layout.transposed), ("flat", layout.flat)) if holds]
         leaf, parent = place.home
         fused = layout.fused
         if fused is not None:
@@ -293,7 +293,8 @@ def _not_hidden_matrices(place: Place) -> str | None:
     if place.is_kernel:
         return None
     if len(place.shape) == 3 and _is_matrix(place.shape):
-        if place.shape[0] in counts or "expert" in place.module_name.lower():
+        layout = _layout(place)
+        if layout.stack or layout.flat or place.shape[0] in counts or "expert" in place.module_name.lower():
             return None
         return "three dims, not known as a stack of matrices (muon_patterns opts in)"
     if not _is_matrix(place.shape):

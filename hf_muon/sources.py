@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 # What tells a YAML of LLaMA-Factory v0, which trains LoRA factors unless it says otherwise, from one of another script.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
+# What a configuration that names no class is taken for, the first that knows it; LLaMA-Factory's order.
+_AUTO = (
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCausalLM",
+    "AutoModel",
+)
 # The fields of TrainingArguments that Muon's options start from, with their defaults.
 _TRAINING_ARGUMENTS: dict[str, Any] = {
     "learning_rate": 5e-5,
@@ -144,7 +152,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _no_model(text: Any, error: BaseException) -> ValueError:
-    return ValueError(f"{text}: no model can be made of it: {type(error).__name__}: {error}")
+    return ValueError(f"{text}: no model can be made of it: {type(error).__name__}: {_first_line(error)}")
 
 
 def _made(text: Any, config: Any) -> nn.Module:
@@ -152,9 +160,10 @@ def _made(text: Any, config: Any) -> nn.Module:
     import torch
     import transformers
 
-    causal: Any = transformers.AutoModelForCausalLM
+    known: list[Any] = [auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping]
+    from_config = (known or [transformers.AutoModelForCausalLM])[0].from_config
     try:
-        make = getattr(transformers, next(iter(config.architectures or []), ""), causal.from_config)
+        make = getattr(transformers, next(iter(config.architectures or []), ""), from_config)
         made: nn.Module
         try:
             with torch.device("meta"):

@@ -15,6 +15,7 @@ from hf_muon import diagnostics, update
 from hf_muon.distributed import Shared, is_dtensor, local_of, shape_of
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.preflight import Layout
+from hf_muon.views import views_of
 
 Group = Mapping[str, Any]
 
@@ -39,13 +40,14 @@ def report(groups: Sequence[Group], layout: Layout) -> str:
     """
     kinds: dict[tuple[str, ...], int] = {}
     for group, places in zip(groups, layout.places, strict=True):
-        for i, (param, place) in enumerate(zip(group["params"], places, strict=True)):
-            kind = (_name(group, i), _tensor(param), _grad(param), _how(group, param, place))
+        for i, (param, place, view) in enumerate(zip(group["params"], places, views_of(group), strict=True)):
+            kind = (_name(group, i), _tensor(param), view, _grad(param), _how(group, param, place))
             kinds[kind] = kinds.get(kind, 0) + 1
     lines = [f"the first step of Muon, as rank 0 sees it ({_world()}):"]
-    for (name, param, grad, how), count in kinds.items():
-        lines += [f"{name}" + (f"  ({count} of them)" if count > 1 else "")]
-        lines += [f"    parameter  {param}", f"    gradient   {grad}", f"    step       {how}"]
+    for (name, param, view, grad, how), count in kinds.items():
+        lines += [f"{name}" + (f"  ({count} of them)" if count > 1 else ""), f"    parameter  {param}"]
+        lines += [f"    seen as    {view}"] if view else []
+        lines += [f"    gradient   {grad}", f"    step       {how}"]
     lines += [f"cannot be stepped: {complaint}" for complaint in layout.complaints]
     return "\n".join(lines)
 

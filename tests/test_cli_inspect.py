@@ -20,6 +20,7 @@ from hf_muon.cards import CARDS
 from hf_muon.cli import app
 from hf_muon.plan import plan_step
 from hf_muon.sources import model_from, read_source
+from tests.zoo import expected
 
 YAMLS = sorted((Path(__file__).parent.parent / "examples" / "yaml").glob("*.yaml"))
 
@@ -57,8 +58,8 @@ class TestInspect:
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         routes = route_parameters(model)
-        assert [(p["name"], tuple(p["shape"]), p["route"], p["reason"]) for p in found["parameters"]] == [
-            (r.name, r.shape, "muon" if r.use_muon else "adamw", r.reason) for r in routes
+        assert [tuple(p[k] for k in ("name", "shape", "route", "reason", "view")) for p in found["parameters"]] == [
+            (r.name, list(r.shape), "muon" if r.use_muon else "adamw", r.reason, r.view) for r in routes
         ]
         for side, use_muon in (("muon", True), ("adamw", False)):
             mine = [r.parameter.numel() for r in routes if r.use_muon is use_muon]
@@ -77,6 +78,22 @@ class TestInspect:
         assert re.split(r" *│ *", row)[1:-1] == ["40x16", "6", "muon", "yes", "hidden matrix"]
         assert "model.layers.2.mlp.up_proj.weight" in call("inspect", small[1], "--all").stdout
         assert re.search(r"muon: 42 parameters, [\d,]+ weights \(\d+\.\d%\)", done.stdout)
+
+    def test_how_weights_are_seen(self, tmp_path):
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "vocab_size": 60, **sizes}))
+        found = {p["name"]: p["view"] for p in json.loads(call("inspect", tmp_path, "--json").stdout)["parameters"]}
+        assert found["model.layers.1.mlp.experts.gate_up_proj"] == "transposed, columns 24*(1+1)"
+        assert found["model.layers.1.mlp.experts.down_proj"] == "transposed"
+        assert {view for name, view in found.items() if "experts" not in name} == {""}
+        done = call("inspect", tmp_path)
+        row = re.search(r"model\.layers\.\*\.mlp\.experts\.gate_up_proj .*", done.stdout)[0]
+        reason = "stack of hidden matrices: gate, up"
+        assert re.split(r" *│ *", row)[1:-1] == [
+            *("4x16x48", "2", "muon", "yes", reason, "transposed, columns 24*(1+1)")
+        ]  # fmt: skip
+        done = call("inspect", tmp_path, "--json", "--optim-args", "split_fused=false")
+        assert {p["view"] for p in json.loads(done.stdout)["parameters"]} == {"", "transposed"}
 
     @pytest.mark.parametrize(
         "path", [path for path in YAMLS if "accelerate" not in path.name], ids=lambda path: path.name
@@ -147,7 +164,7 @@ class TestInspect:
             ("run.yaml", "model_name_or_path: SMALL\noptim: muon\nuse_muon: true", "two different optimizers"),
             ("run.yaml", "model_name_or_path: SMALL\nlora_target: nothing_like_it", "LoRA cannot be added"),
             ("config.json", "{", "config.json: no model can be made of it"),
-            ("config.json", '{"model_type": "unheard"}', "config.json: no model can be made of it"),
+            ("config.json", '{"model_type": "unheard"}', r"config.json: no model can be made of it: .*`unheard`.*\n$"),
         ],
     )
     def test_refused(self, small, tmp_path, monkeypatch, name, content, message):
@@ -160,11 +177,34 @@ class TestInspect:
         assert (done.exit_code, type(done.exception)) == (1, SystemExit)
         assert re.search(message, done.stderr), done.stderr
 
-    def test_refused_as_a_process(self):
-        done = as_process("inspect", "nowhere", "--json")
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["inspect", "nowhere", "--json"], "nowhere does not exist. Name a model's directory"),
+            (["report", "nowhere"], "nowhere does not exist. Name a run's output directory"),
+        ],
+    )
+    def test_refused_as_a_process(self, words, message):
+        done = as_process(*words)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith("nowhere does not exist")
+        assert done.stderr.startswith(message)
         assert "Traceback" not in done.stderr
+
+    def test_a_mixture_of_experts_as_a_process(self):
+        """Qwen3-30B-A3B: what the golden table has."""
+        done = as_process("inspect", "qwen3-30b-a3b", "--json")
+        found = json.loads(done.stdout)
+        share = found["muon"]["weights"] / (found["muon"]["weights"] + found["adamw"]["weights"])
+        assert f"muon: {found['muon']['weights']:,} weights, {share:.1%}" in expected("qwen3_moe")
+        assert share > 0.95
+
+    @pytest.mark.parametrize(
+        ("kind", "made"),
+        [("t5", "T5ForConditionalGeneration"), ("whisper", "WhisperForConditionalGeneration"), ("vit", "ViTModel")],
+    )
+    def test_a_configuration_that_names_no_class(self, tmp_path, kind, made):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert type(model_from(tmp_path)).__name__ == made
 
 
 class TestPlan:

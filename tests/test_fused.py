@@ -158,7 +158,7 @@ MODELS = {
             "attn_layer_offset": 1,
             "use_mamba_kernels": False,
         },
-        {"x, gate"},
+        {"x, gate", "dt, B, C"},
     ),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**LLAMA, "layer_types": ["conv", "full_attention"]}, {"B, C, x"}),
     "qwen3_next": (

@@ -107,6 +107,7 @@ class TestStableRank:
         (["model.layers.3.mlp.experts.7.up_proj.weight"], [(3, "mlp.experts.*.up_proj")]),
         (["a.model.layers.0.q.lora_A.default.weight"], [(0, "q.lora_A")]),
         (["layers.0.qkv.weight[2]", "lm_head.weight"], [(0, "qkv[2]"), (None, "lm_head")]),
+        (["model.layers.1.mlp.experts.gate_up_proj[1]"], [(1, "mlp.experts.gate_up_proj[1]")]),
         (
             ["model.encoder.layers.1.fc.weight", "model.decoder.layers.1.fc.weight"],
             [(1, "encoder.layers fc"), (1, "decoder.layers fc")],
@@ -116,6 +117,35 @@ class TestStableRank:
 )
 def test_layers_and_kinds(names, places):
     assert metrics.places_of(names) == places
+
+
+def test_a_few_parts_of_a_weight_have_numbers_of_their_own_and_of_many_the_mean_stands(tmp_path):
+    weights, grads = [torch.randn(18, 6) for _ in range(2)], [torch.randn(18, 6) for _ in range(2)]
+    views = ["rows 2*(4+5)", "rows 9x2"]
+    file = tmp_path / "d.jsonl"
+    options = {"diagnostics_every": 1, "ns_dtype": "fp32", "adjust_lr_fn": "original", "nesterov": False}
+    params = [nn.Parameter(w) for w in weights]
+    named = [(f"layers.0.{name}.weight", p) for name, p in zip(("qk", "heads"), params, strict=True)]
+    optimizer = Muon([{"params": named, "views": views}], diagnostics_file=str(file), **options)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    start, line = lines_of(file)
+    assert [(p["name"], p["kind"], p["shape"]) for p in start["parameters"]] == [
+        ("layers.0.qk.weight[0]", "qk[0]", [8, 6]),
+        ("layers.0.qk.weight[1]", "qk[1]", [10, 6]),
+        ("layers.0.heads.weight", "heads", [2, 6]),
+    ]
+    directions = [
+        *(orthogonalize(grads[0].view(2, 9, 6)[:, s].reshape(-1, 6), ns_dtype="fp32") for s in (slice(4), slice(4, 9))),
+        orthogonalize(grads[1].view(9, 2, 6), ns_dtype="fp32"),
+    ]
+    for i, direction in enumerate(directions):
+        scale = max(1, direction.size(-2) / 6) ** 0.5
+        assert line["update_rms"][i] == pytest.approx(scale * direction.square().mean().sqrt().item(), rel=1e-4)
+        assert line["orthogonality_error"][i] == pytest.approx(
+            metrics.orthogonality_error(direction.reshape(-1, *direction.shape[-2:])).mean().item(), rel=1e-3
+        )
 
 
 def test_a_refused_step_leaves_no_line(tmp_path):

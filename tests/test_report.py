@@ -13,8 +13,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+from hf_muon import Muon
 from hf_muon.cli import app
 from hf_muon.metrics import FILE
 
@@ -61,7 +64,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.titles, self.legends, self.data, self.links, self.tags = [], {}, {}, [], []
+        self.titles, self.legends, self.data, self.links, self.tags, self.cells = [], {}, {}, [], [], []
         self._in = []
         self.feed(text)
 
@@ -78,6 +81,8 @@ class Page(HTMLParser):
         tag, attributes = self._in[-1] if self._in else ("", {})
         if tag == "h2":
             self.titles.append(data)
+        elif tag in ("th", "td"):
+            self.cells.append(data)
         elif tag == "li":
             self.legends.setdefault(self.titles[-1], []).append(data)
         elif attributes.get("type") == "application/json":
@@ -115,6 +120,22 @@ def test_numbers_are_those_of_the_file(tmp_path):
     assert found.data["Time share of the optimizer"]["optimizer step"][10] == 5
     assert found.legends["Update RMS by kind"] == list(KINDS)
     assert "rank 0 of 4: what it orthogonalizes" in text
+
+
+def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
+    named = [(f"model.layers.{i}.mlp.gate_up_proj.weight", nn.Parameter(torch.randn(8, 6))) for i in range(2)]
+    options = {"diagnostics_every": 1, "diagnostics_file": str(tmp_path / FILE)}
+    optimizer = Muon([{"params": named, "views": ["rows 4+4"] * 2}], **options)
+    for _, param in named:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert report(tmp_path).exit_code == 0
+    found = Page((tmp_path / "muon_report.html").read_text())
+    kinds = ["mlp.gate_up_proj[0]", "mlp.gate_up_proj[1]"]
+    assert list(found.data["Update RMS by kind"]) == kinds
+    assert list(found.data["Update RMS by layer"]) == ["layer 0", "layer 1"]
+    assert [cell for cell in found.cells if "." not in cell or cell in kinds] == [*kinds, "0", "1"]
+    assert len(found.cells) == len(kinds) + 2 * 3
 
 
 def test_the_page_needs_nothing_else_and_names_cannot_break_out(tmp_path):
@@ -208,19 +229,19 @@ def test_as_a_process(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium: the one named by HF_MUON_CHROMIUM, one on the path, or playwright's own."""
+    """Chromium: the one named by HF_MUON_CHROMIUM, beside python, on the path, or playwright's own."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
     )
-    named = os.environ.get("HF_MUON_CHROMIUM") or next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = (shutil.which(name, path=path) for name in ("chromium", "chromium-browser", "google-chrome"))
+    named = os.environ.get("HF_MUON_CHROMIUM") or next(filter(None, found), None)
     with playwright.sync_playwright() as driver:
         if named is None and not Path(driver.chromium.executable_path).exists():
-            pytest.skip("no browser: name one in HF_MUON_CHROMIUM, or run `playwright install chromium`")
-        found = driver.chromium.launch(executable_path=named, args=["--no-sandbox"])
-        yield found
-        found.close()
+            pytest.skip("no browser: tests/get_chromium has found none (HF_MUON_CHROMIUM may name one)")
+        opened = driver.chromium.launch(executable_path=named, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
 
 
 def test_in_a_browser(browser, tmp_path):

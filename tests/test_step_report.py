@@ -64,6 +64,18 @@ def test_layers_are_told_together(told, monkeypatch):
     assert len(report.splitlines()) == 5
 
 
+def test_how_a_weight_is_seen(told, monkeypatch):
+    monkeypatch.setenv("HF_MUON_DIAG", "1")
+    model = nn.MultiheadAttention(4, 2, bias=False)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    build_optimizer(model).step()
+    (report,) = told()
+    lines = report.splitlines()
+    assert lines[lines.index("in_proj_weight") + 2] == "    seen as    rows 4+4+4"
+    assert len(lines) == 1 + 5 + 4
+
+
 @pytest.mark.parametrize("value", [None, "", "0", "false"])
 def test_nothing_otherwise(value, optimizer, told, monkeypatch, capsys):
     for variable in ("HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG"):

@@ -113,11 +113,15 @@ def tokens_of(step, micro, accumulate, place, shards):
     return rows.chunk(shards)[place]
 
 
-def see(optimizer):
-    """See fused projections part by part, experts as transposed and interleaved, and another matrix in bands."""
+def view_of(name):
+    """Fused projections part by part, experts as transposed and interleaved, and another matrix in bands."""
     words = {"qkv": "rows 14+14+14", "up_proj": "transposed, columns 9*(1+1)", "down": "rows 4*(3+2)"}
+    return next((view for word, view in words.items() if word in name), "")
+
+
+def see(optimizer):
     muon = optimizer.param_groups[0]
-    muon["views"] = [next((v for w, v in words.items() if w in n), "") for n in muon["param_names"]]
+    muon["views"] = [view_of(name) for name in muon["param_names"]]
 
 
 def single(
@@ -382,7 +386,7 @@ def sent(rank, stage, zero=None):
 
 def cost(rank, stage):
     """What `hf-muon plan` foretells of a step."""
-    engine, optimizer = engine_of(stage)
+    engine, optimizer = engine_of(stage, viewed=True)
     engine.backward(loss_of(engine, batches(0)[:4]))
     with Counted() as counted:
         engine.step()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_muon import MuonConfig
-from hf_muon.plan import plan_step
-from tests.deepspeed.cases import consolidated, cost, made, sent, single, train
+from hf_muon import MuonConfig, plan
+from tests.deepspeed.cases import consolidated, cost, made, sent, single, train, view_of
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 STAGES = {
@@ -191,27 +191,38 @@ def test_zero_to_fp32_finds_the_weights(ranks, stage, tmp_path):
     assert all(found.values())
 
 
-@pytest.mark.parametrize("kind", ["2", "3", "3-cpu"])
-def test_metrics_change_nothing_and_have_names(ranks, kind, tmp_path):
-    file = tmp_path / "lines.jsonl"
-    watched = ranks.run(train, last=4, diagnostics_every=2, diagnostics_file=str(file), **STAGES[kind])[0]
-    assert_equal(watched, ranks.run(train, last=4, **STAGES[kind])[0])
+def parameters_of(file):
+    """What a run has watched: the names of Muon's matrices with layer, kind and shape, and the steps."""
     start, *steps = [json.loads(line) for line in file.read_text().splitlines()]
-    assert steps[0]["step"] == 2
-    names = [parameter["name"] for parameter in start["parameters"]]
-    known = dict(made().named_parameters())
-    watched_names = {n for n, value in zip(names, steps[0]["update_rms"], strict=True) if value is not None}
-    assert watched_names
-    assert watched_names <= known.keys()
-    assert all(tuple(p["shape"]) == known[p["name"]].shape for p in start["parameters"] if p["name"] in watched_names)
+    watched = {p["name"]: (p["layer"], p["kind"], p["shape"]) for p in start["parameters"] if p["shape"]}
+    return watched, [line["step"] for line in steps]
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3-cpu"])
+def test_metrics_change_nothing_and_have_the_names_of_one_process(ranks, kind, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    watched = ranks.run(
+        train, last=4, viewed=True, diagnostics_every=2, diagnostics_file=str(file), **STAGES[kind]
+    )[0]  # fmt: skip
+    assert_equal(watched, ranks.run(train, last=4, viewed=True, **STAGES[kind])[0])
+    single(last=4, viewed=True, diagnostics_every=2, diagnostics_file=str(tmp_path / "single.jsonl"))
+    found, steps = parameters_of(file)
+    expected = parameters_of(tmp_path / "single.jsonl")
+    assert (found, steps) == expected
+    assert {"blocks.0.qkv.weight[2]", "experts.up_proj[1]"} < found.keys()
+    assert steps == [2, 4]  # the last one, too, although ZeRO steps partition by partition
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage):
+def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage, monkeypatch):
     found = ranks.run(cost, stage=stage)
-    plan = plan_step(made(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
+    routes = plan.route_parameters
+    monkeypatch.setattr(
+        plan, "route_parameters", lambda *args: [replace(r, view=view_of(r.name)) for r in routes(*args)]
+    )
+    made_of_it = plan.plan_step(made(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
     for quantity in ("sent_bytes", "flops", "state_bytes"):
-        assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
+        assert getattr(made_of_it, quantity) == [rank[quantity] for rank in found], quantity
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):

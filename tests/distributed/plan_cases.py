@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.distributed import local_of
@@ -10,10 +11,30 @@ from tests.distributed.cases import Counted
 from tests.distributed.training import Model, train, wrap
 
 
+class Stack(nn.Module):
+    """Experts that are stored as (in, out)."""
+
+    num_experts, is_transposed = 3, True
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(3, 10, 18))
+
+
+class Several(Model):
+    """With weights that are several matrices, or stored otherwise; they are not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(10, 2)
+        self.conv = nn.Conv1d(6, 8, 3, groups=2)
+        self.experts = Stack()
+
+
 def measured(rank, layout, dtype="float32", **options):
     """Bytes and FLOPs of a step, and bytes of the state after it."""
     torch.manual_seed(0)
-    model, _, _ = wrap(Model().to(getattr(torch, dtype)), layout)
+    model, _, _ = wrap(Several().to(getattr(torch, dtype)), layout)
     optimizer = build_optimizer(model, {"ns_dtype": "fp32", **options})
     for param in model.parameters():
         param.grad = torch.randn_like(param)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_muon import MuonConfig
+from hf_muon import MuonConfig, route_parameters
 from hf_muon.plan import plan_step
-from tests.distributed.plan_cases import measured
-from tests.distributed.training import Model
+from tests.distributed.plan_cases import Several, measured
+
+
+def test_the_model_has_weights_of_every_kind():
+    views = {route.view for route in route_parameters(Several()) if route.view}
+    assert views == {"rows 10+10+10", "flat, rows 2x4", "transposed"}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +30,7 @@ def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, opti
     found = pools[ranks].run(measured, layout=layout, dtype=dtype, **options)
     config = MuonConfig.from_mapping({"ns_dtype": "fp32", **options})
     with torch.device("meta"):
-        model = Model()
+        model = Several()
     plan = plan_step(model, config, layout, ranks, dtype=getattr(torch, dtype))
     for quantity in ("sent_bytes", "flops", "state_bytes"):
         assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
@@ -34,7 +38,7 @@ def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, opti
 
 def test_one_process():
     found = measured(0, "single")
-    plan = plan_step(Model(), MuonConfig(ns_dtype="fp32"), "single", 1)
+    plan = plan_step(Several(), MuonConfig(ns_dtype="fp32"), "single", 1)
     assert (plan.flops, plan.state_bytes, plan.sent_bytes) == ([found["flops"]], [found["state_bytes"]], [0])
     assert plan.balance == 1
 
@@ -50,4 +54,4 @@ def test_one_process():
 )
 def test_refused(layout, ranks, replicas, message):
     with pytest.raises(ValueError, match=message):
-        plan_step(Model(), MuonConfig(), layout, ranks, replicas=replicas)
+        plan_step(Several(), MuonConfig(), layout, ranks, replicas=replicas)
