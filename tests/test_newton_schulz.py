@@ -79,12 +79,14 @@ def test_singular_values_stay_in_the_band_of_the_preset(preset, ns_dtype, m, n):
 def test_bands_are_what_the_coefficients_give():
     values = torch.logspace(-3, 0, 20001, dtype=torch.float64)
     for name, preset in PRESETS.items():
-        result = values.clone()
-        for a, b, c in resolve(name, 5):
-            result = a * result + b * result**3 + c * result**5
-        low, high = preset.band
-        assert low <= result.min()
-        assert result.max() <= high
+        for steps, band in ((5, preset.band), (4, preset.band_of_four)):
+            if band is None:
+                continue
+            result = values.clone()
+            for a, b, c in resolve(name, steps):
+                result = a * result + b * result**3 + c * result**5
+            assert band[0] <= result.min() <= band[0] + 1e-2
+            assert result.max() <= band[1]
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (4, 20, 60)], ids=str)
@@ -201,7 +203,7 @@ def test_cpu_flags_decide_on_bf16(monkeypatch):
         (torch.ones(3, 3), {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         (torch.ones(3, 3), {"ns_steps": 0}, "integer of at least 1"),
         (torch.ones(3, 3), {"ns_steps": 2.5}, "integer of at least 1"),
-        (torch.ones(3, 3), {"ns_coefficients": "cans", "ns_steps": 4}, "exactly 5 steps"),
+        (torch.ones(3, 3), {"ns_coefficients": "you_jiacheng", "ns_steps": 4}, "exactly 5 steps"),
         (torch.ones(3, 3), {"ns_dtype": "fp8"}, "Valid: auto, bf16, fp16, fp32"),
         (torch.ones(3, 3), {"ns_dtype": "fp16"}, "does not run on a CPU"),
     ],
