@@ -82,8 +82,8 @@ PRESETS: dict[str, Preset] = {
         source="https://x.com/YouJiacheng/status/1905861218138804534",
     ),
     # Grishina, Smirnov, Rakhuba: Accelerating Newton-Schulz iteration for orthogonalization via Chebyshev-type
-    # polynomials. Each step is optimal given the ones before, from [1e-3, 1] on. At the upper end of its range the second
-    # step is so steep that half precision falls off it; hence the margin.
+    # polynomials. Each step is optimal given the ones before, from [1e-3, 1] on. At the upper end of its range a step
+    # is so steep that half precision falls off it; hence the margin.
     "cans": Preset(
         steps=_with_margin(
             (

@@ -39,7 +39,7 @@ def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int,
         steps: Newton-Schulz steps.
         dtype: of the products.
     """
-    short, long = sorted(shape[-2:])
+    short, long = min(shape[-2:]), max(shape[-2:])
     gram = short >= _LEAST and 2 * long > 3 * short
     longest = _LONGEST.get(dtype, _LONGEST_OTHERWISE) if gram else 1
     whole, rest = divmod(steps, longest)
@@ -60,7 +60,7 @@ def flops(shape: Sequence[int], lengths: Sequence[int], rows: int | None = None)
         lengths: of its segments.
         rows: of a symmetric product that are computed in one go; None for all of them.
     """
-    short, long = sorted(shape[-2:])
+    short, long = min(shape[-2:]), max(shape[-2:])
     rows = rows or short
     # Of the rows from `start` on, what stands left of the end of the block on the diagonal.
     entries = sum((min(start + rows, short) - start) * min(start + rows, short) for start in range(0, short, rows))
@@ -73,7 +73,7 @@ def flops(shape: Sequence[int], lengths: Sequence[int], rows: int | None = None)
 
 def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes that orthogonalizing one matrix takes, its direction among them."""
-    short, long = sorted(shape[-2:])
+    short, long = min(shape[-2:]), max(shape[-2:])
     normalizing = short * long * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
     iterating = (2 * short * long + small_matrices(lengths) * short * short) * dtype.itemsize
     return max(normalizing, iterating)
