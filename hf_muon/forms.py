@@ -71,6 +71,14 @@ def flops(shape: Sequence[int], lengths: Sequence[int], rows: int | None = None)
     return total
 
 
+def described(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type: str) -> str:
+    """How a matrix is orthogonalized, in words."""
+    lengths = segments(shape, steps, dtype)
+    size = min(shape[-2:])
+    form = "standard form" if max(lengths) == 1 else f"Gram form, {'+'.join(map(str, lengths))} steps"
+    return form + (", symmetric products by half" if rows_at_once(size, dtype, device_type) < size else "")
+
+
 def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes that orthogonalizing one matrix takes, its direction among them."""
     short, long = min(shape[-2:]), max(shape[-2:])

@@ -164,7 +164,7 @@ def orthogonalize(
     Args:
         matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
         ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, or three numbers.
-        ns_steps: number of Newton-Schulz steps.
+        ns_steps: number of Newton-Schulz steps; four have the wider band of the preset's `band_of_four`.
         ns_dtype: ``auto`` (bf16 where the hardware has it, else fp32), ``bf16``, ``fp16`` or ``fp32``.
 
     Returns:
