@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_muon.coefficients import PRESETS, resolve
-from hf_muon.newton_schulz import NS_DTYPES
+from hf_muon.newton_schulz import MAX_BATCH_BYTES, NS_DTYPES
 from hf_muon.update import ADJUST_LR_FNS
 
 LORA_ROUTES = ("adamw", "muon")
@@ -161,6 +161,7 @@ GROUP_OPTIONS: dict[str, _Option] = {
 # What the optimizer as a whole carries, and no param group.
 OPTIMIZER_OPTIONS: dict[str, _Option] = {
     "max_bucket_bytes": _integer("a positive number of bytes", lambda x: x > 0),
+    "max_batch_bytes": _integer("a positive number of bytes", lambda x: x > 0),
     "comm_dtype": _choice(tuple(COMM_DTYPES)),
     "offload_compute": _choice(OFFLOAD_COMPUTE),
     "accept_rerouted": _flag(),
@@ -228,6 +229,7 @@ class MuonConfig:
         split_fused: orthogonalize fused projections part by part; otherwise as the one matrix that they are stored as.
         per_head: orthogonalize query, key and value projections head by head.
         max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
+        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes.
         comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
         offload_compute: where momentum that is offloaded to the CPU is orthogonalized: `auto` (on the accelerator that
             the model computes on), `cpu` or `accelerator`.
@@ -260,6 +262,7 @@ class MuonConfig:
     split_fused: bool = True
     per_head: bool = False
     max_bucket_bytes: int = MAX_BUCKET_BYTES
+    max_batch_bytes: int = MAX_BATCH_BYTES
     comm_dtype: str = "fp32"
     offload_compute: str = "auto"
     accept_rerouted: bool = False

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_muon import forms
 from hf_muon.coefficients import Triple, resolve
+from hf_muon.gram import polynomial_of_gram, symmetric_
+
+MAX_BATCH_BYTES = 512 * 2**20
+# What is taken from the diagonal of a Gram matrix whose singular values have grown.
+_SHIFT = 0.75
 
 NS_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
@@ -57,56 +63,89 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def _normalized(x: Tensor) -> Tensor:
-    """Each matrix of ``(B, m, n)`` divided by its Frobenius norm, in fp32 (fp64 for fp64); zero stays zero.
+def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each matrix of ``(B, m, n)`` divided by its Frobenius norm, in fp32 (fp64 for fp64), then in `dtype`; contiguous.
 
     A power of two goes first. That step is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares in the
-    norm neither overflow nor vanish.
+    norm neither overflow nor vanish. Zero stays zero.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    limit = 126 if x.dtype == torch.float32 else 1022
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    limit = 126 if wide == torch.float32 else 1022
+    largest = torch.linalg.vector_norm(matrices, torch.inf, dim=(-2, -1), keepdim=True, dtype=wide)
     _, exponent = torch.frexp(largest)
     # ldexp of whole matrices would take a tenth of the time of all products on a CPU.
-    x = x * torch.ldexp(torch.ones_like(largest), -exponent.clamp(-limit, limit))
+    power = torch.ldexp(torch.ones_like(largest), -exponent.clamp(-limit, limit))
+    x = torch.mul(matrices, power, out=torch.empty(matrices.shape, dtype=wide, device=matrices.device))
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x.div_(torch.where(norm > 0, norm, 1.0))
+    return x.div_(torch.where(norm > 0, norm, 1.0)).to(dtype)
 
 
-def newton_schulz(matrices: Tensor, coefficients: Sequence[Triple], dtype: torch.dtype) -> Tensor:
+def newton_schulz(
+    matrices: Tensor,
+    coefficients: Sequence[Triple],
+    dtype: torch.dtype,
+    *,
+    lengths: Sequence[int] | None = None,
+    rows: int | None = None,
+) -> Tensor:
     """Newton-Schulz iteration on a batch.
 
     Args:
         matrices: ``(B, m, n)``, any floating dtype and scale; not written to.
         coefficients: ``(a, b, c)`` of each step.
         dtype: the dtype of the products.
+        lengths: how many steps are taken on one Gram matrix, from the first on; :mod:`hf_muon.forms` says otherwise.
+        rows: how many rows of a symmetric product are computed in one go; :mod:`hf_muon.forms` says otherwise.
 
     Returns:
         ``(B, m, n)`` in ``dtype``, singular values in the band of the coefficients.
     """
     tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if tall else matrices  # (B, s, l), s <= l: the Gram matrix is the small one
+    lengths = lengths or forms.segments(matrices.shape, len(coefficients), dtype)
     with torch.autocast(matrices.device.type, enabled=False):
-        x = _normalized(x.contiguous()).to(dtype)
+        x = _normalized(matrices.mT if tall else matrices, dtype)  # (B, s, l), s <= l: the Gram matrix is the small one
+        count, size, _ = x.shape
+        rows = rows or forms.rows_at_once(size, dtype, matrices.device.type)
         spare = torch.empty_like(x)
-        gram, polynomial = (x.new_empty(x.size(0), x.size(1), x.size(1)) for _ in range(2))  # (B, s, s)
-        for a, b, c in coefficients:
-            torch.bmm(x, x.mT, out=gram)
-            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)  # b*A + c*A^2
-            torch.baddbmm(x, polynomial, x, beta=a, out=spare)  # a*X + (b*A + c*A^2) X
+        gram, *small = (x.new_empty(count, size, size) for _ in range(forms.small_matrices(lengths)))
+        taken = 0
+        for length in lengths:
+            steps = coefficients[taken : taken + length]
+            # Most singular values are near one by then. Their squares are rounded less without it.
+            shift = _SHIFT if taken and length == 2 else 0.0
+            taken += length
+            identity = torch.eye(size, dtype=dtype, device=x.device).expand(count, -1, -1) if shift else None
+            symmetric_(gram, x, x.mT, add=identity, beta=-shift, rows=rows)
+            q, polynomial = polynomial_of_gram(gram, shift, steps, small, rows)
+            torch.baddbmm(x, polynomial, x, beta=q, out=spare)  # (q I + P) X
             x, spare = spare, x
     return x.mT if tall else x
 
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """`newton_schulz` with its options bound: whole matrices ``(B, m, n)`` to their directions, in `dtype`."""
+    """`newton_schulz` with its options bound: whole matrices ``(B, m, n)`` to their directions, in `dtype`.
+
+    Attributes:
+        coefficients: ``(a, b, c)`` of each step.
+        dtype: the dtype of the products.
+        max_batch_bytes: bound on what orthogonalizing takes beside its input and its result; larger batches go in
+            parts. One matrix always goes.
+    """
 
     coefficients: tuple[Triple, ...]
     dtype: torch.dtype
+    max_batch_bytes: int = MAX_BATCH_BYTES
 
     def __call__(self, matrices: Tensor) -> Tensor:
-        return newton_schulz(matrices, self.coefficients, self.dtype)
+        lengths = forms.segments(matrices.shape, len(self.coefficients), self.dtype)
+        room = max(1, self.max_batch_bytes // forms.working_bytes(matrices.shape, lengths, self.dtype))
+        if matrices.size(0) <= room:
+            return newton_schulz(matrices, self.coefficients, self.dtype)
+        directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
+        for part, direction in zip(torch.split(matrices, room), torch.split(directions, room), strict=True):
+            direction.copy_(newton_schulz(part, self.coefficients, self.dtype))
+        return directions
 
 
 @torch.no_grad()
@@ -125,7 +164,7 @@ def orthogonalize(
     Args:
         matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
         ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, or three numbers.
-        ns_steps: number of Newton-Schulz steps.
+        ns_steps: number of Newton-Schulz steps; four have the wider band of the preset's `band_of_four`.
         ns_dtype: ``auto`` (bf16 where the hardware has it, else fp32), ``bf16``, ``fp16`` or ``fp32``.
 
     Returns:
@@ -147,4 +186,4 @@ def orthogonalize(
     if matrix.numel() == 0:
         return torch.empty_like(matrix)
     batch = matrix if matrix.ndim == 3 else matrix.unsqueeze(0)
-    return newton_schulz(batch, coefficients, dtype).to(matrix.dtype).view(matrix.shape)
+    return Orthogonalizer(coefficients, dtype)(batch).to(matrix.dtype).view(matrix.shape)

@@ -14,7 +14,7 @@ from hf_muon import checkpoint, diagnostics, metrics, preflight, step_report, up
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
-from hf_muon.newton_schulz import Orthogonalizer, compute_dtype
+from hf_muon.newton_schulz import MAX_BATCH_BYTES, Orthogonalizer, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +67,8 @@ class Muon(Optimizer):
         max_bucket_bytes: bound on the bytes of updates and directions that a rank has under way at once, beside what
             orthogonalizing one matrix takes (or 16 MiB of small ones). Matrices so large that those of all ranks do
             not fit are not overlapped with communication; a larger bound lets them be.
+        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes beside their
+            updates and directions; more go one part after the other, and one matrix always goes.
         comm_dtype: dtype in which updates and directions travel: `fp32`, which is exact, or `bf16`.
         offload_compute: where momentum that lives on the CPU is orthogonalized: `auto` (on the accelerator, there and
             back, where the model computes on one and has offloaded the momentum; else on the CPU), `cpu` or
@@ -103,6 +105,7 @@ class Muon(Optimizer):
         adamw_eps: float = 1e-8,
         *,
         max_bucket_bytes: int = MAX_BUCKET_BYTES,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
         comm_dtype: str = "fp32",
         offload_compute: str = "auto",
         accept_rerouted: bool = False,
@@ -126,6 +129,7 @@ class Muon(Optimizer):
         for name in GROUP_OPTIONS:
             defaults[name] = check_option(name, defaults[name])
         self.max_bucket_bytes: int = check_option("max_bucket_bytes", max_bucket_bytes)
+        self.max_batch_bytes: int = check_option("max_batch_bytes", max_batch_bytes)
         self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
         self.offload_compute: str = check_option("offload_compute", offload_compute)
         if self.offload_compute == "accelerator":
@@ -358,7 +362,7 @@ class Muon(Optimizer):
         for executor in executors:
             executor.observer = None if self._watch is None else _observer(self._watch, names)
             dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
-            orthogonalizer = Orthogonalizer(coefficients, dtype)
+            orthogonalizer = Orthogonalizer(coefficients, dtype, self.max_batch_bytes)
             for pieces, directions in executor.directions(active, updates_of, orthogonalizer):
                 if self._watch is not None:
                     for piece, direction in zip(pieces, directions, strict=True):
@@ -473,8 +477,8 @@ class Muon(Optimizer):
         if not hasattr(self, "_layouts"):  # a copied or unpickled optimizer
             self._layouts, self.wrapped_views, self.being_wrapped = {}, {}, False
             self.partitions = self.replicate_group = self.metrics = self._watch = None
-            self.max_bucket_bytes, self.comm_dtype, self.accept_rerouted = MAX_BUCKET_BYTES, "fp32", False
-            self.offload_compute = "auto"
+            self.max_bucket_bytes, self.max_batch_bytes = MAX_BUCKET_BYTES, MAX_BATCH_BYTES
+            self.comm_dtype, self.offload_compute, self.accept_rerouted = "fp32", "auto", False
         for group in self.param_groups:
             group.setdefault("step", 0)
             for name, default in self.defaults.items():

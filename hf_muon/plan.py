@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_muon import views
+from hf_muon import forms, views
 from hf_muon.build import groups_of
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.distributed import Partition
@@ -274,7 +274,8 @@ def _work(
     largest = travelling = 0
 
     def cost(unit: Unit) -> int:
-        return 2 * unit.cost * config.ns_steps
+        rows = forms.rows_at_once(min(unit.shape), ns_dtype, "cuda")
+        return unit.count * forms.flops(unit.shape, forms.segments(unit.shape, config.ns_steps, ns_dtype), rows)
 
     for executor in (executor for executors in layout.executors for executor in executors):
         if isinstance(executor, LocalExecutor):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import diagnostics, update
+from hf_muon import diagnostics, forms, update
 from hf_muon.distributed import Shared, is_dtensor, local_of, shape_of
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.preflight import Layout
@@ -39,9 +39,13 @@ def report(groups: Sequence[Group], layout: Layout) -> str:
         layout: of these groups.
     """
     kinds: dict[tuple[str, ...], int] = {}
-    for group, places in zip(groups, layout.places, strict=True):
+    for group, places, matrices in zip(groups, layout.places, layout.matrices, strict=True):
+        shapes: dict[int, list[tuple[int, ...]]] = {}
+        for matrix in matrices:
+            shapes.setdefault(matrix.param, []).append(matrix.shape)
         for i, (param, place, view) in enumerate(zip(group["params"], places, views_of(group), strict=True)):
-            kind = (_name(group, i), _tensor(param), view, _grad(param), _how(group, param, place))
+            how = _how(group, param, shapes.get(i, []), place)
+            kind = (_name(group, i), _tensor(param), view, _grad(param), how)
             kinds[kind] = kinds.get(kind, 0) + 1
     lines = [f"the first step of Muon, as rank 0 sees it ({_world()}):"]
     for (name, param, view, grad, how), count in kinds.items():
@@ -74,13 +78,15 @@ def _grad(param: Tensor) -> str:
     return "none" if param.grad is None else _tensor(param.grad)
 
 
-def _how(group: Group, param: Tensor, place: Shared | None) -> str:
+def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: Shared | None) -> str:
     device = local_of(param).device
     if not group["use_muon"]:
         kernel = "fused kernel" if update.uses_fused_adamw(group["params"]) else "foreach"
         return f"AdamW on the local part ({kernel}), no communication"
     dtype = compute_dtype(group["ns_dtype"], device.type, device.index)
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
+    forms_of = dict.fromkeys(forms.described(shape, group["ns_steps"], dtype, device.type) for shape in shapes)
+    newton_schulz += f" ({' and '.join(forms_of)})" if forms_of else ""
     momentum = f"momentum in {str(update.momentum_dtype(param)).removeprefix('torch.')}"
     if place is None:
         return f"Muon, whole on this rank: {newton_schulz}; {momentum}"

@@ -76,7 +76,7 @@ def test_frozen():
         ("lr=inf", "lr=inf is not valid"),
         ("adamw_lr=nan", "adamw_lr=nan is not valid"),
         ("ns_coefficients=quintic", "Valid: polar_express, original, you_jiacheng, cans, or three numbers"),
-        ("ns_coefficients=cans,ns_steps=3", "exactly 5 steps"),
+        ("ns_coefficients=you_jiacheng,ns_steps=3", "exactly 5 steps"),
         ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto or bf16 or fp16 or fp32"),
         ("adjust_lr_fn=none", "Valid: match_rms_adamw or original or rms_to_rms"),
         ("lora=yes", "lora='yes' is not valid. Valid: adamw or muon"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_muon import build_optimizer
+from hf_muon import Muon, build_optimizer
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def test_told_once_with_one_entry_for_each_kind(variable, optimizer, told, monke
     (report,) = told()
     lines = report.splitlines()
     assert lines[0] == "the first step of Muon, as rank 0 sees it (one process, no process group):"
-    step = "    step       Muon, whole on this rank: 4 Newton-Schulz steps in float32; momentum in float32"
+    step = (
+        "    step       Muon, whole on this rank: 4 Newton-Schulz steps in float32 (standard form); momentum in float32"
+    )
     entry = [
         "0.weight",
         "    parameter  Parameter (5, 5), float32, cpu",
@@ -74,6 +76,21 @@ def test_how_a_weight_is_seen(told, monkeypatch):
     lines = report.splitlines()
     assert lines[lines.index("in_proj_weight") + 2] == "    seen as    rows 4+4+4"
     assert len(lines) == 1 + 5 + 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((64, 128), "5 Newton-Schulz steps in bfloat16 (Gram form, 2+2+1 steps)"),
+        ((2, 64, 64), "(standard form)"),
+    ],
+)
+def test_how_matrices_are_orthogonalized(shape, words, told, monkeypatch):
+    monkeypatch.setenv("HF_MUON_DIAG", "1")
+    param = nn.Parameter(torch.ones(shape))
+    param.grad = torch.zeros(shape)
+    Muon([param], ns_dtype="bf16").step()
+    assert words in told()[0]
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "false"])

@@ -8,6 +8,10 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from hf_muon import forms
+
 # Beyond this many elements a product fills the hardware by itself, and batching buys nothing.
 _BATCH_ELEMENTS = 2**22
 # A shape is cut into at least this many units, so that there is something to share out.
@@ -44,9 +48,8 @@ class Unit:
 
     @property
     def cost(self) -> int:
-        """In proportion to the FLOPs of a Newton-Schulz step, ``4 s^2 l + 2 s^3`` for sides ``s <= l``."""
-        short, long = sorted(self.shape)
-        return self.count * short * short * (2 * long + short)
+        """FLOPs of five Newton-Schulz steps in bf16; units are compared by it, whatever steps they take."""
+        return self.count * forms.flops(self.shape, forms.segments(self.shape, 5, torch.bfloat16))
 
     def only(self, active: Collection[int]) -> Unit:
         """The unit without the parameters that are not stepped."""
