@@ -102,7 +102,6 @@ def _measured(setting: Setting, side: Side, call: Any, times: dict[str, list[flo
         **columns("ms", [1e3 * seconds for seconds in times[name]]),
         **columns("speedup", ratios(times[TORCH], times[name])),
         "standard gflop": standard / 1e9,
-        "gflop": flops / 1e9,
         "peak mb": peak_extra_bytes(call, setting.device) / 1e6,
         "sigma min": low,
         "sigma max": high,
@@ -111,5 +110,6 @@ def _measured(setting: Setting, side: Side, call: Any, times: dict[str, list[flo
         "outside": max(0.0, band[0] - low, high - band[1]),
     }
     if flops >= standard / 20:  # of kernels of their own torch counts nothing
+        row["gflop"] = flops / 1e9
         row |= columns("gemm fraction", setting.gemm.fractions(flops, times[name], times[GEMM]))
     return row
