@@ -15,6 +15,8 @@ from rivals import OURS, TORCH, sides
 from setting import Row, Setting
 from timing import columns, executed_flops, ratios, taking_turns
 
+from hf_muon import route_parameters
+
 Calls = dict[str, Callable[[], Any]]
 PARAMETERS, WIDTH, ASPECT, EQUAL = "parameters", "width", "aspect", "equal shapes"
 
@@ -67,7 +69,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
-    """Whole steps on the layers of a Qwen3."""
+    """Whole steps on the layers of a Qwen3, by the weights that Muon steps."""
     import transformers
 
     width = 32 if setting.quick else 256 if setting.on_cpu else 1024
@@ -85,8 +87,8 @@ def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
     give_gradients(copies)
     half = setting.dtype if setting.on_cpu else torch.bfloat16
     calls: Calls = {OURS: ours(copies[0], {}).step, TORCH: torch_step(copies[1], {}, half)}
-    parameters = sum(param.numel() for param in model.parameters())
-    return calls, parameters, f"step of {layers} layers, {parameters / 1e6:.3g} M parameters"
+    weights = sum(route.parameter.numel() for route in route_parameters(model) if route.use_muon)
+    return calls, weights, f"{layers} layers, {weights / 1e6:.3g} M"
 
 
 def _matrices(setting: Setting, kind: str, point: int) -> tuple[Calls, int, str]:

@@ -17,8 +17,7 @@ _OURS = ("hf_muon", "hf_muon, original")
 _COLORS = ("#0b3d91", "#5b8bd9", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#8c564b", "#7f7f7f")
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 _LABELS = {
-    "x": "",
-    "parameters": "parameters",
+    "parameters": "parameters stepped by Muon",
     "width": "rows of a square",
     "aspect": "columns over rows",
     "equal shapes": "matrices of one shape",
@@ -62,7 +61,7 @@ def _orthogonalization(rows: list[Row]) -> Figure:
             (row["model"], row["layer"], row["shape"]): row for row in rows if row["side"] == side and "speedup" in row
         }
         places = [(place, own[shape]) for place, shape in enumerate(shapes) if shape in own]
-        lift = 0.35 - 0.7 * i / max(1, len(sides) - 1)
+        lift = -0.35 + 0.7 * i / max(1, len(sides) - 1)
         found = [row for _, row in places]
         axes.errorbar(
             [row["speedup"] for row in found],
