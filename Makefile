@@ -2,18 +2,21 @@
 #   make demo   a real training run with optim: muon, beside AdamW
 #   make test   the tests, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make lint   ruff and mypy
+#   make bench  the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
 #   make golden the tables in tests/golden, written anew: look at the diff
 
 PYTHON ?= python3
 VENV := .venv
 LF := .venv-llamafactory
 DS := .venv-deepspeed
+BENCHMARKS := .venv-bench
+DEVICE ?= cpu
 PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 PYTEST := -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test lint golden clean
+.PHONY: install demo test lint golden bench clean
 
 install: $(VENV)/.made $(LF)/.made $(DS)/.made
 
@@ -46,6 +49,18 @@ $(DS)/.made: pyproject.toml constraints-deepspeed.txt
 	-tests/deepspeed/build_async_io $(DS)
 	@touch $@
 
+$(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
+	@echo "== making $(BENCHMARKS): the newest supported stack, with other Muons (some minutes)"
+	$(PYTHON) -m venv $(BENCHMARKS)
+	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt torch
+	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt -e ".[bench,deepspeed]"
+	@# A file or two of each is all that is measured.
+	$(BENCHMARKS)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
+	@touch $@
+
+bench: $(BENCHMARKS)/.made
+	$(BENCHMARKS)/bin/python benchmarks/bench.py --device $(DEVICE) $(BENCH)
+
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
 
@@ -58,7 +73,8 @@ test:
 		OMP_NUM_THREADS=1 $(DS)/bin/python $(PYTEST) tests/deepspeed tests/e2e/test_deepspeed.py
 	@echo "== the stack of LLaMA-Factory 0.9.5"
 	# The ranks in tests/distributed need torch alone, which is the same in both; DeepSpeed 0.18.4 is tested as people run it.
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) --ignore=tests/distributed --ignore=tests/deepspeed
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) --ignore=tests/distributed --ignore=tests/deepspeed \
+		--ignore=tests/test_benchmarks.py
 
 lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,144 @@
+"""The benchmarks, in one command: `make bench`, or with a Python that has this package and matplotlib:
+
+python benchmarks/bench.py
+python benchmarks/bench.py --device cuda --only orthogonalization --dion PATH_TO_CHECKOUT
+
+Writes a CSV and a picture for each benchmark, machine.json and tables.md into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from pathlib import Path
+
+BENCHMARKS = ("orthogonalization", "optimizer_step", "share", "growth")
+_HERE = Path(__file__).resolve().parent
+_PACKAGES = ("transformers", "deepspeed", "llamafactory", "gram-newton-schulz", "quack-kernels", "triton", "matplotlib")
+
+
+def _number(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What was asked for; errors in it end the program with what is valid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=BENCHMARKS,
+        default=list(BENCHMARKS),
+        metavar="NAME",
+        help=f"of {', '.join(BENCHMARKS)}",
+    )
+    parser.add_argument("--rounds", type=_number, help="turns of each side; 5 on a CPU, 15 on CUDA")
+    parser.add_argument("--threads", type=_number, default=1, help="of a CPU; with more than one, wall time is taken")
+    parser.add_argument(
+        "--dion",
+        default=os.environ.get("HF_MUON_BENCH_DION"),
+        help="a checkout of microsoft/dion, where it is not installed; also HF_MUON_BENCH_DION",
+    )
+    parser.add_argument("--out", type=Path, help="folder; benchmarks/results/DEVICE, and build/bench with --quick")
+    parser.add_argument("--quick", action="store_true", help="shapes so small that numbers mean nothing: does all run?")
+    parser.add_argument(
+        "--redraw", action="store_true", help="tables and pictures of what --out holds; measures nothing"
+    )
+    options = parser.parse_args(given)
+    if options.dion and not (Path(options.dion) / "dion").is_dir():
+        parser.error(f"--dion {options.dion}: not a checkout of microsoft/dion, there is no folder dion in it")
+    options.out = options.out or (
+        _HERE.parent / "build" / "bench" if options.quick else _HERE / "results" / options.device
+    )
+    options.rounds = options.rounds or (1 if options.quick else 5 if options.device == "cpu" else 15)
+    if options.redraw and not any((options.out / f"{name}.csv").exists() for name in BENCHMARKS):
+        parser.error(f"--redraw: {options.out} holds no CSV of {', '.join(BENCHMARKS)}")
+    return options
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run the benchmarks that were asked for, and write each one's CSV when it is done.
+
+    Raises:
+        RuntimeError: CUDA was asked for, and there is none.
+    """
+    # Read when torch is imported, so that nothing above may import it.
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if options.device == "cpu":  # where torch.compile takes others' functions minutes
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    import meters
+    import tables
+    import torch
+    from setting import Setting
+    from timing import Clock, Gemm
+
+    from hf_muon.newton_schulz import compute_dtype
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            "--device cuda: torch sees no CUDA device. Use --device cpu, or a torch that is built for CUDA"
+        )
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    dtype = compute_dtype("auto", device.type, device.index)
+    clock = Clock(device, options.threads)
+    sizes = (64,) if options.quick else (512, 768, 1024) if device.type == "cpu" else (4096, 8192, 16384)
+    gemm = Gemm(clock, dtype, sizes)
+    setting = Setting(device, dtype, clock, gemm, options.rounds, options.quick, options.dion)
+    name = str(dtype).removeprefix("torch.")
+    setting.say(f"{name} products: {gemm.rate / 1e9:.4g} GFLOP/s at {gemm.size}; {clock.kind}; {options.rounds} rounds")
+    for benchmark in options.only:
+        load = os.getloadavg()
+        rows = importlib.import_module(benchmark).run(setting)
+        found = meters.machine(
+            **_versions(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=name,
+            **{
+                "GEMM GFLOP/s": round(gemm.rate / 1e9, 1),
+                "GEMM size": gemm.size,
+                "clock": clock.kind,
+                "rounds": options.rounds,
+                "quick": options.quick,
+                "load before": load[0],
+                "left out": dict(setting.missing),
+            },
+        )
+        tables.write(options.out, benchmark, rows, found)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    """Measure, and write tables and pictures."""
+    options = arguments()
+    if not options.redraw:
+        measure(options)
+    import tables
+
+    print(f"written: {tables.summary(options.out)}")
+    try:
+        import pictures
+    except ImportError as error:
+        print(f'no pictures: {error}. Install matplotlib (pip install -e ".[bench]"), and run again with --redraw')
+        return
+    for path in pictures.draw(options.out):
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

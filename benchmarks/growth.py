@@ -1,0 +1,103 @@
+"""How cost grows: with parameters, width, aspect and the number of equal shapes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import MODELS, build
+from optimizer_step import give_gradients, ours, torch_step
+from rivals import OURS, TORCH, sides
+from setting import Row, Setting
+from timing import columns, executed_flops, ratios, taking_turns
+
+from hf_muon import route_parameters
+
+Calls = dict[str, Callable[[], Any]]
+PARAMETERS, WIDTH, ASPECT, EQUAL = "parameters", "width", "aspect", "equal shapes"
+
+
+def _points(setting: Setting) -> dict[str, tuple[int, ...]]:
+    """What is varied: layers, sides of squares, columns over rows, matrices."""
+    if setting.quick:
+        return {PARAMETERS: (1, 2), WIDTH: (16, 32), ASPECT: (1, 4), EQUAL: (1, 4)}
+    if setting.on_cpu:
+        return {
+            PARAMETERS: (1, 2, 4, 8),
+            WIDTH: (128, 256, 512, 1024),
+            ASPECT: (1, 2, 4, 8, 16, 32),
+            EQUAL: (1, 4, 16, 64),
+        }
+    return {
+        PARAMETERS: (1, 4, 16, 64),
+        WIDTH: (512, 1024, 2048, 4096, 8192),
+        ASPECT: (1, 2, 4, 8, 16, 32, 64),
+        EQUAL: (1, 4, 16, 64, 256),
+    }
+
+
+def run(setting: Setting) -> list[Row]:
+    """A row for each point and side; `exponent` is the slope, in logarithms, from the point before."""
+    logging.getLogger("hf_muon").setLevel(logging.ERROR)
+    rows: list[Row] = []
+    for kind, points in _points(setting).items():
+        before: dict[str, Row] = {}
+        for point in points:
+            calls, x, what = _steps(setting, point) if kind == PARAMETERS else _matrices(setting, kind, point)
+            times = taking_turns(calls, setting.clock, setting.rounds)
+            for side, call in calls.items():
+                row: Row = {
+                    "kind": kind,
+                    "x": x,
+                    "what": what,
+                    "side": side,
+                    **columns("ms", [1e3 * seconds for seconds in times[side]]),
+                    **columns("speedup", ratios(times[TORCH], times[side])),
+                    "gflop": executed_flops(call) / 1e9,
+                }
+                if side in before:
+                    last = before[side]
+                    row["exponent"] = math.log(row["ms"] / last["ms"]) / math.log(x / last["x"])
+                before[side] = row
+                rows.append(row)
+            setting.say(f"growth  {kind}: {what}: {before[OURS]['ms']:.4g} ms, torch's {before[TORCH]['ms']:.4g} ms")
+    return rows
+
+
+def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
+    """Whole steps on the layers of a Qwen3, by the weights that Muon steps."""
+    import transformers
+
+    width = 32 if setting.quick else 256 if setting.on_cpu else 1024
+    fields = {
+        **MODELS["Qwen3-0.6B"].fields,
+        "hidden_size": width,
+        "head_dim": width // 8,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "vocab_size": 16 * width,
+    }
+    torch.manual_seed(0)
+    model = build("Qwen3-0.6B", transformers.Qwen3Config(**fields)).to(setting.device)
+    copies = [model, copy.deepcopy(model)]
+    give_gradients(copies)
+    half = setting.dtype if setting.on_cpu else torch.bfloat16
+    calls: Calls = {OURS: ours(copies[0], {}).step, TORCH: torch_step(copies[1], {}, half)}
+    weights = sum(route.parameter.numel() for route in route_parameters(model) if route.use_muon)
+    return calls, weights, f"{layers} layers, {weights / 1e6:.3g} M"
+
+
+def _matrices(setting: Setting, kind: str, point: int) -> tuple[Calls, int, str]:
+    """Orthogonalization of squares, of wider and wider matrices, of more and more of one shape."""
+    width = 32 if setting.quick else 256 if setting.on_cpu else 2048
+    small = width // 2
+    shape = {WIDTH: (1, point, point), ASPECT: (1, width, width * point), EQUAL: (point, small, 4 * small)}[kind]
+    given = torch.randn(shape, device=setting.device)
+    all_sides, _ = sides(setting.device.type, setting.dtype, only=(OURS, TORCH))
+    calls: Calls = {name: (lambda side=side: side.run(given)) for name, side in all_sides.items()}
+    count, rows, columns_ = shape
+    return calls, point, f"{count} of {rows}x{columns_}" if count > 1 else f"{rows}x{columns_}"

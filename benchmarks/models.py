@@ -1,0 +1,211 @@
+"""Models whose shapes are measured, and how they are made smaller where they do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model.
+
+    Attributes:
+        config, architecture: classes of transformers.
+        fields: of the config.
+        widths: those fields that are widths of layers, and are divided.
+        cpu_divisor: by what widths are divided on a CPU; on a GPU they stay.
+        layers: how many are stepped, (CPU, GPU).
+        experts: how many are kept, (CPU, GPU).
+        options: of ours, so that others can do the same work.
+    """
+
+    config: str
+    architecture: str
+    fields: dict[str, Any]
+    widths: tuple[str, ...]
+    cpu_divisor: int
+    layers: tuple[int, int] = (1, 4)
+    experts: tuple[int, int] = (0, 0)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer_field(self) -> str:
+        return "n_layer" if "n_layer" in self.fields else "num_hidden_layers"
+
+
+MODELS = {
+    "Qwen3-0.6B": Model(
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {
+            "hidden_size": 1024,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 28,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+        ("hidden_size", "head_dim", "intermediate_size"),
+        cpu_divisor=2,
+        layers=(2, 28),
+    ),
+    "Qwen2.5-7B": Model(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 28,
+            "vocab_size": 152064,
+            "tie_word_embeddings": False,
+        },
+        ("hidden_size", "intermediate_size"),
+        cpu_divisor=8,
+    ),
+    "Llama-3.1-8B": Model(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 32,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+        },
+        ("hidden_size", "intermediate_size"),
+        cpu_divisor=8,
+    ),
+    "Qwen3-30B-A3B": Model(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 2048,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        ("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size"),
+        cpu_divisor=4,
+        layers=(1, 2),
+        experts=(16, 128),
+    ),
+    "GPT-2": Model(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
+        ("n_embd",),
+        cpu_divisor=2,
+        layers=(2, 12),
+        options={"split_fused": False},  # the others step c_attn as one matrix
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Matrices of one shape in a model: `count` of `rows` by `columns`, as they are stored."""
+
+    model: str
+    name: str
+    rows: int
+    columns: int
+    count: int = 1
+
+    @property
+    def key(self) -> str:
+        return f"{self.count} of {self.rows}x{self.columns}" if self.count > 1 else f"{self.rows}x{self.columns}"
+
+    @property
+    def aspect(self) -> float:
+        return max(self.rows, self.columns) / min(self.rows, self.columns)
+
+
+# GPT-2's are small enough to stay as they are. A shape that another model has already, once divided, is left out.
+_LAYERS = (
+    (2, Layer("Qwen3-0.6B", "k_proj", 1024, 1024)),
+    (2, Layer("Qwen3-0.6B", "q_proj", 2048, 1024)),
+    (2, Layer("Qwen3-0.6B", "down_proj", 1024, 3072)),
+    (8, Layer("Qwen2.5-7B", "q_proj", 3584, 3584)),
+    (8, Layer("Qwen2.5-7B", "k_proj", 512, 3584)),
+    (8, Layer("Qwen2.5-7B", "up_proj", 18944, 3584)),
+    (8, Layer("Llama-3.1-8B", "q_proj", 4096, 4096)),
+    (8, Layer("Llama-3.1-8B", "k_proj", 1024, 4096)),
+    (8, Layer("Llama-3.1-8B", "down_proj", 4096, 14336)),
+    (4, Layer("Qwen3-30B-A3B", "expert down_proj", 2048, 768, 128)),
+    (4, Layer("Qwen3-30B-A3B", "k_proj", 512, 2048)),
+    (1, Layer("GPT-2", "attn.c_proj", 768, 768)),
+    (1, Layer("GPT-2", "mlp.c_fc", 768, 3072)),
+)
+
+
+def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
+    """The shapes that orthogonalization is measured on, each with the divisor of its sides."""
+    found: dict[str, tuple[int, Layer]] = {}
+    for cpu_divisor, layer in _LAYERS:
+        divisor = 32 if quick else cpu_divisor if device == "cpu" else 1
+        count = layer.count
+        if count > 1:
+            count = 2 if quick else 16 if device == "cpu" else count
+        small = Layer(layer.model, layer.name, layer.rows // divisor, layer.columns // divisor, count)
+        found.setdefault(small.key, (divisor, small))
+    rows = list(found.values())
+    return [rows[0], rows[2]] if quick else rows
+
+
+def real_config(name: str) -> Any:
+    """The config of a published model."""
+    return _config(MODELS[name], {})
+
+
+def scaled_config(name: str, device: str, quick: bool) -> tuple[Any, str]:
+    """A config that fits the device, and what was done to it.
+
+    The vocabulary shrinks as the layers do, so that Muon and AdamW keep their parts of the parameters.
+    """
+    model = MODELS[name]
+    on_cpu = device == "cpu"
+    divisor = 32 if quick else model.cpu_divisor if on_cpu else 1
+    layers = 1 if quick else model.layers[0 if on_cpu else 1]
+    whole = model.fields[model.layer_field]
+    changed = {field: max(4, model.fields[field] // divisor) for field in model.widths}
+    changed[model.layer_field] = layers
+    changed["vocab_size"] = max(64, model.fields["vocab_size"] * layers // (whole * divisor))
+    smaller = model.fields["vocab_size"] // changed["vocab_size"]
+    what = f"widths / {divisor}, {layers} of {whole} layers, vocabulary / {smaller}"
+    if "n_embd" in changed:
+        heads = model.fields["n_head"]
+        changed["n_embd"] = max(heads, changed["n_embd"] // heads * heads)
+        changed |= {"bos_token_id": None, "eos_token_id": None}
+        changed["n_positions"] = max(8, model.fields["n_positions"] * layers // (whole * divisor))
+    if "num_experts" in model.fields:
+        experts = 4 if quick else model.experts[0 if on_cpu else 1]
+        changed |= {"num_experts": experts, "num_experts_per_tok": min(experts, 8)}
+        what += f", {experts} of {model.fields['num_experts']} experts"
+    return _config(model, changed), what
+
+
+def _config(model: Model, changed: dict[str, Any]) -> Any:
+    import transformers
+
+    return getattr(transformers, model.config)(**{**model.fields, **changed})
+
+
+def build(name: str, config: Any) -> Any:
+    """The model of a config, with random weights, in fp32."""
+    import transformers
+
+    return getattr(transformers, MODELS[name].architecture)(config)

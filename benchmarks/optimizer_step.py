@@ -1,0 +1,174 @@
+"""The whole optimizer step on the parameters of real models, made smaller where they do not fit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from meters import peak_extra_bytes
+from models import MODELS, build, scaled_config
+from rivals import STEPS, bfloat16_is, llamafactory_muon
+from setting import Row, Setting, attempt
+from timing import GEMM, columns, executed_flops, ratios, taking_turns
+from torch import Tensor, nn
+
+from hf_muon import build_optimizer, route_parameters
+
+OURS, TORCH, LLAMAFACTORY, ADAMW = "hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "fused AdamW"
+LR, DECAY, MOMENTUM, BETAS, EPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8
+Step = Callable[[], Any]
+
+
+def ours(model: nn.Module, options: dict[str, Any]) -> Any:
+    """This package's optimizer, with the coefficients that the others have."""
+    return build_optimizer(
+        model,
+        lr=LR,
+        weight_decay=DECAY,
+        momentum=MOMENTUM,
+        ns_coefficients="original",
+        ns_steps=STEPS,
+        adamw_betas=BETAS,
+        adamw_eps=EPS,
+        **options,
+    )
+
+
+def _routed(model: nn.Module, options: dict[str, Any]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    routes = route_parameters(model, **options)
+    return [r.parameter for r in routes if r.use_muon], [r.parameter for r in routes if not r.use_muon]
+
+
+def torch_step(model: nn.Module, options: dict[str, Any], half: torch.dtype) -> Step:
+    """torch.optim.Muon for what ours gives to Muon, and fused AdamW for the rest.
+
+    Raises:
+        ValueError: from torch, which takes matrices alone.
+    """
+    muon, rest = _routed(model, options)
+    first = torch.optim.Muon(
+        muon, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, ns_steps=STEPS, adjust_lr_fn="match_rms_adamw"
+    )
+    second = torch.optim.AdamW(rest, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+
+    def step() -> None:
+        with bfloat16_is(half):
+            first.step()
+        second.step()
+
+    return step
+
+
+def llamafactory_step(model: nn.Module, options: dict[str, Any], half: torch.dtype) -> Step:
+    muon, rest = _routed(model, options)
+    if any(param.ndim != 2 for param in muon):
+        raise ValueError("LLaMA-Factory's Muon takes matrices alone, and experts are 3-D parameters")
+    optimizer = llamafactory_muon().Muon(
+        lr=LR, wd=DECAY, muon_params=muon, momentum=MOMENTUM, ns_steps=STEPS, adamw_params=rest, adamw_betas=BETAS
+    )
+
+    def step() -> None:
+        with torch.no_grad(), bfloat16_is(half):
+            optimizer.step()
+
+    return step
+
+
+def adamw_step(model: nn.Module) -> Step:
+    """One fused AdamW for everything."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True).step
+
+
+def give_gradients(models: Sequence[nn.Module]) -> None:
+    """The same random gradients to copies of one model, sharing memory: no side writes to them."""
+    for params in zip(*(model.parameters() for model in models), strict=True):
+        grad = torch.randn_like(params[0])
+        for param in params:
+            param.grad = grad
+
+
+def run(setting: Setting) -> list[Row]:
+    """A row for each model and side."""
+    logging.getLogger("hf_muon").setLevel(logging.ERROR)
+    names = ["Qwen3-0.6B"] if setting.quick else list(MODELS)
+    rows: list[Row] = []
+    for place, name in enumerate(names, 1):
+        found = _model(setting, name)
+        rows += found
+        told = ", ".join(f"{row['side']} {row['ms']:.4g} ms" for row in found if "ms" in row)
+        setting.say(f"optimizer_step {place}/{len(names)}  {name}: {told}")
+    return rows
+
+
+def _model(setting: Setting, name: str) -> list[Row]:
+    torch.manual_seed(0)
+    config, scaled = scaled_config(name, setting.device.type, setting.quick)
+    model = build(name, config).to(setting.device)
+    options = MODELS[name].options
+    half = setting.dtype if setting.on_cpu else torch.bfloat16
+    copies = {side: copy.deepcopy(model) for side in (OURS, TORCH, LLAMAFACTORY, ADAMW)}
+    give_gradients(list(copies.values()))
+    optimizer = ours(copies[OURS], options)
+    makers: dict[str, Callable[[], Step]] = {
+        OURS: lambda: optimizer.step,
+        TORCH: lambda: torch_step(copies[TORCH], options, half),
+        LLAMAFACTORY: lambda: llamafactory_step(copies[LLAMAFACTORY], options, half),
+        ADAMW: lambda: adamw_step(copies[ADAMW]),
+    }
+    steps: dict[str, Step] = {}
+    notes = {}
+    for side, make in makers.items():
+
+        def first(side: str = side, make: Callable[[], Step] = make) -> None:
+            step = make()
+            step()  # makes its state
+            steps[side] = step
+
+        notes[side] = attempt(first)
+    muons = {side: _routed(made, options)[0] for side, made in copies.items()}
+    start = _routed(model, options)[0]
+    parted = {side: _parted(start, muons[OURS], muons[side]) for side in steps if side != ADAMW}
+    times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
+    bound = getattr(optimizer, "max_batch_bytes", None) or optimizer.defaults.get("max_batch_bytes")
+    muon, rest = (sum(param.numel() for param in params) for params in _routed(copies[OURS], options))
+    rows = []
+    for side in makers:
+        row: Row = {
+            "model": name,
+            "scaled": scaled,
+            "muon weights": muon,
+            "adamw weights": rest,
+            "side": side,
+            "note": notes[side],
+        }
+        if side in steps:
+            flops = executed_flops(steps[side])
+            row |= {
+                **columns("ms", [1e3 * seconds for seconds in times[side]]),
+                **(columns("speedup", ratios(times[TORCH], times[side])) if TORCH in times else {}),
+                **columns("x adamw", ratios(times[side], times[ADAMW])),
+                "gflop": flops / 1e9,
+                "peak mb": peak_extra_bytes(steps[side], setting.device) / 1e6,
+                "max batch mb": bound / 1e6 if side == OURS and bound else "",
+                "parted": parted.get(side, ""),
+            }
+            if flops and side != ADAMW:
+                row |= columns("gemm fraction", setting.gemm.fractions(flops, times[side], times[GEMM]))
+        rows.append(row)
+    return rows
+
+
+@torch.no_grad()
+def _parted(start: Sequence[Tensor], first: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """How far Muon's weights are apart after a step, in parts of the farthest that a weight has moved."""
+    moved = apart = 0.0
+    for a, b, c in zip(start, first, other, strict=True):
+        moved, apart = max(moved, _farthest(a, b)), max(apart, _farthest(b, c))
+    return apart / moved
+
+
+def _farthest(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())

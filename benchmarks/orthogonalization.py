@@ -1,0 +1,115 @@
+"""Orthogonalization alone, on layer shapes of real models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from meters import newton_schulz_flops, peak_extra_bytes
+from models import Layer, layers
+from rivals import STEPS, TORCH, Side, sides
+from setting import Row, Setting, attempt
+from timing import GEMM, columns, executed_flops, ratios, taking_turns
+from torch import Tensor
+
+_LEAST = 1.05e-3  # of the Frobenius norm; bands are stated for 1e-3 and above, and rounding must not pass below
+
+
+def matrices(layer: Layer, device: torch.device) -> Tensor:
+    """``(count, rows, columns)`` in fp32, whose singular values reach down to where bands begin.
+
+    They are evenly spread in their logarithm, between one and what is `_LEAST` of the Frobenius norm; all matrices of a
+    batch have the same ones, and directions of their own.
+    """
+    short, long = sorted((layer.rows, layer.columns))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def directions(rows: int) -> Tensor:
+        noise = torch.randn(layer.count, rows, short, device=device, generator=generator)
+        return torch.linalg.qr(noise)[0]
+
+    low, high = 1e-6, 1.0
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        norm = torch.logspace(math.log10(middle), 0, short, dtype=torch.float64).norm()
+        low, high = (middle, high) if middle / norm < _LEAST else (low, middle)
+    values = torch.logspace(math.log10(high), 0, short, device=device)
+    wide = (directions(short) * values) @ directions(long).mT
+    return (wide.mT if layer.rows > layer.columns else wide).contiguous()
+
+
+def singular_values(found: Tensor) -> tuple[float, float]:
+    """Least and greatest, in float64.
+
+    Roots of the eigenvalues of the Gram matrix: exact to 1e-15 for values near one, and much faster than an SVD.
+    """
+    x = found.double()
+    gram = x @ x.mT if x.size(-2) <= x.size(-1) else x.mT @ x
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    return float(values.min()), float(values.max())
+
+
+def run(setting: Setting) -> list[Row]:
+    """A row for each shape and side."""
+    all_sides, missing = sides(setting.device.type, setting.dtype, setting.dion)
+    setting.missing |= missing
+    for name, reason in missing.items():
+        setting.say(f"{name}: {reason}")
+    rows = []
+    shapes = layers(setting.device.type, setting.quick)
+    for place, (divisor, layer) in enumerate(shapes, 1):
+        found = _shape(setting, divisor, layer, all_sides)
+        rows += found
+        best = {row["side"]: row for row in found}
+        setting.say(
+            f"orthogonalization {place}/{len(shapes)}  {layer.model} {layer.name} {layer.key}: "
+            f"{best['hf_muon']['ms']:.3g} ms, {best['hf_muon']['speedup']:.2f} x as fast as {TORCH}"
+        )
+    return rows
+
+
+def _shape(setting: Setting, divisor: int, layer: Layer, all_sides: dict[str, Side]) -> list[Row]:
+    given = matrices(layer, setting.device)
+    calls = {name: (lambda side=side: side.run(given)) for name, side in all_sides.items()}
+    notes = {name: note for name, call in calls.items() if (note := attempt(call))}
+    running = {name: call for name, call in calls.items() if name not in notes}
+    times = taking_turns({**running, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
+    standard = newton_schulz_flops((layer.rows, layer.columns), STEPS) * layer.count
+    rows = []
+    for name, side in all_sides.items():
+        row: Row = {
+            "model": layer.model,
+            "layer": layer.name,
+            "shape": layer.key,
+            "divisor": divisor,
+            "aspect": layer.aspect,
+            "side": name,
+            "version": side.version,
+            "note": notes.get(name, ""),
+        }
+        if name in running:
+            row |= _measured(setting, side, running[name], times, name, standard)
+        rows.append(row)
+    return rows
+
+
+def _measured(setting: Setting, side: Side, call: Any, times: dict[str, list[float]], name: str, standard: int) -> Row:
+    flops = executed_flops(call)
+    low, high = singular_values(call())
+    band = side.band
+    row: Row = {
+        **columns("ms", [1e3 * seconds for seconds in times[name]]),
+        **columns("speedup", ratios(times[TORCH], times[name])),
+        "standard gflop": standard / 1e9,
+        "peak mb": peak_extra_bytes(call, setting.device) / 1e6,
+        "sigma min": low,
+        "sigma max": high,
+        "band low": band[0],
+        "band high": band[1],
+        "outside": max(0.0, band[0] - low, high - band[1]),
+    }
+    if flops >= standard / 20:  # of kernels of their own torch counts nothing
+        row["gflop"] = flops / 1e9
+        row |= columns("gemm fraction", setting.gemm.fractions(flops, times[name], times[GEMM]))
+    return row
