@@ -71,7 +71,9 @@ def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
     limit = 126 if wide == torch.float32 else 1022
-    largest = torch.linalg.vector_norm(matrices, torch.inf, dim=(-2, -1), keepdim=True, dtype=wide)
+    # Without a copy for the absolute values.
+    ends = (-matrices.amin(dim=(-2, -1), keepdim=True), matrices.amax(dim=(-2, -1), keepdim=True))
+    largest = torch.maximum(*ends).to(wide)
     _, exponent = torch.frexp(largest)
     # ldexp of whole matrices would take a tenth of the time of all products on a CPU.
     power = torch.ldexp(torch.ones_like(largest), -exponent.clamp(-limit, limit))
