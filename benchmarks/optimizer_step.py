@@ -164,7 +164,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
 
 
 def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
-    """Memory of a step of ours under bounds that it would pass without: of orthogonalizing, and of updates in flight."""
+    """Memory of a step of ours under bounds that matter: of orthogonalizing, and of updates in flight."""
     bounded = copy.deepcopy(model)
     give_gradients([bounded])
     bound = 2**12 if setting.quick else 2**24 if setting.on_cpu else 2**28
