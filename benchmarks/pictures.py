@@ -87,7 +87,7 @@ def _orthogonalization(rows: list[Row]) -> Figure:
 
 def _optimizer_step(rows: list[Row]) -> Figure:
     models = unique(rows, "model")
-    sides = unique(rows, "side")
+    sides = unique((row for row in rows if "ms" in row), "side")
     style = _style([sides[0], "", *sides[1:]])
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -157,7 +157,9 @@ def _optimizer_step(rows: list[Row]) -> list[str]:
     ]
     sizes = [
         f"{name}: {scaled}; {muon / 1e6:.3g} M weights by Muon, {adamw / 1e6:.3g} M by AdamW"
-        for name, scaled, muon, adamw in unique(rows, "model", "scaled", "muon weights", "adamw weights")
+        for name, scaled, muon, adamw in unique(
+            (row for row in rows if "muon weights" in row), "model", "scaled", "muon weights", "adamw weights"
+        )
     ]
     head = [
         "model",
@@ -250,9 +252,11 @@ def _targets(folder: Path, machines: dict[str, Any]) -> list[str]:
     limit = _OUTSIDE[any_machine["dtype"]]
     found = [row["outside"] for row in rows if row["side"].startswith(OURS) and "outside" in row]
     verdict("singular values outside of the band", f"none (<= {limit:g}, rounding)", found, lambda x: x <= limit)
-    bounded = [row for row in steps if "max batch mb" in row]
+    bounded = [row for row in read(folder, "optimizer_step") if "max batch mb" in row]
     found = [row["peak mb"] / row["max batch mb"] for row in bounded]
     verdict("extra peak memory of the step, of max_batch_bytes", "<= 1", found, lambda x: x <= 1)
+    found = [row["peak mb"] / (row["max batch mb"] + row["max bucket mb"]) for row in bounded]
+    verdict("the same, of it and max_bucket_bytes, which bounds updates in flight", "<= 1", found, lambda x: x <= 1)
     lines = table(["target", "aim", "found, least to greatest", "verdict"], body)
     if on_cpu and any_machine["dtype"] != "bfloat16":
         lines.append(
