@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hf_muon import diagnostics, update
 from hf_muon.distributed import Shared, is_dtensor, local_of, shape_of
+from hf_muon.momentum import momentum_dtype
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.preflight import Layout
 
@@ -79,7 +80,7 @@ def _how(group: Group, param: Tensor, place: Shared | None) -> str:
         return f"AdamW on the local part ({kernel}), no communication"
     dtype = compute_dtype(group["ns_dtype"], device.type, device.index)
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
-    momentum = f"momentum in {str(update.momentum_dtype(param)).removeprefix('torch.')}"
+    momentum = f"momentum in {str(momentum_dtype(param, group['momentum_dtype'])).removeprefix('torch.')}"
     if place is None:
         return f"Muon, whole on this rank: {newton_schulz}; {momentum}"
     count, backend = place.group.size(), torch.distributed.get_backend(place.group)
