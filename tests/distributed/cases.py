@@ -124,6 +124,17 @@ def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=()
     return whole_state(params, optimizer)
 
 
+def refusal(rank, case, **options):
+    """The error of a case that all ranks refuse."""
+    from tests.distributed.training import train
+
+    try:
+        {"given_gradients": given_gradients, "train": train}[case](rank, **options)
+    except BaseException as error:  # noqa: BLE001  that of torch.distributed.checkpoint is no Exception
+        return str(error)
+    return ""
+
+
 def whole(tensor):
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
