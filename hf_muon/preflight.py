@@ -112,6 +112,8 @@ class Layout:
                 complaint = storage_complaint(param) or _zero_complaint(group, param, partition)
                 complaint = complaint or checkpoint.blocks_complaint(group, param)
                 if partition is not None:
+                    if complaint:
+                        self.complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
                     talking.append(partition.group)
                     places.append(Shared(partition.group, ()))
                     continue

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 
 import numpy as np
@@ -281,6 +282,14 @@ def test_a_dtype_that_is_changed_on_the_way_is_converted():
         stepped(optimizer, params, 1)
         assert optimizer.state[params[0]]["momentum_buffer"].dtype is momentum_dtype(params[0], choice)
     assert twin.state[twin.param_groups[0]["params"][0]]["momentum_buffer"].dtype is torch.int8
+
+
+def test_metrics_see_what_codes_stand_for(tmp_path):
+    seen = {}
+    for choice in ("fp32", "int8"):
+        made_and_stepped(choice, diagnostics_every=2, diagnostics_file=tmp_path / choice)
+        seen[choice] = json.loads((tmp_path / choice).read_text().splitlines()[-1])["momentum_rms"]
+    assert seen["int8"] == pytest.approx(seen["fp32"], rel=0.01)
 
 
 def test_groups_may_differ():
