@@ -20,7 +20,8 @@ BLOCK = 64
 SHORTEST = 16
 """Rows shorter than this stay in fp32: their scales would take what their codes save."""
 _LEVELS = 127
-_CHUNK = 2**22  # elements that are worked on at once
+_CHUNKS = {"cpu": 2**17}  # elements that are worked on at once: they stay in a core's cache
+_CHUNK = 2**22  # elsewhere
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
@@ -101,6 +102,17 @@ def round_to_bf16(values: Tensor, step: int) -> Tensor:
     return noise.view(torch.float32)
 
 
+def store_bf16_(buffer: Tensor, values: Tensor, step: int) -> None:
+    """Keep fp32 values in a bf16 buffer of their shape, by `round_to_bf16`, some at a time."""
+    rows = _rows(values, math.prod(values.shape[1:]))
+    for kept, some in zip(torch.split(buffer, rows), torch.split(values, rows), strict=True):
+        kept.copy_(round_to_bf16(some, step))
+
+
+def _rows(tensor: Tensor, columns: int) -> int:
+    return max(1, _CHUNKS.get(tensor.device.type, _CHUNK) // max(1, columns))
+
+
 class Quantized(NamedTuple):
     """Momentum as signed codes, and the largest absolute value of each block of a row.
 
@@ -142,7 +154,7 @@ class Quantized(NamedTuple):
         if not self.codes.numel():
             return
         rows = [part.reshape(-1, part.shape[-1]) for part in (self.codes, self.scales, grad)]
-        size = max(1, _CHUNK // max(1, self.codes.shape[-1]))
+        size = _rows(self.codes, self.codes.shape[-1])
         for codes, scales, some in zip(*(torch.split(part, size) for part in rows), strict=True):
             kept = Quantized(codes, scales)
             kept.store_(kept.values().lerp_(some.float(), 1 - momentum))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.momentum import round_to_bf16
+from hf_muon.momentum import store_bf16_
 
 ADJUST_LR_FNS = ("match_rms_adamw", "original", "rms_to_rms")
 
@@ -61,7 +61,7 @@ def _rounded_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: boo
     exact = buffer.float()
     grad = grad.float()
     exact.lerp_(grad, 1 - momentum)
-    buffer.copy_(round_to_bf16(exact, step))
+    store_bf16_(buffer, exact, step)
     return grad.lerp(exact, momentum) if nesterov else exact
 
 
