@@ -18,7 +18,7 @@ MOMENTUM_DTYPES = ("auto", "fp32", "bf16", "int8")
 BLOCK = 64
 """Elements of a row that share a scale."""
 SHORTEST = 16
-"""Rows shorter than this stay in fp32: their scales would take what their codes save."""
+"""Rows shorter than this stay in fp32: a scale for each would weigh much, and such weights are few."""
 _LEVELS = 127
 _CHUNKS = {"cpu": 2**17}  # elements that are worked on at once: they stay in a core's cache
 _CHUNK = 2**22  # elsewhere

@@ -86,16 +86,22 @@ def mesh_complaint(param: DTensor) -> str | None:
 
 def blocks_complaint(param: DTensor) -> str | None:
     """Why a parameter's momentum cannot be kept as int8: a block of it that does not lie on one rank."""
-    n, mesh = param.shape[-1], tuple(param.device_mesh.mesh.shape)
-    own, scales = (regions(shape, mesh, param.placements) for shape in (param.shape, scale_shape(param.shape)))
-    for stored, scaled in zip(own, scales, strict=True):
-        covered = tuple((BLOCK * first, min(BLOCK * last, n)) for first, last in scaled.dims[-1])
+    if not _cuts_blocks(tuple(param.shape), tuple(param.device_mesh.mesh.shape), tuple(param.placements)):
+        return None
+    return (
+        f"is stored as {param.placements}, which cuts its rows of {param.shape[-1]} between multiples of {BLOCK}, "
+        "where momentum_dtype=int8 keeps a scale for them. Use bf16"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cuts_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    found, scales = (regions(each, mesh_shape, placements) for each in (shape, scale_shape(shape)))
+    for stored, scaled in zip(found, scales, strict=True):
+        covered = tuple((BLOCK * first, min(BLOCK * last, shape[-1])) for first, last in scaled.dims[-1])
         if stored.numel and (stored.dims[:-1], stored.dims[-1]) != (scaled.dims[:-1], covered):
-            return (
-                f"is stored as {param.placements}, which cuts its rows of {n} between multiples of {BLOCK}, where "
-                "momentum_dtype=int8 keeps a scale for them. Use bf16"
-            )
-    return None
+            return True
+    return False
 
 
 def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
