@@ -11,11 +11,22 @@ from torch import Tensor
 from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.distributed import is_dtensor, local_of, shape_of
-from hf_muon.update import momentum_dtype
+from hf_muon.momentum import Quantized, is_quantized, momentum_dtype, scale_shape
 from hf_muon.views import views_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
-"""State of a parameter by `use_muon`."""
+"""State of a parameter by `use_muon`; momentum that is kept as int8 has a `momentum_scale` besides."""
+
+
+def state_keys(group: Mapping[str, Any], param: Tensor) -> tuple[str, ...]:
+    """State of a parameter of a group."""
+    keys = STATE_KEYS[bool(group["use_muon"])]
+    return (*keys, "momentum_scale") if group["use_muon"] and is_quantized(_kept(group), param.shape) else keys
+
+
+def _kept(group: Mapping[str, Any]) -> str:
+    """How a group keeps its momentum; states of older versions do not say, and have it in fp32."""
+    return str(group.get("momentum_dtype", "auto"))
 
 
 def describe(group: Mapping[str, Any], index: int) -> str:
@@ -32,11 +43,13 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
     lost = []
     for i, param in enumerate(group["params"]):
         found = state.get(param, {})
-        missing = [key for key in STATE_KEYS[bool(group["use_muon"])] if key not in found]
+        # Momentum in another dtype than the group's is converted before the step, and needs what its own dtype does.
+        keys = state_keys({**group, "momentum_dtype": _dtype_of(found)} if found else group, param)
+        missing = [key for key in keys if key not in found]
         if missing:
             lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
         for key in found.keys() - {"step", *missing}:
-            if (complaint := _unlike(found[key], param)) is not None:
+            if (complaint := _unlike(found[key], param, _state_shape(param, key))) is not None:
                 yield (
                     f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
                     "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint"
@@ -48,9 +61,18 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
         )
 
 
-def _unlike(moment: Tensor, param: Tensor) -> str | None:
+def _dtype_of(state: Mapping[str, Any]) -> str:
+    buffer = state.get("momentum_buffer")
+    return "int8" if torch.is_tensor(buffer) and buffer.dtype is torch.int8 else "auto"
+
+
+def _state_shape(param: Tensor, key: str) -> tuple[int, ...]:
+    return scale_shape(param.shape) if key == "momentum_scale" else tuple(param.shape)
+
+
+def _unlike(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None:
     """How a moment differs from what its parameter's would be."""
-    if moment.shape != param.shape:
+    if tuple(moment.shape) != shape:
         return f"has shape {tuple(moment.shape)}"
     stored = [(t.placements, t.device_mesh) if is_dtensor(t) else None for t in (moment, param)]  # type: ignore[attr-defined]
     if stored[0] == stored[1]:
@@ -64,18 +86,85 @@ def _few(items: Sequence[str], limit: int = 5) -> str:
     return f"{shown} and {len(items) - limit} more" if len(items) > limit else shown
 
 
-def state_dtype(param: Tensor, key: str) -> torch.dtype:
-    """The dtype that the step computes a state in."""
-    if key == "step":
+def state_dtype(param: Tensor, key: str, choice: str = "auto") -> torch.dtype:
+    """The dtype in which a state is kept; `choice` is the group's `momentum_dtype`."""
+    if key in ("step", "momentum_scale"):
         return torch.float32
-    return momentum_dtype(param) if key == "momentum_buffer" else param.dtype
+    return momentum_dtype(param, choice) if key == "momentum_buffer" else param.dtype
 
 
-def zero_state(param: Tensor, key: str) -> Tensor:
-    """A state before the first step, stored like the parameter."""
+def zero_state(param: Tensor, key: str, choice: str = "auto") -> Tensor:
+    """A state before the first step, stored like the parameter; `choice` is the group's `momentum_dtype`."""
     if key == "step":
         return torch.zeros((), dtype=torch.float32)
-    return torch.zeros_like(param, dtype=state_dtype(param, key), memory_format=torch.preserve_format)
+    if key == "momentum_scale":
+        return _wrapped(param, _zero_scales(param), scale_shape(param.shape))
+    dtype = state_dtype(param, key, choice)
+    if dtype is torch.int8:
+        codes = torch.zeros(local_of(param).shape, dtype=dtype, device=local_of(param).device)
+        return _wrapped(param, codes, param.shape)
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _zero_scales(param: Tensor) -> Tensor:
+    local = local_of(param)
+    return torch.zeros(scale_shape(local.shape), dtype=torch.float32, device=local.device)
+
+
+def _wrapped(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """What this rank has of a tensor of some shape, stored like the parameter."""
+    if not is_dtensor(param):
+        return local
+    from hf_muon.distributed.dtensor import stored_like
+
+    return stored_like(param, local, shape)  # type: ignore[arg-type]
+
+
+def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
+    """Why a parameter's momentum cannot be kept as its group says."""
+    if not (group["use_muon"] and is_quantized(_kept(group), param.shape) and is_dtensor(param)):
+        return None
+    from hf_muon.distributed.dtensor import blocks_complaint
+
+    return blocks_complaint(param)  # type: ignore[arg-type]
+
+
+def kept_momentum(param: Tensor, state: Mapping[str, Tensor], choice: str) -> dict[str, Tensor]:
+    """Momentum in the dtype of a choice, in memory of its own.
+
+    Args:
+        param: stored as the result will be.
+        state: `momentum_buffer`, with `momentum_scale` where that holds codes; whole, or stored like the parameter.
+        choice: one of `MOMENTUM_DTYPES`.
+    """
+    state = {key: value for key, value in state.items() if key in ("momentum_buffer", "momentum_scale")}
+    to_int8 = is_quantized(choice, param.shape)
+    if to_int8 or ("momentum_scale" in state and any(map(is_dtensor, state.values()))):
+        state = {key: _stored_like(param, value) for key, value in state.items()}
+    if "momentum_scale" in state and to_int8:
+        dtypes = {"momentum_buffer": torch.int8, "momentum_scale": torch.float32}
+        return {key: _copied(param, value, dtypes[key]) for key, value in state.items()}
+    buffer = state["momentum_buffer"]
+    if "momentum_scale" in state:
+        kept = Quantized(local_of(buffer).to(torch.int8), local_of(state["momentum_scale"]))
+        values = kept.values() if kept.codes.numel() else kept.codes.float()
+        buffer = _wrapped(param, values, param.shape) if is_dtensor(buffer) else values
+    if not to_int8:
+        return {
+            "momentum_buffer": _copied(
+                param, _stored_like(param, buffer), state_dtype(param, "momentum_buffer", choice)
+            )
+        }
+    made = {key: zero_state(param, key, choice) for key in ("momentum_buffer", "momentum_scale")}
+    if local_of(param).numel():
+        kept = Quantized(*(local_of(value) for value in made.values()))
+        kept.store_(local_of(buffer).to(kept.codes.device, torch.float32))
+    return made
+
+
+def _copied(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    copy = value.to(device=param.device, dtype=dtype, copy=True)
+    return copy.contiguous() if dtype is torch.int8 else copy
 
 
 def check_loadable(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -131,6 +220,9 @@ def load_complaints(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str
                 check_option(name, saved[name])
             except ValueError as error:
                 yield f"one of its param groups has {error}"
+        for i, param in enumerate(group["params"]):
+            if complaint := blocks_complaint(group, param):
+                yield f"{describe(group, i)} {complaint}"
         names, saved_names = group.get("param_names"), saved.get("param_names")
         if names and saved_names and names != saved_names:
             yield "the same parameters stand in another order, and state is matched by position"
@@ -165,16 +257,18 @@ def _moved(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[s
 
 
 def _state_complaints(group: Mapping[str, Any], saved: Mapping[str, Any], state: Mapping[Any, Any]) -> Iterator[str]:
-    keys = STATE_KEYS[bool(group["use_muon"])]
     absent = []
     for i, key in enumerate(saved["params"]):
         found = state.get(key) or {}
+        param = group["params"][i]
+        keys = state_keys(saved, param)
         missing = [name for name in keys if name not in found]
         if missing:
             absent.append((describe(group, i), missing))
             continue
         for name in keys:
-            complaint = _unfit(found[name], None if name == "step" else group["params"][i])
+            codes = name == "momentum_buffer" and "momentum_scale" in keys
+            complaint = _unfit(found[name], None if name == "step" else param, _state_shape(param, name), codes)
             if complaint:
                 yield f"{describe(group, i)}: its {name} {complaint}"
     # A state saved before the first step is empty; half a state, or none after steps, means that moments were lost.
@@ -182,12 +276,12 @@ def _state_complaints(group: Mapping[str, Any], saved: Mapping[str, Any], state:
         yield f"moments are missing: {_few([f'{name} lacks {m}' for name, m in absent])}"
 
 
-def _unfit(value: Any, param: Tensor | None) -> str | None:
+def _unfit(value: Any, param: Tensor | None, shape: tuple[int, ...], codes: bool) -> str | None:
     """Why a saved value cannot be the state of a parameter (of none: a count of steps)."""
     value = torch.as_tensor(value)
-    if param is not None and value.shape != param.shape:
+    if param is not None and tuple(value.shape) != shape:
         return f"has shape {tuple(value.shape)}"
-    if not value.is_floating_point():
+    if value.dtype is not torch.int8 if codes else not value.is_floating_point():
         return f"has dtype {value.dtype}"
     mesh = getattr(value, "device_mesh", None)
     if param is not None and mesh is not None and mesh != getattr(param, "device_mesh", None):
@@ -206,7 +300,18 @@ def changed_options(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str
         f"{name} {saved[name]!r}, not {group[name]!r}"
         for group, saved in zip(groups, state_dict["param_groups"], strict=True)
         for name in GROUP_OPTIONS
-        if name != "lr" and name in saved and check_option(name, saved[name]) != group[name]
+        if name not in ("lr", "momentum_dtype") and name in saved and check_option(name, saved[name]) != group[name]
+    }
+    return "; ".join(sorted(changes))
+
+
+def changed_momentum(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> str:
+    """How momentum was kept where the checkpoint was written, and how it is here, if that differs."""
+    changes = {
+        f"{there} in the checkpoint, {here} here"
+        for group, saved in zip(groups, state_dict["param_groups"], strict=True)
+        if group["use_muon"]
+        and (there := _kept(saved).replace("auto", "fp32")) != (here := _kept(group).replace("auto", "fp32"))
     }
     return "; ".join(sorted(changes))
 
@@ -227,15 +332,20 @@ def restore_storage_(
 ) -> None:
     """Store loaded moments as the step needs them, in memory of their own.
 
-    `Optimizer.load_state_dict` casts them to the parameters' dtype; momentum is at least fp32 whatever was saved, so
-    that a step never mixes dtypes. Whole tensors of sharded parameters are cut.
+    `Optimizer.load_state_dict` casts them to the parameters' dtype; momentum is kept as `momentum_dtype` says, whatever
+    was saved. Whole tensors of sharded parameters are cut.
     """
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
             loaded, original = state.get(param), state_dict["state"].get(key)
             if not loaded or not original:
                 continue
-            for name in STATE_KEYS[bool(group["use_muon"])]:
+            if group["use_muon"]:
+                loaded.clear()  # the cast copies, before the next ones are made
+                kept = {name: original[name] for name in state_keys(saved, param)}
+                loaded.update(kept_momentum(param, kept, _kept(group)))
+                continue
+            for name in STATE_KEYS[False]:
                 value = original[name]
                 if name == "step":
                     if loaded[name] is value and isinstance(value, Tensor):
@@ -284,12 +394,14 @@ def reroute(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) 
         origin = max(like, key=lambda saved: len(names & set(saved["param_names"])), default=group)
         options = {key: value for key, value in origin.items() if key not in ("params", "param_names")}
         options["step"] = max(options.get("step", 0), 1)
+        options.setdefault("momentum_dtype", "auto")
         keys = [places[name][1] for name in group["param_names"]]
         names_and_views = {"param_names": list(group["param_names"]), "views": [seen[n] for n in group["param_names"]]}
         rerouted.append({**options, "params": keys, **names_and_views})
         for name, key, param in zip(group["param_names"], keys, group["params"], strict=True):
             if name in moved:
-                state[key] = {kind: zero_state(param, kind) for kind in STATE_KEYS[bool(group["use_muon"])]}
+                there = {**options, "use_muon": group["use_muon"]}
+                state[key] = {kind: zero_state(param, kind, _kept(there)) for kind in state_keys(there, param)}
             elif key in state_dict["state"]:
                 state[key] = state_dict["state"][key]
     return {**state_dict, "state": state, "param_groups": rerouted}

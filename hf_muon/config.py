@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_muon.coefficients import PRESETS, resolve
+from hf_muon.momentum import MOMENTUM_DTYPES
 from hf_muon.newton_schulz import MAX_BATCH_BYTES, NS_DTYPES
 from hf_muon.update import ADJUST_LR_FNS
 
@@ -150,6 +151,7 @@ GROUP_OPTIONS: dict[str, _Option] = {
     "weight_decay": _number("a number of at least 0", lambda x: x >= 0),
     "momentum": _number("a number from 0 to below 1", lambda x: 0 <= x < 1),
     "nesterov": _flag(),
+    "momentum_dtype": _choice(MOMENTUM_DTYPES),
     "ns_coefficients": _coefficients(),
     "ns_steps": _integer("an integer from 1 to 99", lambda x: 1 <= x < 100),
     "ns_dtype": _choice(tuple(NS_DTYPES)),
@@ -216,6 +218,8 @@ class MuonConfig:
         adamw_weight_decay: weight decay of the AdamW half, if it differs from `weight_decay`.
         momentum: decay of the exponential moving average of the gradients.
         nesterov: whether the update looks one step ahead along the average.
+        momentum_dtype: how the average is kept between steps: `auto` (fp32), `fp32`, `bf16` (stochastic rounding) or
+            `int8` (a scale for every 64 elements of a row).
         ns_coefficients: Newton-Schulz preset `polar_express`, `original`, `you_jiacheng`, `cans`, or three numbers.
         ns_steps: Newton-Schulz steps.
         ns_dtype: dtype of the Newton-Schulz products: `auto`, `bf16`, `fp16` or `fp32`.
@@ -249,6 +253,7 @@ class MuonConfig:
     adamw_weight_decay: float | None = None
     momentum: float = 0.95
     nesterov: bool = True
+    momentum_dtype: str = "auto"
     ns_coefficients: str | tuple[float, float, float] = "polar_express"
     ns_steps: int = 5
     ns_dtype: str = "auto"

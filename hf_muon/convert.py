@@ -18,8 +18,8 @@ from hf_muon import checkpoint, foreign
 from hf_muon.coefficients import resolve
 from hf_muon.foreign import HALF, Slot
 from hf_muon.foreign_names import as_matrix, few, names_of
+from hf_muon.momentum import update_dtype
 from hf_muon.optimizer import Muon
-from hf_muon.update import momentum_dtype
 
 MOMENTUM_FORMS = ("ema", "sgd")
 # What may stand in any group: from torch's optimizers and schedulers, and whose parameters they are.
@@ -138,7 +138,8 @@ def convert_state_dict(
         )
     foreign.refuse(source, complaints)
     step = max([1, *(int(slot.state["step"]) for slot in slots if "step" in slot.state)])
-    converted = {"state": state, "param_groups": [{**saved, "step": step} for saved in groups]}
+    # Moving averages are in fp32 here; loading them keeps them as `optimizer` does.
+    converted = {"state": state, "param_groups": [{**g, "step": step, "momentum_dtype": "auto"} for g in groups]}
     checkpoint.check_loadable(optimizer.param_groups, converted)
     used = tuple(dict.fromkeys(factors.values()))
     other = _differing(_options(slots, source), optimizer)
@@ -154,7 +155,7 @@ def _shape_complaint(name: str, slot: Slot, param: Tensor) -> str | None:
 
 def _carry(slot: Slot, param: Tensor, factor: float) -> dict[str, Tensor]:
     if slot.use_muon:
-        buffer = slot.state["momentum_buffer"].reshape(param.shape).to(momentum_dtype(param))
+        buffer = slot.state["momentum_buffer"].reshape(param.shape).to(update_dtype(param))
         return {"momentum_buffer": buffer if factor == 1 else buffer * factor}
     averages = ("moment1", "moment2") if "moment1" in slot.state else ("exp_avg", "exp_avg_sq")
     step = torch.tensor(float(slot.state["step"]))
@@ -163,7 +164,7 @@ def _carry(slot: Slot, param: Tensor, factor: float) -> dict[str, Tensor]:
 
 def _zero(param: Tensor, use_muon: bool) -> dict[str, Tensor]:
     if use_muon:
-        return {"momentum_buffer": torch.zeros(param.shape, dtype=momentum_dtype(param))}
+        return {"momentum_buffer": torch.zeros(param.shape, dtype=update_dtype(param))}
     averages = {key: torch.zeros(param.shape, dtype=param.dtype) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.tensor(0.0), **averages}
 

@@ -14,6 +14,7 @@ from hf_muon import checkpoint, diagnostics, metrics, preflight, step_report, up
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
+from hf_muon.momentum import Quantized
 from hf_muon.newton_schulz import MAX_BATCH_BYTES, Orthogonalizer, compute_dtype
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Muon(Optimizer):
     What is stored otherwise (as ``(in, out)``, several matrices in one, a convolution) says so in the group's `views`,
     a text for each parameter; :mod:`hf_muon.views` has the words.
 
-    Momentum is kept in fp32, also under bf16 and fp16 parameters; AdamW's moments have the parameter's dtype, as in
-    torch. State is stored like its parameter, and is whole for a group or absent.
+    Momentum is kept in fp32, also under bf16 and fp16 parameters, unless `momentum_dtype` says otherwise; AdamW's
+    moments have the parameter's dtype, as in torch. State is stored like its parameter, and is whole for a group or
+    absent.
 
     DTensor parameters (FSDP2, HSDP, tensor parallel) are stepped as they are: the parts of a matrix travel to one
     owner, which orthogonalizes it once, and the direction's parts travel back. Of plain parameters under DDP the same
@@ -57,6 +59,8 @@ class Muon(Optimizer):
         weight_decay: decoupled weight decay, applied as ``1 - lr * weight_decay``.
         momentum: decay of the moving average of the gradients.
         nesterov: look one step ahead along the average.
+        momentum_dtype: how the average is kept between steps: `auto` (fp32), `fp32`, `bf16` (2 bytes a weight, rounded
+            stochastically) or `int8` (a byte a weight, and four for every 64 of a row). A step computes in fp32.
         ns_coefficients: `polar_express`, `original`, `you_jiacheng`, `cans`, or three numbers.
         ns_steps: Newton-Schulz steps.
         ns_dtype: `auto` (bf16 where the hardware has it, else fp32), `bf16`, `fp16` or `fp32`.
@@ -104,6 +108,7 @@ class Muon(Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
         *,
+        momentum_dtype: str = "auto",
         max_bucket_bytes: int = MAX_BUCKET_BYTES,
         max_batch_bytes: int = MAX_BATCH_BYTES,
         comm_dtype: str = "fp32",
@@ -119,6 +124,7 @@ class Muon(Optimizer):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
+            "momentum_dtype": momentum_dtype,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
@@ -175,7 +181,7 @@ class Muon(Optimizer):
         if given is not None and len(given) != len(group["params"]):
             raise ValueError(f"views: {len(given)} of {len(group['params'])} parameters; give each one, '' for none")
         for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
-            complaint = storage_complaint(param)
+            complaint = storage_complaint(param) or checkpoint.blocks_complaint(group, param)
             if complaint:
                 raise RuntimeError(f"{checkpoint.describe(group, i)} {complaint}")
             if group["use_muon"] and (complaint := views.complaint(view, shape_of(param))):
@@ -200,11 +206,17 @@ class Muon(Optimizer):
         fused = not group["use_muon"] and update.uses_fused_adamw(group["params"])
         for param in group["params"]:
             state = self.state[param]
-            for key in checkpoint.STATE_KEYS[group["use_muon"]]:
+            choice = group["momentum_dtype"]
+            keys = checkpoint.state_keys(group, param)
+            if "momentum_buffer" in state and ("momentum_scale" in state) != ("momentum_scale" in keys):
+                kept = checkpoint.kept_momentum(param, state, choice)
+                state.clear()
+                state.update(kept)
+            for key in keys:
                 if key not in state:
-                    state[key] = checkpoint.zero_state(param, key)
+                    state[key] = checkpoint.zero_state(param, key, choice)
                 device = torch.device("cpu") if key == "step" and not fused else param.device
-                dtype = checkpoint.state_dtype(param, key)
+                dtype = checkpoint.state_dtype(param, key, choice)
                 if not torch.is_tensor(state[key]):
                     state[key] = torch.as_tensor(state[key], dtype=dtype, device=device)
                 elif state[key].dtype != dtype or state[key].device != device:
@@ -289,10 +301,11 @@ class Muon(Optimizer):
         self._clear_gradients_of_others()
         for group, indices, matrices, executors in self._preflight():
             self._reconcile_state(group)
+            number = group["step"] + 1  # the same for all parts of a group
             if self._is_last(group):
-                group["step"] += 1
+                group["step"] = number
             if group["use_muon"]:
-                self._muon_step(group, indices, matrices, executors)
+                self._muon_step(group, number, indices, matrices, executors)
             else:
                 self._adamw_step(group, indices)
         if self.metrics is not None:
@@ -334,26 +347,54 @@ class Muon(Optimizer):
         self.init_state()
 
     def _muon_step(
-        self, group: Group, indices: list[int], matrices: list[preflight.Matrix], executors: list[Executor]
+        self,
+        group: Group,
+        number: int,
+        indices: list[int],
+        matrices: list[preflight.Matrix],
+        executors: list[Executor],
     ) -> None:
         coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
         active = {k: matrix for k, matrix in enumerate(matrices) if matrix.param in indices}
         stored = {i: group["params"][i] for i in indices}
         local = {i: local_of(param) for i, param in stored.items()}
         local_buffers = {i: local_of(self.state[param]["momentum_buffer"]) for i, param in stored.items()}
+        local_scales = {
+            i: local_of(self.state[p]["momentum_scale"]) for i, p in stored.items() if "momentum_scale" in self.state[p]
+        }
         local_grads = {i: preflight.local_grad(param) for i, param in stored.items()}
         params = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
         buffers = {k: matrix.of(local_buffers[matrix.param]) for k, matrix in active.items()}
         grads = {k: matrix.of(local_grads[matrix.param]) for k, matrix in active.items()}
         scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in active.items()}
 
+        options = {"momentum": group["momentum"], "nesterov": group["nesterov"], "step": number}
+        # Blocks of codes move at once, whatever pieces they are orthogonalized in.
+        quantized = {i: Quantized(local_buffers[i], found) for i, found in local_scales.items()}
+        for i, kept in quantized.items():
+            kept.move_(local_grads[i], group["momentum"])
+
         def updates_of(pieces: Sequence[Piece]) -> list[Tensor]:
-            return update.muon_updates(
-                [piece.of(grads[piece.param]) for piece in pieces],
-                [piece.of(buffers[piece.param]) for piece in pieces],
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-            )
+            some = [piece.of(grads[piece.param]) for piece in pieces]
+            if not quantized:
+                return update.muon_updates(some, [piece.of(buffers[piece.param]) for piece in pieces], **options)
+            updates: list[Tensor] = []
+            values: dict[Any, Tensor] = {}  # of parameters, or matrices of stacks, that several pieces are cut from
+            for piece, grad in zip(pieces, some, strict=True):
+                i, part = active[piece.param].param, piece.local
+                if i not in quantized:
+                    updates += update.muon_updates([grad], [piece.of(buffers[piece.param])], **options)
+                    continue
+                key = (i, part and (part.start, part.stop))
+                if key not in values:
+                    values[key] = quantized[i].values(part)
+                found = values[key] if piece.cut is None else piece.cut.of(values[key])
+                updates += (
+                    update.look_ahead([grad.float()], [found], momentum=group["momentum"])
+                    if group["nesterov"]
+                    else [found]
+                )
+            return updates
 
         names: dict[int, str] = {}
         if self._watch is not None:
@@ -376,7 +417,8 @@ class Muon(Optimizer):
                 )
         if self._watch is not None:
             for k, buffer in buffers.items():
-                self._watch.momentum(names[k], buffer)
+                i = active[k].param
+                self._watch.momentum(names[k], quantized[i].values() if i in quantized else buffer)
 
     def _adamw_step(self, group: Group, indices: list[int]) -> None:
         params = [group["params"][i] for i in indices]
@@ -430,7 +472,7 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, as in torch, after checking all of it.
 
-        Momentum comes back in fp32, whatever the parameters' dtype and the checkpoint's. Whole tensors are cut as the
+        Momentum comes back in this run's `momentum_dtype`, whatever the checkpoint's. Whole tensors are cut as the
         parameters are stored, so that the state of one process loads under FSDP2. With DTensor parameters all ranks
         must load together.
 
@@ -441,6 +483,7 @@ class Muon(Optimizer):
         seen: dict[str, Any] = {}
         # How parameters are seen as matrices is decided by the model, and moments do not depend on it.
         own_views = [group.get("views") for group in self.param_groups]
+        own_momentum = [group["momentum_dtype"] for group in self.param_groups]
 
         def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             if self.accept_rerouted:
@@ -453,6 +496,9 @@ class Muon(Optimizer):
                 diagnostics.logger().warning(
                     "the checkpoint's options win over those of this run, as in any torch optimizer: %s", changed
                 )
+            changed = checkpoint.changed_momentum(self.param_groups, state_dict)
+            if changed and diagnostics.is_rank_zero():
+                diagnostics.logger().info("momentum is converted: %s", changed)
             changed = checkpoint.changed_views(self.param_groups, state_dict)
             if changed and diagnostics.is_rank_zero():
                 diagnostics.logger().warning("from here on, other matrices than before are orthogonalized: %s", changed)
@@ -464,6 +510,8 @@ class Muon(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        for group, kept in zip(self.param_groups, own_momentum, strict=True):
+            group["momentum_dtype"] = kept
         checkpoint.restore_storage_(self.param_groups, self.state, seen)
         for group, own in zip(self.param_groups, own_views, strict=True):
             # Some ways of saving turn tuples into lists.

@@ -21,8 +21,10 @@ from hf_muon.build import groups_of
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.distributed import Partition
 from hf_muon.distributed.exchange import Exchange
+from hf_muon.distributed.layout import Region
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.distributed.zero import Slice, partition_bounds
+from hf_muon.momentum import state_bytes
 from hf_muon.newton_schulz import NS_DTYPES
 from hf_muon.preflight import Layout
 from hf_muon.routing import Route, route_parameters
@@ -195,6 +197,7 @@ def _groups(routes: Sequence[Route], stand_ins: Sequence[nn.Parameter], config: 
     for group in groups:  # as torch.optim.Optimizer takes them
         names, params = zip(*group["params"], strict=True)
         group["param_names"], group["params"] = list(names), list(params)
+        group["momentum_dtype"] = config.momentum_dtype
     return groups
 
 
@@ -316,21 +319,28 @@ def _plus(numbers: list[int], counted: Counter[Tensor]) -> list[int]:
 
 def _state(layout: Layout, groups: Sequence[dict[str, Any]], ranks: int) -> tuple[list[int], list[int]]:
     """Bytes of state of each rank, and what AdamW alone would have there."""
-    numels: dict[int, Tensor] = {}
+    known: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # elements and bytes of momentum, by who stores what
     own = torch.zeros(ranks, dtype=torch.int64)
     adamw = torch.zeros(ranks, dtype=torch.int64)
     for group, places in zip(groups, layout.places, strict=True):
+        choice = group["momentum_dtype"]
         for param, place in zip(group["params"], places, strict=True):
             if place is None or not place.regions:  # whole, or a partition, which has one size everywhere
                 numel = torch.full((ranks,), param.numel())
+                momentum = torch.full((ranks,), state_bytes(param, choice, param.shape))
             else:
-                key = id(place.regions)
-                if key not in numels:
-                    numels[key] = torch.tensor([region.numel for region in place.regions])
-                numel = numels[key]
+                key = id(place.regions), choice
+                if key not in known:
+                    shapes = [region.shape for region in place.regions if isinstance(region, Region)]
+                    nbytes = {shape: state_bytes(param, choice, shape) for shape in set(shapes)}
+                    known[key] = (
+                        torch.tensor([math.prod(shape) for shape in shapes]),
+                        torch.tensor([nbytes[shape] for shape in shapes]),
+                    )
+                numel, momentum = known[key]
             moments = numel * 2 * param.dtype.itemsize + 4  # and a count of steps, an fp32 number
             adamw += moments
-            own += numel * 4 if group["use_muon"] else moments
+            own += momentum if group["use_muon"] else moments
     return own.tolist(), adamw.tolist()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon import checkpoint, update, views
+from hf_muon import checkpoint, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.distributed import (
@@ -29,6 +29,7 @@ from hf_muon.distributed import (
     storage_complaint,
 )
 from hf_muon.distributed.layout import Stored
+from hf_muon.momentum import update_dtype
 from hf_muon.newton_schulz import compute_dtype
 
 if TYPE_CHECKING:
@@ -109,7 +110,10 @@ class Layout:
             for i, param in enumerate(group["params"]):
                 partition = (partitions or {}).get(param)
                 complaint = storage_complaint(param) or _zero_complaint(group, param, partition)
+                complaint = complaint or checkpoint.blocks_complaint(group, param)
                 if partition is not None:
+                    if complaint:
+                        self.complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
                     talking.append(partition.group)
                     places.append(Shared(partition.group, ()))
                     continue
@@ -161,7 +165,7 @@ class Layout:
                 executors = select_executors(
                     [matrix.shape for matrix in matrices],
                     stored,
-                    [update.momentum_dtype(params[matrix.param]) for matrix in matrices],
+                    [update_dtype(params[matrix.param], group.get("momentum_dtype", "auto")) for matrix in matrices],
                     devices,
                     homes,
                     max_bucket_bytes=max_bucket_bytes,
@@ -180,7 +184,12 @@ class Layout:
 def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) -> str | None:
     """Why a parameter that DeepSpeed has a hand in cannot be stepped."""
     if partition is not None:
-        return None
+        if not (group["use_muon"] and group.get("momentum_dtype") == "int8"):
+            return None
+        return (
+            "is a partition of DeepSpeed ZeRO, which cuts matrices anywhere, and momentum_dtype=int8 keeps a scale for "
+            "every 64 elements of a row. Use bf16"
+        )
     if hasattr(param, "ds_id"):
         return "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step()"
     if group["use_muon"] and len(shape_of(param)) < 2:
@@ -193,7 +202,7 @@ def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) ->
 
 def storage_key(groups: Sequence[Group]) -> list[Any]:
     """What a `Layout` depends on."""
-    seen: list[Any] = [tuple(group.get("views") or ()) for group in groups]
+    seen: list[Any] = [(tuple(group.get("views") or ()), group.get("momentum_dtype")) for group in groups]
     return seen + [
         (
             id(param),

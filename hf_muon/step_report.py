@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hf_muon import diagnostics, forms, update
 from hf_muon.distributed import Shared, is_dtensor, local_of, shape_of
+from hf_muon.momentum import momentum_dtype
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.preflight import Layout
 from hf_muon.views import views_of
@@ -87,7 +88,7 @@ def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: 
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
     forms_of = dict.fromkeys(forms.described(shape, group["ns_steps"], dtype, device.type) for shape in shapes)
     newton_schulz += f" ({' and '.join(forms_of)})" if forms_of else ""
-    momentum = f"momentum in {str(update.momentum_dtype(param)).removeprefix('torch.')}"
+    momentum = f"momentum in {str(momentum_dtype(param, group['momentum_dtype'])).removeprefix('torch.')}"
     if place is None:
         return f"Muon, whole on this rank: {newton_schulz}; {momentum}"
     count, backend = place.group.size(), torch.distributed.get_backend(place.group)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hf_muon.momentum import store_bf16_
+
 ADJUST_LR_FNS = ("match_rms_adamw", "original", "rms_to_rms")
 
 
@@ -29,26 +31,38 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)}")
 
 
-def momentum_dtype(param: Tensor) -> torch.dtype:
-    """fp32, also under half precision parameters, whose eight bits would swallow most of a step's gradient."""
-    return torch.promote_types(param.dtype, torch.float32)
-
-
 def muon_updates(
-    grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, momentum: float, nesterov: bool
+    grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, momentum: float, nesterov: bool, step: int = 0
 ) -> list[Tensor]:
     """Move the momentum buffers (exponential moving average) and return what is to be orthogonalized.
 
-    Without ``nesterov`` the updates are the buffers themselves: do not write into them.
+    Without ``nesterov`` the updates are the buffers themselves: do not write into them. Buffers in bf16 are moved in
+    fp32, from which the updates are made, and rounded stochastically by the number of the step.
     """
+    if any(buffer.dtype is torch.bfloat16 for buffer in momentum_buffers):
+        return [
+            _rounded_update(grad, buffer, momentum, nesterov, step)
+            for grad, buffer in zip(grads, momentum_buffers, strict=True)
+        ]
     grads = [grad.to(buffer.dtype) for grad, buffer in zip(grads, momentum_buffers, strict=True)]
     buffers = list(momentum_buffers)
     if not buffers:
         return []
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
-    if not nesterov:
-        return buffers
-    return list(torch._foreach_lerp(grads, buffers, momentum))
+    return look_ahead(grads, buffers, momentum=momentum) if nesterov else buffers
+
+
+def look_ahead(grads: Sequence[Tensor], buffers: Sequence[Tensor], *, momentum: float) -> list[Tensor]:
+    """Nesterov's updates, from buffers that have moved."""
+    return list(torch._foreach_lerp(list(grads), list(buffers), momentum))
+
+
+def _rounded_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: bool, step: int) -> Tensor:
+    exact = buffer.float()
+    grad = grad.float()
+    exact.lerp_(grad, 1 - momentum)
+    store_bf16_(buffer, exact, step)
+    return grad.lerp(exact, momentum) if nesterov else exact
 
 
 def apply_directions_(

@@ -16,7 +16,7 @@ ROOT = Path(hf_muon.__file__).parent
 # Lowest first; a module imports only from lines above its own.
 ORDER = [
     ["_autoload"],
-    ["coefficients", "forms"],
+    ["coefficients", "forms", "momentum"],
     ["gram"],
     ["update", "diagnostics", "foreign", "damage", "views", "cards", "charts"],
     ["metrics", "distributed.layout", "distributed.ownership"],

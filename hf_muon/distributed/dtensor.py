@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_muon.distributed.base import carries
 from hf_muon.distributed.layout import Region, regions
+from hf_muon.momentum import BLOCK, scale_shape
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -33,11 +34,17 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _groups[ranks]
 
 
-def mesh_regions(param: DTensor, group: dist.ProcessGroup) -> Sequence[Region]:
-    """The region of a parameter that each rank of its mesh stores, in the order of the group's ranks."""
+def mesh_regions(param: DTensor, group: dist.ProcessGroup, shape: Sequence[int] | None = None) -> Sequence[Region]:
+    """The region of a parameter that each rank of its mesh stores, in the order of the group's ranks.
+
+    Args:
+        param: the parameter.
+        group: of all ranks of its mesh.
+        shape: of another tensor that is stored like it; None for its own.
+    """
     mesh = param.device_mesh
     return _regions(
-        tuple(param.shape),
+        tuple(param.shape if shape is None else shape),
         tuple(mesh.mesh.shape),
         tuple(mesh.mesh.flatten().tolist()),
         tuple(param.placements),
@@ -77,13 +84,47 @@ def mesh_complaint(param: DTensor) -> str | None:
     return None
 
 
+def blocks_complaint(param: DTensor) -> str | None:
+    """Why a parameter's momentum cannot be kept as int8: a block of it that does not lie on one rank."""
+    if not _cuts_blocks(tuple(param.shape), tuple(param.device_mesh.mesh.shape), tuple(param.placements)):
+        return None
+    return (
+        f"is stored as {param.placements}, which cuts its rows of {param.shape[-1]} between multiples of {BLOCK}, "
+        "where momentum_dtype=int8 keeps a scale for them. Use bf16"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cuts_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    found, scales = (regions(each, mesh_shape, placements) for each in (shape, scale_shape(shape)))
+    for stored, scaled in zip(found, scales, strict=True):
+        covered = tuple((BLOCK * first, min(BLOCK * last, shape[-1])) for first, last in scaled.dims[-1])
+        if stored.numel and (stored.dims[:-1], stored.dims[-1]) != (scaled.dims[:-1], covered):
+            return True
+    return False
+
+
+def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
+    """What this rank has of a contiguous tensor of some shape, as a DTensor that is stored like a parameter."""
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+
+
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
     """A whole tensor, which all ranks have, stored like a parameter; nothing is sent."""
     group = mesh_group(param.device_mesh)
     local = value
-    for dim, ranges in enumerate(mesh_regions(param, group)[dist.get_rank(group)].dims):
+    for dim, ranges in enumerate(mesh_regions(param, group, value.shape)[dist.get_rank(group)].dims):
         parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
         local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    if value.shape != param.shape:
+        return stored_like(param, local.to(param.device).contiguous(), value.shape)
     return DTensor.from_local(
         local.to(param.device),
         param.device_mesh,

@@ -105,6 +105,26 @@ def refuse_config(config: Config) -> None:
         raise RuntimeError("Muon does not run with this DeepSpeed config:\n  - " + "\n  - ".join(complaints))
 
 
+def refuse_momentum(optimizer: Muon, config: Config) -> None:
+    """Raise if momentum is to be kept in a way that DeepSpeed does not keep it in.
+
+    Raises:
+        RuntimeError: the group's `momentum_dtype`, and what to write instead.
+    """
+    kept = {group["momentum_dtype"] for group in optimizer.param_groups if group["use_muon"]}
+    offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
+    if "int8" in kept:
+        raise RuntimeError(
+            "momentum_dtype=int8 does not go with DeepSpeed, which cuts matrices anywhere: a scale is kept for every "
+            "64 elements of a row. Use bf16"
+        )
+    if "bf16" in kept and offload.get("device") == "nvme":
+        raise RuntimeError(
+            "momentum_dtype=bf16 does not go with the optimizer on NVMe, where DeepSpeed swaps fp32. Use auto, or "
+            "offload to the CPU"
+        )
+
+
 def refuse_arguments(args: Any) -> None:
     """Raise if the DeepSpeed config of some TrainingArguments holds what Muon does not go with.
 
@@ -156,6 +176,7 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
         RuntimeError: something in the config that Muon does not go with.
     """
     refuse_config(config)
+    refuse_momentum(optimizer, config)
     # Without the first, ZeRO refuses any optimizer but its own; with the second one true, as it is by default,
     # accelerate puts DeepSpeedCPUAdam in the place of an offloaded optimizer without a word.
     config["zero_allow_untested_optimizer"] = True
@@ -203,6 +224,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
             '"optimizer" from its config, and set "zero_force_ds_cpu_optimizer" to false'
         )
     refuse_config(engine.config)
+    refuse_momentum(optimizer, engine.config)
     if complaint := _engine_complaint(engine):
         raise RuntimeError(f"Muon does not run with {complaint}")
     refuse_uncorrected(getattr(engine, "mpu", None), optimizer)

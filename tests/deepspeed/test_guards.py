@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from hf_muon.integrations.deepspeed import _engine_complaint, config_complaints, refuse_config
+from hf_muon import Muon
+from hf_muon.integrations.deepspeed import _engine_complaint, config_complaints, refuse_config, wrapping
 from tests.deepspeed.cases import complaint
 
 NVME = {"device": "nvme", "nvme_path": "/disk"}
@@ -39,6 +42,14 @@ REFUSED = {
 def test_what_was_not_shown_to_work_is_refused_by_name(word):
     with pytest.raises(RuntimeError, match=word):
         refuse_config(REFUSED[word])
+
+
+@pytest.mark.parametrize(("choice", "device"), [("int8", "none"), ("int8", "cpu"), ("bf16", "nvme")])
+def test_momentum_that_is_not_kept_there(choice, device):
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, "device": device, "buffer_count": 4}}}
+    optimizer = Muon([nn.Parameter(torch.ones(4, 64))], momentum_dtype=choice)
+    with pytest.raises(RuntimeError, match=f"momentum_dtype={choice} does not go with"), wrapping(optimizer, config):
+        pass
 
 
 def test_what_is_said_by_default_is_not_refused():

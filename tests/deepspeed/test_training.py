@@ -94,6 +94,21 @@ def test_weights_that_are_several_matrices_and_transposed_ones(ranks, name):
         assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["0", "1", "2-cpu", "3", "3-cpu"])
+def test_bf16_momentum_is_rounded_as_in_one_process_and_resumed(ranks, name, tmp_path):
+    options = {"same_data": True, "momentum_dtype": "bf16", **STAGES[name]}
+    expected = reference(dtype="float32", momentum_dtype="bf16")
+    assert any(not torch.equal(w, expected["weights"][n]) for n, w in reference(dtype="float32")["weights"].items())
+    straight = ranks.run(train, save=str(tmp_path), **options)
+    for found in straight:
+        assert_equal(found, expected)
+        assert found["dtypes"] == ["torch.bfloat16", "torch.float32"]
+    longer = ranks.run(train, last=12, **options)
+    for found, wanted in zip(ranks.run(train, first=10, last=12, load=str(tmp_path), **options), longer, strict=True):
+        assert_equal(found, {**wanted, "losses": wanted["losses"][10:]})
+        assert_same_state(found, wanted)
+
+
 @pytest.mark.parametrize("clipping", [None, 0.3], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", STAGES)

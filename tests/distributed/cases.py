@@ -30,6 +30,18 @@ VIEWS = [
     ((8, 5), ""),
     ((13, 7), "columns 3*(1+1)+1"),
 ]
+# Rows of several blocks of int8 momentum, of one, and of too few elements for one.
+WIDE = [
+    ((7, 130), ""),
+    ((3, 5, 70), "rows 2+3"),
+    ((9, 64), "rows 3*(2+1)"),
+    ((6, 150), "transposed, columns 75*(1+1)"),
+    ((8, 20), ""),
+    ((6, 8), ""),
+    ((5, 2, 33), "flat"),
+    ((7, 130), ""),
+    ((2, 4, 66), "transposed"),
+]
 
 
 def placements_of(layout, ndim):
@@ -79,13 +91,11 @@ def muon_over(params, dtype, views=None, **options):
     return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
 
 
-def given_gradients(
-    rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=False, **options
-):
+def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=(), **options):
     """Steps with given whole gradients, stored in a layout; whole parameters and moments afterwards."""
     dtype = getattr(torch, dtype)
-    shapes = ([shape for shape, _ in VIEWS] if viewed else SHAPES) + VECTORS
-    options["views"] = [view for _, view in VIEWS] if viewed else None
+    shapes = ([shape for shape, _ in viewed] or SHAPES) + VECTORS
+    options["views"] = [view for _, view in viewed] or None
     if device == "cuda":
         torch.cuda.set_device(rank)
     weights = [w.to(device) for w in make(shapes, 0, dtype)]
@@ -112,6 +122,17 @@ def given_gradients(
             param.grad = None if (i + step) % len(params) in missing else put(grad.to(device), i)
         optimizer.step()
     return whole_state(params, optimizer)
+
+
+def refusal(rank, case, **options):
+    """The error of a case that all ranks refuse."""
+    from tests.distributed.training import train
+
+    try:
+        {"given_gradients": given_gradients, "train": train}[case](rank, **options)
+    except BaseException as error:  # noqa: BLE001  that of torch.distributed.checkpoint is no Exception
+        return str(error)
+    return ""
 
 
 def whole(tensor):

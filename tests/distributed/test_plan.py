@@ -20,9 +20,9 @@ def test_the_model_has_weights_of_every_kind():
     [
         ("ddp", 2, {}),
         ("ddp", 4, {"comm_dtype": "bf16"}),
-        ("fsdp", 2, {"ns_steps": 3}),
+        ("fsdp", 2, {"ns_steps": 3, "momentum_dtype": "int8"}),
         ("fsdp", 4, {"comm_dtype": "bf16", "max_bucket_bytes": 4096}),
-        ("hsdp", 4, {}),
+        ("hsdp", 4, {"momentum_dtype": "bf16"}),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -36,11 +36,17 @@ def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, opti
         assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
 
 
-def test_one_process():
-    found = measured(0, "single")
-    plan = plan_step(Several(), MuonConfig(ns_dtype="fp32"), "single", 1)
+@pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])
+def test_one_process(momentum_dtype):
+    found = measured(0, "single", momentum_dtype=momentum_dtype)
+    plan = plan_step(Several(), MuonConfig(ns_dtype="fp32", momentum_dtype=momentum_dtype), "single", 1)
     assert (plan.flops, plan.state_bytes, plan.sent_bytes) == ([found["flops"]], [found["state_bytes"]], [0])
     assert plan.balance == 1
+
+
+def test_int8_momentum_in_flat_partitions():
+    with pytest.raises(RuntimeError, match=r"is a partition of DeepSpeed ZeRO, .* momentum_dtype=int8 .* Use bf16"):
+        plan_step(Several(), MuonConfig(momentum_dtype="int8"), "zero2", 2)
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("layout", "ranks"), [(layout, n) for layout, sizes in LAYOUTS.items() for n in sizes])
 def test_every_layout_gives_the_bits_of_one_process(pools, layout, ranks, dtype):
-    expected = given_gradients(0, "single", dtype=dtype, viewed=True)
+    expected = given_gradients(0, "single", dtype=dtype, viewed=VIEWS)
     plain = tuple(range(len(SHAPES), len(SHAPES) + 3)) if layout == "middle" else ()
-    assert_equal(pools[ranks].run(given_gradients, layout=layout, dtype=dtype, viewed=True, plain=plain), expected)
+    assert_equal(pools[ranks].run(given_gradients, layout=layout, dtype=dtype, viewed=VIEWS, plain=plain), expected)
 
 
 def test_buckets_of_any_size(pools):
-    expected = given_gradients(0, "single", viewed=True)
-    assert_equal(pools[3].run(given_gradients, layout="fsdp", viewed=True, max_bucket_bytes=1000), expected)
+    expected = given_gradients(0, "single", viewed=VIEWS)
+    assert_equal(pools[3].run(given_gradients, layout="fsdp", viewed=VIEWS, max_bucket_bytes=1000), expected)
 
 
 def test_views_are_text():
