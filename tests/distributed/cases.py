@@ -14,6 +14,8 @@ from hf_muon.distributed.layout import regions
 
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
 SHAPES = [(7, 5), (10, 16), (3, 7, 5), (10, 16), (1, 9), (2, 3), (16, 10), (5, 6, 4), (7, 5)]
+# Large and wide enough for the Gram form.
+WIDE = [((65, 130), ""), ((130, 65), ""), ((3, 65, 130), ""), ((66, 101), "")]
 VECTORS = [(9,), (3,), (11, 4)]
 # Fused, interleaved, transposed and folded weights, and stacks of such, which no number of ranks divides.
 VIEWS = [
@@ -80,12 +82,13 @@ def muon_over(params, dtype, views=None, **options):
 
 
 def given_gradients(
-    rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=False, **options
+    rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=False, wide=False, **options
 ):
     """Steps with given whole gradients, stored in a layout; whole parameters and moments afterwards."""
     dtype = getattr(torch, dtype)
-    shapes = ([shape for shape, _ in VIEWS] if viewed else SHAPES) + VECTORS
-    options["views"] = [view for _, view in VIEWS] if viewed else None
+    seen = VIEWS if viewed else WIDE if wide else []
+    shapes = ([shape for shape, _ in seen] or SHAPES) + VECTORS
+    options["views"] = [view for _, view in seen] or None
     if device == "cuda":
         torch.cuda.set_device(rank)
     weights = [w.to(device) for w in make(shapes, 0, dtype)]

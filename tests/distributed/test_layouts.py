@@ -43,6 +43,14 @@ def test_buckets_of_any_size_give_the_same_bits(pools, layout, ranks, options):
     assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 3)])
+def test_wide_matrices_and_small_batches(pools, layout, ranks, dtype):
+    expected = given_gradients(0, "single", steps=2, dtype=dtype, wide=True, max_batch_bytes=1)
+    found = pools[ranks].run(given_gradients, layout=layout, steps=2, dtype=dtype, wide=True, max_batch_bytes=1)
+    assert_equal(found, expected)
+
+
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
 def test_gradients_missing_on_all_ranks(pools, layout, ranks):
     missing = (0, 2, 5, 9)
