@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 
 # Steps on one Gram matrix. Each multiplies what rounding has put below zero by a^2, some 70 in the first step and 16 in
-# the next ones, and far below zero the polynomial is far too large. A new Gram matrix has no such past.
-_LONGEST = {torch.bfloat16: 2}
+# the next ones, and far below zero the polynomial is far too large. A new Gram matrix has no such past. bf16 rounds so
+# much that two steps already take singular values out of the band, by 0.1: it keeps the standard form.
+_LONGEST = {torch.bfloat16: 1}
 _LONGEST_OTHERWISE = 3
 # Below this, matrices are too small for FLOPs to matter, and rounding averages out less in a product.
 _LEAST = 64
@@ -32,7 +33,7 @@ def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int,
 
     In units of ``s^3``, for sides ``s`` and ``alpha s``, a segment of ``n`` steps takes ``4 alpha + 8 n - 6`` FLOPs in
     the Gram form and ``n (4 alpha + 2)`` in the standard form: whatever ``n``, the Gram form is for matrices beyond
-    ``alpha = 3/2``. bf16, which rounds more, has shorter segments.
+    ``alpha = 3/2``. bf16, which rounds more, has segments of one step.
 
     Args:
         shape: of the matrix, ``(..., m, n)``.

@@ -14,6 +14,8 @@ from hf_muon.distributed.layout import regions
 
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
 SHAPES = [(7, 5), (10, 16), (3, 7, 5), (10, 16), (1, 9), (2, 3), (16, 10), (5, 6, 4), (7, 5)]
+# Large and wide enough for the Gram form.
+LARGE = [((65, 130), ""), ((130, 65), ""), ((3, 65, 130), ""), ((66, 101), "")]
 VECTORS = [(9,), (3,), (11, 4)]
 # Fused, interleaved, transposed and folded weights, and stacks of such, which no number of ranks divides.
 VIEWS = [

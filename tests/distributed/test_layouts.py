@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.cases import given_gradients
+from tests.distributed.cases import LARGE, given_gradients
 
 LAYOUTS = {
     "ddp": (2, 3, 4),
@@ -41,6 +41,14 @@ def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(pools,
 def test_buckets_of_any_size_give_the_same_bits(pools, layout, ranks, options):
     expected = given_gradients(0, "single")
     assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 3)])
+def test_wide_matrices_and_small_batches(pools, layout, ranks, dtype):
+    expected = given_gradients(0, "single", steps=2, dtype=dtype, viewed=LARGE, max_batch_bytes=1)
+    found = pools[ranks].run(given_gradients, layout=layout, steps=2, dtype=dtype, viewed=LARGE, max_batch_bytes=1)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
