@@ -73,7 +73,9 @@ def products(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
             torch.mm(gram, x, out=wide)
 
     functions: dict[str, Callable[[], Any]] = {
-        "Newton-Schulz s": lambda: newton_schulz(matrix, coefficients, torch.float32),
+        "Newton-Schulz s": lambda: newton_schulz(
+            matrix, coefficients, torch.float32, lengths=(1,) * sides.STEPS, rows=min(shape)
+        ),
         "products s": bare,
     }
     taken: dict[str, list[float]] = {name: [] for name in functions}

@@ -30,13 +30,14 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meters import Ledger, Stopwatch, commit, machine, newton_schulz_flops, peak_extra_bytes, spread
+from meters import Ledger, Stopwatch, commit, machine, peak_extra_bytes, spread
 from rich.console import Console
 from rich.table import Table
 from sides import STEPS, Setting, gathered, ours, prepare, sides, stored, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from hf_muon import forms
 from hf_muon.config import MAX_BUCKET_BYTES
 from hf_muon.newton_schulz import compute_dtype, newton_schulz
 
@@ -210,7 +211,7 @@ def _case(
         "largest matrix, bytes": 4 * largest[0] * largest[1],
         "orthogonalizing the largest matrix, bytes": _work_of(largest, setting, device),
         "Newton-Schulz dtype": setting.dtype_name,
-        "FLOPs of one rank alone": sum(newton_schulz_flops(shape, STEPS) for shape in shapes),
+        "FLOPs of one rank alone": sum(_flops_of(shape, setting.dtype, device) for shape in shapes),
         "failed": failed,
         "sides": {},
     }
@@ -250,6 +251,11 @@ def _parted(params: dict[str, list[nn.Parameter]], before: list[nn.Parameter]) -
         name: max(float((whole(p) - w).abs().max()) for p, w in zip(some, mine, strict=True)) / moved
         for name, some in params.items()
     }
+
+
+def _flops_of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
+    rows = forms.rows_at_once(min(shape), dtype, device.type)
+    return forms.flops(shape, forms.segments(shape, STEPS, dtype), rows)
 
 
 def _work_of(shape: tuple[int, int], setting: Setting, device: torch.device) -> int:

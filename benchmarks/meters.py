@@ -184,7 +184,7 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def newton_schulz_flops(shape: tuple[int, int], steps: int) -> int:
-    """Multiplications and additions of an orthogonalization: ``4 s^2 l + 2 s^3`` a step for sides ``s <= l``."""
+    """Multiplications and additions in the standard form: ``4 s^2 l + 2 s^3`` a step for sides ``s <= l``."""
     short, long = sorted(shape)
     return steps * (4 * short * short * long + 2 * short**3)
 
