@@ -14,7 +14,7 @@ DEVICE ?= cpu
 PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
-PYTEST := -m pytest -n 2 --dist loadgroup
+PYTEST := -m pytest -n 2 --dist loadgroup --durations 20
 # What needs torch alone, which is the same in LLaMA-Factory's stack; DeepSpeed 0.18.4 is tested there as people run it.
 TESTED := distributed deepspeed test_benchmarks.py test_momentum.py test_newton_schulz.py test_report.py
 
