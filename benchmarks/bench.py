@@ -13,7 +13,9 @@ import importlib
 import os
 from pathlib import Path
 
-BENCHMARKS = ("orthogonalization", "optimizer_step", "share", "growth")
+import tables
+from tables import BENCHMARKS
+
 _HERE = Path(__file__).resolve().parent
 _PACKAGES = ("transformers", "deepspeed", "llamafactory", "gram-newton-schulz", "quack-kernels", "triton", "matplotlib")
 
@@ -71,7 +73,6 @@ def measure(options: argparse.Namespace) -> None:
     if options.device == "cpu":  # where torch.compile takes others' functions minutes
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import meters
-    import tables
     import torch
     from setting import Setting
     from timing import Clock, Gemm
@@ -128,8 +129,6 @@ def main() -> None:
     options = arguments()
     if not options.redraw:
         measure(options)
-    import tables
-
     print(f"written: {tables.summary(options.out)}")
     try:
         import pictures

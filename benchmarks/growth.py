@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import MODELS, build
+from models import build, small_qwen3
 from optimizer_step import give_gradients, ours, torch_step
 from rivals import OURS, TORCH, sides
 from setting import Row, Setting
@@ -70,19 +70,9 @@ def run(setting: Setting) -> list[Row]:
 
 def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
     """Whole steps on the layers of a Qwen3, by the weights that Muon steps."""
-    import transformers
-
     width = 32 if setting.quick else 256 if setting.on_cpu else 1024
-    fields = {
-        **MODELS["Qwen3-0.6B"].fields,
-        "hidden_size": width,
-        "head_dim": width // 8,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "vocab_size": 16 * width,
-    }
     torch.manual_seed(0)
-    model = build("Qwen3-0.6B", transformers.Qwen3Config(**fields)).to(setting.device)
+    model = build(small_qwen3(width, layers, 16 * width)).to(setting.device)
     copies = [model, copy.deepcopy(model)]
     give_gradients(copies)
     half = setting.dtype if setting.on_cpu else torch.bfloat16

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_muon.cards import CARDS
+
 
 @dataclass(frozen=True)
 class Model:
     """A published model.
 
     Attributes:
-        config, architecture: classes of transformers.
-        fields: of the config.
+        fields: of the config of transformers.
         widths: those fields that are widths of layers, and are divided.
         cpu_divisor: by what widths are divided on a CPU; on a GPU they stay.
         layers: how many are stepped, (CPU, GPU).
@@ -20,8 +21,6 @@ class Model:
         options: of ours, so that others can do the same work.
     """
 
-    config: str
-    architecture: str
     fields: dict[str, Any]
     widths: tuple[str, ...]
     cpu_divisor: int
@@ -36,26 +35,11 @@ class Model:
 
 MODELS = {
     "Qwen3-0.6B": Model(
-        "Qwen3Config",
-        "Qwen3ForCausalLM",
-        {
-            "hidden_size": 1024,
-            "head_dim": 128,
-            "intermediate_size": 3072,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": 28,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-        ("hidden_size", "head_dim", "intermediate_size"),
-        cpu_divisor=2,
-        layers=(2, 28),
+        CARDS["qwen3-0.6b"], ("hidden_size", "head_dim", "intermediate_size"), cpu_divisor=2, layers=(2, 28)
     ),
     "Qwen2.5-7B": Model(
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
         {
+            "model_type": "qwen2",
             "hidden_size": 3584,
             "intermediate_size": 18944,
             "num_attention_heads": 28,
@@ -67,46 +51,16 @@ MODELS = {
         ("hidden_size", "intermediate_size"),
         cpu_divisor=8,
     ),
-    "Llama-3.1-8B": Model(
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": 32,
-            "vocab_size": 128256,
-            "tie_word_embeddings": False,
-        },
-        ("hidden_size", "intermediate_size"),
-        cpu_divisor=8,
-    ),
+    "Llama-3.1-8B": Model(CARDS["llama-3.1-8b"], ("hidden_size", "intermediate_size"), cpu_divisor=8),
     "Qwen3-30B-A3B": Model(
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        {
-            "hidden_size": 2048,
-            "head_dim": 128,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 48,
-            "vocab_size": 151936,
-            "tie_word_embeddings": False,
-        },
+        CARDS["qwen3-30b-a3b"],
         ("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size"),
         cpu_divisor=4,
         layers=(1, 2),
         experts=(16, 128),
     ),
     "GPT-2": Model(
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
+        {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
         ("n_embd",),
         cpu_divisor=2,
         layers=(2, 12),
@@ -198,14 +152,26 @@ def scaled_config(name: str, device: str, quick: bool) -> tuple[Any, str]:
     return _config(model, changed), what
 
 
+def small_qwen3(width: int, layers: int, vocabulary: int) -> Any:
+    """The config of a Qwen3 of some width."""
+    changed = {
+        "hidden_size": width,
+        "head_dim": width // 8,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    return _config(MODELS["Qwen3-0.6B"], changed)
+
+
 def _config(model: Model, changed: dict[str, Any]) -> Any:
     import transformers
 
-    return getattr(transformers, model.config)(**{**model.fields, **changed})
+    return transformers.AutoConfig.for_model(**{**model.fields, **changed})
 
 
-def build(name: str, config: Any) -> Any:
+def build(config: Any) -> Any:
     """The model of a config, with random weights, in fp32."""
     import transformers
 
-    return getattr(transformers, MODELS[name].architecture)(config)
+    return transformers.AutoModelForCausalLM.from_config(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor, nn
 
-from hf_muon import MuonConfig, build_optimizer, route_parameters
+from hf_muon import build_optimizer, route_parameters
 
 OURS, TORCH, LLAMAFACTORY, ADAMW = "hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "fused AdamW"
 BOUNDED = "hf_muon, bounded"
@@ -108,7 +107,7 @@ def run(setting: Setting) -> list[Row]:
 def _model(setting: Setting, name: str) -> list[Row]:
     torch.manual_seed(0)
     config, scaled = scaled_config(name, setting.device.type, setting.quick)
-    model = build(name, config).to(setting.device)
+    model = build(config).to(setting.device)
     options = MODELS[name].options
     half = setting.dtype if setting.on_cpu else torch.bfloat16
     copies = {side: copy.deepcopy(model) for side in (OURS, TORCH, LLAMAFACTORY, ADAMW)}
@@ -158,8 +157,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
             if flops and side != ADAMW:
                 row |= columns("gemm fraction", setting.gemm.fractions(flops, times[side], times[GEMM]))
         rows.append(row)
-    if any(option.name == "max_batch_bytes" for option in dataclasses.fields(MuonConfig)):
-        rows.append({**dict.fromkeys(rows[0], ""), **_bounded(setting, name, scaled, model)})
+    rows.append({**dict.fromkeys(rows[0], ""), **_bounded(setting, name, scaled, model)})
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from tables import Row, read, unique
+from tables import BENCHMARKS, Row, present, unique
 
 mpl.use("Agg")
 
@@ -26,18 +26,12 @@ _LABELS = {
 
 def draw(folder: Path) -> list[Path]:
     """One PNG for each CSV file in the folder."""
+    picture = dict(zip(BENCHMARKS, (_orthogonalization, _optimizer_step, _share, _growth), strict=True))
     made = []
-    for benchmark, picture in (
-        ("orthogonalization", _orthogonalization),
-        ("optimizer_step", _optimizer_step),
-        ("share", _share),
-        ("growth", _growth),
-    ):
-        rows = read(folder, benchmark)
-        if rows:
-            path = folder / f"{benchmark}.png"
-            picture(rows).savefig(path, dpi=110, metadata={"Software": None})
-            made.append(path)
+    for benchmark, rows in present(folder):
+        path = folder / f"{benchmark}.png"
+        picture[benchmark](rows).savefig(path, dpi=110, metadata={"Software": None})
+        made.append(path)
     return made
 
 

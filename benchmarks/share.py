@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import torch
-from models import MODELS, build, real_config
+from models import MODELS, build, real_config, small_qwen3
 from optimizer_step import ADAMW, OURS, TORCH, adamw_step, ours, torch_step
 from setting import Row, Setting
 from timing import columns, executed_flops, taking_turns
@@ -22,7 +22,6 @@ TOKENS = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20)
 
 def _small(setting: Setting) -> tuple[Any, int, int, tuple[int, ...]]:
     """A Qwen3 config, the length of a sequence, tokens at once, and tokens a step."""
-    fields: dict[str, Any] = {**MODELS["Qwen3-0.6B"].fields}
     if setting.quick:
         width, layers, vocabulary, length, at_once, tokens = 32, 1, 64, 16, 32, (32, 64)
     elif setting.on_cpu:
@@ -30,16 +29,7 @@ def _small(setting: Setting) -> tuple[Any, int, int, tuple[int, ...]]:
     else:
         width, layers, vocabulary, length, at_once = 1024, 8, 32768, 1024, 8192
         tokens = (2**10, 2**12, 2**14, 2**16, 2**18)
-    fields |= {
-        "hidden_size": width,
-        "head_dim": width // 8,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "vocab_size": vocabulary,
-    }
-    import transformers
-
-    return transformers.Qwen3Config(**fields), length, at_once, tokens
+    return small_qwen3(width, layers, vocabulary), length, at_once, tokens
 
 
 def _plan(model: Any, setting: Setting) -> Plan:
@@ -55,7 +45,7 @@ def run(setting: Setting) -> list[Row]:
 def _measured(setting: Setting) -> list[Row]:
     torch.manual_seed(0)
     config, length, at_once, all_tokens = _small(setting)
-    model = build("Qwen3-0.6B", config).to(setting.device)
+    model = build(config).to(setting.device)
     model.train()
     plan = _plan(model, setting)
     half = setting.dtype if setting.on_cpu else torch.bfloat16
@@ -116,7 +106,7 @@ def _modelled(setting: Setting) -> list[Row]:
     names = ["Qwen3-0.6B"] if setting.quick else list(MODELS)
     for name in names:
         with torch.device("meta"):
-            model = build(name, real_config(name))
+            model = build(real_config(name))
         plan = _plan(model, setting)
         for tokens in TOKENS:
             rows.append({"kind": MODELLED, "model": name, "tokens": tokens, "side": OURS, "plan": plan.share(tokens)})

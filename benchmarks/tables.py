@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+BENCHMARKS = ("orthogonalization", "optimizer_step", "share", "growth")
 OURS, TORCH = "hf_muon", "torch.optim.Muon"
 # Aims: (on a CPU core with bf16, on an H200).
 _ASPECTS = (
@@ -47,6 +48,13 @@ def read(folder: Path, benchmark: str) -> list[Row]:
         return [{name: _value(text) for name, text in row.items() if text != ""} for row in csv.DictReader(file)]
 
 
+def present(folder: Path) -> Iterator[tuple[str, list[Row]]]:
+    """Each benchmark that the folder has rows of."""
+    for benchmark in BENCHMARKS:
+        if rows := read(folder, benchmark):
+            yield benchmark, rows
+
+
 def _value(text: str) -> Any:
     try:
         return float(text)
@@ -83,16 +91,10 @@ def summary(folder: Path) -> Path:
     """Write tables.md from the CSV files of a folder."""
     machines = json.loads((folder / "machine.json").read_text())
     lines = ["Made by `bench.py` from the CSV files beside it; see [benchmarks/README.md](../../README.md).", ""]
-    for benchmark, write_tables in (
-        ("orthogonalization", _orthogonalization),
-        ("optimizer_step", _optimizer_step),
-        ("share", _share),
-        ("growth", _growth),
-    ):
-        rows = read(folder, benchmark)
-        if rows:
-            lines += [f"## {benchmark}", "", _machine(machines[benchmark]), "", *write_tables(rows)]
-            lines += [f"Left out, {side}: {why}" for side, why in machines[benchmark]["left out"].items()] + [""]
+    write_tables = dict(zip(BENCHMARKS, (_orthogonalization, _optimizer_step, _share, _growth), strict=True))
+    for benchmark, rows in present(folder):
+        lines += [f"## {benchmark}", "", _machine(machines[benchmark]), "", *write_tables[benchmark](rows)]
+        lines += [f"Left out, {side}: {why}" for side, why in machines[benchmark]["left out"].items()] + [""]
     lines += ["## Targets", "", *_targets(folder, machines)]
     path = folder / "tables.md"
     path.write_text("\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n")

@@ -18,10 +18,11 @@ STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq
 """State of a parameter by `use_muon`; momentum that is kept as int8 has a `momentum_scale` besides."""
 
 
-def state_keys(group: Mapping[str, Any], param: Tensor) -> tuple[str, ...]:
-    """State of a parameter of a group."""
+def state_keys(group: Mapping[str, Any], param: Tensor, choice: str | None = None) -> tuple[str, ...]:
+    """State of a parameter of a group; `choice` is another `momentum_dtype` than the group's."""
     keys = STATE_KEYS[bool(group["use_muon"])]
-    return (*keys, "momentum_scale") if group["use_muon"] and is_quantized(_kept(group), param.shape) else keys
+    quantized = group["use_muon"] and is_quantized(choice or _kept(group), param.shape)
+    return (*keys, "momentum_scale") if quantized else keys
 
 
 def _kept(group: Mapping[str, Any]) -> str:
@@ -44,7 +45,7 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
     for i, param in enumerate(group["params"]):
         found = state.get(param, {})
         # Momentum in another dtype than the group's is converted before the step, and needs what its own dtype does.
-        keys = state_keys({**group, "momentum_dtype": _dtype_of(found)} if found else group, param)
+        keys = state_keys(group, param, _dtype_of(found) if found else None)
         missing = [key for key in keys if key not in found]
         if missing:
             lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
@@ -97,18 +98,12 @@ def zero_state(param: Tensor, key: str, choice: str = "auto") -> Tensor:
     """A state before the first step, stored like the parameter; `choice` is the group's `momentum_dtype`."""
     if key == "step":
         return torch.zeros((), dtype=torch.float32)
-    if key == "momentum_scale":
-        return _wrapped(param, _zero_scales(param), scale_shape(param.shape))
     dtype = state_dtype(param, key, choice)
-    if dtype is torch.int8:
-        codes = torch.zeros(local_of(param).shape, dtype=dtype, device=local_of(param).device)
-        return _wrapped(param, codes, param.shape)
+    if key == "momentum_scale" or dtype is torch.int8:
+        local = local_of(param)
+        zeros = torch.zeros(_state_shape(local, key), dtype=dtype, device=local.device)
+        return _wrapped(param, zeros, _state_shape(param, key))
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-
-
-def _zero_scales(param: Tensor) -> Tensor:
-    local = local_of(param)
-    return torch.zeros(scale_shape(local.shape), dtype=torch.float32, device=local.device)
 
 
 def _wrapped(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:

@@ -117,12 +117,14 @@ def _save(state: Mapping[str, Any], target: Path, overwrite: bool) -> None:
 
 
 def _report(done: Conversion, target: Path, source_groups: int) -> None:
+    from hf_muon.places import folded
+
     moments = dict.fromkeys(done.carried[True], "momentum_buffer")
     moments |= dict.fromkeys(done.carried[False], "step, exp_avg, exp_avg_sq")
     moments |= {name: f"zero: {reason}" for name, reason in done.from_zero.items()}
-    folded = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), kept) for name, kept in moments.items())
+    rows = Counter((folded(name), kept) for name, kept in moments.items())
     table = Table("parameters", "count", "moments", title=str(target), title_justify="left")
-    for (name, kept), count in folded.items():
+    for (name, kept), count in rows.items():
         table.add_row(name, str(count), kept)
     console = Console(soft_wrap=True)
     console.print(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -89,10 +88,13 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
+    from hf_muon.places import folded
+    from hf_muon.routing import totals
+
     rows: dict[tuple[str, ...], int] = {}
     cut = any(route.view for route in routes)
     for route in routes:
-        name = route.name if every else re.sub(r"(?<=\.)\d+(?=\.)", "*", route.name)
+        name = route.name if every else folded(route.name)
         shape = "x".join(map(str, route.shape)) or "scalar"
         to = "muon" if route.use_muon else "adamw"
         key = (name, shape, to, "yes" if route.decay else "no", route.reason, route.view)
@@ -105,11 +107,8 @@ def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
         table.add_row(*cells, style="green" if to == "muon" else None)
     screen = console()
     screen.print(table, markup=False)
-    weights = sum(math.prod(route.shape) for route in routes) or 1
-    for name, use_muon in (("muon", True), ("adamw", False)):
-        count_of = _count([route for route in routes if route.use_muon == use_muon])
-        share = count_of["weights"] / weights
-        screen.print(f"{name}: {count_of['parameters']} parameters, {count_of['weights']:,} weights ({share:.1%})")
+    for line in totals(routes):
+        screen.print(line)
     frozen = _frozen(source)
     if frozen["parameters"]:
         screen.print(f"frozen: {frozen['parameters']} parameters, {frozen['weights']:,} weights")

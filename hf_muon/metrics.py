@@ -25,7 +25,7 @@ from hf_muon import diagnostics
 FILE = "muon_diagnostics.jsonl"
 VARIABLE = "HF_MUON_DIAG"
 MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank")
-_ROOTS = ("update_rms", "momentum_rms")  # whose values are summed squares
+ADAMW_MEASURE = "adamw_update_rms"
 MOST_PARTS = 8  # of one weight that have numbers of their own; of more, as with per_head, the mean stands for all
 _POWER_STEPS = 12
 _CHUNK = 2**22  # elements of AdamW's moments that are looked at together
@@ -154,7 +154,7 @@ class Watch:
         self.rates["adamw_lr"] = lr
         self.shapes.setdefault(name, ())
         moments = state["exp_avg"], state["exp_avg_sq"]
-        self._add("adamw_update_rms", name, _adamw_squares(*moments, state["step"], betas, eps), moments[0].numel())
+        self._add(ADAMW_MEASURE, name, _adamw_squares(*moments, state["step"], betas, eps), moments[0].numel())
 
     def read(self) -> dict[str, dict[str, float]]:
         """Each measure by name; one read of each device."""
@@ -258,7 +258,7 @@ class Metrics:
         if not self._started or list(watch.shapes) != self._names:
             self._start(watch)
         line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.rates, **times}
-        for measure in (*MEASURES, "adamw_update_rms"):
+        for measure in (*MEASURES, ADAMW_MEASURE):
             if values := found.get(measure):
                 line[measure] = [_short(values.get(name)) for name in self._names]
         self._write(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,11 @@ from hf_muon.distributed.base import shape_of
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONV_TYPES = (nn.modules.conv._ConvNd,)
+
+
+def folded(name: str) -> str:
+    """A name in which the numbers of layers are stars, so that layers are told together."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 @dataclass(frozen=True)

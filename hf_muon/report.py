@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_muon.charts import Line, colour_table, line_chart, page
-from hf_muon.metrics import FILE, MEASURES
+from hf_muon.metrics import ADAMW_MEASURE, FILE, MEASURES
 
-_ADAMW = "adamw_update_rms"
 _TRACES = ("muon_lr", "adamw_lr", "time_share", "optimizer_ms", "step_ms")
 
 
@@ -109,7 +108,7 @@ def _take(run: Run, line: Any, names: list[str]) -> list[str]:
             if key not in ("event", "step") and value is not None:
                 run.logs.setdefault(key, {})[step] = float(value)
         return names
-    lists = {measure: line[measure] for measure in (*MEASURES, _ADAMW) if measure in line}
+    lists = {measure: line[measure] for measure in (*MEASURES, ADAMW_MEASURE) if measure in line}
     if any(len(values) != len(names) for values in lists.values()):
         raise ValueError(f"step {step} has numbers for {len(next(iter(lists.values())))} parameters of {len(names)}")
     for key in _TRACES:
@@ -190,7 +189,9 @@ def render(run: Run, title: str) -> str:
             "Update RMS by layer", _by_layer(run, "update_rms"), note=_joined("before the learning rate", stored)
         ),
         line_chart(
-            "Update RMS of the AdamW half", _by_kind(run, _ADAMW), note=_joined("before the learning rate", stored)
+            "Update RMS of the AdamW half",
+            _by_kind(run, ADAMW_MEASURE),
+            note=_joined("before the learning rate", stored),
         ),
         line_chart(
             "Orthogonality error by kind",

@@ -14,7 +14,7 @@ from hf_muon.config import MuonConfig
 from hf_muon.distributed.base import shape_of
 from hf_muon.fused import Layout, heads_of, layout_of
 from hf_muon.patterns import compile_patterns, examples
-from hf_muon.places import CONV_TYPES, Place, places_of
+from hf_muon.places import CONV_TYPES, Place, folded, places_of
 from hf_muon.views import parse
 
 # Besides LoRA factors, which have an option of their own.
@@ -417,9 +417,13 @@ def table(routes: Sequence[Route]) -> str:
     """The routes as text: layers folded into one row each, the totals below."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for route in routes:
-        folded = re.sub(r"(?<=\.)\d+(?=\.)", "*", route.name)
         reason = f"{route.reason} [{route.view}]" if route.view else route.reason
-        key = (folded, "x".join(map(str, route.shape)) or "scalar", "muon" if route.use_muon else "adamw", reason)
+        key = (
+            folded(route.name),
+            "x".join(map(str, route.shape)) or "scalar",
+            "muon" if route.use_muon else "adamw",
+            reason,
+        )
         rows.setdefault(key, []).append(math.prod(route.shape))
     cells = [("parameter", "shape", "count", "optimizer", "reason")]
     cells += [(name, shape, str(len(sizes)), to, reason) for (name, shape, to, reason), sizes in rows.items()]

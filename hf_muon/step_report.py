@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from hf_muon import diagnostics, forms, update
 from hf_muon.distributed import Shared, is_dtensor, local_of, shape_of
 from hf_muon.momentum import momentum_dtype
 from hf_muon.newton_schulz import compute_dtype
+from hf_muon.places import folded
 from hf_muon.preflight import Layout
 from hf_muon.views import views_of
 
@@ -60,7 +60,7 @@ def report(groups: Sequence[Group], layout: Layout) -> str:
 def _name(group: Group, index: int) -> str:
     names = group.get("param_names")
     if names and len(names) == len(group["params"]):
-        return re.sub(r"(?<=\.)\d+(?=\.)", "*", names[index])
+        return folded(names[index])
     return f"parameters of shape {tuple(group['params'][index].shape)}"
 
 

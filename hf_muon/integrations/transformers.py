@@ -167,9 +167,11 @@ def handle(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
     With a model, a factory that transformers calls as ``factory()(model, **kwargs)``; without one, a class for
     ready-made param groups.
     """
+    from hf_muon.metrics import FILE
+
     config = config_from_arguments(context.args, context.optim_args)
     if config.diagnostics_file is None:
-        file = os.path.join(context.args.output_dir or "", "muon_diagnostics.jsonl")
+        file = os.path.join(context.args.output_dir or "", FILE)
         config = config.replace({"diagnostics_file": file})
     refuse_unsupported(context.args)
     refuse_plain_shards(context.model)
