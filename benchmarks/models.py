@@ -35,7 +35,7 @@ class Model:
 
 MODELS = {
     "Qwen3-0.6B": Model(
-        CARDS["qwen3-0.6b"], ("hidden_size", "head_dim", "intermediate_size"), cpu_divisor=2, layers=(2, 28)
+        CARDS["qwen3-0.6b"], ("hidden_size", "head_dim", "intermediate_size"), cpu_divisor=1, layers=(1, 28)
     ),
     "Qwen2.5-7B": Model(
         {
@@ -88,19 +88,19 @@ class Layer:
         return max(self.rows, self.columns) / min(self.rows, self.columns)
 
 
-# GPT-2's are small enough to stay as they are. A shape that another model has already, once divided, is left out.
+# Divided only as far as a call would take longer than a second. A shape that another model has already is left out.
 _LAYERS = (
-    (2, Layer("Qwen3-0.6B", "k_proj", 1024, 1024)),
-    (2, Layer("Qwen3-0.6B", "q_proj", 2048, 1024)),
+    (1, Layer("Qwen3-0.6B", "k_proj", 1024, 1024)),
+    (1, Layer("Qwen3-0.6B", "q_proj", 2048, 1024)),
     (2, Layer("Qwen3-0.6B", "down_proj", 1024, 3072)),
-    (8, Layer("Qwen2.5-7B", "q_proj", 3584, 3584)),
-    (8, Layer("Qwen2.5-7B", "k_proj", 512, 3584)),
+    (4, Layer("Qwen2.5-7B", "q_proj", 3584, 3584)),
+    (1, Layer("Qwen2.5-7B", "k_proj", 512, 3584)),
     (8, Layer("Qwen2.5-7B", "up_proj", 18944, 3584)),
     (8, Layer("Llama-3.1-8B", "q_proj", 4096, 4096)),
-    (8, Layer("Llama-3.1-8B", "k_proj", 1024, 4096)),
+    (2, Layer("Llama-3.1-8B", "k_proj", 1024, 4096)),
     (8, Layer("Llama-3.1-8B", "down_proj", 4096, 14336)),
-    (4, Layer("Qwen3-30B-A3B", "expert down_proj", 2048, 768, 128)),
-    (4, Layer("Qwen3-30B-A3B", "k_proj", 512, 2048)),
+    (2, Layer("Qwen3-30B-A3B", "expert down_proj", 2048, 768, 128)),
+    (1, Layer("Qwen3-30B-A3B", "k_proj", 512, 2048)),
     (1, Layer("GPT-2", "attn.c_proj", 768, 768)),
     (1, Layer("GPT-2", "mlp.c_fc", 768, 3072)),
 )
@@ -113,7 +113,7 @@ def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
         divisor = 32 if quick else cpu_divisor if device == "cpu" else 1
         count = layer.count
         if count > 1:
-            count = 2 if quick else 16 if device == "cpu" else count
+            count = 2 if quick else 8 if device == "cpu" else count
         small = Layer(layer.model, layer.name, layer.rows // divisor, layer.columns // divisor, count)
         found.setdefault(small.key, (divisor, small))
     rows = list(found.values())

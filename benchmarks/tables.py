@@ -257,8 +257,6 @@ def _targets(folder: Path, machines: dict[str, Any]) -> list[str]:
     bounded = [row for row in read(folder, "optimizer_step") if "max batch mb" in row]
     found = [row["peak mb"] / row["max batch mb"] for row in bounded]
     verdict("extra peak memory of the step, of max_batch_bytes", "<= 1", found, lambda x: x <= 1)
-    found = [row["peak mb"] / (row["max batch mb"] + row["max bucket mb"]) for row in bounded]
-    verdict("the same, of it and max_bucket_bytes, which bounds updates in flight", "<= 1", found, lambda x: x <= 1)
     lines = table(["target", "aim", "found, least to greatest", "verdict"], body)
     if on_cpu and any_machine["dtype"] != "bfloat16":
         lines.append(

@@ -12,9 +12,12 @@ Source: Zhang, Amsel, Chen, Dao, Gram Newton-Schulz, https://dao-ailab.github.io
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # Steps on one Gram matrix. Each multiplies what rounding has put below zero by a^2, some 70 in the first step and 16 in
 # the next ones, and far below zero the polynomial is far too large. A new Gram matrix has no such past. bf16 rounds so
@@ -23,9 +26,24 @@ _LONGEST = {torch.bfloat16: 1}
 _LONGEST_OTHERWISE = 3
 # Below this, matrices are too small for FLOPs to matter, and rounding averages out less in a product.
 _LEAST = 64
-# Rows of a symmetric product that are computed in one go. Fewer rows save more FLOPs, and are slower for each of them.
-_ROWS = {("cpu", torch.float32): 256, ("cpu", torch.bfloat16): 1024}
-_ROWS_OTHERWISE = 2048
+# A symmetric product is computed about so many rows at a time, from the least size for which that is faster: fewer rows
+# save more FLOPs, and are slower for each of them. Figures for fp32 are measured, the others are estimates.
+_ROWS = {
+    ("cpu", torch.float32): (384, (192, 128)),
+    ("cpu", torch.bfloat16): (2048, (1024, 1024)),
+}
+_ROWS_OTHERWISE = (4096, (2048, 2048))
+# With more of them, calls would be what takes time.
+_MOST_BLOCKS = 12
+# Rows of a length that is a power of two share few lines of a cache.
+_PADDING = 16
+
+
+class Rows(NamedTuple):
+    """How many rows of a symmetric product are computed in one go: of ``X X^T``, and of products of small matrices."""
+
+    gram: int
+    small: int
 
 
 def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -47,29 +65,36 @@ def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int,
     return (longest,) * whole + (rest,) * bool(rest)
 
 
-def rows_at_once(size: int, dtype: torch.dtype, device_type: str) -> int:
-    """Rows of a symmetric product ``(size, size)`` to compute in one go; `size` where parts of it would take longer."""
-    rows = _ROWS.get((device_type, dtype), _ROWS_OTHERWISE)
-    return rows if size >= 2 * rows else size
+def rows_at_once(size: int, dtype: torch.dtype, device_type: str) -> Rows:
+    """Rows of symmetric products ``(size, size)`` to compute in one go; `size` where parts of it would take longer."""
+    least, rows = _ROWS.get((device_type, dtype), _ROWS_OTHERWISE)
+    if size < least:
+        return Rows(size, size)
+    blocks = (min(round(size / about), _MOST_BLOCKS) for about in rows)
+    return Rows(*(math.ceil(size / number / _PADDING) * _PADDING for number in blocks))
 
 
-def flops(shape: Sequence[int], lengths: Sequence[int], rows: int | None = None) -> int:
+def flops(shape: Sequence[int], lengths: Sequence[int], rows: Rows | None = None) -> int:
     """Multiplications and additions in the products of an orthogonalization.
 
     Args:
         shape: of the matrix, ``(..., m, n)``.
         lengths: of its segments.
-        rows: of a symmetric product that are computed in one go; None for all of them.
+        rows: of symmetric products that are computed in one go; None for all of them.
     """
     short, long = min(shape[-2:]), max(shape[-2:])
-    rows = rows or short
-    # Of the rows from `start` on, what stands left of the end of the block on the diagonal.
-    entries = sum((min(start + rows, short) - start) * min(start + rows, short) for start in range(0, short, rows))
+    rows = rows or Rows(short, short)
     total = 0
     for steps in lengths:
         # R; R^2 in each step, three more from one step to the next; Q X.
-        total += 2 * entries * long + 2 * entries * short * (4 * steps - 3) + 2 * short * short * long
+        total += 2 * _entries(short, rows.gram) * long + 2 * _entries(short, rows.small) * short * (4 * steps - 3)
+        total += 2 * short * short * long
     return total
+
+
+def _entries(size: int, rows: int) -> int:
+    """Entries of a symmetric product that are computed: those left of the end of their block on the diagonal."""
+    return sum((min(start + rows, size) - start) * min(start + rows, size) for start in range(0, size, rows))
 
 
 def described(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type: str) -> str:
@@ -77,17 +102,26 @@ def described(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type:
     lengths = segments(shape, steps, dtype)
     size = min(shape[-2:])
     form = "standard form" if max(lengths) == 1 else f"Gram form, {'+'.join(map(str, lengths))} steps"
-    return form + (", symmetric products by half" if rows_at_once(size, dtype, device_type) < size else "")
+    return form + (", symmetric products by half" if rows_at_once(size, dtype, device_type).small < size else "")
 
 
-def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype) -> int:
+def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: Rows) -> int:
     """Bytes that orthogonalizing one matrix takes, its direction among them."""
     short, long = min(shape[-2:]), max(shape[-2:])
     normalizing = short * long * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
-    iterating = (2 * short * long + small_matrices(lengths) * short * short) * dtype.itemsize
+    iterating = (2 * short * long + small_matrices(lengths) * short * _row_length(short, rows)) * dtype.itemsize
     return max(normalizing, iterating)
 
 
 def small_matrices(lengths: Sequence[int]) -> int:
     """Matrices of ``s x s`` that are held at once."""
     return 2 if max(lengths) == 1 else 4
+
+
+def small_matrix(x: Tensor, size: int, rows: Rows) -> Tensor:
+    """Memory for a matrix ``(B, size, size)`` beside each ``(B, m, n)`` of `x`."""
+    return x.new_empty(x.size(0), size, _row_length(size, rows))[..., :size]
+
+
+def _row_length(size: int, rows: Rows) -> int:
+    return size + (_PADDING if rows.small < size else 0)

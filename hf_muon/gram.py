@@ -23,16 +23,22 @@ def symmetric_(
         rows: how many are computed in one go, up to the end of their block on the diagonal.
     """
     size = out.size(-1)
+    if rows >= size:
+        return _product_(out, a, b, add, beta, alpha)
     for start in range(0, size, rows):
         stop = min(start + rows, size)
-        here, left, right = out[:, start:stop, :stop], a[:, start:stop], b[:, :, :stop]
-        if add is None:
-            torch.bmm(left, right, out=here)
-        else:
-            torch.baddbmm(add[:, start:stop, :stop], left, right, beta=beta, alpha=alpha, out=here)
+        here = out[:, start:stop, :stop]
+        addend = None if add is None else add[:, start:stop, :stop]
+        _product_(here, a[:, start:stop], b[:, :, :stop], addend, beta, alpha)
         if start:
             out[:, :start, start:stop].copy_(out[:, start:stop, :start].mT)
     return out
+
+
+def _product_(out: Tensor, a: Tensor, b: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
+    if add is None:
+        return torch.bmm(a, b, out=out)
+    return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
 
 
 def polynomial_of_gram(

@@ -70,16 +70,14 @@ def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     norm neither overflow nor vanish. Zero stays zero.
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
-    limit = 126 if wide == torch.float32 else 1022
+    tiny = torch.finfo(wide).tiny
     # Without a copy for the absolute values.
-    ends = (-matrices.amin(dim=(-2, -1), keepdim=True), matrices.amax(dim=(-2, -1), keepdim=True))
-    largest = torch.maximum(*ends).to(wide)
-    _, exponent = torch.frexp(largest)
-    # ldexp of whole matrices would take a tenth of the time of all products on a CPU.
-    power = torch.ldexp(torch.ones_like(largest), -exponent.clamp(-limit, limit))
+    ends = (matrices.amin(dim=(-2, -1), keepdim=True).neg(), matrices.amax(dim=(-2, -1), keepdim=True))
+    largest = torch.maximum(*ends).to(wide).clamp_(min=tiny)
+    power = torch.frexp(largest).mantissa.div_(largest).clamp_(min=tiny)
     x = torch.mul(matrices, power, out=torch.empty(matrices.shape, dtype=wide, device=matrices.device))
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x.div_(torch.where(norm > 0, norm, 1.0)).to(dtype)
+    return x.div_(norm.clamp_(min=tiny)).to(dtype)
 
 
 def newton_schulz(
@@ -88,7 +86,7 @@ def newton_schulz(
     dtype: torch.dtype,
     *,
     lengths: Sequence[int] | None = None,
-    rows: int | None = None,
+    rows: forms.Rows | None = None,
 ) -> Tensor:
     """Newton-Schulz iteration on a batch.
 
@@ -97,31 +95,39 @@ def newton_schulz(
         coefficients: ``(a, b, c)`` of each step.
         dtype: the dtype of the products.
         lengths: how many steps are taken on one Gram matrix, from the first on; :mod:`hf_muon.forms` says otherwise.
-        rows: how many rows of a symmetric product are computed in one go; :mod:`hf_muon.forms` says otherwise.
+        rows: how many rows of symmetric products are computed in one go; :mod:`hf_muon.forms` says otherwise.
 
     Returns:
         ``(B, m, n)`` in ``dtype``, singular values in the band of the coefficients.
     """
     tall = matrices.size(-2) > matrices.size(-1)
+    half = dtype.itemsize < 4
     lengths = lengths or forms.segments(matrices.shape, len(coefficients), dtype)
     with torch.autocast(matrices.device.type, enabled=False):
-        x = _normalized(matrices.mT if tall else matrices, dtype)  # (B, s, l), s <= l: the Gram matrix is the small one
-        count, size, _ = x.shape
+        x = _normalized(matrices, dtype)  # (B, m, n)
+        count, size = x.size(0), min(x.shape[1:])
         rows = rows or forms.rows_at_once(size, dtype, matrices.device.type)
         spare = torch.empty_like(x)
-        gram, *small = (x.new_empty(count, size, size) for _ in range(forms.small_matrices(lengths)))
+        gram, *small = (forms.small_matrix(x, size, rows) for _ in range(forms.small_matrices(lengths)))
         taken = 0
         for length in lengths:
             steps = coefficients[taken : taken + length]
-            # Most singular values are near one by then. Their squares are rounded less without it.
-            shift = _SHIFT if taken and length == 2 else 0.0
+            # Most singular values are near one by then. In half precision their squares are rounded less without it.
+            shift = _SHIFT if half and taken and length == 2 else 0.0
             taken += length
             identity = torch.eye(size, dtype=dtype, device=x.device).expand(count, -1, -1) if shift else None
-            symmetric_(gram, x, x.mT, add=identity, beta=-shift, rows=rows)
-            q, polynomial = polynomial_of_gram(gram, shift, steps, small, rows)
-            torch.baddbmm(x, polynomial, x, beta=q, out=spare)  # (q I + P) X
+            wide, long = (x.mT, x) if tall else (x, x.mT)  # the Gram matrix is the smaller of the two
+            symmetric_(gram, wide, long, add=identity, beta=-shift, rows=rows.gram)
+            q, polynomial = polynomial_of_gram(gram, shift, steps, small, rows.small)
+            # (q I + P) X, or X (q I + P) in place of transposing.
+            factors = (x, polynomial) if tall else (polynomial, x)
+            if half:
+                torch.baddbmm(x, *factors, beta=q, out=spare)
+            else:
+                polynomial.diagonal(dim1=-2, dim2=-1).add_(q)  # which has bits enough, and spares a copy of x
+                torch.bmm(*factors, out=spare)
             x, spare = spare, x
-    return x.mT if tall else x
+    return x
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class Orthogonalizer:
     Attributes:
         coefficients: ``(a, b, c)`` of each step.
         dtype: the dtype of the products.
-        max_batch_bytes: bound on what orthogonalizing takes beside its input and its result; larger batches go in
+        max_batch_bytes: bound on what orthogonalizing holds, the input and the result among it; larger batches go in
             parts. One matrix always goes.
     """
 
@@ -141,7 +147,9 @@ class Orthogonalizer:
 
     def __call__(self, matrices: Tensor) -> Tensor:
         lengths = forms.segments(matrices.shape, len(self.coefficients), self.dtype)
-        room = max(1, self.max_batch_bytes // forms.working_bytes(matrices.shape, lengths, self.dtype))
+        rows = forms.rows_at_once(min(matrices.shape[1:]), self.dtype, matrices.device.type)
+        held = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
+        room = max(1, (self.max_batch_bytes - held) // forms.working_bytes(matrices.shape, lengths, self.dtype, rows))
         if matrices.size(0) <= room:
             return newton_schulz(matrices, self.coefficients, self.dtype)
         directions = matrices.new_empty(matrices.shape, dtype=self.dtype)

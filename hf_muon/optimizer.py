@@ -71,8 +71,9 @@ class Muon(Optimizer):
         max_bucket_bytes: bound on the bytes of updates and directions that a rank has under way at once, beside what
             orthogonalizing one matrix takes (or 16 MiB of small ones). Matrices so large that those of all ranks do
             not fit are not overlapped with communication; a larger bound lets them be.
-        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes beside their
-            updates and directions; more go one part after the other, and one matrix always goes.
+        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes, updates and
+            directions among them; more go one part after the other, and one matrix always goes. In one process a step
+            takes no more.
         comm_dtype: dtype in which updates and directions travel: `fp32`, which is exact, or `bf16`.
         offload_compute: where momentum that lives on the CPU is orthogonalized: `auto` (on the accelerator, there and
             back, where the model computes on one and has offloaded the momentum; else on the CPU), `cpu` or
@@ -415,6 +416,7 @@ class Muon(Optimizer):
                     weight_decay=group["weight_decay"],
                     scales=[scales[piece.param] for piece in pieces],
                 )
+                del directions  # before the next ones are made
         if self._watch is not None:
             for k, buffer in buffers.items():
                 i = active[k].param

@@ -282,11 +282,9 @@ def _work(
 
     for executor in (executor for executors in layout.executors for executor in executors):
         if isinstance(executor, LocalExecutor):
-            units = [unit for bucket in executor.buckets for unit in bucket]
-            own = sum(cost(unit) for unit in units)
+            own = sum(cost(unit) for unit in executor.units)
             flops = [found + own for found in flops]
-            travelling += sum(2 * 4 * unit.numel for unit in units)
-            largest = max([largest, *(4 * unit.numel for unit in units)])
+            largest = max([largest, *(2 * 4 * unit.numel for unit in executor.units)])  # one after the other
             continue
         assert isinstance(executor, Exchange)
         there = executor.wire.itemsize

@@ -11,6 +11,9 @@ from torch.optim.adamw import adamw
 
 from hf_muon.momentum import store_bf16_
 
+# Elements that AdamW steps at once on a CPU: what it makes of them on the way stays in a cache.
+_ADAMW_ELEMENTS = 2**18
+
 ADJUST_LR_FNS = ("match_rms_adamw", "original", "rms_to_rms")
 
 
@@ -105,7 +108,14 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """torch's own functional AdamW: its fused kernel on accelerators, torch's own choice elsewhere."""
+    """torch's own functional AdamW: its fused kernel on accelerators, torch's own choice elsewhere.
+
+    On a CPU the fused kernel rounds the last elements of a tensor otherwise, and so tensors that are cut would not have
+    the bits of whole ones. There large tensors are stepped piece by piece instead, which takes no memory besides.
+    """
+    given = (params, grads, exp_avgs, exp_avg_sqs, steps)
+    pieces = [piece for each in zip(*given, strict=True) for piece in _pieces(*each)]
+    params, grads, exp_avgs, exp_avg_sqs, steps = ([piece[i] for piece in pieces] for i in range(len(given)))
     adamw(
         params,
         grads,
@@ -123,6 +133,16 @@ def adamw_(
         eps=eps,
         maximize=False,
     )
+
+
+def _pieces(*given: Tensor) -> list[tuple[Tensor, ...]]:
+    """A parameter, its gradient, its moments and its step counter, cut into equal pieces."""
+    *tensors, step = given
+    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        return [given]
+    cut = zip(*(torch.split(tensor.view(-1), _ADAMW_ELEMENTS) for tensor in tensors), strict=True)
+    # Each piece counts the step, and the counter itself does so once.
+    return [(*piece, step.clone() if k else step) for k, piece in enumerate(cut)]
 
 
 def uses_fused_adamw(params: Sequence[Tensor]) -> bool:

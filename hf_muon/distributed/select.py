@@ -128,7 +128,7 @@ def select_executors(
         place, device = places[first], devices[first]
         if not isinstance(place, Shared):
             own = {i: p for i, p in enumerate(places) if kinds[i] == kind and not isinstance(p, Shared)}
-            executors.append(LocalExecutor(mine, own, device, max_bucket_bytes))
+            executors.append(LocalExecutor(mine, own, device))
             continue
         from hf_muon.distributed.exchange import Exchange, Storage
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from hf_muon.distributed.layout import whole
@@ -22,9 +21,9 @@ class Doubled:
 SHAPES = [(4, 6), (6, 4), (3, 4, 6), (4, 6), (2, 2)]
 
 
-def directions(updates, units, max_bucket_bytes=2**20, active=None):
+def directions(updates, units, active=None):
     stored = {i: whole(u.shape) for i, u in enumerate(updates)}
-    executor = LocalExecutor(units, stored, torch.device("cpu"), max_bucket_bytes)
+    executor = LocalExecutor(units, stored, torch.device("cpu"))
     newton_schulz = Doubled()
     found, buckets = [torch.zeros_like(u) for u in updates], []
     for pieces, some in executor.directions(
@@ -38,16 +37,11 @@ def directions(updates, units, max_bucket_bytes=2**20, active=None):
     return found, newton_schulz.batches, buckets
 
 
-@pytest.mark.parametrize(
-    ("max_bucket_bytes", "expected"),
-    [(2**20, 1), (2 * 4 * 24, 7), (1, 7)],
-)
-def test_buckets_within_the_limit(max_bucket_bytes, expected):
+def test_one_unit_after_the_other():
     updates = [torch.randn(shape) for shape in SHAPES]
     units = make_units(SHAPES, [0] * len(SHAPES))
-    found, batches, buckets = directions(updates, units, max_bucket_bytes)
-    assert len(buckets) == expected
-    assert len(batches) == len(units) == 7
+    found, batches, buckets = directions(updates, units)
+    assert len(buckets) == len(batches) == len(units) == 7
     assert all(torch.equal(f, u * 2) for f, u in zip(found, updates, strict=True))
 
 
