@@ -35,8 +35,9 @@ _ROWS = {
 _ROWS_OTHERWISE = (4096, (2048, 2048))
 # With more of them, calls would be what takes time.
 _MOST_BLOCKS = 12
-# Rows of a length that is a power of two share few lines of a cache.
-_PADDING = 16
+# Blocks have a multiple of so many rows. Rows are longer than they need be by as many elements: those whose length is a
+# power of two share few lines of a cache.
+_VECTOR = 16
 
 
 class Rows(NamedTuple):
@@ -71,7 +72,7 @@ def rows_at_once(size: int, dtype: torch.dtype, device_type: str) -> Rows:
     if size < least:
         return Rows(size, size)
     blocks = (min(round(size / about), _MOST_BLOCKS) for about in rows)
-    return Rows(*(math.ceil(size / number / _PADDING) * _PADDING for number in blocks))
+    return Rows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))
 
 
 def flops(shape: Sequence[int], lengths: Sequence[int], rows: Rows | None = None) -> int:
@@ -124,4 +125,4 @@ def small_matrix(x: Tensor, size: int, rows: Rows) -> Tensor:
 
 
 def _row_length(size: int, rows: Rows) -> int:
-    return size + (_PADDING if rows.small < size else 0)
+    return size + (_VECTOR if rows.small < size else 0)

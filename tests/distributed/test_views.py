@@ -81,8 +81,10 @@ def test_a_view_gives_what_its_matrices_give_as_separate_parameters(adjust_lr_fn
         other.step()
     for param, parts, view, before in zip(stored, separate, views, make(SHAPES, 0), strict=True):
         moved = (param.detach() - before).norm()
+        # A matrix is multiplied as it is stored, and its transpose is rounded otherwise.
+        tolerance = 1e-5 if "transposed" in view.split(", ") else 1e-6
         for mine, part in zip(apart(param.detach(), view), parts, strict=True):
-            assert (mine - part).norm() < 1e-6 * moved
+            assert (mine - part).norm() < tolerance * moved
         buffer = one.state[param]["momentum_buffer"]
         assert buffer.shape == param.shape
         for mine, part in zip(apart(buffer, view), parts, strict=True):
