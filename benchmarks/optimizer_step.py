@@ -165,7 +165,7 @@ def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
     """Memory of a step of ours under a bound that matters."""
     bounded = copy.deepcopy(model)
     give_gradients([bounded])
-    bound = 2**12 if setting.quick else 2**25 if setting.on_cpu else 2**28
+    bound = 2**12 if setting.quick else 2**26 if setting.on_cpu else 2**28
     step = ours(bounded, {**MODELS[name].options, "max_batch_bytes": bound}).step
     step()
     return {
