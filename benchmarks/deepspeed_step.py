@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from deepspeed_sides import ADAMW, NATIVE, NATIVE_STANDARD, OURS
 from meters import Ledger, newton_schulz_flops, peak_extra_bytes, spread
 
+from hf_muon import forms
 from hf_muon.coefficients import resolve
 from hf_muon.newton_schulz import newton_schulz
 
@@ -74,7 +75,7 @@ def products(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
 
     functions: dict[str, Callable[[], Any]] = {
         "Newton-Schulz s": lambda: newton_schulz(
-            matrix, coefficients, torch.float32, lengths=(1,) * sides.STEPS, rows=min(shape)
+            matrix, coefficients, torch.float32, lengths=(1,) * sides.STEPS, rows=forms.Rows(min(shape), min(shape))
         ),
         "products s": bare,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor, nn
 
-from hf_muon import build_optimizer, route_parameters
+from hf_muon import build_optimizer, forms, route_parameters
 
 OURS, TORCH, LLAMAFACTORY, ADAMW = "hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "fused AdamW"
 BOUNDED = "hf_muon, bounded"
@@ -162,10 +163,10 @@ def _model(setting: Setting, name: str) -> list[Row]:
 
 
 def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
-    """Memory of a step of ours under a bound that matters."""
+    """Memory of a step of ours under the least bound that one matrix can keep."""
     bounded = copy.deepcopy(model)
     give_gradients([bounded])
-    bound = 2**12 if setting.quick else 2**26 if setting.on_cpu else 2**28
+    bound = max(_needed(param, setting) for param in _routed(bounded, MODELS[name].options)[0])
     step = ours(bounded, {**MODELS[name].options, "max_batch_bytes": bound}).step
     step()
     return {
@@ -176,6 +177,14 @@ def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
         "max batch mb": bound / 1e6,
         "note": f"memory alone, max_batch_bytes {bound}",
     }
+
+
+def _needed(param: Tensor, setting: Setting) -> int:
+    """Bytes that orthogonalizing one of a parameter's matrices takes, and some for numbers."""
+    shape = param.shape[-2:]
+    rows = forms.rows_at_once(min(shape), setting.dtype, setting.device.type)
+    working = forms.working_bytes(shape, forms.segments(shape, STEPS, setting.dtype), setting.dtype, rows)
+    return 4 * math.prod(shape) + working + 2**16
 
 
 @torch.no_grad()

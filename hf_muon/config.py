@@ -233,7 +233,8 @@ class MuonConfig:
         split_fused: orthogonalize fused projections part by part; otherwise as the one matrix that they are stored as.
         per_head: orthogonalize query, key and value projections head by head.
         max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
-        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes.
+        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes, their updates
+            and directions among them.
         comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
         offload_compute: where momentum that is offloaded to the CPU is orthogonalized: `auto` (on the accelerator that
             the model computes on), `cpu` or `accelerator`.

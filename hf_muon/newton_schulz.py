@@ -101,19 +101,23 @@ def newton_schulz(
         ``(B, m, n)`` in ``dtype``, singular values in the band of the coefficients.
     """
     tall = matrices.size(-2) > matrices.size(-1)
-    half = dtype.itemsize < 4
+    # TF32, which a GPU may make of fp32, has no more bits than fp16.
+    few_bits = dtype.itemsize < 4 or matrices.device.type != "cpu"
     lengths = lengths or forms.segments(matrices.shape, len(coefficients), dtype)
     with torch.autocast(matrices.device.type, enabled=False):
         x = _normalized(matrices, dtype)  # (B, m, n)
         count, size = x.size(0), min(x.shape[1:])
-        rows = rows or forms.rows_at_once(size, dtype, matrices.device.type)
+        if rows is None:
+            # Compiled functions cannot write into a part of a matrix.
+            compiling = torch.compiler.is_compiling()
+            rows = forms.Rows(size, size) if compiling else forms.rows_at_once(size, dtype, x.device.type)
         spare = torch.empty_like(x)
         gram, *small = (forms.small_matrix(x, size, rows) for _ in range(forms.small_matrices(lengths)))
         taken = 0
         for length in lengths:
             steps = coefficients[taken : taken + length]
-            # Most singular values are near one by then. In half precision their squares are rounded less without it.
-            shift = _SHIFT if half and taken and length == 2 else 0.0
+            # Most singular values are near one by then. With few bits their squares are rounded less without it.
+            shift = _SHIFT if few_bits and taken and length == 2 else 0.0
             taken += length
             identity = torch.eye(size, dtype=dtype, device=x.device).expand(count, -1, -1) if shift else None
             wide, long = (x.mT, x) if tall else (x, x.mT)  # the Gram matrix is the smaller of the two
@@ -121,7 +125,7 @@ def newton_schulz(
             q, polynomial = polynomial_of_gram(gram, shift, steps, small, rows.small)
             # (q I + P) X, or X (q I + P) in place of transposing.
             factors = (x, polynomial) if tall else (polynomial, x)
-            if half:
+            if few_bits:
                 torch.baddbmm(x, *factors, beta=q, out=spare)
             else:
                 polynomial.diagonal(dim1=-2, dim2=-1).add_(q)  # which has bits enough, and spares a copy of x

@@ -73,7 +73,7 @@ class Muon(Optimizer):
             not fit are not overlapped with communication; a larger bound lets them be.
         max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes, updates and
             directions among them; more go one part after the other, and one matrix always goes. In one process a step
-            takes no more.
+            takes no more than this, or than one matrix does.
         comm_dtype: dtype in which updates and directions travel: `fp32`, which is exact, or `bf16`.
         offload_compute: where momentum that lives on the CPU is orthogonalized: `auto` (on the accelerator, there and
             back, where the model computes on one and has offloaded the momentum; else on the CPU), `cpu` or
@@ -380,16 +380,12 @@ class Muon(Optimizer):
             if not quantized:
                 return update.muon_updates(some, [piece.of(buffers[piece.param]) for piece in pieces], **options)
             updates: list[Tensor] = []
-            values: dict[Any, Tensor] = {}  # of parameters, or matrices of stacks, that several pieces are cut from
             for piece, grad in zip(pieces, some, strict=True):
-                i, part = active[piece.param].param, piece.local
+                i = active[piece.param].param
                 if i not in quantized:
                     updates += update.muon_updates([grad], [piece.of(buffers[piece.param])], **options)
                     continue
-                key = (i, part and (part.start, part.stop))
-                if key not in values:
-                    values[key] = quantized[i].values(part)
-                found = values[key] if piece.cut is None else piece.cut.of(values[key])
+                found = _values_of(quantized[i], piece)
                 updates += (
                     update.look_ahead([grad.float()], [found], momentum=group["momentum"])
                     if group["nesterov"]
@@ -409,6 +405,7 @@ class Muon(Optimizer):
                 if self._watch is not None:
                     for piece, direction in zip(pieces, directions, strict=True):
                         self._watch.direction(names[piece.param], direction, scales[piece.param])
+                        del direction
                 update.apply_directions_(
                     [piece.of(params[piece.param]) for piece in pieces],
                     directions,
@@ -533,6 +530,13 @@ class Muon(Optimizer):
             group.setdefault("step", 0)
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+
+
+def _values_of(kept: Quantized, piece: Piece) -> Tensor:
+    """The momentum of a piece, in fp32."""
+    if piece.cut is None or piece.cut.dim < kept.codes.ndim - 1:
+        return Quantized(piece.of(kept.codes), piece.of(kept.scales)).values()
+    return piece.cut.of(kept.values(piece.local))  # columns cut blocks
 
 
 def _observer(watch: metrics.Watch, names: dict[int, str]) -> Observer:
