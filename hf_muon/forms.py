@@ -67,9 +67,12 @@ def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int,
 
 
 def rows_at_once(size: int, dtype: torch.dtype, device_type: str) -> Rows:
-    """Rows of symmetric products ``(size, size)`` to compute in one go; `size` where parts of it would take longer."""
+    """Rows of symmetric products ``(size, size)`` to compute in one go; `size` where parts of it would take longer.
+
+    Compiled functions cannot write into a part of a matrix, and compute all of it.
+    """
     least, rows = _ROWS.get((device_type, dtype), _ROWS_OTHERWISE)
-    if size < least:
+    if size < least or torch.compiler.is_compiling():
         return Rows(size, size)
     blocks = (min(round(size / about), _MOST_BLOCKS) for about in rows)
     return Rows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))

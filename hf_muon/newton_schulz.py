@@ -107,10 +107,7 @@ def newton_schulz(
     with torch.autocast(matrices.device.type, enabled=False):
         x = _normalized(matrices, dtype)  # (B, m, n)
         count, size = x.size(0), min(x.shape[1:])
-        if rows is None:
-            # Compiled functions cannot write into a part of a matrix.
-            compiling = torch.compiler.is_compiling()
-            rows = forms.Rows(size, size) if compiling else forms.rows_at_once(size, dtype, x.device.type)
+        rows = rows or forms.rows_at_once(size, dtype, x.device.type)
         spare = torch.empty_like(x)
         gram, *small = (forms.small_matrix(x, size, rows) for _ in range(forms.small_matrices(lengths)))
         taken = 0
@@ -155,10 +152,10 @@ class Orthogonalizer:
         held = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
         room = max(1, (self.max_batch_bytes - held) // forms.working_bytes(matrices.shape, lengths, self.dtype, rows))
         if matrices.size(0) <= room:
-            return newton_schulz(matrices, self.coefficients, self.dtype)
+            return newton_schulz(matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows)
         directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
         for part, direction in zip(torch.split(matrices, room), torch.split(directions, room), strict=True):
-            direction.copy_(newton_schulz(part, self.coefficients, self.dtype))
+            direction.copy_(newton_schulz(part, self.coefficients, self.dtype, lengths=lengths, rows=rows))
         return directions
 
 

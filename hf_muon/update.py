@@ -111,7 +111,7 @@ def adamw_(
     """torch's own functional AdamW: its fused kernel on accelerators, torch's own choice elsewhere.
 
     On a CPU the fused kernel rounds the last elements of a tensor otherwise, and so tensors that are cut would not have
-    the bits of whole ones. There large tensors are stepped piece by piece instead, which takes no memory besides.
+    the bits of whole ones. There large tensors are stepped piece by piece, which takes little memory besides.
     """
     given = (params, grads, exp_avgs, exp_avg_sqs, steps)
     pieces = [piece for each in zip(*given, strict=True) for piece in _pieces(*each)]

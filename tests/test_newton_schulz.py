@@ -354,9 +354,9 @@ def test_batches_within_the_limit(shape, dtype, monkeypatch):
     module = importlib.import_module("hf_muon.newton_schulz")
     batches = []
 
-    def recorded(part, *args):
+    def recorded(part, *args, **way):
         batches.append(len(part))
-        return newton_schulz(part, *args)
+        return newton_schulz(part, *args, **way)
 
     monkeypatch.setattr(module, "newton_schulz", recorded)
     for limit, sizes in ((1, [1] * 7), (2 * each, [2, 2, 2, 1]), (3 * each - 1, [2, 2, 2, 1]), (7 * each, [7])):
@@ -384,9 +384,10 @@ def test_memory_is_what_it_is_said_to_be(shape, dtype):
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiles_into_one_graph():
     compiled = torch.compile(orthogonalize, backend="aot_eager", fullgraph=True)
-    for shape in ((2, 64, 128), (1, 400, 640)):
+    # The second one is computed in blocks where it is not compiled.
+    for shape, tolerance in (((2, 64, 128), 1e-6), ((1, 400, 640), 1e-5)):
         matrix = torch.randn(shape)
-        assert (compiled(matrix, ns_dtype="fp32") - orthogonalize(matrix, ns_dtype="fp32")).abs().max() < 1e-5
+        assert (compiled(matrix, ns_dtype="fp32") - orthogonalize(matrix, ns_dtype="fp32")).abs().max() < tolerance
 
 
 @pytest.mark.gpu
