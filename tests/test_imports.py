@@ -35,6 +35,7 @@ ORDER = [
     ["ready_groups", "convert", "plan"],
     [
         "integrations",
+        "integrations.deepspeed_arguments",
         "integrations.deepspeed_layout",
         "integrations.llamafactory_v1",
         "integrations.ulysses",
@@ -58,6 +59,7 @@ ALSO = {
     "cli_report": {"typer", "rich"},
     "sources": {"transformers", "peft", "yaml"},
     "integrations.deepspeed": {"deepspeed"},
+    "integrations.deepspeed_arguments": {"hjson"},
     "integrations.deepspeed_layout": {"deepspeed"},
     "integrations.transformers": {"transformers", "accelerate"},
     "integrations.ulysses": {"transformers", "deepspeed"},

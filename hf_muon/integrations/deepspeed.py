@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_muon.integrations.deepspeed_arguments import arguments_of, config_of, muon_of, without_config
 from hf_muon.integrations.deepspeed_checkpoint import check_before_loading, write_latest_last
 from hf_muon.integrations.deepspeed_layout import read_partitions, version
 from hf_muon.integrations.ulysses import refuse_uncorrected
@@ -139,31 +140,27 @@ def refuse_arguments(args: Any) -> None:
 # --- how DeepSpeed is started
 
 
-def initialize(*args: Any, optimizer: Muon, config: Any = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize` with a `Muon`, for scripts without accelerate and Trainer.
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Start DeepSpeed with a `Muon`, for scripts without accelerate and Trainer.
 
     Args:
-        *args, **kwargs: as of `deepspeed.initialize`.
-        optimizer: over the model's parameters, as `build_optimizer` makes it.
-        config: DeepSpeed's config, as a mapping or the path of a JSON file.
+        *args, **kwargs: as of `deepspeed.initialize`; `optimizer` is a Muon over the model's parameters, as
+            `build_optimizer` makes it, or a function that returns one.
 
     Returns:
         Engine, optimizer, data loader and scheduler, as `deepspeed.initialize` does.
 
     Raises:
+        ValueError: no Muon over this model, or no config that can be read.
         RuntimeError: something in the config, or in this DeepSpeed, that Muon does not go with.
     """
     import deepspeed
 
-    config = kwargs.pop("config_params", config)
-    if not isinstance(config, Mapping):
-        import json
-        from pathlib import Path
-
-        config = json.loads(Path(config).read_text(encoding="utf-8"))
-    config = dict(config)
-    with wrapping(optimizer, config):
-        made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, optimizer=optimizer, config=config, **kwargs)
+    arguments = arguments_of(deepspeed.initialize, args, kwargs)
+    config, optimizer = config_of(arguments), muon_of(arguments)
+    arguments |= {"config": config, "config_params": None, "optimizer": optimizer}
+    with wrapping(optimizer, config), without_config(arguments.get("args")):
+        made: tuple[Any, Any, Any, Any] = deepspeed.initialize(**arguments)
         attach(made[0], optimizer)
     return made
 

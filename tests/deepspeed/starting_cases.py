@@ -1,0 +1,50 @@
+"""Ways to call `initialize`, as scripts for DeepSpeed do."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from pathlib import Path
+
+from hf_muon import build_optimizer
+from hf_muon.integrations.deepspeed import initialize
+from tests.deepspeed.cases import OPTIONS, config_of, loss_of, made, rank_of_environment
+from tests.distributed.training import batches
+
+WAYS = ("mapping", "file", "hjson", "base64", "args", "old args", "config_params", "positional", "function")
+
+
+def started(rank, way, folder):
+    """Weights after one step of an engine that was started in some way."""
+    rank_of_environment()
+    model, config = made(), config_of(1, "float32", 1, None, {})
+    optimizer = build_optimizer(model, OPTIONS)
+    text = json.dumps(config)
+    args = argparse.Namespace(local_rank=rank, deepspeed_config=None)
+    keywords = {"model": model, "optimizer": optimizer}
+    if way == "mapping":
+        engine, *_ = initialize(config=config, **keywords)
+    elif way in ("file", "hjson", "args", "old args"):
+        file = Path(folder, f"{way} {rank}.json")
+        file.write_text(text.replace("{", "{\n# a comment\n/* and another */\n", 1) if way == "hjson" else text)
+        if way in ("file", "hjson"):
+            engine, *_ = initialize(config=str(file) if way == "file" else file, **keywords)
+        else:
+            name = "deepspeed_config" if way == "args" else "deepscale_config"
+            setattr(args, name, str(file))
+            engine, *_ = initialize(args=args, **keywords)
+            assert getattr(args, name) == str(file)
+    elif way == "base64":
+        engine, *_ = initialize(config=base64.urlsafe_b64encode(text.encode()).decode(), **keywords)
+    elif way == "config_params":
+        engine, *_ = initialize(config_params=config, **keywords)
+    elif way == "positional":
+        engine, *_ = initialize(args, model, optimizer, config=config)
+    else:
+        engine, *_ = initialize(model=model, optimizer=lambda params: build_optimizer(model, OPTIONS), config=config)
+    engine.backward(loss_of(engine, batches(0)[:4]))
+    engine.step()
+    weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    engine.destroy()
+    return weights
