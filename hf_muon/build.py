@@ -112,8 +112,13 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     reasons = Counter(route.reason for route in routes)
     counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
     advice = "Name matrices with muon_patterns, or choose another optimizer."
-    if any(is_lora(route.name) for route in routes):
-        advice = 'Only LoRA factors are trained: set lora=muon (in optim_args: "lora=muon") to give them to Muon.'
+    others = [route for route in routes if not is_lora(route.name)]
+    if len(others) < len(routes):
+        trained = f"LoRA factors and {len(others)} other parameters" if others else "Only LoRA factors"
+        advice = (
+            f"{trained} are trained: set lora=muon to give the factors to Muon, in TrainingArguments as optim_args: "
+            '"lora=muon", in optim_config of LLaMA-Factory v1 as lora: muon.'
+        )
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 
 

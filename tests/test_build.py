@@ -64,6 +64,10 @@ def test_lora_alone_says_how_to_opt_in():
     lora = nn.ModuleDict({"lora_A": nn.Linear(8, 4, bias=False), "lora_B": nn.Linear(4, 8, bias=False)})
     with pytest.raises(ValueError, match="Only LoRA factors are trained: set lora=muon"):
         build_optimizer(lora)
+    lora["embed"] = nn.Embedding(8, 4)
+    with pytest.raises(ValueError, match="LoRA factors and 1 other parameters are trained: set lora=muon"):
+        build_optimizer(lora)
+    del lora["embed"]
     assert build_optimizer(lora, lora="muon").param_groups[0]["param_names"] == ["lora_A.weight", "lora_B.weight"]
 
 

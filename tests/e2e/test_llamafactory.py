@@ -167,7 +167,8 @@ def test_refused_before_the_model_is_loaded(
 
 def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
     output, printed = factory.train("lora_adamw", LORA, fails=True)
-    assert 'Only LoRA factors are trained: set lora=muon (in optim_args: "lora=muon")' in printed
+    assert "Only LoRA factors are trained: set lora=muon to give the factors to Muon" in printed
+    assert 'optim_args: "lora=muon"' in printed
     assert not list(output.glob("checkpoint-*"))
 
 
