@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -73,9 +74,10 @@ def _tell_of_replacement() -> None:
 
 
 def patch_training_arguments(module: ModuleType) -> Callable[[], None] | None:
-    """Check `optim_config` and `dist_config` when TrainingArguments are made, and give muon the run's learning rate.
+    """Check `optim_config` and `dist_config` when TrainingArguments are made, and hand muon the others that it needs.
 
-    0.9.5 hands `optim_config` alone to an optimizer; newer sources put the rate into it themselves.
+    These are the learning rate, which only newer sources than 0.9.5 hand to an optimizer, and `output_dir`, where
+    diagnostics go.
     """
     arguments = module.TrainingArguments
     post_init = arguments.__post_init__
@@ -84,9 +86,13 @@ def patch_training_arguments(module: ModuleType) -> Callable[[], None] | None:
 
     @functools.wraps(post_init)
     def checked_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        from hf_muon.metrics import FILE
+
         post_init(self, *args, **kwargs)
         if self.optim_config is not None and self.optim_config.get("name") == NAME:
             self.optim_config.setdefault("lr", self.learning_rate)
+            if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
+                self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
             config_from(self.optim_config)
             refuse_unsupported(self)
 
@@ -109,6 +115,7 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
     from hf_muon.config import MuonConfig, unknown_option
 
     options: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for key, value in optim_config.items():
         if key == "name":
             continue
@@ -116,8 +123,11 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
         if name not in MuonConfig.names():
             raise unknown_option(key, ("name", *MuonConfig.names(), *ALIASES))
         if name in options:
-            raise ValueError(f"optim_config: {name} is given twice, as {key!r} too. Keep one of them")
-        options[name] = value
+            raise ValueError(
+                f"optim_config: {keys[name]}: {options[name]} and {key}: {value} are two names of one option. "
+                "Keep one of them"
+            )
+        options[name], keys[name] = value, key
     return MuonConfig.from_mapping(options)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from hf_muon import Muon
 from hf_muon.integrations import llamafactory_v1
 from hf_muon.integrations.llamafactory_v1 import config_from, create_optimizer, patch_optimizers, refuse_unsupported
+from hf_muon.metrics import FILE
 
 OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
 NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
@@ -83,6 +84,7 @@ class PluginConfig(dict):
 
 @dataclass
 class TrainingArguments:
+    output_dir: str = "out"
     learning_rate: float = 1e-4
     dist_config: dict = None
     optim_config: dict = None
@@ -139,6 +141,19 @@ class TestBothLayouts:
         }
         assert optimizer.param_groups[0]["weight_decay"] == 0.1
         assert optimizer.param_groups[0]["momentum"] == 0.9
+
+    def test_metrics_go_into_the_output_directory(self, layout, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        muon = {"name": "muon", "diagnostics_every": 1}
+        args = layout.arguments(output_dir=str(tmp_path / "run"), optim_config=muon)
+        model = Net()
+        optimizer = layout.plugin("muon")(model, args.optim_config)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.jsonl")] == [Path("run", FILE)]
+        own = layout.arguments(output_dir="run", optim_config={**muon, "diagnostics_file": "mine.jsonl"})
+        assert own.optim_config["diagnostics_file"] == "mine.jsonl"
 
     def test_the_other_optimizers_see_nothing(self, layout):
         args = layout.arguments(optim_config={"name": "adamw", "whatever": 1})
@@ -224,7 +239,8 @@ def test_the_keys_its_users_know():
     ("options", "message"),
     [
         ({"beta": 1}, "'beta' is not an option of muon.* Valid: name, lr, weight_decay, .*, wd"),
-        ({"wd": 0.1, "weight_decay": 0.1}, "weight_decay is given twice, as 'weight_decay' too"),
+        ({"wd": 0.1, "weight_decay": 0.2}, "wd: 0.1 and weight_decay: 0.2 are two names of one option"),
+        ({"weight_decay": 0.2, "wd": 0.1}, "weight_decay: 0.2 and wd: 0.1 are two names of one option"),
         ({"ns_steps": 0}, "ns_steps=0 is not valid. Valid: an integer from 1 to 99"),
         ({"wd": -1}, "weight_decay=-1 is not valid"),
     ],
