@@ -78,11 +78,11 @@ def read_run(file: Path, *, skip_broken: bool = False) -> Run:
         if not line.strip():
             continue
         try:
-            names = _take(run, json.loads(line), names)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = _take(run, _object(line), names)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if skip_broken:
                 continue
-            reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{file}, line {number} cannot be read: {reason}. A run that was killed can leave half a line; "
                 "--skip-broken leaves such lines out"
@@ -92,11 +92,30 @@ def read_run(file: Path, *, skip_broken: bool = False) -> Run:
     return run
 
 
-def _take(run: Run, line: Any, names: list[str]) -> list[str]:
-    """Add a line to a run; the names that lists in later lines are about."""
+def _object(line: str) -> dict[str, Any]:
+    """Return the JSON object of a line.
+
+    Raises:
+        ValueError: it is none, or holds NaN or infinity, which JSON does not have and `hf_muon.metrics` does not write.
+    """
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is not a number of JSON; hf_muon writes null in its place")
+
+    def finite(word: str) -> float:
+        return number if math.isfinite(number := float(word)) else refuse(word)
+
+    value = json.loads(line, parse_constant=refuse, parse_float=finite)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is no object, but a {type(value).__name__}")
+    return value
+
+
+def _take(run: Run, line: dict[str, Any], names: list[str]) -> list[str]:
+    """Add a line to a run, whole or not at all; the names that lists in later lines are about."""
     event = line["event"]
     if event == "start":
-        places = {entry["name"]: (entry["layer"], str(entry["kind"])) for entry in line["parameters"]}
+        places = {str(entry["name"]): _place(entry) for entry in line["parameters"]}
         run.start = {key: value for key, value in line.items() if key not in ("event", "parameters")}
         run.places |= places
         return list(places)
@@ -104,21 +123,32 @@ def _take(run: Run, line: Any, names: list[str]) -> list[str]:
         raise ValueError(f"event {event!r} is not known")
     step = int(line["step"])
     if event == "log":
-        for key, value in line.items():
-            if key not in ("event", "step") and value is not None:
-                run.logs.setdefault(key, {})[step] = float(value)
+        logs = {key: float(value) for key, value in line.items() if key not in ("event", "step") and value is not None}
+        for key, number in logs.items():
+            run.logs.setdefault(key, {})[step] = number
         return names
     lists = {measure: line[measure] for measure in (*MEASURES, ADAMW_MEASURE) if measure in line}
-    if any(len(values) != len(names) for values in lists.values()):
-        raise ValueError(f"step {step} has numbers for {len(next(iter(lists.values())))} parameters of {len(names)}")
-    for key in _TRACES:
-        if line.get(key) is not None:
-            run.traces.setdefault(key, {})[step] = float(line[key])
-    for measure, values in lists.items():
-        for name, value in zip(names, values, strict=True):
-            if value is not None:
-                run.measures.setdefault(measure, {}).setdefault(name, {})[step] = float(value)
+    for values in lists.values():
+        if len(values) != len(names):
+            raise ValueError(f"step {step} has numbers for {len(values)} parameters of {len(names)}")
+    traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
+    measures = {
+        (measure, name): float(value)
+        for measure, values in lists.items()
+        for name, value in zip(names, values, strict=True)
+        if value is not None
+    }
+    for key, number in traces.items():
+        run.traces.setdefault(key, {})[step] = number
+    for (measure, name), number in measures.items():
+        run.measures.setdefault(measure, {}).setdefault(name, {})[step] = number
     return names
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return layer and kind of a parameter."""
+    layer = entry["layer"]
+    return None if layer is None else int(layer), str(entry["kind"])
 
 
 # --- what is shown

@@ -177,12 +177,23 @@ def test_long_runs_are_thinned_by_means(tmp_path):
     ("line", "message"),
     [
         ('{"event":"step","st', "line 8 cannot be read: Unterminated string"),
-        ("[]", "line 8 cannot be read: list indices"),
+        ("[]", "line 8 cannot be read: it is no object, but a list"),
         ('{"event":"dance"}', "line 8 cannot be read: event 'dance' is not known"),
-        ('{"event":"step"}', "line 8 cannot be read: has no 'step'"),
+        ('{"event":"step"}', "line 8 cannot be read: it has no 'step'"),
         ('{"event":"step","step":40,"update_rms":[1]}', "step 40 has numbers for 1 parameters of 7"),
         ('{"event":"log","step":"often"}', "line 8 cannot be read: invalid literal"),
-        ('{"event":"start","parameters":[{}]}', "line 8 cannot be read: has no 'name'"),
+        ('{"event":"log","step":40,"loss":NaN}', "NaN is not a number of JSON; hf_muon writes null in its place"),
+        ('{"event":"step","step":40,"muon_lr":-Infinity}', "-Infinity is not a number of JSON"),
+        ('{"event":"step","step":40,"muon_lr":1e-3,"update_rms":[1e999,1,1,1,1,1,1]}', "1e999 is not a number of JSON"),
+        (
+            '{"event":"step","step":40,"muon_lr":1e-3,"update_rms":["x",1,1,1,1,1,1]}',
+            "could not convert string to float",
+        ),
+        ('{"event":"log","step":40,"grad_norm":2,"loss":1' + "0" * 400 + "}", "line 8 cannot be read: int too large"),
+        ('{"event":"start","torch":NaN,"parameters":[]}', "NaN is not a number of JSON"),
+        ('{"event":"start","parameters":[{"name":"a","layer":"low","kind":"b"}]}', "invalid literal for int()"),
+        ("[" * 100000, "line 8 cannot be read: maximum recursion depth"),
+        ('{"event":"start","parameters":[{}]}', "line 8 cannot be read: it has no 'name'"),
     ],
 )
 def test_broken_lines(tmp_path, line, message):
