@@ -1,12 +1,13 @@
 """The Muon optimizer for Hugging Face training: `optim: muon`.
 
 Importing this package registers `optim: muon` with transformers and LLaMA-Factory, through lazy hooks that run when
-those are imported; it imports neither of them, and torch only when a name below is used.
+those are imported; it imports neither of them, and torch only when a name below or a submodule is used.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import install, uninstall
@@ -32,6 +33,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        # `hf_muon.convert.convert_state_dict`, as the documentation names it, after `import hf_muon` alone.
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value

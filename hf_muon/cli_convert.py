@@ -9,11 +9,13 @@ import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from hf_muon.cli_output import fail
 
 if TYPE_CHECKING:
     from hf_muon.convert import Conversion
@@ -81,15 +83,14 @@ def convert(
         )
         _save(done.state_dict, target, overwrite)
     except (ValueError, RuntimeError, OSError) as error:
-        _fail(error)
+        fail(_in_options(error))
     _report(done, target, len(state["param_groups"]))
 
 
-def _fail(error: Exception) -> NoReturn:
-    options = r"\b(accept_rerouted|accept_missing|in_model_order|momentum_form)\b"
-    message = re.sub(options, lambda found: "--" + found[0].replace("_", "-"), str(error))
-    Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False, highlight=False)
-    raise typer.Exit(1)
+def _in_options(error: Exception) -> str:
+    """Return an error's sentence with this command's options in the place of Python's arguments."""
+    arguments = r"\b(accept_rerouted|accept_missing|in_model_order|momentum_form)\b"
+    return re.sub(arguments, lambda name: "--" + name[0].replace("_", "-"), str(error))
 
 
 def _load(path: Path) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from hf_muon.cli_output import console, fail, print_json
 
 if TYPE_CHECKING:
     from hf_muon.routing import Route
@@ -37,23 +36,12 @@ def inspect(
         found = read_source(source, optim_args)
         routes = route_parameters(found.model, found.config)
         if as_json:
-            print(json.dumps(_as_json(found, routes), indent=2))
+            print_json(_as_json(found, routes))
         else:
             _show(found, routes, every)
         require_muon(routes, type(found.model).__name__)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-
-
-def fail(error: Exception | str) -> NoReturn:
-    """End with a sentence on stderr, and without a traceback."""
-    Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False, highlight=False)
-    raise typer.Exit(1)
-
-
-def console() -> Console:
-    """For tables: of the terminal's width, and as wide as they need to be where there is none."""
-    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200, soft_wrap=True)
 
 
 def _count(routes: Sequence[Route]) -> dict[str, int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from hf_muon.cli_inspect import SOURCE_HELP, console, fail
+from hf_muon.cli_inspect import SOURCE_HELP
+from hf_muon.cli_output import console, fail, print_json
 
 if TYPE_CHECKING:
     from hf_muon.plan import Plan
@@ -58,7 +58,7 @@ def plan(
         fail(error)
     shares = {count: made.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print(json.dumps(_as_json(source, made, shares), indent=2))
+        print_json(_as_json(source, made, shares))
     else:
         _show(source, made, shares, found.notes)
 

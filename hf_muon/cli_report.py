@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_muon.cli_inspect import console, fail
+from hf_muon.cli_output import console, fail, print_json
 
 
 def report(
@@ -27,7 +26,7 @@ def report(
         file = diagnostics_of(run)
         found = read_run(file, skip_broken=skip_broken)
         if as_json:
-            print(json.dumps(summary(found), indent=2))
+            print_json(summary(found))
             return
         target = out or file.with_name("muon_report.html")
         text = render(found, f"Muon: {file.parent.resolve().name}")

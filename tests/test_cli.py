@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_muon
 from hf_muon import build_optimizer
 from hf_muon.cli import app
 from tests.other_muons import gradients, halves, jordan_2025, moonlight_like, run
@@ -60,21 +61,57 @@ def test_doctor_says_why_not():
     done = doctor(HF_MUON_AUTOLOAD="0")
     assert done.returncode == 1
     assert "switched off by HF_MUON_AUTOLOAD" in done.stdout
-    assert "NOT accepted without `import hf_muon`" in done.stdout
+    assert "NOT accepted: no hook is placed. Say `import hf_muon` in the script" in done.stdout
 
 
-def test_doctor_in_a_broken_environment(tmp_path):
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('half an installation')")
-    done = doctor(PYTHONPATH=str(tmp_path))
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"transformers/__init__.py": "raise ImportError('half an installation.')"},
+            "transformers cannot be imported here (ImportError: half an installation). Repair that first; "
+            "`import hf_muon` does not help",
+        ),
+        (
+            {"torch/__init__.py": "raise OSError('libcudart.so: none')"},
+            "torch cannot be imported here (OSError: libcudart",
+        ),
+        (
+            {
+                "transformers/__init__.py": "",
+                "transformers/training_args.py": "import enum\nclass OptimizerNames(enum.Enum): ADAMW = 1",
+            },
+            "has no registry of optimizers (ModuleNotFoundError: No module named 'transformers.trainer_optimizer'). "
+            "Install 5.2 or newer; `import hf_muon` does not help",
+        ),
+    ],
+)
+def test_doctor_in_a_broken_environment(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = doctor(PYTHONPATH=paths)
     assert done.returncode == 1
-    assert "half an installation" in done.stdout
+    assert f"optim: muon is NOT accepted: {message}" in re.sub(r"transformers \d\S* has", "has", done.stdout)
+    assert "without `import hf_muon`" not in done.stdout
+    assert "Traceback" not in done.stderr
 
 
-def test_help():
+def test_help_and_version():
     program = Path(sys.executable).with_name("hf-muon")
-    done = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
-    assert "doctor" in done.stdout
+
+    def ask(*words):
+        return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+
+    assert "doctor" in ask("--help")
+    assert ask("--version") == f"hf-muon {hf_muon.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["plan"], ["report"], ["convert"]])
+def test_short_help(command):
+    long, short = (CliRunner().invoke(app, [*command, option]) for option in ("--help", "-h"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -45,15 +45,18 @@ ORDER = [
     ["integrations.accelerate", "integrations.transformers", "integrations.ulysses_launch"],
     ["integrations.llamafactory"],
     ["sources"],
+    ["cli_output"],
     ["cli_convert", "cli_inspect"],
-    ["cli_plan", "cli_report"],
+    ["cli_doctor", "cli_plan", "cli_report"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
 ALSO = {
-    "cli": {"typer", "rich"},
+    "cli": {"typer", "hf_muon"},
     "cli_convert": {"typer", "rich"},
+    "cli_output": {"typer", "rich"},
+    "cli_doctor": {"typer", "rich"},
     "cli_inspect": {"typer", "rich"},
     "cli_plan": {"typer", "rich"},
     "cli_report": {"typer", "rich"},
@@ -113,6 +116,12 @@ def test_importing_the_package_imports_nothing_heavy():
 def test_using_the_optimizer_imports_torch_only():
     found = loaded_after("from hf_muon import Muon, build_optimizer, orthogonalize, MuonConfig, route_parameters")
     assert found & HEAVY == {"torch"}
+
+
+def test_a_submodule_is_reached_by_its_path_after_importing_the_package_alone():
+    found = loaded_after("import hf_muon; hf_muon.convert.convert_state_dict")
+    assert "hf_muon.convert" in found
+    assert "hf_muon.convert" not in loaded_after("import hf_muon; hasattr(hf_muon, 'con')")
 
 
 def test_this_test_can_fail():
