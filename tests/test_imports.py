@@ -22,6 +22,7 @@ ORDER = [
     ["metrics", "distributed.layout", "distributed.ownership"],
     ["report"],
     ["newton_schulz", "distributed.base", "distributed.agreement"],
+    ["distributed.storage"],
     ["config", "distributed.local", "distributed.replicated", "distributed.dtensor", "distributed.exchange"],
     ["fused", "patterns", "places"],
     ["distributed.select", "routing"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,139 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
-from hf_muon.distributed.layout import Ranges, Stored
 from hf_muon.distributed.ownership import Unit, assign_owners
-
-
-@dataclass(frozen=True)
-class Block:
-    """What one rank stores of a run of matrices, and where it belongs in the unit's batch ``(B, m, n)``.
-
-    Attributes:
-        piece: where that rank finds it.
-        stored: its shape there.
-        shape: of the data, ``(b, rows, columns)``.
-        matrices: positions in the batch.
-        rows: indices of its rows in each whole matrix.
-        columns: indices of its columns.
-    """
-
-    piece: Piece
-    stored: tuple[int, ...]
-    shape: tuple[int, int, int]
-    matrices: slice
-    rows: Ranges
-    columns: Ranges
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def places(self) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Rows and columns of the data, and rows and columns of the whole matrices that they are."""
-        row = 0
-        for top, bottom in self.rows:
-            column = 0
-            for left, right in self.columns:
-                yield (
-                    slice(row, row + bottom - top),
-                    slice(column, column + right - left),
-                    slice(top, bottom),
-                    slice(left, right),
-                )
-                column += right - left
-            row += bottom - top
-
-    def write(self, data: Tensor, batch: Tensor) -> None:
-        """Put the data into the whole matrices."""
-        for rows, columns, into_rows, into_columns in self.places():
-            batch[self.matrices, into_rows, into_columns] = data[:, rows, columns]
-
-    def read(self, batch: Tensor, data: Tensor) -> None:
-        """Take the data out of the whole matrices."""
-        for rows, columns, from_rows, from_columns in self.places():
-            data[:, rows, columns] = batch[self.matrices, from_rows, from_columns]
-
-
-class Pattern:
-    """How a unit lies on the ranks; the same for all units of one shape that are stored alike.
-
-    Attributes:
-        stored: elements that each rank stores.
-        holders: ranks that store all of it.
-    """
-
-    def __init__(self, unit: Unit, regions: Sequence[Sequence[Stored]]) -> None:
-        ranks = len(regions[0])
-        self.stored = [
-            sum(
-                part.numel
-                for run, region in zip(unit.runs, regions, strict=True)
-                for part in region[rank].parts(run.start, run.stop)
-            )
-            for rank in range(ranks)
-        ]
-        self.on_ranks = torch.tensor(self.stored)
-        self.total = sum(self.stored)
-        self.holders = tuple(rank for rank, numel in enumerate(self.stored) if numel == unit.numel)
-        self._position = [0] * ranks
-        self._replicas = [0] * ranks
-        alike: dict[tuple[Stored, ...], list[int]] = {}
-        for rank in range(ranks):
-            alike.setdefault(tuple(region[rank] for region in regions), []).append(rank)
-        for members in alike.values():
-            for position, rank in enumerate(members):
-                self._position[rank], self._replicas[rank] = position, len(members)
-        # Owners that are this far from one another in their replicas are sent the same.
-        self._period = math.lcm(*(len(members) for members in alike.values() if self.stored[members[0]]))
-        self._sent: dict[int, Tensor] = {}
-
-    def sends(self, rank: int, owner: int) -> bool:
-        """Whether a rank sends its part to the owner: of ranks that store the same, the one of the owner's replica."""
-        return self.stored[rank] > 0 and self._position[owner] % self._replicas[rank] == self._position[rank]
-
-    def sent_to(self, owner: int) -> Tensor:
-        """Elements that each rank sends to the owner, ``(ranks,)``; what the owner has itself is among them."""
-        position = self._position[owner] % self._period
-        if position not in self._sent:
-            sent = [n if self.sends(rank, owner) else 0 for rank, n in enumerate(self.stored)]
-            self._sent[position] = torch.tensor(sent)
-        return self._sent[position]
-
-
-class Storage:
-    """Who stores what of some parameters.
-
-    Args:
-        regions: for each parameter that takes part, by its position in the param group, the region of each rank.
-            Parameters that are stored alike should share one object.
-        ranks: number of ranks.
-    """
-
-    def __init__(self, regions: Mapping[int, Sequence[Stored]], ranks: int) -> None:
-        self.regions = regions
-        self.ranks = ranks
-        self._patterns: dict[tuple[tuple[int, int, int], ...], Pattern] = {}
-
-    def pattern(self, unit: Unit) -> Pattern:
-        """How a unit lies on the ranks."""
-        key = tuple((id(self.regions[run.param]), run.start, run.stop) for run in unit.runs)
-        if key not in self._patterns:
-            self._patterns[key] = Pattern(unit, [self.regions[run.param] for run in unit.runs])
-        return self._patterns[key]
-
-    def blocks(self, unit: Unit, rank: int) -> list[Block]:
-        """What a rank stores of a unit, as it finds it."""
-        blocks = []
-        position = 0
-        for run in unit.runs:
-            for part in self.regions[run.param][rank].parts(run.start, run.stop):
-                if part.numel:
-                    first = position + part.first
-                    piece, matrices = Piece(run.param, part.local, part.cut), slice(first, first + part.count)
-                    blocks.append(Block(piece, part.stored, part.shape, matrices, part.rows, part.columns))
-            position += run.stop - run.start
-        return blocks
+from hf_muon.distributed.storage import Block, Storage
 
 
 class _Transfer:
@@ -198,9 +67,9 @@ class _Bucket:
         for k, (unit, owner) in enumerate(units):
             pattern = storage.pattern(unit)
             self.gathers |= owner not in pattern.holders
-            self.returns |= sum(pattern.stored) > pattern.stored[owner]
+            self.returns |= pattern.total > pattern.stored[owner]
             for block in storage.blocks(unit, rank):
-                if pattern.sends(rank, owner):
+                if storage.replicas(block.piece.param).sends(rank, owner):
                     outgoing[owner].append(len(self.pieces))
                     self.send[owner] += block.numel
                 completed[owner].append(len(self.pieces))
@@ -211,7 +80,7 @@ class _Bucket:
                 continue
             for other in range(ranks):
                 for block in storage.blocks(unit, other):
-                    if pattern.sends(other, owner):
+                    if storage.replicas(block.piece.param).sends(other, owner):
                         incoming[other].append((k, block))
                         self.receive[other] += block.numel
                     returned[other].append((k, block))

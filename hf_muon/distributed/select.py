@@ -130,7 +130,8 @@ def select_executors(
             own = {i: p for i, p in enumerate(places) if kinds[i] == kind and not isinstance(p, Shared)}
             executors.append(LocalExecutor(mine, own, device))
             continue
-        from hf_muon.distributed.exchange import Exchange, Storage
+        from hf_muon.distributed.exchange import Exchange
+        from hf_muon.distributed.storage import Storage
 
         regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and isinstance(p, Shared)}
         storage = Storage(regions, place.group.size())

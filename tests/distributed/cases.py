@@ -46,8 +46,12 @@ WIDE = [
 ]
 
 
-def placements_of(layout, ndim):
-    """Mesh shape, and placements of a parameter of so many dims."""
+def placements_of(layout, ndim, index=0):
+    """Mesh shape, and placements of a parameter of so many dims, by its place among the others where they differ."""
+    if layout.startswith("mixed"):
+        world = dist.get_world_size()
+        kinds = [[Replicate()], [Shard(0)], [Shard(ndim - 1)]]
+        return (world,), kinds[(index + (layout == "mixed-turned")) % 3]
     return {
         "fsdp": lambda world: ((world,), [Shard(0)]),
         "last": lambda world: ((world,), [Shard(ndim - 1)]),
@@ -112,7 +116,7 @@ def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=()
         def put(tensor, i):
             if i in plain:
                 return tensor
-            mesh_shape, placements = placements_of(layout, tensor.ndim)
+            mesh_shape, placements = placements_of(layout, tensor.ndim, i)
             if mesh_shape not in meshes:
                 meshes[mesh_shape] = init_device_mesh(device, mesh_shape)
             return store(tensor, meshes[mesh_shape], placements)
