@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_muon.coefficients import PRESETS, resolve
+from hf_muon.distributed.base import has_data
 from hf_muon.momentum import MOMENTUM_DTYPES
 from hf_muon.newton_schulz import MAX_BATCH_BYTES, NS_DTYPES
 from hf_muon.update import ADJUST_LR_FNS
@@ -38,11 +40,13 @@ class _Option:
 
 def _number(valid: str, accepts: Callable[[float], bool]) -> _Option:
     def check(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        # numpy's scalars are real numbers, too.
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise _InvalidError
-        if not accepts(value):
+        number = float(value)
+        if not (math.isfinite(number) and accepts(number)):
             raise _InvalidError
-        return float(value)
+        return number
 
     return _Option(valid, check, float)
 
@@ -52,8 +56,10 @@ def _learning_rate() -> _Option:
 
     def check(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
-            if value.numel() != 1:
+            if value.numel() != 1 or value.is_complex():
                 raise _InvalidError
+            if has_data(value):
+                number.check(value.item())
             return value
         return number.check(value)
 
@@ -195,7 +201,7 @@ def check_option(name: str, value: Any) -> Any:
     option = OPTIONS[name]
     try:
         return option.check(value)
-    except (_InvalidError, TypeError):
+    except (_InvalidError, TypeError, OverflowError):
         raise ValueError(f"{name}={value!r} is not valid. Valid: {option.valid}") from None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, metrics, preflight, step_report, update, views
+from hf_muon import checkpoint, diagnostics, gradients, metrics, preflight, step_report, update, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
@@ -257,7 +257,7 @@ class Muon(Optimizer):
             if complaint := preflight.hyperparameter_complaint(group, devices):
                 complaints.append(complaint)
             for i, param in enumerate(group["params"]):
-                if complaint := preflight.gradient_complaint(param):
+                if complaint := gradients.complaint(group, param):
                     complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
         # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
         may_be_idle = not self.state and all(float(group["lr"]) == 0 for group in self.param_groups)
@@ -363,7 +363,7 @@ class Muon(Optimizer):
         local_scales = {
             i: local_of(self.state[p]["momentum_scale"]) for i, p in stored.items() if "momentum_scale" in self.state[p]
         }
-        local_grads = {i: preflight.local_grad(param) for i, param in stored.items()}
+        local_grads = {i: gradients.local_grad(param) for i, param in stored.items()}
         params = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
         buffers = {k: matrix.of(local_buffers[matrix.param]) for k, matrix in active.items()}
         grads = {k: matrix.of(local_grads[matrix.param]) for k, matrix in active.items()}
@@ -424,7 +424,7 @@ class Muon(Optimizer):
         states = [self.state[param] for param in params]
         update.adamw_(
             [local_of(param) for param in params],
-            [preflight.local_grad(param) for param in params],
+            [gradients.local_grad(param) for param in params],
             [local_of(state["exp_avg"]) for state in states],
             [local_of(state["exp_avg_sq"]) for state in states],
             [state["step"] for state in states],

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon import checkpoint, views
+from hf_muon import checkpoint, gradients, views
 from hf_muon.coefficients import resolve
-from hf_muon.config import GROUP_OPTIONS
+from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.distributed import (
     Executor,
     Partition,
@@ -226,7 +226,9 @@ def _line(group: Group, index: int, view: str) -> str:
 
 
 def hyperparameter_complaint(group: Group, devices: Sequence[torch.device] | None = None) -> str | None:
-    """Why the options of a group cannot work: those that depend on one another, or on the device.
+    """Why the options of a group cannot work, each by itself, with one another, or on the device.
+
+    Schedulers, hooks and users write into a group between steps, so that every step looks again.
 
     Args:
         group: the param group.
@@ -237,6 +239,8 @@ def hyperparameter_complaint(group: Group, devices: Sequence[torch.device] | Non
         on_way = torch.accelerator.is_available()
         devices = [d for d in {param.device for param in group["params"]} if d.type != "cpu" or not on_way]
     try:
+        for name in GROUP_OPTIONS:
+            check_option(name, group.get(name))
         resolve(group["ns_coefficients"], group["ns_steps"])
         if group["use_muon"]:
             for device in devices:
@@ -244,37 +248,6 @@ def hyperparameter_complaint(group: Group, devices: Sequence[torch.device] | Non
     except ValueError as error:
         return str(error)
     return None
-
-
-def not_finite(grads: Sequence[Tensor]) -> Tensor:
-    """``(1,)`` int64: whether any entry of the gradients is NaN or infinite; not read from the device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    found = []
-    for device, some in by_device.items():
-        # The sum of squares is the faster one on a CPU, but finite gradients may have one that is not.
-        if device.type == "cpu" and _all_finite(torch._foreach_norm(some)):
-            found.append(torch.zeros((), dtype=torch.bool))
-        else:
-            found.append(_all_finite(torch._foreach_norm(some, float("inf"))).logical_not())
-    return _any(found)
-
-
-def _all_finite(norms: Sequence[Tensor]) -> Tensor:
-    return torch.stack([norm.float() for norm in norms]).isfinite().all()
-
-
-def _flags(grads: Sequence[Tensor], may_be_idle: bool) -> Tensor:
-    """``(2,)``: whether something is not finite, and whether something is not zero (yes, where nobody asks)."""
-    bad = not_finite(grads)
-    return torch.cat([bad, _any([grad.any() for grad in grads]) if may_be_idle else torch.ones_like(bad)])
-
-
-def _any(found: Sequence[Tensor]) -> Tensor:
-    if not found:
-        return torch.zeros(1, dtype=torch.int64)
-    return torch.stack([flag.to(found[0].device) for flag in found]).any().to(torch.int64).reshape(1)
 
 
 def agree(
@@ -298,13 +271,12 @@ def agree(
     """
     stop = functools.partial(refuse, head=layout.head)
     bits = [param.grad is not None for group in groups for param in group["params"]]
-    grads = [] if complaints else _grads(groups)
-    flags = _flags(grads, may_be_idle)
+    flags = gradients.flags([] if complaints else groups, may_be_idle=may_be_idle)
     if layout.root is None:
         stop(complaints)
         bad, moves = flags.tolist()
         if bad:
-            stop(_not_finite_names(groups), NOT_FINITE)
+            stop(gradients.bad_names(groups), gradients.NOT_FINITE)
         return _by_group(groups, bits) if moves else None
 
     from hf_muon.distributed import agreement
@@ -320,8 +292,8 @@ def agree(
         bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
         stop(together(agreement.exchange_texts(layout.root, parting)))
     if any(said.flags[0] for said in heard):
-        names = _not_finite_names(groups) if flags[0].item() else []
-        stop(together(agreement.exchange_texts(layout.root, names)), NOT_FINITE)
+        names = gradients.bad_names(groups) if flags[0].item() else []
+        stop(together(agreement.exchange_texts(layout.root, names)), gradients.NOT_FINITE)
     return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
 
 
@@ -334,12 +306,6 @@ def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> lis
     from hf_muon.distributed.dtensor import mesh_group
 
     return together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
-
-
-NOT_FINITE = (
-    "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
-    "GradScaler."
-)
 
 
 def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
@@ -419,51 +385,3 @@ def _reconciled(
                     )
                     break
     return bits, parting
-
-
-def _grads(groups: Sequence[Group]) -> list[Tensor]:
-    """This rank's part of all gradients."""
-    found = [local_of(param.grad) for group in groups for param in group["params"] if param.grad is not None]
-    return [grad for grad in found if grad.numel()]
-
-
-def _not_finite_names(groups: Sequence[Group]) -> list[str]:
-    bad = [
-        (group, i)
-        for group in groups
-        for i, param in enumerate(group["params"])
-        if param.grad is not None and not bool(local_of(param.grad).isfinite().all())
-    ]
-    count = len(_grads(groups))
-    if len(bad) == count > 1:
-        everything = f"every parameter (clipping by a norm that is not finite spreads it), {count} in all,"
-        return [f"{everything} has a gradient that is not finite"]
-    return [f"{checkpoint.describe(group, i)} has a gradient that is not finite" for group, i in bad]
-
-
-def local_grad(param: Tensor) -> Tensor:
-    """This rank's part of a parameter's gradient, stored as the parameter is; zeros where only other ranks have one.
-
-    A gradient with other placements (tensor parallel embeddings and norms have such) is redistributed first.
-    """
-    grad = param.grad
-    if grad is None:
-        return torch.zeros_like(local_of(param))
-    if is_dtensor(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]
-    return local_of(grad)
-
-
-def gradient_complaint(param: Tensor) -> str | None:
-    """Why a gradient does not fit its parameter."""
-    grad = param.grad
-    if grad is None:
-        return None
-    if grad.layout != torch.strided:
-        return "has a sparse gradient; build its embedding with sparse=False"
-    if is_dtensor(grad) != is_dtensor(param):
-        kinds = ["a DTensor" if is_dtensor(tensor) else "a plain tensor" for tensor in (param, grad)]
-        return f"is {kinds[0]}, and its gradient {kinds[1]}: it was wrapped after the backward pass"
-    if is_dtensor(grad) and grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
-        return f"has a gradient on another mesh, {grad.device_mesh}"  # type: ignore[attr-defined]
-    return None

@@ -29,6 +29,7 @@ ORDER = [
     ["distributed.zero"],
     ["distributed"],
     ["checkpoint"],
+    ["gradients"],
     ["preflight"],
     ["step_report"],
     ["optimizer"],

@@ -1,6 +1,16 @@
 """How tensors are stored between steps, and how whole matrices are made of them."""
 
-from hf_muon.distributed.base import Executor, NewtonSchulz, Piece, is_dtensor, local_of, shape_of, storage_complaint
+from hf_muon.distributed.base import (
+    STEPPED_DTYPES,
+    Executor,
+    NewtonSchulz,
+    Piece,
+    has_data,
+    is_dtensor,
+    local_of,
+    shape_of,
+    storage_complaint,
+)
 from hf_muon.distributed.select import (
     Shared,
     accelerator,
@@ -13,6 +23,7 @@ from hf_muon.distributed.select import (
 from hf_muon.distributed.zero import Partition, Partitions
 
 __all__ = [
+    "STEPPED_DTYPES",
     "Executor",
     "NewtonSchulz",
     "Partition",
@@ -22,6 +33,7 @@ __all__ = [
     "accelerator",
     "alone",
     "compute_device",
+    "has_data",
     "home_of",
     "is_dtensor",
     "local_of",

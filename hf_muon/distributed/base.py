@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from hf_muon.distributed.ownership import Unit
 
 
+STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of parameters and gradients."""
+
+
 class NewtonSchulz(Protocol):
     """Whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which come in `dtype`."""
 
@@ -92,6 +96,14 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def has_data(tensor: Tensor) -> bool:
+    """Whether values can be read; those of the meta device and of fake tensors cannot."""
+    if tensor.device.type == "meta":
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is None or not isinstance(tensor, module.FakeTensor)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank stores of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -118,8 +130,9 @@ def storage_complaint(param: Tensor) -> str | None:
             "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
             "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2"
         )
-    if param.is_sparse or param.is_complex() or not param.is_floating_point():
-        return f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense floating point tensors"
+    if param.layout != torch.strided or param.dtype not in STEPPED_DTYPES:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in STEPPED_DTYPES)
+        return f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense tensors in {dtypes}"
     return None
 
 
