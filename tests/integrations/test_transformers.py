@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from hf_muon import Muon, build_optimizer, diagnostics
-from hf_muon.integrations import transformers as integration
+from hf_muon.integrations import trainer_layout
+from hf_muon.integrations.trainer_layout import replicate_group
 from hf_muon.ready_groups import MuonOfGroups
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
 from tests.reference import moved, relative_difference
@@ -523,14 +524,14 @@ class TestReplicas:
     def world(self, monkeypatch):
         """A state of accelerate's under DDP, and a process group of all."""
         state = SimpleNamespace(distributed_type=SimpleNamespace(value="MULTI_GPU"), parallelism_config=None)
-        monkeypatch.setattr(integration, "_accelerator_state", lambda: state)
+        monkeypatch.setattr(trainer_layout, "_accelerator_state", lambda: state)
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
         yield state
         torch.distributed.destroy_process_group()
 
     def test_ddp(self, world):
-        assert integration.replicate_group(model()) is torch.distributed.group.WORLD
-        assert integration.replicate_group(None) is torch.distributed.group.WORLD
+        assert replicate_group(model()) is torch.distributed.group.WORLD
+        assert replicate_group(None) is torch.distributed.group.WORLD
 
     def test_reaches_the_optimizer(self, world, tmp_path):
         args = arguments(tmp_path)
@@ -543,12 +544,12 @@ class TestReplicas:
     @pytest.mark.parametrize("kind", ["NO", "FSDP", "XLA", "DEEPSPEED"])
     def test_process_group_alone_says_nothing(self, world, kind):
         world.distributed_type.value = kind
-        assert integration.replicate_group(model()) is None
+        assert replicate_group(model()) is None
 
     @pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
     def test_axes_that_accelerate_does_not_wrap(self, world, axis):
         world.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "dp_replicate_size": 2})
-        assert integration.replicate_group(model()) is None
+        assert replicate_group(model()) is None
 
     @pytest.mark.parametrize(
         ("attribute", "value"),
@@ -563,11 +564,11 @@ class TestReplicas:
         if attribute.startswith("_is_") and not hasattr(type(network), attribute.removeprefix("_")):
             pytest.skip("this transformers does not cut models as it loads them")
         setattr(network, attribute, value)
-        assert integration.replicate_group(network) is None
+        assert replicate_group(network) is None
 
     def test_no_accelerator(self, monkeypatch):
-        monkeypatch.setattr(integration, "_accelerator_state", lambda: None)
-        assert integration.replicate_group(model()) is None
+        monkeypatch.setattr(trainer_layout, "_accelerator_state", lambda: None)
+        assert replicate_group(model()) is None
 
 
 SCRIPT = Path(__file__).with_name("plain_script.py")
