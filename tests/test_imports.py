@@ -38,10 +38,12 @@ ORDER = [
     [
         "integrations",
         "integrations.deepspeed_arguments",
+        "integrations.deepspeed_files",
         "integrations.deepspeed_layout",
         "integrations.llamafactory_v1",
         "integrations.ulysses",
     ],
+    ["integrations.deepspeed_order", "integrations.deepspeed_saving"],
     ["integrations.deepspeed_checkpoint"],
     ["integrations.deepspeed"],
     ["integrations.accelerate", "integrations.trainer_layout", "integrations.ulysses_launch"],

@@ -1,6 +1,6 @@
 """Muon as the optimizer that DeepSpeed ZeRO wraps.
 
-All that is relied on inside DeepSpeed stands in this file, in `deepspeed_layout` and in `deepspeed_checkpoint`.
+All that is relied on inside DeepSpeed stands in this file and in its neighbours named `deepspeed_*`.
 
 ZeRO calls its optimizer once per optimizer step, after it has unscaled and clipped the raw gradients, on flat fp32
 partitions that it has put into the param groups. Which slices of which matrices a partition holds is read from ZeRO's
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_muon.integrations.deepspeed_arguments import arguments_of, config_of, muon_of, without_config
-from hf_muon.integrations.deepspeed_checkpoint import check_before_loading, write_latest_last
+from hf_muon.integrations.deepspeed_checkpoint import check_before_loading
 from hf_muon.integrations.deepspeed_layout import read_partitions, version
+from hf_muon.integrations.deepspeed_saving import write_latest_last
 from hf_muon.integrations.ulysses import refuse_uncorrected
 from hf_muon.optimizer import Muon
 from hf_muon.views import parse, views_of

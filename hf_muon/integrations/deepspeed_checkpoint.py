@@ -1,105 +1,66 @@
-"""DeepSpeed's checkpoints: checked by all ranks before anything is touched, complete with NVMe, and `latest` last.
+"""Loading with DeepSpeed: checked by all ranks before anything is touched, complete with NVMe, and proven afterwards.
 
 DeepSpeed loads a checkpoint rank by rank, each its own files: an error of one leaves the others in a collective, with
-weights that have been overwritten. Of an optimizer on NVMe it restores the master weights only. And its file `latest`
-may name a checkpoint that other ranks have not written yet.
+weights that have been overwritten. Of an optimizer on NVMe it restores the master weights only. Where the options that
+order the partitions have changed, it loads them in the old order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_muon.checkpoint import load_complaints, refuse_load
+from hf_muon.checkpoint import load_complaints
 from hf_muon.distributed.agreement import exchange_texts, root_group
+from hf_muon.integrations.deepspeed_files import DamagedError, check_file, read, read_checksums, stages_of
 from hf_muon.integrations.deepspeed_layout import is_swapped
+from hf_muon.integrations.deepspeed_order import differing_masters, few, moved, options_to_set
+from hf_muon.integrations.deepspeed_saving import OURS, binder, swap_folder
 from hf_muon.optimizer import Muon
 from hf_muon.preflight import together
 
-OURS = "_from_hf_muon"
 WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
 WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"
 
 
 def check_before_loading(engine: Any, optimizer: Muon) -> None:
-    """Have `engine.load_checkpoint` check what it is to load on all ranks, and load all of it."""
+    """Have `engine.load_checkpoint` check what it is to load on all ranks, load all of it, and prove it."""
     load = engine.load_checkpoint
     if getattr(load, OURS, False):
         return
-    arguments_of = _binder(load)
+    bind = binder(load)
 
     @functools.wraps(load)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = arguments_of(*args, **kwargs).arguments
-        moments = given["load_optimizer_states"] and not given["load_module_only"]
+        values = bind(*args, **kwargs).arguments
         swapping = bool(getattr(engine.optimizer, "swap_optimizer", False))
-        found: dict[str, Any] = {}
-        complaints: list[str] = []
-        tag = given["tag"] or _latest(given["load_dir"])
-        if swapping and not moments:
-            complaints.append(
-                "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
-                "files in any case. Load the weights into the model before DeepSpeed is started"
+        saved: dict[str, Any] = {}
+        tag = None
+        try:
+            tag = _latest(values["load_dir"]) if values["tag"] is None else str(values["tag"])
+            complaints = list(_complaints(engine, optimizer, values, tag, saved))
+        except Exception as error:  # noqa: BLE001  of one rank, before all have agreed
+            complaints = [f"{type(error).__name__}: {error}"]
+        texts = exchange_texts(_ranks(optimizer), complaints)
+        if any(texts) and not (tag is None and all(texts)):  # DeepSpeed then loads nothing, and says so in its answer
+            raise ValueError(
+                "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
-        elif moments and tag is None:
-            complaints.append(f"{given['load_dir']} has no file `latest`, which DeepSpeed writes when all else is")
-        elif moments:
-            complaints += _complaints(engine, optimizer, Path(given["load_dir"], str(tag)), found)
-        heard = exchange_texts(_ranks(optimizer), complaints)
-        if any(heard) and not (tag is None and all(heard)):  # DeepSpeed then loads nothing, and says so in its answer
-            refuse_load(together(heard))
-        done = load(*args, **kwargs)
-        if swapping and tag is not None:
-            _restore_swapped(engine.optimizer, optimizer, found["zero"])
-        return done
+        result = load(*args, **kwargs)
+        if tag is not None:
+            if swapping:
+                _restore_swapped(engine.optimizer, optimizer, saved["zero"])
+            _refuse_other_masters(engine, optimizer, Path(values["load_dir"], tag))
+        return result
 
     setattr(checked, OURS, True)
     engine.load_checkpoint = checked
-
-
-def write_latest_last(engine: Any) -> None:
-    """Have `engine.save_checkpoint` name the checkpoint in `latest` when all ranks have written theirs."""
-    save = engine.save_checkpoint
-    writer = getattr(engine, "checkpoint_engine", None)
-    if getattr(save, OURS, False) or getattr(writer, "is_decoupled", lambda: False)():
-        return
-    arguments_of = _binder(save)
-
-    @functools.wraps(save)
-    def ordered(*args: Any, **kwargs: Any) -> Any:
-        asked = arguments_of(*args, **kwargs)
-        given = asked.arguments
-        tag = given["tag"] or f"global_step{engine.global_steps}"
-        wanted, given["save_latest"] = given["save_latest"], False
-        done = save(*asked.args, **asked.kwargs)  # ends with a barrier
-        if wanted and engine.global_rank == 0:
-            file = Path(given["save_dir"], "latest")
-            partial = file.with_name("latest.partial")
-            partial.write_text(str(tag))
-            partial.replace(file)
-        return done
-
-    setattr(ordered, OURS, True)
-    engine.save_checkpoint = ordered
-
-
-def _binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
-    """What gives the arguments of a call by name, with defaults."""
-    signature = inspect.signature(method)
-
-    def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        arguments = signature.bind(*args, **kwargs)
-        arguments.apply_defaults()
-        return arguments
-
-    return bound
 
 
 def _latest(folder: Any) -> str | None:
@@ -115,43 +76,131 @@ def _ranks(optimizer: Muon) -> torch.distributed.ProcessGroup:
     return group
 
 
-def _complaints(engine: Any, optimizer: Muon, folder: Path, found: dict[str, Any]) -> Iterator[str]:
-    """What speaks against loading this rank's files; fills in `found`."""
-    where, tag = str(folder.parent), folder.name
+def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
+    """Raise on all ranks if master weights are not those of the model, as after a load in another order.
+
+    Raises:
+        RuntimeError: the parameters.
+    """
+    names = few(list(differing_masters(engine)))
+    texts = exchange_texts(_ranks(optimizer), [names] if names else [])
+    if any(texts):
+        raise RuntimeError(
+            f"{folder} was loaded, and the fp32 master weights of some parameters are not the weights of the model: "
+            f"{'; '.join(together(texts))}. The first step would scramble them. Start again, with the DeepSpeed config "
+            f"that wrote the checkpoint, or from the weights alone ({WEIGHTS}) without the optimizer"
+        )
+
+
+def _complaints(
+    engine: Any, optimizer: Muon, values: Mapping[str, Any], tag: str | None, saved: dict[str, Any]
+) -> Iterator[str]:
+    """What speaks against loading this rank's files; fills in `saved`."""
+    moments = values["load_optimizer_states"] and not values["load_module_only"]
+    if getattr(engine.optimizer, "swap_optimizer", False) and not moments:
+        yield (
+            "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
+            "files in any case. Load the weights into the model before DeepSpeed is started"
+        )
+        return
+    if not tag:
+        words = "has no file `latest`" if tag is None else "has an empty file `latest`"
+        yield f"{values['load_dir']} {words}, which is written when all else is. Give the tag of a checkpoint"
+        return
+    folder = Path(values["load_dir"], tag)
+    if complaint := _stage_complaint(engine, folder, moments):
+        yield complaint
+        return
     try:
-        weights = _read(engine._get_ckpt_name(where, tag, pp_placeholder="0"))
-        ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
-        partitioned = optimizer.partitions is not None
-        if partitioned and ranks != here:
+        yield from _complaints_of_files(engine, optimizer, str(values["load_dir"]), tag, moments, saved)
+    except DamagedError as error:
+        yield str(error)
+
+
+def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
+    """Why a checkpoint was not written by a run like this one, to judge by the names of its files."""
+    stages, own = stages_of(folder), int(engine.zero_optimization_stage())
+    if not stages:
+        return f"{folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the tag"
+    if own in stages or (not moments and 3 not in (own, *stages)):
+        return None
+    there = " or ".join(map(str, stages))
+    weights = "`module` of mp_rank_00_model_states.pt" if stages == (0,) else WEIGHTS
+    return (
+        f"{folder} was written by ZeRO-{there}, and this run has ZeRO-{own}, which stores the optimizer "
+        f"differently. Set zero_optimization.stage to {there}, or start from the weights alone ({weights}) without the "
+        "optimizer"
+    )
+
+
+def _complaints_of_files(
+    engine: Any, optimizer: Muon, where: str, tag: str, moments: bool, saved: dict[str, Any]
+) -> Iterator[str]:
+    """What speaks against the content of this rank's files; fills in `saved`.
+
+    Raises:
+        DamagedError: one is missing, or its bytes are not as they were written.
+    """
+    folder, partitioned = Path(where, tag), optimizer.partitions is not None
+    by_rank = engine.zero_optimization_stage() == 3  # in the other stages all ranks read one file of weights
+    weights = read(
+        engine._get_ckpt_name(where, tag, pp_placeholder="0"), checked=not by_rank and _first_of_node(engine)
+    )
+    ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
+    if partitioned and moments and ranks != here:
+        yield (
+            f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
+            f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
+            f"({WEIGHTS_OF_NVME if _swapped(engine.optimizer) else WEIGHTS}) without the optimizer"
+        )
+        return
+    if by_rank:
+        read(engine._get_ckpt_name(where, tag))
+    if not moments:
+        return
+    if partitioned:
+        file = engine._get_zero_ckpt_name(where, tag)
+        if complaint := _precision_complaint(Path(file)):
+            yield complaint
+            return
+        content = read(file)
+        saved["zero"] = content["optimizer_state_dict"]
+        if names := moved(engine, weights):
+            advice = options_to_set(engine.config, content.get("ds_config"))
+            advice = advice or "Resume with the model and the DeepSpeed config that wrote it"
             yield (
-                f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
-                f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
-                f"({WEIGHTS_OF_NVME if _swapped(engine.optimizer) else WEIGHTS}) without the optimizer"
+                f"{folder} has {few(names, 3)} elsewhere in the fp32 partitions than this run. {advice}, or start from "
+                f"the weights alone ({WEIGHTS}) without the optimizer"
             )
             return
-        if partitioned:
-            _read(engine._get_ckpt_name(where, tag))
-            found["zero"] = _read(engine._get_zero_ckpt_name(where, tag))["optimizer_state_dict"]
-            stage, own = int(found["zero"].get("zero_stage", 0)), engine.zero_optimization_stage()
-            if (stage == 3) != (own == 3):
-                yield f"{folder} was written by ZeRO-{stage}; ZeRO-{own} cuts otherwise. Use stage {stage}"
-                return
-            saved = found["zero"].get("base_optimizer_state", found["zero"].get("optimizer_state_dict"))
-        else:
-            saved = weights["optimizer"]
-            saved = saved.get("optimizer_state_dict", saved)
-    except Exception as error:  # noqa: BLE001  what unpickling raises depends on the bytes
-        yield f"{folder} cannot be read ({type(error).__name__}: {error}). Resume from the checkpoint before it"
-        return
+        state = saved["zero"].get("base_optimizer_state", saved["zero"].get("optimizer_state_dict"))
+    else:
+        state = weights["optimizer"]
+        state = state.get("optimizer_state_dict", state)
     with _all_standing(engine.optimizer):
-        yield from load_complaints(optimizer.param_groups, saved)
-    yield from _missing_swap_files(engine, folder)
+        lines = list(load_complaints(optimizer.param_groups, state))
+    if lines:
+        lines[-1] += (
+            ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
+        )
+        yield from lines
+    yield from _unfit_swap_files(engine, folder)
 
 
-def _read(file: str) -> dict[str, Any]:
-    # The archive's directory and what is small; tensors are read where they are looked at.
-    read: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-    return read
+def _first_of_node(engine: Any) -> bool:
+    return bool(engine.local_rank in (0, -1))
+
+
+def _precision_complaint(file: Path) -> str | None:
+    """Why a rank's file has another name than the same rank's file of this run."""
+    other = file.with_name(file.name.removeprefix("bf16_") if file.name.startswith("bf16_") else f"bf16_{file.name}")
+    if file.is_file() or not other.is_file():
+        return None
+    there, here = ("without", "with") if file.name.startswith("bf16_") else ("with", "without")
+    return (
+        f"{file.parent} was written {there} bf16, and this run is {here} it. Set bf16.enabled to "
+        f"{str(there == 'with').lower()}, or start from the weights alone ({WEIGHTS}) without the optimizer"
+    )
 
 
 @contextlib.contextmanager
@@ -176,10 +225,14 @@ def _swapped(zero: Any) -> list[Tensor]:
     return [flat for i, flat in flats if is_swapped(zero, i)]
 
 
-def _missing_swap_files(engine: Any, folder: Path) -> Iterator[str]:
-    """Swap files that the checkpoint lacks. DeepSpeed names them after the order in which parameters are made."""
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    saved = folder / "offloaded_tensors" / f"rank{rank:02d}"
+def _unfit_swap_files(engine: Any, folder: Path) -> Iterator[str]:
+    """Swap files that the checkpoint lacks. DeepSpeed names them after the order in which parameters are made.
+
+    Raises:
+        DamagedError: one is not as it was written.
+    """
+    saved = swap_folder(engine, folder)
+    sums = read_checksums(saved)
     for flat in _swapped(engine.optimizer):
         for path in engine.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].get_swap_paths():  # type: ignore[attr-defined]
             own, other = Path(path), saved / Path(path).name
@@ -190,6 +243,7 @@ def _missing_swap_files(engine: Any, folder: Path) -> Iterator[str]:
                     "order, with the same sub_group_size, and with the optimizer on NVMe"
                 )
                 return
+            check_file(other, sums.get(other.name))
 
 
 def _restore_swapped(zero: Any, optimizer: Muon, saved: dict[str, Any]) -> None:

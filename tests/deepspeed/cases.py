@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "DS_SKIP_CUDA_CHECK": "1"}
@@ -321,46 +320,6 @@ def complaint(rank, fault, stage=2, **options):
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def refused_load(rank, load, **options):
-    """The error of loading a checkpoint; None where DeepSpeed says that there is none. Nothing has changed."""
-    engine, optimizer = engine_of(**options)
-    engine.backward(loss_of(engine, batches(0)[:4]))
-    engine.step()
-
-    def held():
-        params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
-        return [*params, *optimizer.partitions, *(v for s in optimizer.state.values() for v in s.values())]
-
-    before = [tensor.detach().clone() for tensor in held()]
-    try:
-        assert engine.load_checkpoint(load) == (None, None)
-        error = None
-    except ValueError as raised:
-        error = str(raised)
-    assert all(torch.equal(one, other) for one, other in zip(held(), before, strict=True))
-    engine.destroy()
-    return error
-
-
-def damage(source, target, how):
-    """A copy of a checkpoint in which something is wrong with the second rank's file."""
-    folder = shutil.copytree(source, target, dirs_exist_ok=True)
-    (file,) = Path(folder).glob("*/*zero_pp_rank_1_*optim_states.pt")
-    if how == "cut":
-        file.write_bytes(file.read_bytes()[:-1000])
-        return str(folder)
-    content = torch.load(file, weights_only=False)
-    zero = content["optimizer_state_dict"]
-    state = zero.get("base_optimizer_state", zero.get("optimizer_state_dict"))
-    if how == "moments":
-        state["state"].clear()
-    else:
-        for group in state["param_groups"]:
-            del group["use_muon"]
-    torch.save(content, file)
-    return str(folder)
 
 
 def consolidated(rank, path, stage):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
-from tests.deepspeed.cases import damage, refused_load, train
+from tests.deepspeed.cases import train
+from tests.deepspeed.loading_cases import damage, failed_save, loaded_at_once, refused_load, without_labels
 from tests.deepspeed.test_training import assert_equal, assert_same_state
 from tests.distributed.pool import Pool
 
@@ -33,7 +35,7 @@ def fresh():
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
     """A checkpoint of two ranks for each stage."""
-    folders = {stage: str(tmp_path_factory.mktemp(f"zero{stage}")) for stage in (2, 3)}
+    folders = {stage: str(tmp_path_factory.mktemp(f"zero{stage}")) for stage in (0, 2, 3)}
     for stage, folder in folders.items():
         ranks.run(train, stage=stage, last=2, save=folder)
     return folders
@@ -42,8 +44,8 @@ def saved(ranks, tmp_path_factory):
 @pytest.mark.parametrize("others", [1, 4])
 def test_another_number_of_ranks_is_refused_with_what_to_do(fresh, saved, others):
     pool = fresh(others)
-    for stage, folder in saved.items():
-        for found in pool.run(refused_load, stage=stage, load=folder):
+    for stage in (2, 3):
+        for found in pool.run(refused_load, stage=stage, load=saved[stage]):
             assert f"was written by 2 ranks, and this run has {others}" in found
             assert "Resume on 2 ranks, or start from the weights alone" in found
 
@@ -52,9 +54,12 @@ def test_another_number_of_ranks_is_refused_with_what_to_do(fresh, saved, others
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("cut", r"cannot be read \(.*Resume from the checkpoint before it \[rank 1\]"),
+        ("cut", r"rank_1_mp_rank_00_optim_states.pt is cut off .*Resume from the checkpoint before it \[rank 1\]$"),
+        ("gone", r"rank_1_mp_rank_00_optim_states.pt is missing. Resume from the checkpoint before it \[rank 1\]$"),
+        ("zeroed", r"rank_1_mp_rank_00_optim_states.pt has changed since it was written .* before it \[rank 1\]$"),
+        ("exchanged optim", r"optim_states.pt was written as .*rank_1.*: files were exchanged. Give them their names"),
         ("moments", r"moments are missing: .*momentum_buffer.* \[rank 1\]"),
-        ("routing", r"param groups hold .*`use_muon` is not among them \[rank 1\]"),
+        ("routing", r"param groups hold .*`use_muon` is not among them.* \[rank 1\]"),
     ],
 )
 def test_an_error_of_one_rank_is_an_error_of_all(ranks, saved, stage, how, words, tmp_path):
@@ -64,9 +69,103 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks, saved, stage, how, words
     assert re.search(words, one)
 
 
-def test_another_stage_is_refused(ranks, saved):
-    for found in ranks.run(refused_load, stage=2, load=saved[3]):
-        assert "cannot be loaded, and nothing was changed" in found
+def test_one_advice_in_one_error(ranks, saved, tmp_path):
+    """Of two, one told to resume from the checkpoint before, and one with other options."""
+    text = ranks.run(refused_load, stage=2, load=damage(saved[2], tmp_path, "cut"))[0]
+    assert text.count("Resume ") == 1
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_files_of_older_versions_tell_their_names_too(ranks, saved, stage, kind, tmp_path):
+    if (stage, kind) == (2, "model"):
+        pytest.skip("all ranks read one file")
+    older = without_labels(shutil.copytree(saved[stage], tmp_path / "older"))
+    one, other = ranks.run(refused_load, stage=stage, load=damage(older, tmp_path / "damaged", f"exchanged {kind}"))
+    assert one == other
+    assert "files were exchanged" in one
+    ranks.run(train, stage=stage, first=2, last=2, load=str(older))
+
+
+@pytest.mark.parametrize(("there", "here"), [(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)])
+def test_another_stage_is_refused_as_that(ranks, saved, there, here):
+    name = "1 or 2" if there == 2 else there
+    for text in ranks.run(refused_load, stage=here, load=saved[there]):
+        assert "cannot be loaded, and nothing was changed" in text
+        assert f"was written by ZeRO-{name}, and this run has ZeRO-{here}" in text
+        assert f"Set zero_optimization.stage to {name}, or start from the weights alone" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_precision_is_refused_as_that(ranks, saved, dtype, tmp_path):
+    path, other = str(tmp_path), "bfloat16" if dtype == "float32" else "float32"
+    ranks.run(train, stage=2, last=1, dtype=dtype, save=path)
+    for text in ranks.run(refused_load, stage=2, dtype=other, load=path):
+        assert f"Set bf16.enabled to {str(dtype == 'bfloat16').lower()}, or start" in text
+
+
+ROUND_ROBIN = {"round_robin_gradients": True}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("there", "here"), [(ROUND_ROBIN, {}), ({}, ROUND_ROBIN)], ids=["saved", "resumed"])
+def test_partitions_in_another_order_are_refused_with_the_option_to_set(ranks, there, here, dtype, tmp_path):
+    path = str(tmp_path)
+    ranks.run(train, stage=2, last=2, save=path, zero=there, dtype=dtype)
+    one, other = ranks.run(refused_load, stage=2, load=path, zero=here, dtype=dtype)
+    value = "true" if there else "false"
+    for text in (one, other):
+        assert "elsewhere in the fp32 partitions than this run" in text
+        assert f"Set zero_optimization.round_robin_gradients to {value}, as it was, or start from the weights" in text
+    assert one == other
+
+
+def test_other_sub_groups_are_refused_with_the_option_to_set(ranks, saved):
+    for text in ranks.run(refused_load, stage=3, load=saved[3], zero={"sub_group_size": 1500}):
+        assert "elsewhere in the fp32 partitions than this run" in text
+        assert "Set zero_optimization.sub_group_size to 1000000000, as it was" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_that_are_not_the_models_are_seen_after_a_load(ranks, dtype, tmp_path):
+    """Of a group of AdamW, where nothing in the files tells of it."""
+    path = str(tmp_path / "saved")
+    ranks.run(train, stage=2, last=2, save=path, dtype=dtype)
+    folder = damage(path, tmp_path / "damaged", "masters")
+    one, other = ranks.run(refused_load, stage=2, dtype=dtype, load=folder, error=RuntimeError)
+    assert one == other
+    assert re.search(r"fp32 master weights of some parameters are not .*: .*norm.weight.* \[rank 1\]", one)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_can_be_loaded_as_soon_as_it_is_saved(ranks, stage, tmp_path):
+    assert ranks.run(loaded_at_once, stage=stage, save=str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "victim", "words"),
+    [
+        ("disk full", 0, r"RuntimeError: .* \[rank 0\]"),
+        ("disk full", 1, r"RuntimeError: .* \[rank 1\]"),
+        ("latest", 0, r"IsADirectoryError: .*latest.partial.* \[rank 0\]"),
+        ("folder", 0, r"FileExistsError: .*in the way.* \[rank 0\]"),
+    ],
+)
+def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, victim, words, tmp_path):
+    path = str(tmp_path)
+    (one, latest), other = ranks.run(failed_save, stage=stage, save=path, victim=victim, how=how)
+    assert (one, latest) == other
+    assert "was not written whole, and `latest` still names the checkpoint before it" in one
+    assert re.search(words, one)
+    assert latest == "global_step1"
+    straight = ranks.run(train, stage=stage, last=4)
+    for first in ("global_step1", "global_step3"):  # the run has gone on, and both whole checkpoints resume exactly
+        (tmp_path / "latest").write_text(first)
+        resumed = ranks.run(train, stage=stage, first=int(first[-1]), last=4, load=path)
+        for mine, theirs in zip(resumed, straight, strict=True):
+            assert_equal(mine, {**theirs, "losses": theirs["losses"][int(first[-1]) :]})
+            assert_same_state(mine, theirs)
 
 
 def test_where_there_is_no_checkpoint_deepspeed_says_so(ranks, tmp_path):

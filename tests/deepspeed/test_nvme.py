@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from tests.deepspeed.cases import refused_load, single, train, why_no_async_io
+from tests.deepspeed.cases import single, train, why_no_async_io
+from tests.deepspeed.loading_cases import refused_load, zero_bytes
 from tests.deepspeed.test_training import assert_equal, assert_resumes, distance
 
 WHY_NOT = why_no_async_io()
@@ -78,3 +79,13 @@ def test_swap_files_of_other_names_are_refused(ranks, tmp_path):
     one, other = ranks.run(refused_load, load=path, **on_disk(tmp_path / "swap"))
     assert one == other
     assert "make the same models as the run that wrote it, in the same order" in one
+
+
+def test_a_swap_file_that_was_overwritten_is_refused(ranks, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    ranks.run(train, last=2, save=path, **on_disk(tmp_path / "swap"))
+    (file, *_) = (tmp_path / "checkpoint").glob("*/offloaded_tensors/rank01/momentum_buffer*")
+    zero_bytes(file, file.stat().st_size // 2)
+    one, other = ranks.run(refused_load, load=path, **on_disk(tmp_path / "swap"))
+    assert one == other
+    assert f"{file.name} has changed since it was written" in one

@@ -1,0 +1,152 @@
+"""Checkpoints that are damaged or do not fit, what loading them does, and errors of one rank while it saves."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+import zipfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed.cases import engine_of, loss_of, tokens_of
+from tests.distributed.training import batches
+
+
+def refused_load(rank, load, error=ValueError, **options):
+    """The error of loading a checkpoint; None where DeepSpeed says that there is none. Nothing has changed."""
+    engine, optimizer = engine_of(**options)
+    engine.backward(loss_of(engine, batches(0)[:4]))
+    engine.step()
+
+    def held():
+        params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return [*params, *(optimizer.partitions or ()), *moments]
+
+    before = [tensor.detach().clone() for tensor in held()]
+    text = None
+    try:
+        assert engine.load_checkpoint(load) == (None, None)
+    except error as raised:
+        text = str(raised)
+    assert error is not ValueError or all(torch.equal(one, other) for one, other in zip(held(), before, strict=True))
+    engine.destroy()
+    return text
+
+
+def damage(source, target, how):
+    """A copy of a checkpoint in which something is wrong with the second rank's file."""
+    folder = shutil.copytree(source, target, dirs_exist_ok=True)
+    if how.startswith("exchanged"):
+        kind = how.split()[1]
+        one, other = sorted(Path(folder).glob(f"*/*zero_pp_rank_*_{kind}_states.pt"))
+        partial = other.rename(other.with_suffix(".partial"))
+        partial.rename(one.rename(other).with_name(one.name))
+        return str(folder)
+    (file,) = Path(folder).glob("*/*zero_pp_rank_1_*optim_states.pt")
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif how == "zeroed":
+        zero_bytes(file, place_of_largest(file))
+    elif how == "gone":
+        file.unlink()
+    if how in ("cut", "zeroed", "gone"):
+        return str(folder)
+    content = torch.load(file, weights_only=False)
+    zero = content["optimizer_state_dict"]
+    state = zero.get("base_optimizer_state", zero.get("optimizer_state_dict"))
+    if how == "moments":
+        state["state"].clear()
+    elif how == "routing":
+        for group in state["param_groups"]:
+            del group["use_muon"]
+    else:  # masters that are not the model's, of the last group, which is AdamW's
+        flats = zero["single_partition_of_fp32_groups"]
+        flats[-1].data = flats[-1].data.roll(1)
+    torch.save(content, file)
+    return str(folder)
+
+
+def zero_bytes(file, place):
+    with Path(file).open("r+b") as stream:
+        stream.seek(place)
+        stream.write(bytes(64))
+
+
+def place_of_largest(file):
+    """The middle of the largest tensor in a file of torch.save."""
+    with zipfile.ZipFile(file) as archive:
+        record = max(archive.infolist(), key=lambda record: record.file_size)
+        with archive.open(record) as data:
+            content = data.read()
+    return Path(file).read_bytes().index(content) + len(content) // 2
+
+
+def without_labels(folder):
+    """A checkpoint as older versions wrote it: files do not say under which names they were written."""
+    for file in Path(folder).glob("*/*_states.pt"):
+        content = torch.load(file, weights_only=False)
+        del content["hf_muon_file"]
+        torch.save(content, file)
+    return folder
+
+
+def loaded_at_once(rank, save, stage):
+    """Whether a checkpoint can be loaded as soon as saving it has returned, where rank 0 has a slow disk."""
+    engine, _ = engine_of(stage=stage)
+    replace = Path.replace
+
+    def slow(self, target):
+        time.sleep(1)
+        return replace(self, target)
+
+    Path.replace = slow
+    try:
+        engine.save_checkpoint(save)
+    finally:
+        Path.replace = replace
+    try:
+        return engine.load_checkpoint(save)[0] is not None
+    finally:
+        dist.barrier()
+        engine.destroy()
+
+
+def failed_save(rank, stage, save, victim, how):
+    """Train, save, and save again with an error of one rank; what each rank raises, and weights after a third save."""
+    engine, _ = engine_of(stage=stage)
+
+    def step(index):
+        engine.backward(loss_of(engine, tokens_of(index, 0, 1, rank, dist.get_world_size())))
+        engine.step()
+
+    step(0)
+    engine.save_checkpoint(save)
+    step(1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = Path(save, "in the way") if how == "folder" else Path(save)
+    if rank == victim and how == "disk full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    elif rank == victim and how == "latest":
+        Path(save, "latest.partial").mkdir()
+    elif rank == victim:
+        folder.write_text("a file")
+    text = None
+    try:
+        engine.save_checkpoint(str(folder))
+    except RuntimeError as error:
+        text = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    dist.barrier()
+    latest = Path(save, "latest").read_text()
+    dist.barrier()
+    if rank == victim and how == "latest":
+        Path(save, "latest.partial").rmdir()
+    step(2)
+    engine.save_checkpoint(save)
+    engine.destroy()
+    return text, latest
