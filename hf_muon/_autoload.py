@@ -37,22 +37,23 @@ module has lost it.
 
 _undo: dict[str, Callable[[], None]] = {}
 _reasons: dict[str, str] = {}
+# Whoever holds it imports nothing: other threads wait for it in the middle of their imports.
 _lock = threading.RLock()
 
 
 def install() -> None:
     """Register `optim: muon`: patch what is imported, and hook what is not. Does nothing if it is done already."""
     with _lock:
-        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        if not _is_installed():
             sys.meta_path.insert(0, _Finder())
-        for name in HOOKS:
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            if getattr(module.__spec__, "_initializing", False):
-                _patch_when_ready(module)
-            else:
-                _patch(module)
+    for name in HOOKS:
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        if getattr(module.__spec__, "_initializing", False):
+            _patch_when_ready(module)
+        else:
+            _patch(module)
 
 
 def uninstall() -> None:
@@ -66,46 +67,58 @@ def uninstall() -> None:
 
 def status() -> dict[str, str]:
     """For each hooked module: patched, waiting for its import, or why it is not patched."""
-    hooked = any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    return {
-        name: "patched" if name in _undo else _reasons.get(name, "waiting for its import" if hooked else "not hooked")
-        for name in HOOKS
-    }
+    waiting = "waiting for its import" if _is_installed() else "not hooked"
+    return {name: "patched" if name in _undo else _reasons.get(name, waiting) for name in HOOKS}
+
+
+def _is_installed() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def _patch(module: ModuleType) -> None:
     name = module.__name__
-    with _lock:
-        home, _, function = HOOKS[name].partition(":")
-        try:
-            result = getattr(importlib.import_module(home), function)(module)
-        except Exception as error:  # noqa: BLE001  the import of somebody else's module must go on
-            result = f"failed: {type(error).__name__}: {error}"
-            logging.getLogger("hf_muon").warning("optim: muon is not available, %s: %s", name, result)
-        if result is None:
-            return
-        _undo.pop(name, None)
-        if callable(result):
-            _undo[name] = result
-            _reasons.pop(name, None)
-        else:
+    home, _, function = HOOKS[name].partition(":")
+    result: Callable[[], None] | str | None
+    try:
+        patch = getattr(importlib.import_module(home), function)
+        with _lock:
+            result = patch(module)
+            if callable(result):
+                _undo[name] = result
+                _reasons.pop(name, None)
+    except Exception as error:  # noqa: BLE001  the import of somebody else's module must go on
+        result = f"failed: {type(error).__name__}: {error}"
+        logging.getLogger("hf_muon").warning("optim: muon is not available, %s: %s", name, result)
+    if isinstance(result, str):
+        with _lock:
+            _undo.pop(name, None)
             _reasons[name] = result
 
 
 def _patch_when_ready(module: ModuleType) -> None:
     """Patch a module that is in the middle of its own import, as transformers.training_args is when it imports torch.
 
-    Its import cannot be hooked any more, but whoever wants something from it must read an attribute.
+    Its import cannot be hooked any more, but whoever wants something from it must read an attribute. No thread gets an
+    answer before the patch is in place.
     """
+    patching = threading.local()
+
+    def patch_now(awaited: ModuleType) -> None:
+        patching.here = True
+        try:
+            # A name that install() has put on this module's list may be gone by now.
+            if _is_installed():
+                _patch(awaited)
+        finally:
+            patching.here = False
+            ModuleType.__setattr__(awaited, "__class__", ModuleType)
 
     class Awaited(ModuleType):
         def __getattribute__(self, attribute: str) -> Any:
             spec = ModuleType.__getattribute__(self, "__spec__")
-            if not attribute.startswith("__") and not getattr(spec, "_initializing", False):
-                # A name that install() has put on this module's list may be gone by now.
-                ModuleType.__setattr__(self, "__class__", ModuleType)
-                if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-                    _patch(self)
+            ready = not attribute.startswith("__") and not getattr(spec, "_initializing", False)
+            if ready and not getattr(patching, "here", False):
+                patch_now(self)
             return ModuleType.__getattribute__(self, attribute)
 
     if type(module) is ModuleType:

@@ -182,3 +182,51 @@ def test_a_reloaded_transformers_is_patched_again(again):
 def test_source_of_patched_modules_is_found():
     code = "import inspect, transformers.training_args as m; assert 'class OptimizerNames' in inspect.getsource(m)"
     run("import torch\n" + code)
+
+
+THREADS = """
+import sys, threading, time
+class Slow:  # gives the other threads time to look at a module that is not patched yet
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "hf_muon.integrations":
+            time.sleep(1)
+sys.meta_path.insert(0, Slow)
+unknown = []
+def use():
+    from transformers.training_args import OptimizerNames
+    try:
+        OptimizerNames("muon")
+    except ValueError as error:
+        unknown.append(str(error))
+threads = [threading.Thread(target=use, daemon=True) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join(100)
+assert not any(thread.is_alive() for thread in threads), "deadlock"
+assert not unknown, f"{len(unknown)} of {len(threads)} threads: {unknown[0]}"
+import transformers.training_args
+assert type(transformers.training_args) is type(sys), "the awaiting class stayed"
+"""
+
+
+@pytest.mark.parametrize("first", ["import torch", "import transformers"])
+def test_the_first_threads_know_the_name(first):
+    run(f"{first}\n{THREADS}")
+
+
+def test_threads_that_import_all_hooked_modules_do_not_wait_for_one_another():
+    code = """
+import threading
+names = ["transformers.training_args", "transformers.trainer", "transformers.trainer_optimizer", "torch", "hf_muon",
+         "accelerate.accelerator", "hf_muon.integrations.transformers", "hf_muon.build"]
+import importlib
+threads = [threading.Thread(target=importlib.import_module, args=(name,), daemon=True) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join(100)
+assert not any(thread.is_alive() for thread in threads), "deadlock"
+from hf_muon import _autoload
+from transformers import Trainer, TrainingArguments
+TrainingArguments("/tmp/unused", optim="muon", use_cpu=True, report_to="none")
+assert set(list(_autoload.status().values())[:4]) == {"patched"}, _autoload.status()
+"""
+    run(code)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_muon import diagnostics
 from hf_muon.integrations import ulysses
 from hf_muon.integrations.trainer_layout import (
     refuse_deepspeed,
@@ -39,8 +40,6 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
     if getattr(names._value2member_map_.get(NAME), OURS, False):
         return None
     if NAME in names._value2member_map_:
-        from hf_muon import diagnostics
-
         diagnostics.logger().info("transformers has its own optim: muon; hf_muon steps aside")
         return "stepped aside: transformers has its own optim: muon"
     member = str.__new__(names, NAME)
