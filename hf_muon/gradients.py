@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_muon import checkpoint
-from hf_muon.distributed import STEPPED_DTYPES, has_data, is_dtensor, local_of
+from hf_muon.distributed import STEPPED_DTYPES, class_complaint, has_data, is_dtensor, local_of
 from hf_muon.momentum import update_dtype
 
 Group = Mapping[str, Any]
@@ -39,6 +39,8 @@ def complaint(group: Group, param: Tensor) -> str | None:
     grad = param.grad
     if grad is None:
         return None
+    if words := class_complaint(param):  # one that was frozen when its storage was looked at
+        return words
     if grad.layout != torch.strided:
         return "has a sparse gradient; build its embedding with sparse=False"
     if is_dtensor(grad) != is_dtensor(param):

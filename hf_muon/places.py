@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_muon.distributed.base import shape_of
+from hf_muon.distributed.base import class_complaint, shape_of, uninitialized
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -80,10 +80,16 @@ class Place:
 
 
 def places_of(model: nn.Module) -> list[Place]:
-    """All parameters, in the model's order; tied ones once, by their first name."""
+    """Return all parameters, in the model's order; tied ones once, by their first name.
+
+    Raises:
+        RuntimeError: a parameter of a lazy module that has no shape yet.
+    """
     modules = dict(model.named_modules())
     places = []
     for full_name, parameter in model.named_parameters():
+        if uninitialized(parameter):
+            raise RuntimeError(f"{full_name} {class_complaint(parameter)}")
         parts = full_name.split(".")
         chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
         kept = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]

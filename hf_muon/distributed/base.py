@@ -50,8 +50,15 @@ class Piece(NamedTuple):
 
 
 def shape_of(param: Tensor) -> tuple[int, ...]:
-    """A parameter's whole shape; one that DeepSpeed's zero.Init has partitioned is empty itself."""
+    """Return a parameter's whole shape; one that DeepSpeed's zero.Init has partitioned is empty itself."""
+    if uninitialized(param):
+        return ()
     return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def uninitialized(param: Tensor) -> bool:
+    """Return whether a parameter of a lazy module has no shape yet."""
+    return isinstance(param, torch.nn.parameter.UninitializedTensorMixin)
 
 
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
@@ -118,8 +125,44 @@ def carries(group: ProcessGroup, device_type: str) -> bool:
     return True
 
 
+# Tensor classes whose shape is known to be the whole parameter's, besides torch.Tensor and nn.Parameter themselves.
+_KNOWN_CLASSES = {
+    "DTensor": "torch.distributed.tensor",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FunctionalTensor": "torch._subclasses.functional_tensor",
+    "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
+}
+
+
+def class_complaint(param: Tensor) -> str | None:
+    """Say why a parameter that is trained cannot be stepped because of its class; None where it can.
+
+    A class that is not known may show the shape of one shard, which would be orthogonalized as a whole matrix.
+    """
+    if uninitialized(param):
+        return "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built"
+    if not param.requires_grad:
+        return None  # quantized bases are frozen, and have classes of their own
+    stored = param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
+    for tensor in (param, stored):
+        cls = type(tensor)
+        if cls in (Tensor, torch.nn.Parameter):
+            continue
+        module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
+        if getattr(module, cls.__name__, None) is not cls:
+            whose = "is" if tensor is param else "is a DTensor of local tensors that are each"
+            return (
+                f"{whose} a {cls.__module__}.{cls.__qualname__}, a class that hf_muon does not know: its shape may be "
+                "that of one shard, which would be orthogonalized as if it were the matrix. Train plain parameters, or "
+                "torch's own DTensors (fully_shard, tensor parallel)"
+            )
+    return None
+
+
 def storage_complaint(param: Tensor) -> str | None:
     """Why this version cannot step a parameter as it is stored, and what to do; None where it can."""
+    if complaint := class_complaint(param):
+        return complaint
     if is_dtensor(param):
         placements = param.placements  # type: ignore[attr-defined]
         odd = [p for p in placements if not (p.is_replicate() or p.is_shard() or _is_strided(p))]
