@@ -58,7 +58,7 @@ def shape_of(param: Tensor) -> tuple[int, ...]:
 
 def uninitialized(param: Tensor) -> bool:
     """Return whether a parameter of a lazy module has no shape yet."""
-    return isinstance(param, torch.nn.parameter.UninitializedTensorMixin)
+    return torch.nn.parameter.is_lazy(param)
 
 
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]

@@ -11,6 +11,12 @@ from typing import Any
 
 from hf_muon.integrations.transformers import NAME, OURS
 
+# Trainings outside of the Trainer, which bring an optimizer of their own; chosen in the environment, and said to
+# finetuning_args by the parser.
+MEGATRON = {
+    "use_mca": ("USE_MCA", "Megatron (mcore_adapter)"),
+    "use_megatron_bridge": ("USE_MEGATRON_BRIDGE", "Megatron Bridge"),
+}
 RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
 
 
@@ -73,6 +79,7 @@ def refuse_rivals(finetuning_args: Any) -> None:
 
     Raises:
         ValueError: which option it is, and which one to keep.
+        RuntimeError: a route of training on which Muon cannot step.
     """
     if getattr(finetuning_args, "use_muon", False):
         raise ValueError(
@@ -86,3 +93,20 @@ def refuse_rivals(finetuning_args: Any) -> None:
                 f"{rival}: true would replace the optimizer that optim: muon asks for. Keep optim: muon and remove "
                 f"{rival}, or keep {rival} and remove optim."
             )
+    _refuse_routes(finetuning_args)
+
+
+def _refuse_routes(finetuning_args: Any) -> None:
+    for option, (variable, name) in MEGATRON.items():
+        if getattr(finetuning_args, option, False):
+            raise RuntimeError(
+                f"optim: muon does not run with {variable}=1: LLaMA-Factory then trains with {name}, which reads no "
+                f"optim and steps with an Adam of its own. Unset {variable}, and train with DDP, FSDP2 or DeepSpeed; "
+                "or remove optim."
+            )
+    if getattr(finetuning_args, "use_hyper_parallel", False):
+        raise RuntimeError(
+            "optim: muon does not run with use_hyper_parallel: true: hyper_parallel keeps shards of matrices in a "
+            "tensor class of its own, which does not say what they are part of. Remove use_hyper_parallel, and train "
+            "with FSDP2 (fsdp_version: 2 in an accelerate config) or DeepSpeed; or remove optim."
+        )

@@ -172,6 +172,31 @@ def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
     assert not list(output.glob("checkpoint-*"))
 
 
+# mcore_adapter, of which LLaMA-Factory's parser needs one name, is stood in for.
+MEGATRON = """
+import importlib.machinery, sys, types
+import transformers
+stub = types.ModuleType("mcore_adapter")
+stub.__spec__ = importlib.machinery.ModuleSpec("mcore_adapter", None)
+stub.TrainingArguments = stub.Seq2SeqTrainingArguments = transformers.Seq2SeqTrainingArguments
+sys.modules["mcore_adapter"] = stub
+import llamafactory.extras.packages as packages
+packages.is_mcore_adapter_available = packages.is_megatron_bridge_available = lambda: True
+import llamafactory.hparams.parser as parser
+parser._check_extra_dependencies = lambda *args, **kwargs: None
+try:
+    parser.get_train_args(dict(stage="sft", do_train=True, model_name_or_path="x", dataset="d", template="default",
+        output_dir=sys.argv[1], optim="muon", use_cpu=True, bf16=False))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_megatron_is_refused(tmp_path: Path) -> None:
+    printed = python("-c", MEGATRON, tmp_path, cwd=tmp_path, USE_MCA="1")
+    assert "optim: muon does not run with USE_MCA=1: LLaMA-Factory then trains with Megatron (mcore_adapter)" in printed
+
+
 # --- PPO, which makes its optimizer from param groups
 
 PPO = """

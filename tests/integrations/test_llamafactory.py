@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory import RIVALS, patch_parser, patch_plots, refuse_rivals
+from hf_muon.integrations.llamafactory import MEGATRON, RIVALS, patch_parser, patch_plots, refuse_rivals
 
 
 @pytest.fixture
@@ -37,6 +37,22 @@ def test_rivals_are_refused_with_optim_muon_only(parser, rival):
         parser.get_train_args("muon", **{rival: True})
     assert parser.get_train_args("adamw_torch", **{rival: True})
     assert parser.get_train_args("muon", **{rival: False})
+    undo()
+
+
+@pytest.mark.parametrize(
+    ("route", "words"),
+    [
+        *((option, rf"does not run with {variable}=1.*Unset {variable}") for option, (variable, _) in MEGATRON.items()),
+        ("use_hyper_parallel", "use_hyper_parallel: true.*FSDP2"),
+    ],
+)
+def test_routes_that_never_ask_for_the_optimizer_are_refused(parser, route, words):
+    undo = patch_parser(parser)
+    with pytest.raises(RuntimeError, match=words):
+        parser.get_train_args("muon", **{route: True})
+    assert parser.get_train_args("adamw_torch", **{route: True})
+    assert parser.get_train_args("muon", **{route: False})
     undo()
 
 
