@@ -42,6 +42,10 @@ def convert(
     accept_missing: Annotated[
         bool, typer.Option("--accept-missing", help="What SOURCE has no moments of starts from zero.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the code that comes with a model transformers does not know."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert the optimizer state of another Muon, with its momentum, into one that hf_muon loads.
@@ -66,7 +70,7 @@ def convert(
         listed = None if names is None else names.read_text(encoding="utf-8").split()
         if not model.exists():
             raise ValueError(f"{model} does not exist. --model is a model's directory, or its config.json")
-        empty = model_from(model)
+        empty = model_from(model, trust_remote_code=trust_remote_code)
         optimizer = build_optimizer(empty, parse_optim_args(optim_args))
         done = convert_state_dict(
             state,

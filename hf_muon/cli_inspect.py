@@ -19,29 +19,49 @@ SOURCE_HELP = (
     "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a "
     "card such as qwen3-8b. Weights are not read."
 )
+TRUST_HELP = "Run the code that comes with a model which transformers does not know."
+DEQUANTIZE_HELP = "Take a quantized checkpoint as it is after loading it with dequantize=True."
 
 
 def inspect(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
-    optim_args: Annotated[str, typer.Option(help="Options of Muon, as in TrainingArguments; they win.")] = "",
-    every: Annotated[bool, typer.Option("--all", help="A line for each parameter, layers not folded.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    optim_args: Annotated[
+        str, typer.Option(help="Options of Muon, as in TrainingArguments. They replace those of SOURCE.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Print a line for each parameter.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help=DEQUANTIZE_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show which weights go to Muon, which to AdamW, and why, before anything is trained."""
+    """Show which weights go to Muon, which to AdamW, and why; check what would refuse a training file's run.
+
+    Exits with 1 if the run would be refused, or if nothing would reach Muon. Nothing is trained.
+    """
     try:
         from hf_muon.build import require_muon
         from hf_muon.routing import route_parameters
         from hf_muon.sources import read_source
 
-        found = read_source(source, optim_args)
-        routes = route_parameters(found.model, found.config)
+        described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
+        routes = route_parameters(described.model, described.config)
         if as_json:
-            print_json(_as_json(found, routes))
+            print_json(_as_json(described, routes))
         else:
-            _show(found, routes, every)
-        require_muon(routes, type(found.model).__name__)
+            _show(described, routes, every)
+        refuse(source, described.refusals)
+        require_muon(routes, type(described.model).__name__)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
+
+
+def refuse(source: str, refusals: Sequence[str]) -> None:
+    """Raise if a run would be refused.
+
+    Raises:
+        ValueError: every reason.
+    """
+    if refusals:
+        raise ValueError(f"{source} would be refused:" + "".join(f"\n  - {refusal}" for refusal in refusals))
 
 
 def _count(routes: Sequence[Route]) -> dict[str, int]:
@@ -58,6 +78,7 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
         "source": source.title,
         "model": type(source.model).__name__,
         "notes": source.notes,
+        "refused": source.refusals,
         "muon": _count([route for route in routes if route.use_muon]),
         "adamw": _count([route for route in routes if not route.use_muon]),
         "frozen": _frozen(source),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from hf_muon.cli_inspect import SOURCE_HELP
+from hf_muon.cli_inspect import DEQUANTIZE_HELP, SOURCE_HELP, TRUST_HELP, refuse
 from hf_muon.cli_output import console, fail, print_json
 
 if TYPE_CHECKING:
@@ -29,11 +29,17 @@ def plan(
         int | None, typer.Option(help="Tokens in a step of all ranks together, accumulation included.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of the weights as they are trained: fp32, also under bf16: true, or bf16.")
+        str, typer.Option(help="Dtype of the stored weights, fp32 or bf16; mixed precision (bf16: true) stores fp32.")
     ] = "fp32",
-    device: Annotated[str, typer.Option(help="What ns_dtype: auto is to mean: gpu (bf16) or cpu (fp32).")] = "gpu",
-    optim_args: Annotated[str, typer.Option(help="Options of Muon, as in TrainingArguments; they win.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    device: Annotated[
+        str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (bf16) or cpu (fp32).")
+    ] = "gpu",
+    optim_args: Annotated[
+        str, typer.Option(help="Options of Muon, as in TrainingArguments. They replace those of SOURCE.")
+    ] = "",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help=DEQUANTIZE_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute memory, traffic and Newton-Schulz work of a step, by the code that plans the step itself."""
     try:
@@ -46,13 +52,14 @@ def plan(
         from hf_muon.plan import plan_step
         from hf_muon.sources import read_source
 
-        found = read_source(source, optim_args)
+        described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
+        refuse(source, described.refusals)
         stored, computed = NS_DTYPES[dtype], NS_DTYPES[_DEVICES[device]]
         assert stored is not None
         assert computed is not None
         with console().status(f"planning {source} on {ranks} ranks"):
             made = plan_step(
-                found.model, found.config, layout, ranks, replicas=replicas, dtype=stored, ns_dtype=computed
+                described.model, described.config, layout, ranks, replicas=replicas, dtype=stored, ns_dtype=computed
             )
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
@@ -60,7 +67,7 @@ def plan(
     if as_json:
         print_json(_as_json(source, made, shares))
     else:
-        _show(source, made, shares, found.notes)
+        _show(source, made, shares, described.notes)
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ def report(
     skip_broken: Annotated[
         bool, typer.Option("--skip-broken", help="Leave out lines that cannot be read, as a killed run leaves them.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last numbers, and write no page.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last numbers as JSON, and write no page.")] = False,
 ) -> None:
     """Write one HTML page about a run: loss, rates, updates, momentum, orthogonality, time. It needs no network."""
     try:

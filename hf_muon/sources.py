@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.cards import CARDS
 from hf_muon.config import MuonConfig, parse_optim_args
-from hf_muon.integrations.llamafactory import refuse_rivals
-from hf_muon.integrations.llamafactory_v1 import ALIASES
-from hf_muon.integrations.transformers import NAME, config_from_arguments
+from hf_muon.integrations.training_file import (
+    is_llamafactory,
+    optimizer_of,
+    options_of,
+    read_training_file,
+    refusals,
+    unknown_optimizer,
+)
+from hf_muon.integrations.transformers import NAME
+from hf_muon.quantized import (
+    DEQUANTIZED_BY_LLAMAFACTORY,
+    Quantization,
+    quantization_of_checkpoint,
+    quantization_of_run,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
-# What tells a YAML of LLaMA-Factory v0, which trains LoRA factors unless it says otherwise, from one of another script.
-_LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
 # What a configuration that names no class is taken for, the first that knows it; LLaMA-Factory's order.
 _AUTO = (
     "AutoModelForImageTextToText",
@@ -29,15 +39,6 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
-# The fields of TrainingArguments that Muon's options start from, with their defaults.
-_TRAINING_ARGUMENTS: dict[str, Any] = {
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "optim_target_modules": None,
-}
 
 
 @dataclass(frozen=True)
@@ -49,60 +50,109 @@ class Source:
         model: without weights, on the meta device where that is possible.
         config: the options of Muon.
         notes: what a reader should know besides.
+        refusals: why the run would be refused before it trains; nothing where it would train.
     """
 
     title: str
     model: nn.Module
     config: MuonConfig
     notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
 
-def read_source(text: str, optim_args: str = "") -> Source:
-    """A model and its options.
+def read_source(
+    text: str, optim_args: str = "", *, trust_remote_code: bool = False, dequantize: bool = False
+) -> Source:
+    """Return a model and its options.
 
     Args:
         text: a model's directory or `config.json`, an adapter's directory, a training YAML or JSON file, the name of a
             card, or a name on the hub.
         optim_args: options that win over those of a training file, as in TrainingArguments.
+        trust_remote_code: run the code that comes with a model which transformers does not know.
+        dequantize: take a quantized checkpoint for the one that loading it with `dequantize=True` gives.
 
     Raises:
         ValueError: it is none of these, or holds something that is not valid.
     """
     path = Path(text).expanduser()
-    run: dict[str, Any] = {}
+    make = functools.partial(model_from, trust_remote_code=trust_remote_code)
     if path.is_file() and path.suffix in (".yaml", ".yml", ".json") and not _is_model_config(path):
-        run = _training_file(path)
-        model, notes = _model_of_run(path, run)
-    elif path.is_dir() and not (path / "config.json").exists() and (path / "adapter_config.json").exists():
-        model, notes = _adapted(path)
+        return _source_of_run(path, optim_args, make, dequantize)
+    if path.is_dir() and not (path / "config.json").exists() and (path / "adapter_config.json").exists():
+        model, notes = _adapted(path, make)
     else:
-        model, notes = model_from(text), []
-    return Source(text, model, _config_of(text, run, optim_args), notes)
+        model, notes = make(text), []
+    quantization = None if dequantize else quantization_of_checkpoint(model.config)
+    refusals = _freeze_quantized(text, model, quantization, notes)
+    return Source(text, model, _replaced(MuonConfig(), optim_args), notes, refusals)
 
 
-def _config_of(text: str, run: Mapping[str, Any], optim_args: str) -> MuonConfig:
-    """The options that a run would start with, replaced by those given on the command line."""
-    arguments = SimpleNamespace(
-        **{**_TRAINING_ARGUMENTS, **{key: run[key] for key in _TRAINING_ARGUMENTS if key in run}}
-    )
-    where, config = text, MuonConfig()
+def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module], dequantize: bool) -> Source:
+    """Return what a training file would train."""
+    settings = read_training_file(path)
+    name, optim = str(settings.get("model_name_or_path", settings.get("model"))), optimizer_of(settings)
     try:
-        config = config_from_arguments(arguments, parse_optim_args(str(run.get("optim_args") or "")))  # type: ignore[arg-type]
-        section = run.get("optim_config")
-        if isinstance(section, Mapping):
-            given = {str(key): value for key, value in section.items() if key != "name"}
-            config = config.replace({ALIASES.get(key, key): value for key, value in given.items()})
-        where = "--optim-args"
+        config = options_of(settings)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        model = make(name)
+    except ValueError as error:
+        raise ValueError(f"{path}, its model: {error}") from error
+    notes = []
+    if settings.get("stage") in ("rm", "ppo"):
+        notes.append(f"stage {settings['stage']} adds a value head, which goes to AdamW and is not in this table")
+    quantization = None if dequantize else quantization_of_checkpoint(model.config)
+    if quantization and is_llamafactory(settings) and quantization.method in DEQUANTIZED_BY_LLAMAFACTORY:
+        notes.append(f"LLaMA-Factory dequantizes {name} {quantization} when it loads it")
+        quantization = None
+    model = _tuned(path, model, settings, notes)
+    complaints = _freeze_quantized(name, model, quantization or quantization_of_run(settings), notes)
+    complaints += refusals(settings)
+    if optim != NAME:
+        notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
+        notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
+        complaints = unknown_optimizer(settings)
+    return Source(str(path), model, _replaced(config, optim_args), notes, complaints)
+
+
+def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
+    """Return options with those of the command line in their place."""
+    try:
         return config.replace(parse_optim_args(optim_args))
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"--optim-args: {error}") from None
+
+
+def _freeze_quantized(name: str, model: nn.Module, quantization: Quantization | None, notes: list[str]) -> list[str]:
+    """Freeze the weights of a quantized model; return why a run of it would be refused, if it has no adapters."""
+    from peft import PeftModel
+
+    if quantization is None:
+        return []
+    if isinstance(model, PeftModel):
+        notes.append(f"{name} is quantized {quantization}: its own weights are frozen")
+        return []
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    advice = "Train LoRA factors over it (finetuning_type: lora in LLaMA-Factory; lora=muon gives them to Muon), or "
+    if quantization.setting:
+        advice += f"remove {quantization.setting}"
+    else:
+        advice += "name a checkpoint that is not; --dequantize shows what loading it with dequantize=True gives"
+    return [f"{name} is quantized {quantization}: its weights cannot be trained. {advice}"]
 
 
 # --- models
 
 
-def model_from(text: str | Path) -> nn.Module:
-    """The model that a directory, a `config.json`, a card or a name on the hub describes, without weights.
+def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
+    """Return the model that a directory, a `config.json`, a card or a name on the hub describes, without weights.
+
+    Args:
+        text: one of these.
+        trust_remote_code: run the code that comes with a model which transformers does not know.
 
     Raises:
         ValueError: there is nothing of that name, or no model can be made of it.
@@ -114,11 +164,13 @@ def model_from(text: str | Path) -> nn.Module:
         if path.exists():
             if path.is_dir() and not (path / "config.json").exists():
                 raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training YAML")
-            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         elif str(text).lower() in CARDS:
             config = transformers.AutoConfig.for_model(**CARDS[str(text).lower()])
         elif _is_hub_name(str(text)):
-            config = transformers.AutoConfig.from_pretrained(str(text))
+            config = transformers.AutoConfig.from_pretrained(str(text), trust_remote_code=trust_remote_code)
         else:
             raise ValueError(f"{text} does not exist. {_valid()}")
     except ValueError as error:
@@ -133,7 +185,7 @@ def model_from(text: str | Path) -> nn.Module:
         ) from error
     except Exception as error:  # a configuration can fail anywhere in a model's own code
         raise _no_model(text, error) from error
-    return _made(text, config)
+    return _made(text, config, trust_remote_code)
 
 
 def _valid() -> str:
@@ -152,16 +204,25 @@ def _first_line(error: BaseException) -> str:
 
 
 def _no_model(text: Any, error: BaseException) -> ValueError:
-    return ValueError(f"{text}: no model can be made of it: {type(error).__name__}: {_first_line(error)}")
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    if "trust_remote_code" in str(error):
+        reason = (
+            "it comes with code of its own. Read that code, and if you trust it say --trust-remote-code, which runs it"
+        )
+    return ValueError(f"{text}: no model can be made of it: {reason}")
 
 
-def _made(text: Any, config: Any) -> nn.Module:
-    """On the meta device, or with random weights if the model computes something while it is made."""
+def _made(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
+    """Return a model on the meta device, or with random weights if it computes something while it is made."""
     import torch
     import transformers
 
-    known: list[Any] = [auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping]
-    from_config = (known or [transformers.AutoModelForCausalLM])[0].from_config
+    own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
+    known: list[Any] = [
+        auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping or name in own
+    ]
+    auto = (known or [transformers.AutoModelForCausalLM])[0]
+    from_config = functools.partial(auto.from_config, trust_remote_code=trust_remote_code)
     try:
         make = getattr(transformers, next(iter(config.architectures or []), ""), from_config)
         made: nn.Module
@@ -175,15 +236,15 @@ def _made(text: Any, config: Any) -> nn.Module:
     return made
 
 
-def _adapted(path: Path) -> tuple[nn.Module, list[str]]:
-    """The model of an adapter's directory, with the adapter."""
+def _adapted(path: Path, make: Callable[[str], nn.Module]) -> tuple[nn.Module, list[str]]:
+    """Return the model of an adapter's directory, with the adapter."""
     import torch
 
     try:
         from peft import PeftConfig, get_peft_model
 
         adapter = PeftConfig.from_pretrained(str(path))
-        base = model_from(str(adapter.base_model_name_or_path))
+        base = make(str(adapter.base_model_name_or_path))
         adapter.inference_mode = False
         with torch.device("meta"):
             return get_peft_model(base, adapter), [f"{path} holds an adapter of {adapter.base_model_name_or_path}"]
@@ -206,48 +267,11 @@ def _is_model_config(path: Path) -> bool:
     return isinstance(found, dict) and not {"model_name_or_path", "model"} & found.keys()
 
 
-def _training_file(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ValueError(f"{path} does not hold keys and values")
-    if not isinstance(found.get("model_name_or_path", found.get("model")), str):
-        raise ValueError(f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model")
-    return found
-
-
-def _model_of_run(path: Path, run: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
-    name = str(run.get("model_name_or_path", run.get("model")))
-    try:
-        model = model_from(name)
-    except ValueError as error:
-        raise ValueError(f"{path}, its model: {error}") from error
-    notes = []
-    optim = _optimizer_of(run)
-    if optim != NAME:
-        notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
-    else:
-        refuse_rivals(SimpleNamespace(**{key: value for key, value in run.items() if key.isidentifier()}))
-    if run.get("stage") in ("rm", "ppo"):
-        notes.append(f"stage {run['stage']} adds a value head, which goes to AdamW and is not in this table")
-    return _tuned(path, model, run, notes), notes
-
-
-def _optimizer_of(run: Mapping[str, Any]) -> str | None:
-    section = run.get("optim_config")
-    name = section.get("name") if isinstance(section, Mapping) else run.get("optim")
-    return None if name is None else str(name)
-
-
 def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str]) -> nn.Module:
     """The model with what is frozen frozen, and with the adapters that a run would add."""
     section = run.get("peft_config")
     v1 = section if isinstance(section, Mapping) else {}
-    llamafactory = "model_name_or_path" in run and any(key in run for key in _LLAMAFACTORY)
+    llamafactory = is_llamafactory(run)
     kind = run.get("finetuning_type", "lora" if llamafactory else v1.get("name", "full"))
     if kind == "lora" or run.get("use_peft"):
         target = run.get(
@@ -271,7 +295,7 @@ def _with_lora(path: Path, model: nn.Module, target: Any, rank: Any, extra: Any)
 
         targets = _names(target)
         config = LoraConfig(
-            r=int(rank),
+            r=_integer("the rank of LoRA", rank),
             target_modules="all-linear" if targets in (["all"], ["all-linear"]) else targets or None,
             modules_to_save=_names(extra) or None,
             task_type="CAUSAL_LM",
@@ -287,10 +311,17 @@ def _names(value: Any) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
+def _integer(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} is {value!r}, and no integer") from None
+
+
 def _freeze(model: nn.Module, run: Mapping[str, Any]) -> None:
     """Train some layers at the end (or, with a negative number, at the beginning) and freeze the rest."""
     layers = int(getattr(model.config, "num_hidden_layers", 0))
-    count = int(run.get("freeze_trainable_layers", 2))
+    count = _integer("freeze_trainable_layers", run.get("freeze_trainable_layers", 2))
     chosen = range(max(0, layers - count), layers) if count > 0 else range(min(-count, layers))
     modules = _names(run.get("freeze_trainable_modules", "all"))
     trained = [f".{i}." if module == "all" else f".{i}.{module}" for i in chosen for module in modules]

@@ -138,12 +138,16 @@ def refuse_unsupported(args: Any) -> None:
         args: v1's TrainingArguments, of 0.9.5 (context parallel keys in `dist_config`) or newer (at the top level).
 
     Raises:
-        ValueError: context parallelism without FSDP2.
+        ValueError: context parallelism without FSDP2, or over something that is no number of ranks.
         RuntimeError: a `dist_config` that this version has not been shown to step.
     """
     dist_config = args.dist_config or {}
     name = dist_config.get("name")
-    ranks = max(int(keys("cp_size", 1) or 1) for keys in (dist_config.get, functools.partial(_get, args)))
+    sizes = [keys("cp_size", 1) or 1 for keys in (dist_config.get, functools.partial(_get, args))]
+    for size in sizes:
+        if not str(size).isdigit():
+            raise ValueError(f"cp_size: {size} is no number of ranks")
+    ranks = max(map(int, sizes))
     if ranks > 1 and name != "fsdp2":
         raise _partial_gradients(ranks)
     if name not in (None, "fsdp2"):

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-def refuse_unsupported(args: TrainingArguments) -> None:
+def refuse_unsupported(args: TrainingArguments, fsdp_plugin: Any = None) -> None:
     """Raise where this version would train something that is not Muon.
+
+    Args:
+        args: of the run.
+        fsdp_plugin: accelerate's, where no Accelerator has been made yet.
 
     Raises:
         RuntimeError: what was asked for, and what to do instead.
@@ -46,7 +50,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             'Say version 2: fsdp_config={"version": 2} in TrainingArguments, fsdp_version: 2 in the fsdp_config of an '
             "accelerate config file, or accelerate launch --fsdp_version 2."
         )
-    elif _offloads(getattr(state, "fsdp_plugin", None)):
+    elif _offloads(getattr(state, "fsdp_plugin", None) or fsdp_plugin):
         asked = "FSDP2 with its parameters on the CPU (offload) in this version of hf_muon"
         instead = "Leave cpu_offload and fsdp_offload_params out, or choose another optimizer."
     if asked:
