@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, diagnostics, gradients, metrics, preflight, step_report, update, views
+from hf_muon import checkpoint, consensus, diagnostics, gradients, metrics, preflight, step_report, update, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
 from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
@@ -150,6 +150,7 @@ class Muon(Optimizer):
         file = check_option("diagnostics_file", diagnostics_file)
         self.metrics = metrics.Metrics(every, file) if every and diagnostics.is_rank_zero() else None
         self._watch: metrics.Watch | None = None
+        self._watched_step = 0
         self._layouts: dict[tuple[int, ...], preflight.Layout] = {}
         super().__init__(params, defaults)
 
@@ -196,7 +197,7 @@ class Muon(Optimizer):
 
     def init_state(self) -> None:
         """Create the state that is missing, zero moments, for every parameter. Steps and loads do it by themselves."""
-        preflight.refuse(
+        consensus.refuse(
             [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
         )
         for group in self.param_groups:
@@ -252,18 +253,16 @@ class Muon(Optimizer):
         """
         layout = self._layout()
         complaints = list(layout.complaints)
-        for group, devices in zip(self.param_groups, layout.devices, strict=True):
-            complaints += checkpoint.state_complaints(group, self.state)
-            if complaint := preflight.hyperparameter_complaint(group, devices):
-                complaints.append(complaint)
-            for i, param in enumerate(group["params"]):
-                if complaint := gradients.complaint(group, param):
-                    complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
-        # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
-        may_be_idle = not self.state and all(float(group["lr"]) == 0 for group in self.param_groups)
-        if not may_be_idle:
-            step_report.tell_once(self, layout)
-        active = preflight.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
+        may_be_idle = False
+        with layout.guarded(complaints):
+            self._clear_gradients_of_others()
+            complaints += self._complaints(layout)
+            # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
+            may_be_idle = not (complaints or self.state) and all(float(g["lr"]) == 0 for g in self.param_groups)
+            if not may_be_idle:
+                step_report.tell_once(self, layout)
+            self._begin_watch()
+        active = consensus.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
         if active is None:
             self.init_state()
             return []
@@ -274,6 +273,25 @@ class Muon(Optimizer):
             )
             if indices
         ]
+
+    def _complaints(self, layout: preflight.Layout) -> list[str]:
+        """What speaks against a step, on this rank."""
+        complaints: list[str] = []
+        for group, devices in zip(self.param_groups, layout.devices, strict=False):  # fewer where the layout is refused
+            complaints += checkpoint.state_complaints(group, self.state)
+            if complaint := preflight.hyperparameter_complaint(group, devices):
+                complaints.append(complaint)
+            for i, param in enumerate(group["params"]):
+                if complaint := gradients.complaint(group, param):
+                    complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
+        return complaints
+
+    def _begin_watch(self) -> None:
+        if self.metrics is not None:
+            # ZeRO-3 empties the groups that it does not step now, and has stepped some of them already.
+            first = next(group for group in self.param_groups if group["params"])
+            self._watched_step = first["step"] + 1
+            self._watch = self.metrics.begin(self._watched_step, local_of(first["params"][0]).device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -293,13 +311,6 @@ class Muon(Optimizer):
         if self.being_wrapped:
             self._step_of_wrapper()
             return loss
-        step = 0
-        if self.metrics is not None:
-            # ZeRO-3 empties the groups that it does not step now, and has stepped some of them already.
-            first = next(group for group in self.param_groups if group["params"])
-            step = first["step"] + 1
-            self._watch = self.metrics.begin(step, local_of(first["params"][0]).device)
-        self._clear_gradients_of_others()
         for group, indices, matrices, executors in self._preflight():
             self._reconcile_state(group)
             number = group["step"] + 1  # the same for all parts of a group
@@ -310,7 +321,7 @@ class Muon(Optimizer):
             else:
                 self._adamw_step(group, indices)
         if self.metrics is not None:
-            self.metrics.end(step, whole=self._all_stepped())
+            self.metrics.end(self._watched_step, whole=self._all_stepped())
         return loss
 
     def _all_stepped(self) -> bool:
@@ -488,7 +499,7 @@ class Muon(Optimizer):
             if self.accept_rerouted:
                 state_dict = checkpoint.reroute(self.param_groups, state_dict)
             complaints = list(checkpoint.load_complaints(self.param_groups, state_dict))
-            checkpoint.refuse_load(preflight.complaints_of_all(self.param_groups, complaints))
+            checkpoint.refuse_load(consensus.complaints_of_all(self.param_groups, complaints))
             seen.update(state_dict)
             changed = checkpoint.changed_options(self.param_groups, state_dict)
             if changed and diagnostics.is_rank_zero():

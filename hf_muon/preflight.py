@@ -1,16 +1,16 @@
-"""Before a step: how parameters are stored, what speaks against stepping them, and what all ranks make of it."""
+"""Before a step: how parameters are stored, and what speaks against stepping them."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_muon import checkpoint, gradients, views
+from hf_muon import checkpoint, views
 from hf_muon.coefficients import resolve
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.distributed import (
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-
-PARTING = (
-    "{name} has a gradient on rank {having} and none on rank {lacking}, which store the same part of it: replicas "
-    "would part. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True)"
-)
-
 
 REFUSED = "Muon refuses this step; weights and moments are as they were"
 REFUSED_PARTITION = "Muon refuses this step; what ZeRO had stepped before it has moved, the rest is as it was"
@@ -84,7 +78,8 @@ class Layout:
         executors: for each group, what orthogonalizes its matrices; empty for AdamW groups.
         devices: for each group, where its matrices are orthogonalized.
         complaints: why parameters cannot be stepped as they are stored.
-        root: the group of all ranks that take part in a step; None where this process is alone with its parameters.
+        talking: process groups over which parameters are stored; none where this process is alone with its parameters.
+        lines: what must be the same on all ranks, in words.
         head: how an error of a step begins. ZeRO steps one partition after the other.
     """
 
@@ -104,35 +99,67 @@ class Layout:
         self.matrices: list[list[Matrix]] = []
         self.executors: list[list[Executor]] = []
         self.devices: list[list[torch.device]] = []
-        talking: list[ProcessGroup] = []
+        self.lines: list[str] = []
+        self.talking = _talking(groups, replicate_group, partitions or {})
+        with self.guarded(self.complaints):
+            self._place(groups, replicate_group, partitions or {})
+            self._plan(groups, max_bucket_bytes, comm_dtype, partitions or {}, offload_compute)
+            sizes = [len(group["params"]) for group in groups]
+            self.lines = [
+                f"{sum(sizes)} parameters, in param groups of {' and '.join(map(str, sizes))}",
+                f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}, offload_compute={offload_compute}",
+                *(_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))),
+            ]
+        self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+    @property
+    def root(self) -> ProcessGroup | None:
+        """The group of all ranks that take part in a step; None where this process is alone with its parameters."""
+        if not self.talking:
+            return None
+        from hf_muon.distributed.agreement import root_group
+
+        return root_group(self.talking)
+
+    @contextmanager
+    def guarded(self, complaints: list[str]) -> Iterator[None]:
+        """Turn an error into a complaint where other ranks wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if not self.talking:
+                raise
+            complaints.append(f"{type(error).__name__}: {error}")
+
+    def _place(self, groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions) -> None:
+        """See who shares each parameter."""
         for group in groups:
             places: list[Shared | None] = []
             for i, param in enumerate(group["params"]):
-                partition = (partitions or {}).get(param)
+                partition = partitions.get(param)
                 complaint = storage_complaint(param) or _zero_complaint(group, param, partition)
                 complaint = complaint or checkpoint.blocks_complaint(group, param)
-                if partition is not None:
-                    if complaint:
-                        self.complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
-                    talking.append(partition.group)
-                    places.append(Shared(partition.group, ()))
-                    continue
-                if is_dtensor(param):
-                    from hf_muon.distributed.dtensor import mesh_complaint, mesh_group
+                if partition is None and is_dtensor(param):
+                    from hf_muon.distributed.dtensor import mesh_complaint
 
-                    if param.device_mesh.get_coordinate() is not None:
-                        talking.append(mesh_group(param.device_mesh))
                     complaint = complaint or mesh_complaint(param)
                 if complaint:
                     self.complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
-                places.append(None if complaint else shared(param, replicate_group))
+                if partition is not None:
+                    places.append(Shared(partition.group, ()))
+                else:
+                    places.append(None if complaint else shared(param, replicate_group))
             self.places.append(places)
-            talking += [place.group for place in places if place]
-        self.root = None
-        if talking:
-            from hf_muon.distributed.agreement import root_group
 
-            self.root = root_group(talking)
+    def _plan(
+        self,
+        groups: Sequence[Group],
+        max_bucket_bytes: int,
+        comm_dtype: torch.dtype | None,
+        partitions: Partitions,
+        offload_compute: str,
+    ) -> None:
+        """Choose what orthogonalizes each matrix, and where."""
         for group, places in zip(groups, self.places, strict=True):
             matrices: list[Matrix] = []
             executors: list[Executor] = []
@@ -142,7 +169,7 @@ class Layout:
                 stored: list[Shared | Stored] = []
                 homes: list[torch.device] = []
                 for i, (param, place, text) in enumerate(zip(params, places, views.views_of(group), strict=True)):
-                    partition = (partitions or {}).get(param)
+                    partition = partitions.get(param)
                     if partition is None:
                         shape, view = shape_of(param), views.parse(text)
                         found = [Matrix(i, part, view.transposed) for part in view.shapes(shape)]
@@ -174,11 +201,22 @@ class Layout:
             self.matrices.append(matrices)
             self.executors.append(executors)
             self.devices.append(sorted(set(devices), key=str))
-        self.lines = [_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))]
-        self.lines.append(
-            f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}, offload_compute={offload_compute}"
-        )
-        self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+
+def _talking(
+    groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions
+) -> list[ProcessGroup]:
+    """Return the process groups over which parameters are stored, each once, in an order that is fixed."""
+    params = [param for group in groups for param in group["params"]]
+    talking = [partitions[param].group for param in params if param in partitions]
+    if any(map(is_dtensor, params)):
+        from hf_muon.distributed.dtensor import mesh_groups
+
+        talking += mesh_groups(param.device_mesh for param in params if is_dtensor(param))
+    plain = any(param not in partitions and not is_dtensor(param) for param in params)
+    if plain and replicate_group is not None and replicate_group.size() > 1:
+        talking.append(replicate_group)
+    return list(dict.fromkeys(talking))
 
 
 def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) -> str | None:
@@ -202,7 +240,8 @@ def _zero_complaint(group: Group, param: Tensor, partition: Partition | None) ->
 
 def storage_key(groups: Sequence[Group]) -> list[Any]:
     """What a `Layout` depends on."""
-    seen: list[Any] = [(tuple(group.get("views") or ()), group.get("momentum_dtype")) for group in groups]
+    # As text, so that what is wrong with them is said by all ranks, and not raised by this one here.
+    seen: list[Any] = [(str(group.get("views")), str(group.get("momentum_dtype"))) for group in groups]
     return seen + [
         (
             id(param),
@@ -248,140 +287,3 @@ def hyperparameter_complaint(group: Group, devices: Sequence[torch.device] | Non
     except ValueError as error:
         return str(error)
     return None
-
-
-def agree(
-    groups: Sequence[Group], layout: Layout, complaints: Sequence[str], *, may_be_idle: bool = False
-) -> list[list[int]] | None:
-    """Which parameters of each group to step, the same on all ranks, or the same error on all of them.
-
-    A sharded parameter is stepped where any rank has a gradient for it; a rank without one has a part that is zero.
-
-    Args:
-        groups: param groups.
-        layout: of these groups.
-        complaints: what speaks against the step, on this rank.
-        may_be_idle: whether to look for gradients that are all zero.
-
-    Returns:
-        Indices for each group, or None for an idle step.
-
-    Raises:
-        RuntimeError: every complaint of every rank.
-    """
-    stop = functools.partial(refuse, head=layout.head)
-    bits = [param.grad is not None for group in groups for param in group["params"]]
-    flags = gradients.flags([] if complaints else groups, may_be_idle=may_be_idle)
-    if layout.root is None:
-        stop(complaints)
-        bad, moves = flags.tolist()
-        if bad:
-            stop(gradients.bad_names(groups), gradients.NOT_FINITE)
-        return _by_group(groups, bits) if moves else None
-
-    from hf_muon.distributed import agreement
-
-    options = _option_lines(groups, layout)
-    fingerprint = hashlib.blake2b("\n".join([layout.digest, *options]).encode(), digest_size=7).digest()
-    heard = agreement.exchange_words(layout.root, int.from_bytes(fingerprint, "big"), bool(complaints), flags, bits)
-    if any(said.complains for said in heard):
-        stop(together(agreement.exchange_texts(layout.root, complaints)))
-    if len({said.fingerprint for said in heard}) > 1:
-        stop(_differences(agreement.exchange_texts(layout.root, [*options, *layout.lines])))
-    if any(said.bits != heard[0].bits for said in heard):
-        bits, parting = _reconciled(groups, layout, [said.bits for said in heard])
-        stop(together(agreement.exchange_texts(layout.root, parting)))
-    if any(said.flags[0] for said in heard):
-        names = gradients.bad_names(groups) if flags[0].item() else []
-        stop(together(agreement.exchange_texts(layout.root, names)), gradients.NOT_FINITE)
-    return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
-
-
-def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:
-    """The complaints of all ranks that store parameters together as DTensors; otherwise this rank's own."""
-    meshes = [param.device_mesh for group in groups for param in group["params"] if is_dtensor(param)]
-    if not meshes:
-        return list(complaints)
-    from hf_muon.distributed.agreement import exchange_texts, root_group
-    from hf_muon.distributed.dtensor import mesh_group
-
-    return together(exchange_texts(root_group([mesh_group(mesh) for mesh in meshes]), complaints))
-
-
-def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
-    """Raise if there are complaints."""
-    if complaints:
-        lines = [*complaints[:10], *([f"and {len(complaints) - 10} more"] if len(complaints) > 10 else [])]
-        raise RuntimeError(head + ":\n  - " + "\n  - ".join(lines) + advice)
-
-
-def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
-    rest = iter(bits)
-    return [
-        [i for i, (param, bit) in enumerate(zip(group["params"], rest, strict=False)) if bit and param.numel()]
-        for group in groups
-    ]
-
-
-def _option_lines(groups: Sequence[Group], layout: Layout) -> list[str]:
-    lines = []
-    for k, (group, devices) in enumerate(zip(groups, layout.devices, strict=True)):
-        values = {name: float(group[name]) if name == "lr" else group[name] for name in GROUP_OPTIONS}
-        lines += [f"{name}={values[name]!r} in param group {k}" for name in GROUP_OPTIONS]
-        if group["use_muon"]:
-            types = sorted({device.type for device in devices})
-            lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
-    return lines
-
-
-def together(texts: Sequence[Sequence[str]]) -> list[str]:
-    """What ranks say, once each, with the ranks that say it where not all do."""
-    ranks: dict[str, list[int]] = {}
-    for rank, lines in enumerate(texts):
-        for line in lines:
-            ranks.setdefault(line, []).append(rank)
-    return [
-        line if len(who) == len(texts) else f"{line} [rank {', '.join(map(str, who))}]" for line, who in ranks.items()
-    ]
-
-
-def _differences(texts: Sequence[Sequence[str]]) -> list[str]:
-    for lines in zip(*texts, strict=False):
-        if len(set(lines)) > 1:
-            other = next(rank for rank, line in enumerate(lines) if line != lines[0])
-            return [f"the ranks disagree: rank 0 has {lines[0]}, rank {other} has {lines[other]}"]
-    return [f"the ranks disagree on the number of parameters or param groups: {[len(lines) for lines in texts]}"]
-
-
-def _reconciled(
-    groups: Sequence[Group], layout: Layout, said: Sequence[Sequence[bool]]
-) -> tuple[list[bool], list[str]]:
-    """Where some ranks have a gradient and others none: which parameters to step, and whose replicas would part."""
-    import torch.distributed as dist
-
-    root = layout.root
-    assert root is not None
-    position = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(root))}
-    mine = said[dist.get_rank(root)]
-    bits: list[bool] = []
-    parting: list[str] = []
-    for group, places in zip(groups, layout.places, strict=True):
-        for i, place in enumerate(places):
-            k = len(bits)
-            if place is None:
-                bits.append(mine[k])
-                continue
-            has = [said[position[rank]][k] for rank in dist.get_process_group_ranks(place.group)]
-            bits.append(any(has))
-            for region in dict.fromkeys(place.regions):
-                alike = [r for r, other in enumerate(place.regions) if other == region and region.numel]
-                if len({has[r] for r in alike}) > 1:
-                    having, lacking = ([r for r in alike if has[r] is wanted] for wanted in (True, False))
-                    name = checkpoint.describe(group, i)
-                    parting.append(
-                        PARTING.format(
-                            name=name, having=", ".join(map(str, having)), lacking=", ".join(map(str, lacking))
-                        )
-                    )
-                    break
-    return bits, parting

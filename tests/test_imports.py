@@ -31,6 +31,7 @@ ORDER = [
     ["checkpoint"],
     ["gradients"],
     ["preflight"],
+    ["consensus"],
     ["step_report"],
     ["optimizer"],
     ["build", "foreign_names"],

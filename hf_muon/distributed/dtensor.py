@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hf_muon.distributed.agreement import connected, is_alive, make_group
 from hf_muon.distributed.base import carries
 from hf_muon.distributed.layout import Region, regions
 from hf_muon.momentum import BLOCK, scale_shape
@@ -19,19 +20,29 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A process group of all ranks of a mesh, made once for a set of ranks."""
+    """Return a process group of all ranks of a mesh, made once for a set of ranks; they must call this together."""
     if mesh.ndim == 1:
         group: dist.ProcessGroup = mesh.get_group()
         return group
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    ranks = _ranks(mesh)
     if len(ranks) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
         return world
-    # A group of an earlier, destroyed world has no rank any more.
-    if ranks not in _groups or _groups[ranks] not in dist.distributed_c10d._world.pg_map:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    if ranks not in _groups or not is_alive(_groups[ranks]):
+        _, count = connected([mesh.get_group(axis) for axis in range(mesh.ndim)])
+        _groups[ranks] = make_group(ranks, count)
     return _groups[ranks]
+
+
+def mesh_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
+    """Return the groups of meshes that this rank is in, made in an order that is the same on all ranks."""
+    own = {id(mesh): mesh for mesh in meshes if mesh.get_coordinate() is not None}
+    return [mesh_group(mesh) for mesh in sorted(own.values(), key=_ranks)]
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def mesh_regions(param: DTensor, group: dist.ProcessGroup, shape: Sequence[int] | None = None) -> Sequence[Region]:

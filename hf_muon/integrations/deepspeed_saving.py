@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_muon.consensus import together
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.integrations.deepspeed_files import labelled, write_checksums
-from hf_muon.preflight import together
 
 OURS = "_from_hf_muon"
 

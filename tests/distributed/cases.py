@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_muon import Muon
+from hf_muon import Muon, step_report
 from hf_muon.distributed.layout import regions
 
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
@@ -268,6 +268,20 @@ def complaint(rank, layout, fault):
             optimizer.param_groups[0]["momentum"] = 0.5
         elif fault == "state":
             del optimizer.state[params[2]]
+        elif fault == "lr":
+            optimizer.param_groups[0]["lr"] = None
+        elif fault == "views":
+            optimizer.param_groups[0]["views"] = 5
+        elif fault == "step":
+            optimizer.param_groups[1]["step"] = 7
+        elif fault == "report":
+            step_report.tell_once, tell_once = _fail, step_report.tell_once
+    if fault == "partial":  # as tensor parallel backward passes leave some
+        if rank == 1:
+            params[1].grad = None
+        else:
+            whole_grad = make(SHAPES, 2)[1]
+            params[1].grad = DTensor.from_local(whole_grad, mesh, [Partial()] * mesh.ndim, run_check=False)
     if fault == "placements":
         swapped = nn.Parameter(params[0].detach().redistribute(mesh, [Replicate()] * mesh.ndim))
         swapped.grad = torch.zeros_like(swapped)
@@ -279,11 +293,73 @@ def complaint(rank, layout, fault):
         text = str(error)
     else:
         return None, True
+    finally:
+        if rank == 1 and fault == "report":
+            step_report.tell_once = tell_once
     if fault in ("state", "placements"):
         return text, True
     after = whole_state(params, optimizer)
     same = all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
     return text, same
+
+
+def _fail(*_):
+    raise OSError("no space left on device")
+
+
+def unequal(rank, what):
+    """The error where ranks do not have the same parameters."""
+    shapes = [(8, 6)] * 62 if what == "count" else [(8, 6), (4, 6)]
+    groups = [{"params": [nn.Parameter(torch.ones(shape)) for shape in shapes]}]
+    if rank == 1 and what == "count":
+        groups[0]["params"].append(nn.Parameter(torch.ones(8, 6)))
+    if rank == 1 and what == "groups":
+        groups = [{"params": [param]} for param in groups[0]["params"]]
+    optimizer = Muon(groups, replicate_group=dist.group.WORLD)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        untouched = not optimizer.state and all(bool((p == 1).all()) for g in groups for p in g["params"])
+        return str(error), untouched
+
+
+def pipeline(rank, meshed, steps=2):
+    """A stage of data and tensor parallel ranks, and the rest of the ranks as stages of one; and one process of each.
+
+    Args:
+        rank: of this process.
+        meshed: whether there is a matrix that all ranks of the first stage store parts of.
+    """
+    others = range(4, dist.get_world_size())
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    dist.new_group([0, *others])  # tied embeddings: some ranks are in more groups than others
+    shapes = [(7, 6), (9, 5), (6, 10), (4,)] if rank < 4 else [(5, 3), (7, 2)]
+
+    def put(tensor, i):
+        if rank >= 4 or i in (1, 3) or (i == 2 and not meshed):
+            return tensor.clone()
+        return store(tensor, *((mesh["tp"], [Shard(0)]) if i == 0 else (mesh, [Shard(0), Shard(1)])))
+
+    found = []
+    for single in (False, True):
+        place = (lambda tensor, i: tensor.clone()) if single else put
+        params = [nn.Parameter(place(w, i)) for i, w in enumerate(make(shapes, 0))]
+        groups = [{"params": [p for p in params if p.ndim == 2]}]
+        groups += [{"params": [p for p in params if p.ndim == 1], "use_muon": False}]
+        shared = mesh["dp"].get_group() if rank < 4 and not single else None
+        optimizer = Muon(groups, ns_dtype="fp32", replicate_group=shared)
+        for step in range(steps):
+            for i, (param, grad) in enumerate(zip(params, make(shapes, step + 1), strict=True)):
+                param.grad = place(grad, i)
+            with Counted() as counted:
+                optimizer.step()
+        if not single:
+            words = counted.words
+        found.append(whole_state(params, optimizer))
+    return found, words
 
 
 def gradients_missing_on_one_rank(rank, layout, steps=3):

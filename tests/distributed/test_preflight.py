@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.distributed.cases import complaint, gradients_missing_on_one_rank, idle
+from tests.distributed.cases import complaint, gradients_missing_on_one_rank, idle, unequal
 
 REPLICAS = r"parameter 1 \(10, 16\) has a gradient on rank .* and none on rank 1, .*find_unused_parameters=True"
 CASES = [
@@ -23,6 +23,12 @@ CASES = [
         "state",
         r"taken 1 steps and its moments are gone: parameter 2 \(3, 7, 5\) lacks momentum_buffer.*rank 1",
     ),
+    ("fsdp", 2, "lr", r"lr=None is not valid.*rank 1"),
+    ("ddp", 2, "lr", r"lr=None is not valid.*rank 1"),
+    ("fsdp", 2, "views", r"TypeError: .*int.*rank 1"),
+    ("ddp", 2, "step", r"rank 0 has step=1 in param group 1, rank 1 has step=7"),
+    ("ddp", 2, "report", r"OSError: no space left on device \[rank 1\]"),
+    ("fsdp", 2, "partial", r"parameter 1 \(10, 16\) has a gradient that is stored as .*Partial.* rank 0, .* rank 1"),
     ("fsdp", 2, "placements", r"its momentum_buffer is stored as .*Shard.*, the parameter stored as .*Replicate"),
 ]
 
@@ -35,6 +41,24 @@ def test_a_fault_on_one_rank_is_the_same_error_on_all(pools, layout, ranks, faul
     assert "Muon refuses this step" in text
     assert untouched
     assert re.search(message, text), text
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("count", r"rank 0 has 62 parameters, in param groups of 62, rank 1 has 63 parameters"),
+        (
+            "groups",
+            r"rank 0 has 2 parameters, in param groups of 2, rank 1 has 2 parameters, in param groups of 1 and 1",
+        ),
+    ],
+)
+def test_ranks_with_other_parameters_are_refused_on_all(pools, what, message):
+    """62 and 63 parameters: as many words of 62 bits as once went round differ."""
+    answers = pools[2].run(unequal, what=what)
+    assert answers[0] == answers[1]
+    assert re.search(message, answers[0][0]), answers[0][0]
+    assert answers[0][1]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp-tp", 4)])

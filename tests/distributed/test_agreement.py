@@ -1,0 +1,128 @@
+"""Who talks before a step: exactly the ranks that shared parameters connect, whatever groups overlap."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_muon.distributed import agreement
+from tests.distributed.cases import pipeline
+from tests.distributed.pool import Pool
+
+LONGEST = 20  # seconds that a thread waits for the others of a group
+
+
+class Ranks:
+    """Ranks as threads of this process, and groups in which they wait for one another as collectives do."""
+
+    def __init__(self, world, groups):
+        self.world = world
+        self.members = {SimpleGroup(name): list(ranks) for name, ranks in groups.items()}
+        self.rank = threading.local()
+        self.barriers = {group: threading.Barrier(len(ranks)) for group, ranks in self.members.items()}
+        self.said = defaultdict(dict)
+        self.rounds = 0
+        counts = {r: [g for g, ranks in self.members.items() if r in ranks] for r in range(world)}
+        self.get_world_size = lambda: world
+        self.get_rank = lambda: self.rank.number
+        self.get_process_group_ranks = self.members.__getitem__
+        names = type("Names", (), {"__len__": lambda _: len(counts[self.rank.number])})()
+        self.distributed_c10d = SimpleNamespace(_world=SimpleNamespace(pg_names=names))
+
+    def gather(self, group, device_type, mine):
+        self.said[group][self.rank.number] = mine.tolist()
+        self.barriers[group].wait(LONGEST)
+        heard = [self.said[group][rank] for rank in self.members[group]]
+        assert len(set(map(len, heard))) == 1
+        self.barriers[group].wait(LONGEST)
+        return heard
+
+    def run(self, function):
+        found, threads = {}, []
+
+        def act(number):
+            self.rank.number = number
+            found[number] = function([g for g, ranks in self.members.items() if number in ranks])
+
+        for number in range(self.world):
+            threads.append(threading.Thread(target=act, args=(number,), daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(2 * LONGEST)
+        return found
+
+
+class SimpleGroup:
+    def __init__(self, name):
+        self.group_name = name
+
+
+def components(world, groups):
+    """By merging sets until nothing changes."""
+    sets = [{rank} for rank in range(world)]
+    for ranks in groups.values():
+        joined = set(ranks).union(*(some for some in sets if some & set(ranks)))
+        sets = [some for some in sets if not some & joined] + [joined]
+    return {rank: sorted(next(some for some in sets if rank in some)) for rank in range(world)}
+
+
+CHAIN = {str(i): (i, i + 1) for i in range(7)}
+RING = {**CHAIN, "7": (0, 7)}
+PIPELINE = {str(ranks): ranks for ranks in [(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7)]}
+TWICE = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (2, 3)}
+
+
+def check(monkeypatch, world, groups):
+    ranks = Ranks(world, groups)
+    with monkeypatch.context() as patch:
+        patch.setattr(agreement, "dist", ranks)
+        patch.setattr(agreement, "_gather", ranks.gather)
+        found = ranks.run(lambda own: agreement.connected(own[::-1] if ranks.rank.number % 2 else own))
+    expected = components(world, groups)
+    most = {rank: max(sum(r in g for g in groups.values()) for r in expected[rank]) for rank in range(world)}
+    alone = {rank for rank in range(world) if not any(rank in members for members in groups.values())}
+    wanted = {rank: (expected[rank] if rank not in alone else [], most[rank]) for rank in range(world)}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("groups", [CHAIN, RING, PIPELINE, TWICE], ids=["chain", "ring", "pipeline", "twice"])
+def test_ranks_learn_whom_they_are_connected_with(monkeypatch, groups):
+    check(monkeypatch, 8, groups)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.sets(st.integers(0, 6), min_size=1), max_size=6))
+def test_any_groups(groups):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check(monkeypatch, 7, {f"{i}": tuple(sorted(ranks)) for i, ranks in enumerate(groups)})
+
+
+def test_bits_are_packed_and_unpacked():
+    for count in (0, 1, 61, 62, 63, 130):
+        bits = [bool(bit) for bit in torch.randint(2, (count,)).tolist()]
+        packed = agreement._packed(bits)
+        assert agreement._unpacked(packed, count) == bits
+        assert all(0 <= number < 2**62 for number in packed)
+
+
+@pytest.fixture(scope="module")
+def five():
+    pool = Pool(5, timeout=60)
+    yield pool
+    pool.close(kill=True)
+
+
+@pytest.mark.parametrize("meshed", [False, True])
+def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
+    """Data and tensor parallel groups overlap in one stage; the other stage has other parameters, and no part in it."""
+    for rank, ((found, single), words) in enumerate(five.run(pipeline, meshed=meshed)):
+        assert words == (rank < 4)
+        for mine, wanted in zip(itertools.chain(*found), itertools.chain(*single), strict=True):
+            assert torch.equal(mine, wanted)
