@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
+
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("ci")
 torch.set_num_threads(1)
