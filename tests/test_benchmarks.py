@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_muon.newton_schulz import compute_dtype
 
 BENCH = Path(__file__).parent.parent / "benchmarks" / "bench.py"
 # Columns that hold a number wherever a side runs.
@@ -47,7 +50,10 @@ def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
     # The sides do the same: orthogonal to their bands, and weights of the same step as ours.
     orthogonal = rows(tmp_path / "orthogonalization.csv")
     assert all(float(row["outside"]) < 0.07 for row in orthogonal if row["ms"])
-    assert all(float(row["parted"]) < 1e-3 for row in rows(tmp_path / "optimizer_step.csv") if row["parted"])
+    # Where the CPU multiplies bf16 the sides do, too, and both are as far from exact numbers as
+    # tests/test_newton_schulz.py lets bf16 be; another scale or another matrix is off by half and more.
+    bound = 4 * 3e-2 if compute_dtype("auto", "cpu") is torch.bfloat16 else 1e-3
+    assert all(float(row["parted"]) < bound for row in rows(tmp_path / "optimizer_step.csv") if row["parted"])
     assert "| square, times as fast as torch.optim.Muon's |" in (tmp_path / "tables.md").read_text()
     pictures = {path.stem for path in tmp_path.glob("*.png")}
     assert pictures == set(NUMBERS) or ("no pictures: " in done.stdout and not pictures)

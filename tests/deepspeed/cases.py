@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed import attach, initialize
+from tests.bounds import move
 from tests.distributed.cases import Counted
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches
 
@@ -132,6 +133,7 @@ def single(
     wide=False,
     clip_directions=False,
     viewed=False,
+    moved=None,
     **options,
 ):
     """Steps of one process: fp32 master weights, gradients in the model's dtype, clipping before the step.
@@ -139,6 +141,7 @@ def single(
     With `clip_directions`, what a clipped direction would give instead: the raw gradients, and a smaller step.
     """
     model = made(dtype, frozen, wide)
+    move(model, moved)
     masters = made("float32", frozen, wide)
     masters.load_state_dict(model.state_dict())
     optimizer = build_optimizer(masters, {**OPTIONS, **options})

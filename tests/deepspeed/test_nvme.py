@@ -6,9 +6,10 @@ import functools
 
 import pytest
 
+from tests.bounds import TIMES
 from tests.deepspeed.cases import single, train, why_no_async_io
 from tests.deepspeed.loading_cases import refused_load, zero_bytes
-from tests.deepspeed.test_training import assert_equal, assert_resumes, distance
+from tests.deepspeed.test_training import assert_close, assert_equal, assert_resumes
 
 WHY_NOT = why_no_async_io()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"DeepSpeed's async_io: {WHY_NOT}")
@@ -42,9 +43,8 @@ def test_nvme_trains_as_memory_and_as_one_process(ranks, accumulate, clipping, d
     in_memory = {**on_nvme, "zero": {**on_nvme["zero"], "offload_optimizer": {"device": "cpu"}}}
     assert_equal(one, ranks.run(train, **options, **in_memory)[0])
     if dtype == "float32":
-        # The bits of memory, which is as far off: Newton-Schulz makes 1e-7 of gradients summed in another order to this
-        # in matrices so wide (1e-5 in test_training's).
-        assert distance(one, reference(**options), wide=True) < 5e-4
+        # Sums of 10,350 products are rounded more often than their inputs are moved.
+        assert_close(one, reference, times=4 * TIMES, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import deepspeed
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_muon import build_optimizer
+from tests.bounds import move
 from tests.deepspeed.trainer_cases import arguments  # first: it sets DeepSpeed up for the CPU
 from tests.integrations.plain_script import InOrder, model, sentences
 
@@ -177,9 +179,12 @@ def complaint(rank, **options):
     return None
 
 
-def by_hand(kind="plain", steps=3, dtype=torch.float32, max_grad_norm=None, ns_dtype="fp32"):
+@functools.cache
+def by_hand(kind="plain", steps=3, dtype=torch.float32, max_grad_norm=None, ns_dtype="fp32", moved=None):
     """The same steps in one process, without sequence parallel and DeepSpeed."""
     network, masters = model(dtype, attn_implementation="sdpa"), model(attn_implementation="sdpa")
+    for each in (network, masters):
+        move(each, moved)
     optimizer = build_optimizer(masters, lr=OPTIONS["learning_rate"], weight_decay=0.1, ns_dtype=ns_dtype)
     found = {"grads": [], "losses": [], "norms": []}
     data = rows(kind)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
+from tests.bounds import move
 from tests.distributed.cases import whole
 from tests.fixtures_text import texts
 
@@ -124,11 +125,13 @@ def train(
     direct=False,
     stale_gradients=False,
     killed=None,
+    moved=None,
     **options,
 ):
     """Train steps `first` to `last`; losses, whole parameters and whole states by name."""
     torch.manual_seed(0)
     model = Model().to(getattr(torch, dtype))
+    move(model, moved)
     if frozen:
         model.blocks[0].requires_grad_(False)
         model.norm.requires_grad_(False)

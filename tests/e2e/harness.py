@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_muon import build_optimizer
+from tests import bounds, fixtures_text
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"
@@ -232,6 +233,38 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start:
     )
 
 
+def rounding_of_runs(model_folder: Path, **settings: Any) -> dict[str, float]:
+    """How far rounding takes the weights of a run: the plain loop, from weights that are moved by one bit.
+
+    Args:
+        settings: in place of these, which are those of the runs but for their data.
+    """
+    from transformers import AutoModelForCausalLM
+
+    usual = {"max_steps": 4, "learning_rate": 0.001, "weight_decay": 0.1, "adam_beta2": 0.999, "max_grad_norm": 1.0}
+    blocks = blocks_of(fixtures_text.texts(20), model_folder, 64)
+    results = []
+    for seed in (None, 0, 1):
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        bounds.move(model, seed)
+        plain_loop(model, blocks, 2, usual | {"lr_scheduler_type": "cosine", "warmup_steps": 1} | settings)
+        results.append({name: param.detach() for name, param in model.named_parameters()})
+    expected, *controls = results
+    return bounds.rounding(expected, controls)
+
+
+def assert_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor], rounding: dict[str, float]
+) -> None:
+    """Two runs have ended at the same weights, but for rounding.
+
+    Norm weights stand at one and move by a thousandth, so that one bit of one of them is 3e-5 of the way that it went.
+    """
+    assert all(not torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
+    # Half the usual bound: these runs start from the same weights, of which one bit is much of what norms move.
+    assert not bounds.beyond(found, expected, rounding, bounds.TIMES / 2)
+
+
 def interrupt(output: Path, *, after: int, destination: Path) -> Path:
     """A copy of a run's folder as if the run had been stopped after a checkpoint.
 
@@ -282,6 +315,7 @@ def plain_loop(model: torch.nn.Module, blocks: Tensor, batch_size: int, settings
         lr=settings["learning_rate"],
         weight_decay=settings["weight_decay"],
         adamw_betas=(0.9, settings["adam_beta2"]),
+        adamw_eps=settings.get("adam_epsilon", 1e-8),
         ns_dtype="fp32",
     )
     scheduler = get_scheduler(settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], steps)

@@ -40,6 +40,7 @@ from transformers import (
 )
 
 from tests import fixtures_text
+from tests.bounds import move
 from tests.e2e import cpu_fsdp
 
 STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
@@ -79,11 +80,13 @@ def network(
     bf16: str = "",
     seed: int = 11,
     lora_seed: int = 12,
+    moved: int | None = None,
 ) -> Any:
     """A Qwen3 whose matrices divide by neither two nor four, unless `even`; some shards on four ranks are empty.
 
     fused: a Phi-3 of these sizes, whose queries, keys and values are one weight, and gate and up another.
     bf16: "stored" in that dtype, or only "rounded" to it.
+    moved: a seed of `tests.bounds.move`.
     """
     torch.manual_seed(seed)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -107,6 +110,7 @@ def network(
             model,
             peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights="gaussian"),
         )
+    move(model, moved)
     return model
 
 

@@ -15,7 +15,7 @@ from tests.e2e.harness import (
     ROOT,
     TINY,
     YAML,
-    distance,
+    assert_close,
     free_port,
     llamafactory,
     llamafactory_settings,
@@ -23,6 +23,7 @@ from tests.e2e.harness import (
     options,
     python,
     read_yaml,
+    rounding_of_runs,
     weights,
 )
 
@@ -101,10 +102,18 @@ def on_cpu() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([ON_CPU, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def assert_same(found: Path, alone: Path, start: Path, step: str = "checkpoint-3") -> None:
-    """Two ranks under ZeRO have ended where one process has."""
-    assert len(list((found / step).glob("global_step3/*optim_states.pt"))) == 2, "it did not run under ZeRO"
-    assert distance(weights(found), weights(alone), weights(start)) < 1e-5
+def assert_same(found: Path, alone: Path, start: Path, rounding: dict[str, float]) -> None:
+    """Two ranks under ZeRO have ended where one process has.
+
+    ZeRO-3 multiplies by functions of its own (`memory_efficient_linear`), which sum in another order than torch's.
+    """
+    assert len(list((found / "checkpoint-3").glob("global_step3/*optim_states.pt"))) == 2, "it did not run under ZeRO"
+    assert_close(weights(found), weights(alone), weights(start), rounding)
+
+
+@pytest.fixture(scope="module")
+def rounding(tiny_model: Path) -> dict[str, float]:
+    return rounding_of_runs(tiny_model, **CHANGES)
 
 
 # --- LLaMA-Factory
@@ -140,12 +149,18 @@ def factory_alone(tiny_model: Path, llamafactory_data: Path, tmp_path_factory: p
     [*((name, name) for name in EXAMPLES), ("z2", "zero2"), ("z3", "zero3"), ("z3_offload", "zero3_offload")],
 )
 def test_llamafactory(
-    name: str, example: str, tiny_model: Path, llamafactory_data: Path, factory_alone: Path, tmp_path: Path
+    name: str,
+    example: str,
+    tiny_model: Path,
+    llamafactory_data: Path,
+    factory_alone: Path,
+    rounding: dict[str, float],
+    tmp_path: Path,
 ) -> None:
     """`llamafactory-cli train` with the examples' configs and with LLaMA-Factory's own."""
     inputs, config = (tiny_model, llamafactory_data), config_file(name, tmp_path)
     found = factory_run(f"llamafactory_qwen3_{example}.yaml", inputs, tmp_path, config)
-    assert_same(found, factory_alone, tiny_model)
+    assert_same(found, factory_alone, tiny_model, rounding)
 
 
 # --- examples/train.py
@@ -185,7 +200,9 @@ def trainer_alone(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPa
     importlib.util.find_spec("llamafactory") is not None, reason="run with the newest versions, beside tests/deepspeed"
 )
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_trainer(name: str, tiny_model: Path, texts: Path, trainer_alone: Path, tmp_path: Path) -> None:
+def test_trainer(
+    name: str, tiny_model: Path, texts: Path, trainer_alone: Path, rounding: dict[str, float], tmp_path: Path
+) -> None:
     config = config_file(name, tmp_path)
     found = trainer_run(f"trainer_qwen3_{name}.yaml", tiny_model, texts, tmp_path, config)
-    assert_same(found, trainer_alone, tiny_model)
+    assert_same(found, trainer_alone, tiny_model, rounding)

@@ -23,10 +23,10 @@ from tests.e2e.harness import (
     ROOT,
     TINY,
     YAML,
+    assert_close,
     assert_resumed,
     assert_routed,
     blocks_of,
-    distance,
     free_port,
     interrupt,
     llamafactory,
@@ -129,7 +129,9 @@ def test_llamafactory_sft(name: str, tiny_model: Path, llamafactory_data: Path, 
 
 @pytest.mark.slow
 @needs("llamafactory")
-def test_llamafactory_pretrain_equals_a_plain_loop(tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
+def test_llamafactory_pretrain_equals_a_plain_loop(
+    tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     changes = {
@@ -146,12 +148,14 @@ def test_llamafactory_pretrain_equals_a_plain_loop(tiny_model: Path, llamafactor
     blocks = blocks_of(fixtures_text.texts(), tiny_model, settings["cutoff_len"] - 1)  # as it does when it packs
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     plain_loop(model, blocks, settings["per_device_train_batch_size"], settings)
-    assert distance(weights(tmp_path / "out"), model.state_dict(), weights(tiny_model)) < 1e-4
+    assert_close(weights(tmp_path / "out"), model.state_dict(), weights(tiny_model), rounding)
 
 
 @pytest.mark.slow
 @needs("llamafactory")
-def test_llamafactory_fsdp2(tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
+def test_llamafactory_fsdp2(
+    tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
+) -> None:
     """LLaMA-Factory's own launcher, in two processes with FSDP2 and in one without; what each rank runs is the same."""
     launcher = importlib.util.find_spec("llamafactory")
     assert launcher is not None
@@ -175,7 +179,7 @@ def test_llamafactory_fsdp2(tiny_model: Path, llamafactory_data: Path, tmp_path:
         run([*command, path], cwd=tmp_path, FSDP_STATE_DICT_TYPE="FULL_STATE_DICT")
         assert (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists() is (processes == 2)
         found[name] = weights(tmp_path / name)
-    assert distance(found["two"], found["one"], weights(tiny_model)) < 1e-4
+    assert_close(found["two"], found["one"], weights(tiny_model), rounding)
 
 
 # --- LLaMA-Factory v1
@@ -184,7 +188,7 @@ def test_llamafactory_fsdp2(tiny_model: Path, llamafactory_data: Path, tmp_path:
 @pytest.mark.slow
 @needs("llamafactory")
 def test_llamafactory_v1_in_one_process_and_with_fsdp2(
-    tiny_model: Path, llamafactory_data: Path, tmp_path: Path
+    tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
 ) -> None:
     found = {}
     for name, path, processes in (("one", LLAMAFACTORY_V1, 1), ("fsdp2", LLAMAFACTORY_V1_FSDP2, 2)):
@@ -207,7 +211,7 @@ def test_llamafactory_v1_in_one_process_and_with_fsdp2(
         assert ("2 distributed tasks" in printed) is (processes == 2)
         found[name] = weights(tmp_path / name)
     assert (tmp_path / "fsdp2" / "checkpoint-3" / "optimizer" / ".metadata").exists(), "it was not sharded"
-    assert distance(found["fsdp2"], found["one"], weights(tiny_model)) < 1e-4
+    assert_close(found["fsdp2"], found["one"], weights(tiny_model), rounding)
 
 
 def test_llamafactory_v1_ulysses_files_differ_in_the_place_of_their_keys_alone() -> None:
@@ -261,7 +265,7 @@ def test_trl_sft(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Path) -> None:
+def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, rounding: dict[str, float], tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     data = tmp_path / "data"
@@ -298,7 +302,7 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Pat
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain_loop(model, blocks[:-held_out], 4, settings)
-    assert distance(weights(tmp_path / "out"), model.state_dict(), start) < 1e-4
+    assert_close(weights(tmp_path / "out"), model.state_dict(), start, rounding)
     metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text(encoding="utf-8"))
     loss = model(input_ids=blocks[-held_out:], labels=blocks[-held_out:]).loss.item()
     # Older releases of transformers 5 divide by all 64 labels, the first of which nothing predicts.
@@ -314,7 +318,7 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, tmp_path: Pat
 @pytest.mark.skipif(
     ACCELERATE_VERSION < (1, 13), reason="no HSDP here, and transformers takes no state_dict_type from fsdp_config"
 )
-def test_fsdp2_and_hsdp_equal_one_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_fsdp2_and_hsdp_equal_one_process(tiny_model: Path, rounding: dict[str, float], tmp_path: Path) -> None:
     """The Trainer's own FSDP2 on two processes and accelerate's config files on four, against one process."""
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
     inputs = {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl"}
@@ -334,7 +338,7 @@ def test_fsdp2_and_hsdp_equal_one_process(tiny_model: Path, tmp_path: Path) -> N
         found[name] = weights(output)
     start = weights(tiny_model)
     for name in found:
-        assert distance(found[name], found["one"], start) < 1e-4, name
+        assert_close(found[name], found["one"], start, rounding)
 
 
 def accelerate_launch(name: str, folder: Path) -> list[object]:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from tests import fixtures_text
-from tests.e2e.harness import BIN, CPU_V1, ROOT, distance, llamafactory_v1, run, v1_has_top_level_keys, weights
+from tests.e2e.harness import (
+    BIN,
+    CPU_V1,
+    ROOT,
+    assert_close,
+    distance,
+    llamafactory_v1,
+    run,
+    v1_has_top_level_keys,
+    weights,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,8 +96,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactor
 
 
 @pytest.mark.parametrize("name", [DDP, FSDP2])
-def test_two_processes_agree_with_one(name: str, runs: Runs) -> None:
-    assert distance(runs.weights(name), runs.weights("one"), weights(runs.model)) < 1e-4
+def test_two_processes_agree_with_one(name: str, runs: Runs, rounding: dict[str, float]) -> None:
+    assert_close(runs.weights(name), runs.weights("one"), weights(runs.model), rounding)
 
 
 @pytest.mark.parametrize("name", ["one", DDP, FSDP2])

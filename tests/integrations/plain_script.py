@@ -73,7 +73,10 @@ def main(optim: str, path: str, batch: int = BATCH) -> None:
     torch.set_num_threads(1)
     network = model()
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, **{**OPTIONS, "optim": optim, "per_device_train_batch_size": batch})
+        options = {**OPTIONS, "optim": optim, "per_device_train_batch_size": batch}
+        if optim == "muon":
+            options["optim_args"] = "ns_dtype=fp32"  # on every machine; bf16 would drown what is compared
+        args = TrainingArguments(folder, **options)
         InOrder(network, args, train_dataset=dataset()).train()
     if args.process_index == 0:
         torch.save(network.state_dict(), path)

@@ -1,0 +1,80 @@
+"""Bounds on rounding, from a control in the same run: no number that was read off one machine.
+
+Two ways to sum the same products round differently, and how much that is depends on the processor. Floating point is
+backward stable: what it gives is exact for inputs that are some units in the last place away. So a control repeats the
+simpler computation from inputs that are moved by one unit in the last place, and what two ways may differ by is a small
+multiple of what that changes. It has the cancellation of these gradients, what Newton-Schulz makes of it, and the
+rounding of the stored weights; a wrong scale, sum or matrix is beyond it by orders of magnitude, as
+`tests/test_bounds.py` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+TIMES = 8
+"""How many times the control's difference is still rounding. Two ways to sum differ by 0.5 to 2.3 times of it in every
+layout, whether products are made with AVX-512, AVX2 or SSE."""
+
+
+def moved(tensor: Tensor, seed: int = 0) -> Tensor:
+    """Return the tensor with each element one unit in the last place higher or lower, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.rand(tensor.shape, generator=generator) < 0.5
+    infinity = torch.full_like(tensor, torch.inf)
+    return torch.where(up.to(tensor.device), torch.nextafter(tensor, infinity), torch.nextafter(tensor, -infinity))
+
+
+@torch.no_grad()
+def move(model: nn.Module, seed: int | None = 0) -> None:
+    """Move all weights of a model by one unit in the last place; not at all where `seed` is None."""
+    if seed is not None:
+        for i, param in enumerate(model.parameters()):
+            param.copy_(moved(param, 1000 * seed + i))
+
+
+def rounding(expected: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return how far rounding takes each tensor: the largest distance of any control.
+
+    Args:
+        expected: results by name.
+        controls: results of the same computation from inputs moved by one unit in the last place, each with other
+            signs.
+    """
+    spread = {}
+    for name, tensor in expected.items():
+        # Storing is rounding, too. Of a few numbers, such as losses, controls may hit the same ones by chance.
+        share = 1 if tensor.numel() < 16 else 1 / TIMES
+        least = share * torch.finfo(tensor.dtype).eps * float(tensor.double().norm())
+        spread[name] = max([least, *(_apart(control[name], tensor) for control in controls)])
+    return spread
+
+
+def beyond(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], spread: Mapping[str, float], times: float = TIMES
+) -> dict[str, float]:
+    """Return the tensors that are farther apart than `times` their `rounding`, and by how many times that bound."""
+    assert found.keys() == expected.keys()
+    shares = {}
+    for name, tensor in expected.items():
+        apart, bound = _apart(found[name], tensor), times * spread[name]
+        if not apart <= bound:  # nor is it NaN
+            shares[name] = apart / bound if bound else torch.inf
+    return shares
+
+
+def beyond_rounding(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    controls: Sequence[Mapping[str, Tensor]],
+    times: float = TIMES,
+) -> dict[str, float]:
+    """Return what `beyond` does, by the `rounding` of the controls."""
+    return beyond(found, expected, rounding(expected, controls), times)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm())

@@ -1,0 +1,80 @@
+"""What the bounds of `tests/bounds.py` let through, and what not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import build_optimizer
+from tests.bounds import beyond_rounding, move, moved
+from tests.integrations.plain_script import BATCH, model, sentences
+
+
+class TestMoved:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_every_element_moves_by_one_unit(self, dtype):
+        values = torch.randn(50, 60).to(dtype)
+        apart = moved(values)
+        assert apart.dtype is dtype
+        size = (apart.double() - values.double()).abs() / values.double().abs()
+        assert bool((size > 0).all())
+        assert size.max() <= torch.finfo(dtype).eps
+        assert 0.4 < float((apart > values).double().mean()) < 0.6
+
+    def test_seeds_differ_and_none_moves_nothing(self):
+        layers = [nn.Linear(20, 20) for _ in range(3)]
+        for layer, seed in zip(layers, (None, 0, 1), strict=True):
+            layer.load_state_dict(layers[0].state_dict())
+            move(layer, seed)
+        weights = [layer.weight for layer in layers]
+        assert not any(torch.equal(weights[i], weights[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def trained(seed=None, parts=1, fault=None):
+    """Weights after four steps; in `parts`, gradients are those of shares of the batch, which are added up."""
+    network = model()
+    move(network, seed)
+    optimizer = build_optimizer(network, lr=0.01, weight_decay=0.1, ns_dtype="fp32")
+    victim = dict(network.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    for step, batch in enumerate(sentences().split(BATCH)[:4]):
+        optimizer.zero_grad()
+        for share in batch.chunk(parts):
+            (network(input_ids=share, labels=share).loss / parts).backward()
+        if fault == "gradient" and step == 2:
+            victim.grad[0] *= 1.001  # of one row, in one step
+        before = victim.detach().clone()
+        optimizer.step()
+        if fault == "update":
+            victim.data.add_(victim.data - before, alpha=1e-3)
+        if fault == "decay":
+            victim.data.mul_(1 - 1e-5)
+    return {name: param.detach() for name, param in network.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return [trained(seed) for seed in (None, 0, 1)]
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_another_order_of_sums_is_rounding(results, parts):
+    expected, *controls = results
+    found = trained(parts=parts)
+    assert not all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not beyond_rounding(found, expected, controls)
+
+
+@pytest.mark.parametrize("fault", ["update", "gradient", "decay"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_thousandth_of_one_matrix_is_not(results, fault, parts):
+    """An update 1.001 times as long, 1.001 times a row of one gradient, a decay of 1e-5 more."""
+    expected, *controls = results
+    beyond = beyond_rounding(trained(parts=parts, fault=fault), expected, controls)
+    assert beyond["model.layers.1.mlp.up_proj.weight"] > 2
+
+
+def test_what_is_no_number_is_beyond():
+    one = {"a": torch.ones(20), "b": torch.zeros(3)}
+    assert not beyond_rounding(one, one, [one])
+    assert set(beyond_rounding({"a": one["a"] * torch.nan, "b": one["b"] + 1e-30}, one, [one])) == {"a", "b"}
