@@ -78,7 +78,7 @@ class Partition:
 
 
 Partitions = Mapping[Tensor, Partition]
-"""Partitions by the flat tensors that stand in param groups. A partition of an AdamW group has no slices."""
+"""Partitions by the flat tensors that stand in param groups, of both halves."""
 
 
 def partition_bounds(numel: int, size: int, ranks: int, offset: int = 0) -> tuple[tuple[int, int], ...]:

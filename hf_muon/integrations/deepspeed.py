@@ -17,6 +17,7 @@ import torch
 
 from hf_muon.integrations.deepspeed_arguments import arguments_of, config_of, muon_of, without_config
 from hf_muon.integrations.deepspeed_checkpoint import check_before_loading
+from hf_muon.integrations.deepspeed_gradients import hide_name, mend_gradients
 from hf_muon.integrations.deepspeed_layout import read_partitions, version
 from hf_muon.integrations.deepspeed_saving import write_latest_last
 from hf_muon.integrations.ulysses import refuse_uncorrected
@@ -184,6 +185,7 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
         for group in optimizer.param_groups
         for param, view in zip(group["params"], views_of(group), strict=True)
     }
+    hide_name(optimizer)
     optimizer.being_wrapped = True
     yield
     optimizer.being_wrapped = False
@@ -229,6 +231,9 @@ def attach(engine: Any, optimizer: Muon) -> None:
     optimizer.partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
     if optimizer.partitions is None:  # ZeRO-0: whole parameters, or their fp32 copies, on every rank
         optimizer.replicate_group = _group_of(engine)
+    else:
+        mend_gradients(wrapper)
+    hide_name(optimizer)
     optimizer.reset_layouts()
     check_before_loading(engine, optimizer)
     write_latest_last(engine)

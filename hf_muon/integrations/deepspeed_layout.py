@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.distributed import shape_of
 from hf_muon.distributed.zero import Partition, Slice, partition_bounds
+from hf_muon.integrations.deepspeed_gradients import without_gradient, without_gradient_in_stage_2
 from hf_muon.optimizer import Muon
 from hf_muon.views import WHOLE, View
 
@@ -55,7 +57,10 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     if reader is None:
         return None
     seen = wrapper.optimizer.wrapped_views
-    names = {param: (name, seen.get(param)) for name, param in engine.module.named_parameters()}
+    names: dict[Tensor, tuple[str, View | None]] = {
+        param: (f"a parameter of shape {shape_of(param)} outside the model", view) for param, view in seen.items()
+    }
+    names |= {param: (name, seen.get(param)) for name, param in engine.module.named_parameters()}
     partitions: dict[Tensor, Partition] = {}
     wrong: list[str] = []
     try:
@@ -103,7 +108,11 @@ def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Found]] | None:
 
 
 def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Found]:
-    yield from _contiguous(zero, names, zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups)
+    flats = zero.single_partition_of_fp32_groups
+    for i, (flat, about, truths) in enumerate(
+        _contiguous(zero, names, zero.bit16_groups, zero.bit16_groups_flat, flats)
+    ):
+        yield flat, {**about, "without_gradient": without_gradient_in_stage_2(zero, i)}, truths
 
 
 def _read_bf16(zero: Any, names: Names) -> Iterator[Found]:
@@ -128,16 +137,15 @@ def _contiguous(
         _expect(flat.numel() * ranks == whole.numel(), f"{ranks} partitions of {flat.numel()} make no {whole.numel()}")
         truths: list[Truth] = []
         for param in params:
-            if param_group["use_muon"]:
-                offset, odd = divmod(param.data_ptr() - whole.data_ptr(), whole.element_size())
-                fits = not odd and 0 <= offset <= whole.numel() - param.numel()
-                _expect(fits, "a parameter is no view of its group")
-                bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
-                first, last = bounds[rank]
-                name, view = names[param]
-                _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-                part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE, name)
-                truths.append((name, part, param.detach().reshape(-1)[first:last]))
+            offset, odd = divmod(param.data_ptr() - whole.data_ptr(), whole.element_size())
+            fits = not odd and 0 <= offset <= whole.numel() - param.numel()
+            _expect(fits, "a parameter is no view of its group")
+            bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
+            first, last = bounds[rank]
+            name, view = names[param]
+            _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
+            part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE, name)
+            truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
@@ -163,32 +171,26 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
         for param in params:
             size = param.partition_numel()
             places.append((zero.get_param_id(param), slice(start, start + size)))
-            if param_group["use_muon"]:
-                bounds = partition_bounds(param.ds_numel, size, ranks)
-                first, last = bounds[rank]
-                with deepspeed.zero.GatheredParameters([param]):
-                    truth = param.detach().reshape(-1)[first:last].clone()
-                name, view = names[param]
-                _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-                truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name), truth))
+            bounds = partition_bounds(param.ds_numel, size, ranks)
+            first, last = bounds[rank]
+            with deepspeed.zero.GatheredParameters([param]):
+                truth = param.detach().reshape(-1)[first:last].clone()
+            name, view = names[param]
+            _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
+            truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]
         last_one = home[i] not in home[i + 1 :]
         about = {"group": process_group, "rank": rank, "slices": slices, "last": last_one}
         if zero.offload_optimizer:
-            about["without_gradient"] = functools.partial(_without_gradient, zero, places)
+            about["without_gradient"] = functools.partial(without_gradient, zero, places)
         yield flat, about, truths
         if swapped:
             # DeepSpeed reads from a checkpoint what it knows to be swapped, and that is what there is by then.
             with standing(param_group, flat):
                 zero.optimizer.init_state()
             zero._optimizer_states_and_gradient_swap_out(i)
-
-
-def _without_gradient(zero: Any, places: Sequence[tuple[Any, slice]]) -> list[slice]:
-    """Where DeepSpeed has not written a gradient in this step: what is left there is of other steps or tensors."""
-    return [elements for param, elements in places if param not in zero.norm_for_param_grads]
 
 
 def is_swapped(zero: Any, sub_group: int) -> bool:

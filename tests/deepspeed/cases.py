@@ -341,7 +341,8 @@ def sent(rank, stage, zero=None):
     engine.backward(loss_of(engine, batches(0)[:4]))
     with Counted() as counted:
         engine.step()
-    updates = sum(4 * math.prod(part.shape) for partition in optimizer.partitions.values() for part in partition.slices)
+    held = [part for flat, part in optimizer.partitions.items() if "momentum_buffer" in optimizer.state[flat]]
+    updates = sum(4 * math.prod(part.shape) for partition in held for part in partition.slices)
     engine.destroy()
     return counted.bytes, updates
 

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from hf_muon import Muon
 from tests.deepspeed.cases import rank_of_environment  # first: it sets DeepSpeed up for the CPU
 from tests.integrations.plain_script import OPTIONS, InOrder, dataset, model
 
@@ -69,10 +70,11 @@ def train(rank, folder, config, resume=None, lora=False, dtype="float32", extra=
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
             weights[name] = param.detach().clone()
+    kind = "Muon" if isinstance(held, Muon) else type(held).__name__
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     engine.destroy()
     dist.barrier()
-    return {"weights": weights, "losses": losses, "optimizer": type(held).__name__}
+    return {"weights": weights, "losses": losses, "optimizer": kind}
 
 
 def complaint(rank, folder, config, **options):

@@ -1,0 +1,101 @@
+"""Gradients that reach Muon under ZeRO: the sum of a step's micro-batches, of no other step, orthogonalized once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+
+from hf_muon import Muon, build_optimizer
+from hf_muon.integrations.deepspeed_gradients import OrthogonalizedMomentum, hide_name
+from tests.deepspeed.gradient_cases import (
+    REACHED,
+    branched,
+    branched_in_zero,
+    partial,
+    partial_in_zero,
+    partly_frozen,
+)
+from tests.deepspeed.test_training import CPU, STAGES
+
+reference = functools.cache(branched)
+CELLS = {
+    **STAGES,
+    "2-cpu-overlap": {"stage": 2, "zero": {**CPU, "overlap_comm": True, "reduce_bucket_size": 300}},
+    "2-cpu-round-robin": {"stage": 2, "zero": {**CPU, "round_robin_gradients": True}},
+    "3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 300}},
+    "3-cpu-sub-groups": {"stage": 3, "zero": {**CPU, "sub_group_size": 300}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(recwarn):
+    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
+    """Four micro-batches a step, of which DeepSpeed 0.18.4 loses those in the middle in ZeRO-2 with CPU offload."""
+    patterns = list(REACHED) if accumulate > 1 else ["odd steps never"]
+    for found in ranks.run(branched_in_zero, patterns=patterns, accumulate=accumulate, **CELLS[cell]):
+        for pattern, weights in found.items():
+            assert_equal(weights, reference(pattern, accumulate))
+
+
+@pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
+def test_what_a_step_does_not_reach_does_not_count_when_gradients_are_clipped(ranks, cell):
+    pattern = "odd steps never"
+    expected = reference(pattern, clipping=0.1)
+    # Four rows make gradients of low rank, whose rounding is orthogonalized, too: how far a few units in the last
+    # place of the factor move the weights is measured, and an old gradient would move them 10,000 times as far.
+    rounded = reference(pattern, clipping=0.1 * (1 + 2**-20))
+    found = ranks.run(branched_in_zero, patterns=[pattern], clipping=0.1, **CELLS[cell])[0][pattern]
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() < 10 * (rounded[name] - weight).norm(), name
+
+
+@pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
+def test_gradients_of_a_step_that_overflowed_do_not_stay(ranks, cell):
+    """Step 2 reaches the branch and overflows, step 3 does not reach it."""
+    pattern, options = "odd steps never", {"dtype": "bfloat16", "overflow": 2}
+    for found in ranks.run(branched_in_zero, patterns=[pattern], **options, **CELLS[cell]):
+        assert_equal(found[pattern], reference(pattern, **options))
+
+
+@pytest.mark.parametrize("cell", STAGES)
+def test_deepspeeds_own_flag_on_parameters(ranks, cell):
+    """Its model of partial training, all of whose matrices carry `use_muon`: the table and the output stay AdamW's."""
+    for found in ranks.run(partial_in_zero, **STAGES[cell]):
+        for (frozen, _), weights in found.items():
+            assert_equal(weights, reference_of_partial(frozen))
+
+
+reference_of_partial = functools.cache(partial)
+
+
+def test_nothing_but_a_table_to_train_is_refused():
+    with pytest.raises(ValueError, match="No parameter of Partial reaches Muon"):
+        build_optimizer(partly_frozen("all but the table"))
+
+
+@pytest.mark.parametrize("kind", [Muon, type("MyMuon", (Muon,), {})])
+def test_the_name_that_deepspeed_sees(kind):
+    """A later DeepSpeed may look at the name in more places; it is hidden in all of them, and is still a Muon."""
+    optimizer = kind([torch.nn.Parameter(torch.ones(3, 4))])
+    hide_name(optimizer)
+    assert isinstance(optimizer, kind)
+    assert "muon" not in type(optimizer).__name__.lower()
+    hide_name(optimizer)
+    assert "muon" not in type(copy.deepcopy(optimizer)).__name__.lower()
+    if kind is Muon:
+        assert type(pickle.loads(pickle.dumps(optimizer))) is OrthogonalizedMomentum
