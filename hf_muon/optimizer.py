@@ -260,9 +260,10 @@ class Muon(Optimizer):
             # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
             may_be_idle = not (complaints or self.state) and all(float(g["lr"]) == 0 for g in self.param_groups)
             if not may_be_idle:
-                step_report.tell_once(self, layout)
+                step_report.tell_once(self, layout, self.partitions)
             self._begin_watch()
-        active = consensus.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
+        with step_report.told_if_refused(self):
+            active = consensus.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
         if active is None:
             self.init_state()
             return []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,50 +12,101 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_muon import diagnostics, forms, update
-from hf_muon.distributed import Shared, is_dtensor, local_of, shape_of
+from hf_muon.distributed import Partition, Partitions, Shared, is_dtensor, local_of, shape_of
+from hf_muon.distributed.zero import Slice
 from hf_muon.momentum import momentum_dtype
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.places import folded
-from hf_muon.preflight import Layout
+from hf_muon.preflight import Layout, Matrix
 from hf_muon.views import views_of
 
 Group = Mapping[str, Any]
+Kinds = dict[tuple[str, ...], int]
+"""Name, parameter, view, gradient and step of each kind of parameter, and how many there are of it."""
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_begun: weakref.WeakKeyDictionary[Optimizer, tuple[Kinds, set[int]]] = weakref.WeakKeyDictionary()
 
 
-def tell_once(optimizer: Optimizer, layout: Layout) -> None:
-    """Log the report on rank 0, once for an optimizer, if the environment asks for it. Talks to no other rank."""
-    if optimizer in _told or not diagnostics.wanted():
-        return
-    _told.add(optimizer)
-    if diagnostics.is_rank_zero():
-        diagnostics.logger().info("%s", report(optimizer.param_groups, layout))
+def tell_once(optimizer: Optimizer, layout: Layout, partitions: Partitions | None = None) -> None:
+    """Log the report on rank 0, once for an optimizer, if the environment asks for it. Talks to no other rank.
 
-
-def report(groups: Sequence[Group], layout: Layout) -> str:
-    """Parameters of one kind, which differ in nothing but the number of their layer, are told together.
+    DeepSpeed ZeRO steps one partition after the other; the report comes with the last one.
 
     Args:
-        groups: param groups, with the gradients that are about to be stepped.
-        layout: of these groups.
+        optimizer: whose step begins.
+        layout: of what stands in its param groups now.
+        partitions: all that a step of ZeRO is made of.
     """
-    kinds: dict[tuple[str, ...], int] = {}
-    for group, places, matrices in zip(groups, layout.places, layout.matrices, strict=True):
-        shapes: dict[int, list[tuple[int, ...]]] = {}
-        for matrix in matrices:
-            shapes.setdefault(matrix.param, []).append(matrix.shape)
-        for i, (param, place, view) in enumerate(zip(group["params"], places, views_of(group), strict=True)):
-            how = _how(group, param, shapes.get(i, []), place)
-            kind = (_name(group, i), _tensor(param), view, _grad(param), how)
-            kinds[kind] = kinds.get(kind, 0) + 1
+    if optimizer in _told or not diagnostics.wanted() or not diagnostics.is_rank_zero():
+        return
+    kinds, stepped = _begun.setdefault(optimizer, ({}, set()))
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not params & stepped:
+        _add(kinds, optimizer.param_groups, layout, partitions or {})
+    stepped |= params
+    if layout.complaints or stepped.issuperset(map(id, partitions or ())):
+        _tell(optimizer, layout.complaints)
+
+
+@contextlib.contextmanager
+def told_if_refused(optimizer: Optimizer) -> Iterator[None]:
+    """Log what there is of a report if the step is refused in here."""
+    try:
+        yield
+    except RuntimeError:
+        if optimizer in _begun:
+            _tell(optimizer, ())
+        raise
+
+
+def _tell(optimizer: Optimizer, complaints: Sequence[str]) -> None:
+    _told.add(optimizer)
+    kinds, _ = _begun.pop(optimizer)
     lines = [f"the first step of Muon, as rank 0 sees it ({_world()}):"]
     for (name, param, view, grad, how), count in kinds.items():
         lines += [f"{name}" + (f"  ({count} of them)" if count > 1 else ""), f"    parameter  {param}"]
         lines += [f"    seen as    {view}"] if view else []
         lines += [f"    gradient   {grad}", f"    step       {how}"]
-    lines += [f"cannot be stepped: {complaint}" for complaint in layout.complaints]
-    return "\n".join(lines)
+    lines += [f"cannot be stepped: {complaint}" for complaint in complaints]
+    diagnostics.logger().info("%s", "\n".join(lines))
+
+
+def _add(kinds: Kinds, groups: Sequence[Group], layout: Layout, partitions: Partitions) -> None:
+    """Parameters of one kind, which differ in nothing but the number of their layer, are told together."""
+    for group, places, matrices in zip(groups, layout.places, layout.matrices, strict=True):
+        for i, (param, place, view) in enumerate(zip(group["params"], places, views_of(group), strict=True)):
+            mine = [matrix for matrix in matrices if matrix.param == i]
+            found: Iterable[tuple[str, ...]]
+            if param in partitions:
+                found = _slices(group, param, place, mine, partitions[param])
+            else:
+                how = _how(group, param, [matrix.shape for matrix in mine], place)
+                found = [(_name(group, i), _tensor(param), view, _grad(param), how)]
+            for kind in found:
+                kinds[kind] = kinds.get(kind, 0) + 1
+
+
+def _slices(
+    group: Group, flat: Tensor, place: Shared | None, matrices: Sequence[Matrix], partition: Partition
+) -> Iterator[tuple[str, ...]]:
+    """The parameters of a flat partition of DeepSpeed ZeRO."""
+    missing = {elements.start for elements in partition.without_gradient()} if partition.without_gradient else set()
+
+    def grad_of(part: Slice) -> str:
+        elements = part.elements(partition.rank)
+        lacks = flat.grad is None or (elements.start in missing and elements.start < elements.stop)
+        return "none" if lacks else f"a slice of one in the same way, {_kind(flat.grad)}"  # type: ignore[arg-type]
+
+    stored = f"a slice in a flat partition of DeepSpeed ZeRO on each of {partition.group.size()} ranks, {_kind(flat)}"
+    for part in partition.slices:
+        shapes = [matrix.shape for matrix in matrices if matrix.name == part.name]
+        how = _how(group, flat, shapes, place)
+        yield folded(part.name), f"{part.shape}, {stored}", part.view.text, grad_of(part), how
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}, {tensor.device}"
 
 
 def _name(group: Group, index: int) -> str:

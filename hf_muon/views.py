@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -110,12 +110,14 @@ class View:
         flat: whether the dims after the first one make the columns.
         axis: the dim that is cut, -2 for rows and -1 for columns; 0 for none.
         parts: where each matrix lies along it; empty for none.
+        text: as it is written.
     """
 
     transposed: bool = False
     flat: bool = False
     axis: int = 0
     parts: tuple[Blocks, ...] = ()
+    text: str = field(default="", compare=False)
 
     def folded(self, stored: Sequence[int]) -> tuple[int, ...]:
         """The shape ``(m, n)`` or ``(B, m, n)`` before it is cut."""
@@ -145,8 +147,8 @@ def parse(text: str) -> View:
         ValueError: a text that is no view.
     """
     found: dict[str, str | None] = {}
-    for field in text.split(", ") if text else ():
-        word, _, sizes = field.partition(" ")
+    for words in text.split(", ") if text else ():
+        word, _, sizes = words.partition(" ")
         if word in found or word not in (*_FLAGS, *_AXES) or (word in _FLAGS) == bool(sizes):
             raise _unreadable(text)
         found[word] = sizes or None
@@ -159,7 +161,7 @@ def parse(text: str) -> View:
             parts = tuple(_blocks(found[axes[0]] or ""))
         except ValueError:
             raise _unreadable(text) from None
-    return View("transposed" in found, "flat" in found, _AXES[axes[0]] if axes else 0, parts)
+    return View("transposed" in found, "flat" in found, _AXES[axes[0]] if axes else 0, parts, text)
 
 
 def _unreadable(text: str) -> ValueError:
