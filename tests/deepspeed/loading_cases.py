@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tests.deepspeed.cases import engine_of, loss_of, tokens_of
+from tests.distributed.kills import dying
 from tests.distributed.training import batches
+
+SAVED_AT = 2
 
 
 def refused_load(rank, load, error=ValueError, **options):
@@ -150,3 +153,31 @@ def failed_save(rank, stage, save, victim, how):
     engine.save_checkpoint(save)
     engine.destroy()
     return text, latest
+
+
+def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
+    """Resume, take a step, save or load, and die on the way if this is the victim.
+
+    Args:
+        part: of the calls that a first save or load takes, after which to die.
+        whole_before: whether to save whole, and take another step, before that.
+    """
+    engine, _ = engine_of(stage=stage)
+    engine.load_checkpoint(path)
+
+    def step():
+        tokens = tokens_of(engine.global_steps, 0, 1, rank, dist.get_world_size())
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+
+    step()
+    if whole_before:
+        engine.save_checkpoint(path)
+        step()
+    act = {"save": engine.save_checkpoint, "load": engine.load_checkpoint}[phase]
+    scratch = f"{path} scratch"
+    engine.save_checkpoint(scratch)
+    with dying() as counter:
+        act(scratch)
+    with dying(int(counter.calls * part) if rank == victim else None, how):
+        act(path)

@@ -170,18 +170,3 @@ def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, vict
 
 def test_where_there_is_no_checkpoint_deepspeed_says_so(ranks, tmp_path):
     assert ranks.run(refused_load, stage=2, load=str(tmp_path)) == [None, None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(fresh, ranks, stage, tmp_path):
-    path = str(tmp_path)
-    ranks.run(train, stage=stage, last=4, save=path)
-    with pytest.raises(AssertionError, match="rank 1: the process died"):
-        fresh(2).run(train, stage=stage, first=4, last=6, load=path, save=path, killed=True)
-    assert (tmp_path / "global_step6").is_dir()  # unfinished, and `latest` names the other
-    straight = ranks.run(train, stage=stage, last=7)
-    resumed = ranks.run(train, stage=stage, first=4, last=7, load=path)
-    for one, other in zip(resumed, straight, strict=True):
-        assert_equal(one, {**other, "losses": other["losses"][4:]})
-        assert_same_state(one, other)

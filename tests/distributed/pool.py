@@ -52,7 +52,7 @@ class Pool:
         return [answer for _, answer in answers]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = self._context()
         path = tempfile.mkdtemp(prefix="hf_muon_pool")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -61,6 +61,9 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+    def _context(self) -> Any:
+        return mp.get_context("spawn")
 
     def close(self, *, kill: bool = False) -> None:
         """End the workers."""

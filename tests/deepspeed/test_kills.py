@@ -1,0 +1,93 @@
+"""A rank that is killed or stopped while it saves or loads: no other one hangs, and `latest` resumes bit-exactly."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.deepspeed.cases import train
+from tests.deepspeed.loading_cases import SAVED_AT, dies
+from tests.deepspeed.test_training import assert_equal, assert_same_state
+from tests.distributed.kills import Mortal
+
+pytestmark = pytest.mark.slow
+
+SEED = 0
+LAST = 5
+
+
+@pytest.fixture(autouse=True)
+def _quiet(recwarn):
+    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """A checkpoint, and the uninterrupted run, for each stage."""
+    runs = {}
+    for stage in (2, 3):
+        path = str(tmp_path_factory.mktemp(f"zero{stage}"))
+        ranks.run(train, stage=stage, last=SAVED_AT, save=path)
+        runs[stage] = path, ranks.run(train, stage=stage, last=LAST)
+    return runs
+
+
+def drawn():
+    """Stage, phase, victim and moment of each death, spread over the whole of a save and of a load."""
+    draw = random.Random(SEED)
+    parts = [(part + draw.random()) / 9 for part in range(9)]
+    return [
+        pytest.param(stage, phase, draw.randrange(2), part, id=f"{stage}-{phase}-{part:.3f}")
+        for phase in ("save", "load")
+        for stage, part in zip((2, 3, 2, 3, 2, 3, 2, 3, 2), parts, strict=True)
+    ]
+
+
+def assert_resumes(ranks, folder, step, straight, stage):
+    resumed = ranks.run(train, stage=stage, first=step, last=len(straight[0]["losses"]), load=str(folder))
+    for mine, theirs in zip(resumed, straight, strict=True):
+        assert_equal(mine, {**theirs, "losses": theirs["losses"][step:]})
+        assert_same_state(mine, theirs)
+
+
+def mortal(timeout):
+    return Mortal(2, timeout, ["tests.deepspeed.loading_cases"])
+
+
+def assert_survived(ranks, saved, folder, victim, stage, timeout, **options):
+    path, straight = saved[stage]
+    shutil.copytree(path, folder)
+    (error,) = mortal(timeout).survivors(dies, victim, stage=stage, path=str(folder), **options)
+    latest = Path(folder, "latest").read_text()
+    # A rank that dies after all have agreed leaves the others, and the checkpoint, whole.
+    assert error is not None or options["phase"] == "load" or latest == f"global_step{SAVED_AT + 1}"
+    step = int(latest.removeprefix("global_step"))
+    assert_resumes(ranks, folder, step, straight, stage)
+    return error
+
+
+@pytest.mark.parametrize(("stage", "phase", "victim", "part"), drawn())
+def test_a_rank_that_is_killed(ranks, saved, stage, phase, victim, part, tmp_path):
+    print(f"seed {SEED}")
+    assert_survived(ranks, saved, tmp_path / "run", victim, stage, 60, phase=phase, part=part, how="killed")
+
+
+@pytest.mark.parametrize(("stage", "phase", "part"), [(2, "save", 0.5), (3, "load", 0.3)])
+def test_a_rank_that_is_stopped(ranks, saved, stage, phase, part, tmp_path):
+    """The others wait for it until the group's time-out, which is half of the pool's."""
+    error = assert_survived(ranks, saved, tmp_path / "run", 1, stage, 30, phase=phase, part=part, how="stopped")
+    assert "imed out" in error
+
+
+def test_twenty_deaths_on_the_way_are_the_uninterrupted_run(ranks, saved, tmp_path):
+    draw, folder = random.Random(SEED), tmp_path / "run"
+    shutil.copytree(saved[2][0], folder)
+    for _ in range(20):
+        options = {"part": draw.random(), "how": "killed", "whole_before": True}
+        mortal(60).survivors(dies, draw.randrange(2), stage=2, path=str(folder), phase="save", **options)
+    step = int((folder / "latest").read_text().removeprefix("global_step"))
+    assert step >= SAVED_AT + 20
+    assert_resumes(ranks, folder, step, ranks.run(train, stage=2, last=step + 1), 2)

@@ -1,0 +1,76 @@
+"""Ranks that are killed or stopped at any moment of what they do, and what the others make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from tests.distributed.pool import Pool
+
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+class Mortal(Pool):
+    """Ranks of which one will not answer. They are forked from a process that has imported what they need.
+
+    Args:
+        modules: to import, before the first Mortal of this process is started.
+    """
+
+    def __init__(self, world_size: int, timeout: float, modules: Sequence[str]) -> None:
+        super().__init__(world_size, timeout)
+        self.modules = list(modules)
+
+    def _context(self) -> Any:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(self.modules)
+        return context
+
+    def survivors(self, function: Any, victim: int, **kwargs: Any) -> list[str | None]:
+        """Errors of `function(rank, victim=victim, **kwargs)` on all ranks but one; None where there was no error.
+
+        Raises:
+            AssertionError: one of them did not end in time.
+        """
+        self._start()
+        for _, pipe in self._workers:
+            pipe.send((function.__module__, function.__qualname__, {"victim": victim, **kwargs}))
+        errors: list[str | None] = []
+        try:
+            for rank, (_, pipe) in enumerate(self._workers):
+                if rank != victim:
+                    assert pipe.poll(self.timeout), f"rank {rank} did not end in {self.timeout} s"
+                    fine, answer = pipe.recv()
+                    errors.append(None if fine else answer)
+        finally:
+            self.close(kill=True)
+        return errors
+
+
+@contextlib.contextmanager
+def dying(at: int | None = None, how: str = "killed") -> Iterator[SimpleNamespace]:
+    """Count the calls of Python functions in here, and end this process at one of them.
+
+    Args:
+        at: the number of the call at which to die; None to live on.
+        how: one of SIGNALS.
+    """
+    counter = SimpleNamespace(calls=0)
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        counter.calls += event == "call"
+        if counter.calls == at:
+            os.kill(os.getpid(), SIGNALS[how])
+
+    sys.setprofile(count)
+    try:
+        yield counter
+    finally:
+        sys.setprofile(None)
