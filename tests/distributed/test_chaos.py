@@ -1,0 +1,47 @@
+"""Random models in random layouts: given equal gradients, bit-equal to one process.
+
+HF_MUON_CHAOS_MODELS sets how many models, HF_MUON_CHAOS_SEED the first one's seed: both are for long runs by hand.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.distributed.chaos import LAYOUTS, Model, compare
+
+MODELS = int(os.environ.get("HF_MUON_CHAOS_MODELS", "200"))
+FIRST = int(os.environ.get("HF_MUON_CHAOS_SEED", "0"))
+# Layouts that each model is tried in, by the number of ranks.
+TRIED = {2: 2, 4: 2}
+PARTS = 4
+
+
+def runs_of(ranks):
+    """Pairs of a seed and a layout, in which layouts take turns."""
+    layouts = LAYOUTS[ranks]
+    return [
+        (seed, layouts[(seed * TRIED[ranks] + k) % len(layouts)])
+        for seed in range(FIRST, FIRST + MODELS)
+        for k in range(TRIED[ranks])
+    ]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_gives_the_bits_of_one_process(pools, ranks, part):
+    for rank, differences in enumerate(pools[ranks].run(compare, runs=runs_of(ranks)[part::PARTS])):
+        assert not differences, f"rank {rank}, {len(differences)} in all: " + "\n".join(differences[:5])
+
+
+def test_the_models_are_of_every_kind():
+    models = [Model(seed) for seed in range(200)]
+    texts = " ".join(map(repr, models))
+    for word in ("rows", "columns", "transposed", "flat", "bfloat16", "float16", "float64", "int8", "'bf16'", "auto"):
+        assert word in texts
+    for ranks in (2, 4):
+        tried = [layout for _, layout in runs_of(ranks)]
+        assert all(tried.count(layout) >= 30 for layout in LAYOUTS[ranks]) or MODELS < 200
+    assert {model.bounds.get("max_bucket_bytes") for model in models} >= {None, 1}
+    assert any(model.missing for model in models)
