@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_muon.cli_output import print_json
+from hf_muon.diagnostics import EVERY, OLD_REPORTS, REPORT
 
-VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_MUON_DIAG")
+VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, *OLD_REPORTS)
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
 
 

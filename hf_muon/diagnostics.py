@@ -5,19 +5,51 @@ from __future__ import annotations
 import logging
 import os
 
-import torch
+REPORT = "HF_MUON_STEP_REPORT"
+EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
+# Older names, which go on working where the ones above are not set. The first one meant both: a report of the first
+# step unless it is off, and metrics every N steps where it is a number above one.
+BOTH = "HF_MUON_DIAG"
+OLD_REPORTS = (BOTH, "LLAMAFACTORY_MUON_DIAG")
 
-# The second name is what LLaMA-Factory users may know from elsewhere.
-VARIABLES = ("HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG")
+
+def report_wanted() -> bool:
+    """Return whether the user has asked for a report of the first step."""
+    text = _text(REPORT)
+    return _is_on(text) if text else any(_is_on(_text(name)) for name in OLD_REPORTS)
 
 
-def wanted() -> bool:
-    """Whether the user has asked for a report of the first step."""
-    return any(os.environ.get(name, "").strip().lower() not in ("", "0", "false", "off", "no") for name in VARIABLES)
+def every_from_environment() -> int:
+    """Return the steps from one line of metrics to the next that the environment asks for; 0 for none.
+
+    Raises:
+        ValueError: text that is no number of steps.
+    """
+    text = _text(EVERY)
+    if text:
+        if not _is_count(text):
+            raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 for never")
+        return int(text)
+    old = _text(BOTH)
+    return int(old) if _is_count(old) and int(old) > 1 else 0
+
+
+def _text(variable: str) -> str:
+    return os.environ.get(variable, "").strip().lower()
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _is_on(text: str) -> bool:
+    return text not in ("", "0", "false", "off", "no")
 
 
 def is_rank_zero() -> bool:
     """Whether this process is the one that speaks; known from the launcher before process groups exist."""
+    import torch
+
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"

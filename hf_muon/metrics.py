@@ -23,18 +23,11 @@ from torch import Tensor
 from hf_muon import diagnostics
 
 FILE = "muon_diagnostics.jsonl"
-VARIABLE = "HF_MUON_DIAG"
 MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank")
 ADAMW_MEASURE = "adamw_update_rms"
 MOST_PARTS = 8  # of one weight that have numbers of their own; of more, as with per_head, the mean stands for all
 _POWER_STEPS = 12
 _CHUNK = 2**22  # elements of AdamW's moments that are looked at together
-
-
-def every_from_environment() -> int:
-    """The N of `HF_MUON_DIAG=N` where it is above one; zero otherwise. One asks for the facts at the start alone."""
-    text = os.environ.get(VARIABLE, "").strip()
-    return int(text) if text.isdigit() and int(text) > 1 else 0
 
 
 # --- measures

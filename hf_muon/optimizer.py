@@ -83,7 +83,7 @@ class Muon(Optimizer):
         replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from
             torch.distributed being initialized.
         diagnostics_every: steps from one line of metrics to the next, written by rank 0; 0 for none, or for what
-            HF_MUON_DIAG says. Weights do not differ by a bit for it.
+            HF_MUON_DIAGNOSTICS_EVERY says. Weights do not differ by a bit for it.
         diagnostics_file: where these lines go; `muon_diagnostics.jsonl` if it is not said.
 
     Raises:
@@ -146,7 +146,7 @@ class Muon(Optimizer):
         self.partitions: Partitions | None = None
         self.being_wrapped = False
         self.wrapped_views: Mapping[Tensor, views.View] = {}
-        every = check_option("diagnostics_every", diagnostics_every) or metrics.every_from_environment()
+        every = check_option("diagnostics_every", diagnostics_every) or diagnostics.every_from_environment()
         file = check_option("diagnostics_file", diagnostics_file)
         self.metrics = metrics.Metrics(every, file) if every and diagnostics.is_rank_zero() else None
         self._watch: metrics.Watch | None = None

@@ -52,7 +52,7 @@ def diagnostics_of(run: Path) -> Path:
     file = run / FILE
     if not file.is_file():
         raise ValueError(
-            f"{run} holds no {FILE}. A run writes it with HF_MUON_DIAG=50 in its environment, or with "
+            f"{run} holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50 in its environment, or with "
             'optim_args: "diagnostics_every=50"'
         )
     return file

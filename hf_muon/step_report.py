@@ -1,4 +1,4 @@
-"""The report of an optimizer's first step, for `HF_MUON_DIAG=1`: what is stored how, and how it will be stepped."""
+"""The report of the first step, for `HF_MUON_STEP_REPORT=1`: what is stored how, and how it will be stepped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tell_once(optimizer: Optimizer, layout: Layout, partitions: Partitions | Non
         layout: of what stands in its param groups now.
         partitions: all that a step of ZeRO is made of.
     """
-    if optimizer in _told or not diagnostics.wanted() or not diagnostics.is_rank_zero():
+    if optimizer in _told or not diagnostics.report_wanted() or not diagnostics.is_rank_zero():
         return
     kinds, stepped = _begun.setdefault(optimizer, ({}, set()))
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -213,7 +213,7 @@ def test_refused(tmp_path):
     file = tmp_path / "run" / FILE
     for path, message in (
         ("lost", "lost does not exist. Name a run's output directory"),
-        (".", f"holds no {FILE}. A run writes it with HF_MUON_DIAG=50"),
+        (".", f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50"),
     ):
         done = report(tmp_path / path)
         assert (done.exit_code, type(done.exception)) == (1, SystemExit)

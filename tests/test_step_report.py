@@ -30,7 +30,7 @@ def told(caplog):
     return lambda: [text for text in caplog.messages if text.startswith("the first step of Muon")]
 
 
-@pytest.mark.parametrize("variable", ["HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG"])
+@pytest.mark.parametrize("variable", ["HF_MUON_STEP_REPORT", "HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG"])
 def test_told_once_with_one_entry_for_each_kind(variable, optimizer, told, monkeypatch):
     monkeypatch.setenv(variable, "1")
     for _ in range(3):

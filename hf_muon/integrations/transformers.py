@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 NAME = "muon"
 MEMBER = "MUON"
 OURS = "_from_hf_muon"
+# What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
+OLDEST = {"transformers": "5.2", "accelerate": "1.8"}
 
 
 def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
@@ -57,6 +60,8 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
 
     @functools.wraps(post_init)
     def checked_post_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
+        if self.optim == NAME:
+            refuse_old_versions()
         post_init(self, *args, **kwargs)
         if self.optim is member:
             config_from_arguments(self)
@@ -74,11 +79,30 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
     return undo
 
 
+def refuse_old_versions() -> None:
+    """Raise where a package is older than what `optim: muon` needs; its first use would fail somewhere else.
+
+    Raises:
+        RuntimeError: the package, its version, and the oldest one that works.
+    """
+    for package, oldest in OLDEST.items():
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        parts = installed.split(".")[:2]
+        if all(part.isdigit() for part in parts) and tuple(map(int, parts)) < tuple(map(int, oldest.split("."))):
+            raise RuntimeError(
+                f"optim: muon needs {package} {oldest} or newer, and {installed} is installed. "
+                f'Run: pip install "{package}>={oldest}"'
+            )
+
+
 def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | None:
     """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for `optim: muon`."""
     handlers = getattr(module, "_OPTIMIZER_HANDLERS", None)
     if handlers is None:
-        return "failed: this transformers has no registry of optimizers; hf_muon needs transformers 5.2 or newer"
+        return f"failed: this transformers has no registry of optimizers; take {OLDEST['transformers']} or newer"
     if handlers.get(NAME) is handle:
         return None
     if NAME in handlers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from transformers import (
 from hf_muon import Muon, build_optimizer, diagnostics
 from hf_muon.integrations import trainer_layout
 from hf_muon.integrations.trainer_layout import replicate_group
+from hf_muon.integrations.transformers import OLDEST
 from hf_muon.ready_groups import MuonOfGroups
 from tests.bounds import beyond_rounding, move
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
@@ -126,6 +128,22 @@ def test_trainer_equals_a_loop_by_hand(tmp_path, trainer_options, loop_options):
         assert a["param_names"] == b["param_names"]
         assert a["use_muon"] == b["use_muon"]
         assert a["weight_decay"] == b["weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "oldest"),
+    [("transformers", "4.57.6", "5.2"), ("transformers", "5.1.0", "5.2"), ("accelerate", "1.7.0", None)],
+)
+def test_packages_that_are_too_old_are_named_at_once(tmp_path, monkeypatch, package, version, oldest):
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else installed(name))
+    words = f"optim: muon needs {package} {oldest or OLDEST[package]} or newer, and {version} is installed. Run: pip"
+    with pytest.raises(RuntimeError, match=words):
+        arguments(tmp_path)
+    line = ["--output_dir", str(tmp_path), "--optim", "muon", "--use_cpu", "true"]
+    with pytest.raises(RuntimeError, match=words):
+        HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+    assert arguments(tmp_path, optim="adamw_torch")
 
 
 def test_bf16_weights(tmp_path):
