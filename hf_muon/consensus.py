@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_muon import checkpoint, gradients
 from hf_muon.config import GROUP_OPTIONS
-from hf_muon.distributed import Shared, is_dtensor
+from hf_muon.distributed import Shared, has_data, is_dtensor
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.preflight import REFUSED, Layout
 
@@ -77,7 +77,10 @@ def agree(
     bits = [param.grad is not None for param in params]
     if not layout.talking:
         stop(complaints)
-        bad, moves = gradients.flags(groups, may_be_idle=may_be_idle).tolist()
+        flags = gradients.flags(groups, may_be_idle=may_be_idle)
+        if not has_data(flags):  # of fake tensors, by which memory is estimated
+            return _by_group(groups, bits)
+        bad, moves = flags.tolist()
         if bad:
             stop(gradients.bad_names(groups), gradients.NOT_FINITE)
         return _by_group(groups, bits) if moves else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_muon import checkpoint, foreign
+from hf_muon import foreign, state_check
 from hf_muon.coefficients import resolve
 from hf_muon.foreign import HALF, Slot
 from hf_muon.foreign_names import as_matrix, few, names_of
@@ -140,7 +140,7 @@ def convert_state_dict(
     step = max([1, *(int(slot.state["step"]) for slot in slots if "step" in slot.state)])
     # Moving averages are in fp32 here; loading them keeps them as `optimizer` does.
     converted = {"state": state, "param_groups": [{**g, "step": step, "momentum_dtype": "auto"} for g in groups]}
-    checkpoint.check_loadable(optimizer.param_groups, converted)
+    state_check.check_loadable(optimizer.param_groups, converted)
     used = tuple(dict.fromkeys(factors.values()))
     other = _differing(_options(slots, source), optimizer)
     return Conversion(converted, form, used, step, carried, {**rerouted, **missing}, other)

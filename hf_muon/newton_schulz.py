@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +83,10 @@ def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.div_(norm.clamp_(min=tiny)).to(dtype)
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+
+
 def newton_schulz(
     matrices: Tensor,
     coefficients: Sequence[Triple],
@@ -104,7 +111,7 @@ def newton_schulz(
     # TF32, which a GPU may make of fp32, has no more bits than fp16.
     few_bits = dtype.itemsize < 4 or matrices.device.type != "cpu"
     lengths = lengths or forms.segments(matrices.shape, len(coefficients), dtype)
-    with torch.autocast(matrices.device.type, enabled=False):
+    with _without_autocast(matrices.device.type):
         x = _normalized(matrices, dtype)  # (B, m, n)
         count, size = x.size(0), min(x.shape[1:])
         rows = rows or forms.rows_at_once(size, dtype, x.device.type)

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon import checkpoint, consensus, diagnostics, gradients, metrics, preflight, step_report, update, views
-from hf_muon.coefficients import resolve
+from hf_muon import (
+    checkpoint,
+    consensus,
+    copies,
+    diagnostics,
+    empty_steps,
+    gradients,
+    loading,
+    metrics,
+    preflight,
+    step_report,
+    update,
+    views,
+)
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
-from hf_muon.distributed import Executor, Partitions, Piece, accelerator, local_of, shape_of, storage_complaint
-from hf_muon.momentum import Quantized
-from hf_muon.newton_schulz import MAX_BATCH_BYTES, Orthogonalizer, compute_dtype
+from hf_muon.distributed import (
+    Executor,
+    Partitions,
+    accelerator,
+    has_data,
+    local_of,
+    shape_of,
+    storage_complaint,
+)
+from hf_muon.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.step import Watched, adamw_step, muon_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from hf_muon.distributed.base import Observer
-    from hf_muon.distributed.ownership import Unit
 
 Group = dict[str, Any]
 
@@ -143,16 +160,21 @@ class Muon(Optimizer):
             accelerator()
         self.accept_rerouted: bool = check_option("accept_rerouted", accept_rerouted)
         self.replicate_group = replicate_group
+        self.diagnostics_every: int = check_option("diagnostics_every", diagnostics_every)
+        self.diagnostics_file: str | None = check_option("diagnostics_file", diagnostics_file)
+        self._begin()
+        super().__init__(params, defaults)
+
+    def _begin(self) -> None:
+        """Set what an optimizer, or a copy of one, has not before its first step."""
         self.partitions: Partitions | None = None
         self.being_wrapped = False
         self.wrapped_views: Mapping[Tensor, views.View] = {}
-        every = check_option("diagnostics_every", diagnostics_every) or diagnostics.every_from_environment()
-        file = check_option("diagnostics_file", diagnostics_file)
-        self.metrics = metrics.Metrics(every, file) if every and diagnostics.is_rank_zero() else None
+        every = self.diagnostics_every or diagnostics.every_from_environment()
+        self.metrics = metrics.Metrics(every, self.diagnostics_file) if every and diagnostics.is_rank_zero() else None
         self._watch: metrics.Watch | None = None
         self._watched_step = 0
         self._layouts: dict[tuple[int, ...], preflight.Layout] = {}
-        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; checked before it is added.
@@ -162,6 +184,8 @@ class Muon(Optimizer):
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
         own = dict(param_group)
+        if not own.get("differentiable"):
+            own.pop("differentiable", None)  # of groups that torch has loaded in an older version
         for name in own:
             if name in GROUP_OPTIONS:
                 own[name] = check_option(name, own[name])
@@ -169,9 +193,10 @@ class Muon(Optimizer):
                 raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
         if not isinstance(own.get("use_muon", True), bool):
             raise ValueError(f"use_muon={own['use_muon']!r} is not valid. Valid: true or false")
-        own.setdefault("step", 0)
         before = len(self.param_groups)
         super().add_param_group(own)
+        if not any(param in self.state for param in own["params"]):
+            own["step"] = 0  # of a loaded optimizer's group, perhaps, whose moments are not here
         try:
             self._check_group(self.param_groups[before])
         except Exception:
@@ -267,6 +292,8 @@ class Muon(Optimizer):
         if active is None:
             self.init_state()
             return []
+        if self.partitions is None and not any(active):
+            empty_steps.warn_once(self)
         return [
             (group, indices, matrices, executors)
             for group, indices, matrices, executors in zip(
@@ -288,7 +315,8 @@ class Muon(Optimizer):
         return complaints
 
     def _begin_watch(self) -> None:
-        if self.metrics is not None:
+        self._watch = None
+        if self.metrics is not None and self._has_data():
             # ZeRO-3 empties the groups that it does not step now, and has stepped some of them already.
             first = next(group for group in self.param_groups if group["params"])
             self._watched_step = first["step"] + 1
@@ -318,12 +346,20 @@ class Muon(Optimizer):
             if self._is_last(group):
                 group["step"] = number
             if group["use_muon"]:
-                self._muon_step(group, number, indices, matrices, executors)
+                work = (number, indices, matrices, executors, self.max_batch_bytes)
+                muon_step(group, self.state, *work, self._watched())
             else:
-                self._adamw_step(group, indices)
+                adamw_step(group, self.state, indices, self._watched())
         if self.metrics is not None:
             self.metrics.end(self._watched_step, whole=self._all_stepped())
         return loss
+
+    def _has_data(self) -> bool:
+        """Whether there is something to measure; estimators of memory step on the meta device, or fake tensors."""
+        return all(has_data(local_of(param)) for group in self.param_groups for param in group["params"][:1])
+
+    def _watched(self) -> Watched | None:
+        return None if self._watch is None else Watched(self._watch, self.param_groups, self.partitions is not None)
 
     def _all_stepped(self) -> bool:
         """Whether a watched step is over; ZeRO takes it partition by partition."""
@@ -359,115 +395,6 @@ class Muon(Optimizer):
                     )
         self.init_state()
 
-    def _muon_step(
-        self,
-        group: Group,
-        number: int,
-        indices: list[int],
-        matrices: list[preflight.Matrix],
-        executors: list[Executor],
-    ) -> None:
-        coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
-        active = {k: matrix for k, matrix in enumerate(matrices) if matrix.param in indices}
-        stored = {i: group["params"][i] for i in indices}
-        local = {i: local_of(param) for i, param in stored.items()}
-        local_buffers = {i: local_of(self.state[param]["momentum_buffer"]) for i, param in stored.items()}
-        local_scales = {
-            i: local_of(self.state[p]["momentum_scale"]) for i, p in stored.items() if "momentum_scale" in self.state[p]
-        }
-        local_grads = {i: gradients.local_grad(param) for i, param in stored.items()}
-        params = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
-        buffers = {k: matrix.of(local_buffers[matrix.param]) for k, matrix in active.items()}
-        grads = {k: matrix.of(local_grads[matrix.param]) for k, matrix in active.items()}
-        scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in active.items()}
-
-        options = {"momentum": group["momentum"], "nesterov": group["nesterov"], "step": number}
-        # Blocks of codes move at once, whatever pieces they are orthogonalized in.
-        quantized = {i: Quantized(local_buffers[i], found) for i, found in local_scales.items()}
-        for i, kept in quantized.items():
-            kept.move_(local_grads[i], group["momentum"])
-
-        def updates_of(pieces: Sequence[Piece]) -> list[Tensor]:
-            some = [piece.of(grads[piece.param]) for piece in pieces]
-            if not quantized:
-                return update.muon_updates(some, [piece.of(buffers[piece.param]) for piece in pieces], **options)
-            updates: list[Tensor] = []
-            for piece, grad in zip(pieces, some, strict=True):
-                i = active[piece.param].param
-                if i not in quantized:
-                    updates += update.muon_updates([grad], [piece.of(buffers[piece.param])], **options)
-                    continue
-                found = _values_of(quantized[i], piece)
-                updates += (
-                    update.look_ahead([grad.float()], [found], momentum=group["momentum"])
-                    if group["nesterov"]
-                    else [found]
-                )
-            return updates
-
-        names: dict[int, str] = {}
-        if self._watch is not None:
-            names = self._names_of(group, matrices)
-            self._watch.muon(names, {k: matrix.shape for k, matrix in enumerate(matrices)}, float(group["lr"]))
-        for executor in executors:
-            executor.observer = None if self._watch is None else _observer(self._watch, names)
-            dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
-            orthogonalizer = Orthogonalizer(coefficients, dtype, self.max_batch_bytes)
-            for pieces, directions in executor.directions(active, updates_of, orthogonalizer):
-                if self._watch is not None:
-                    for piece, direction in zip(pieces, directions, strict=True):
-                        self._watch.direction(names[piece.param], direction, scales[piece.param])
-                        del direction
-                update.apply_directions_(
-                    [piece.of(params[piece.param]) for piece in pieces],
-                    directions,
-                    lr=float(group["lr"]),
-                    weight_decay=group["weight_decay"],
-                    scales=[scales[piece.param] for piece in pieces],
-                )
-                del directions  # before the next ones are made
-        if self._watch is not None:
-            for k, buffer in buffers.items():
-                i = active[k].param
-                self._watch.momentum(names[k], quantized[i].values() if i in quantized else buffer)
-
-    def _adamw_step(self, group: Group, indices: list[int]) -> None:
-        params = [group["params"][i] for i in indices]
-        states = [self.state[param] for param in params]
-        update.adamw_(
-            [local_of(param) for param in params],
-            [gradients.local_grad(param) for param in params],
-            [local_of(state["exp_avg"]) for state in states],
-            [local_of(state["exp_avg_sq"]) for state in states],
-            [state["step"] for state in states],
-            lr=float(group["lr"]),
-            betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
-            eps=group["adamw_eps"],
-            weight_decay=group["weight_decay"],
-        )
-        if self._watch is not None:
-            for i, state in zip(indices, states, strict=True):
-                local = {key: local_of(value) for key, value in state.items()}
-                name = self._names_of(group, [preflight.Matrix(i, shape_of(group["params"][i]))])[0]
-                self._watch.adamw(name, local, group["adamw_betas"], group["adamw_eps"], float(group["lr"]))
-
-    def _names_of(self, group: Group, matrices: Sequence[preflight.Matrix]) -> dict[int, str]:
-        """A name for each matrix: its parameter's, numbered where a parameter is seen as a few matrices."""
-        names = list(group.get("param_names") or [])
-        if self.partitions is not None:
-            names = [f"{len(names)} parameters, weight decay {group['weight_decay']:g}"] * len(group["params"])
-        elif not names:
-            number = next(k for k, other in enumerate(self.param_groups) if other is group)
-            names = [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
-        given = [matrix.name or names[matrix.param] for matrix in matrices]
-        parts = Counter(given)
-        seen: Counter[str] = Counter()
-        found = {}
-        for k, name in enumerate(given):
-            found[k] = f"{name}[{seen[name]}]" if 1 < parts[name] <= metrics.MOST_PARTS else name
-            seen[name] += 1
-        return found
-
     def state_dict(self) -> dict[str, Any]:
         """The state, as in torch.
 
@@ -491,69 +418,42 @@ class Muon(Optimizer):
             ValueError: state of another optimizer, of other parameters or another routing, or with moments missing;
                 every complaint at once, on all ranks alike, and nothing was changed.
         """
-        seen: dict[str, Any] = {}
-        # How parameters are seen as matrices is decided by the model, and moments do not depend on it.
-        own_views = [group.get("views") for group in self.param_groups]
-        own_momentum = [group["momentum_dtype"] for group in self.param_groups]
+        before = {"state": self.state, "param_groups": self.param_groups}  # torch replaces both
+        own = loading.own_options(self.param_groups)
+        checked: dict[str, Any] = {}
+        notices: list[loading.Notice] = []
+        agreed = False
 
-        def check(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            if self.accept_rerouted:
-                state_dict = checkpoint.reroute(self.param_groups, state_dict)
-            complaints = list(checkpoint.load_complaints(self.param_groups, state_dict))
-            checkpoint.refuse_load(consensus.complaints_of_all(self.param_groups, complaints))
-            seen.update(state_dict)
-            changed = checkpoint.changed_options(self.param_groups, state_dict)
-            if changed and diagnostics.is_rank_zero():
-                diagnostics.logger().warning(
-                    "the checkpoint's options win over those of this run, as in any torch optimizer: %s", changed
-                )
-            changed = checkpoint.changed_momentum(self.param_groups, state_dict)
-            if changed and diagnostics.is_rank_zero():
-                diagnostics.logger().info("momentum is converted: %s", changed)
-            changed = checkpoint.changed_views(self.param_groups, state_dict)
-            if changed and diagnostics.is_rank_zero():
-                diagnostics.logger().warning("from here on, other matrices than before are orthogonalized: %s", changed)
-            return state_dict
+        def check(optimizer: Optimizer, state_dict: Any) -> dict[str, Any]:
+            nonlocal agreed, checked, notices
+            agreed = True
+            checked, notices = loading.check(self.param_groups, state_dict, accept_rerouted=self.accept_rerouted)
+            return checked
 
         # Registered last, so that it sees what the user's own hooks have made of the state.
         handle = self.register_load_state_dict_pre_hook(check)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else check(self, state_dict))
+            loading.restore_(self.param_groups, self.state, checked, own)
+        except BaseException as error:
+            self.__dict__.update(before)
+            if not agreed and isinstance(error, Exception):
+                loading.tell_other_ranks(self.param_groups, error)
+            raise
         finally:
             handle.remove()
-        for group, kept in zip(self.param_groups, own_momentum, strict=True):
-            group["momentum_dtype"] = kept
-        checkpoint.restore_storage_(self.param_groups, self.state, seen)
-        for group, own in zip(self.param_groups, own_views, strict=True):
-            # Some ways of saving turn tuples into lists.
-            group.update({name: check_option(name, group[name]) for name in GROUP_OPTIONS})
-            group.pop("views", None)
-            if own is not None:
-                group["views"] = own
+        loading.log(notices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of.
+
+        Raises:
+            RuntimeError: DeepSpeed steps with this optimizer; when it is pickled, it has a `replicate_group`.
+        """
+        return {**super().__getstate__(), **copies.carried(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "_layouts"):  # a copied or unpickled optimizer
-            self._layouts, self.wrapped_views, self.being_wrapped = {}, {}, False
-            self.partitions = self.replicate_group = self.metrics = self._watch = None
-            self.max_bucket_bytes, self.max_batch_bytes = MAX_BUCKET_BYTES, MAX_BATCH_BYTES
-            self.comm_dtype, self.offload_compute, self.accept_rerouted = "fp32", "auto", False
-        for group in self.param_groups:
-            group.setdefault("step", 0)
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
-
-
-def _values_of(kept: Quantized, piece: Piece) -> Tensor:
-    """The momentum of a piece, in fp32."""
-    if piece.cut is None or piece.cut.dim < kept.codes.ndim - 1:
-        return Quantized(piece.of(kept.codes), piece.of(kept.scales)).values()
-    return piece.cut.of(kept.values(piece.local))  # columns cut blocks
-
-
-def _observer(watch: metrics.Watch, names: dict[int, str]) -> Observer:
-    def observe(unit: Unit, updates: Tensor, directions: Tensor) -> None:
-        runs = [(names[run.param], run.stop - run.start) for run in unit.runs]
-        watch.orthogonalized(runs, updates, directions)
-
-    return observe
+        if "_layouts" not in self.__dict__:  # a copied or unpickled optimizer, not one that torch loads state into
+            copies.complete_(self)
+            self._begin()

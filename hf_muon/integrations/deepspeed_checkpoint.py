@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.checkpoint import load_complaints
 from hf_muon.consensus import together
 from hf_muon.distributed.agreement import exchange_texts, root_group
 from hf_muon.integrations.deepspeed_files import DamagedError, check_file, read, read_checksums, stages_of
@@ -24,6 +23,7 @@ from hf_muon.integrations.deepspeed_layout import is_swapped
 from hf_muon.integrations.deepspeed_order import differing_masters, few, moved, options_to_set
 from hf_muon.integrations.deepspeed_saving import OURS, binder, swap_folder
 from hf_muon.optimizer import Muon
+from hf_muon.state_check import load_complaints
 
 WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
 WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"

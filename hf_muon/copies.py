@@ -1,0 +1,56 @@
+"""What `copy.deepcopy` and pickle carry of a `Muon` besides what torch does, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hf_muon.config import OPTIMIZER_OPTIONS, MuonConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_GROUP = "replicate_group"
+
+
+class _OfThisProcess:
+    """A process group: copies share it, and no pickle can hold it."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfThisProcess:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError(
+            "A Muon with a replicate_group cannot be pickled: process groups live in their process. Save its "
+            "state_dict(), and build the optimizer again with the process group of the process that loads it"
+        )
+
+
+def carried(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes that a copy takes over.
+
+    Raises:
+        RuntimeError: DeepSpeed steps with this optimizer, and would not with the copy.
+    """
+    if optimizer.partitions is not None or optimizer.being_wrapped:
+        raise RuntimeError(
+            "A Muon that DeepSpeed steps with cannot be copied or pickled: its parameters are partitions of the "
+            "engine. Save with engine.save_checkpoint"
+        )
+    group = optimizer.replicate_group
+    options = {name: getattr(optimizer, name) for name in OPTIMIZER_OPTIONS}
+    return {**options, _GROUP: None if group is None else _OfThisProcess(group)}
+
+
+def complete_(optimizer: Any) -> None:
+    """Give a copy its attributes; pickles of older versions do not hold them."""
+    for name in OPTIMIZER_OPTIONS:
+        optimizer.__dict__.setdefault(name, getattr(MuonConfig, name))
+    group = optimizer.__dict__.get(_GROUP)
+    optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group
+    for param_group in optimizer.param_groups:
+        for name, default in (*optimizer.defaults.items(), ("step", 0)):
+            if name != "differentiable":  # torch's, and no option of a group
+                param_group.setdefault(name, default)

@@ -1,0 +1,98 @@
+"""Copies and pickles of an optimizer keep its options, or are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_muon import Muon
+from hf_muon.config import OPTIMIZER_OPTIONS, MuonConfig
+
+OTHER = {
+    "max_bucket_bytes": 12345,
+    "max_batch_bytes": 54321,
+    "comm_dtype": "bf16",
+    "offload_compute": "cpu",
+    "accept_rerouted": True,
+    "diagnostics_every": 3,
+    "diagnostics_file": "elsewhere.jsonl",
+}
+
+
+def stepped(**options):
+    torch.manual_seed(0)
+    weights, rest = [nn.Parameter(torch.randn(9, 20)) for _ in range(2)], [nn.Parameter(torch.randn(7))]
+    optimizer = Muon([{"params": weights}, {"params": rest, "use_muon": False}], ns_dtype="fp32", **options)
+    run(optimizer)
+    return optimizer
+
+
+def params(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def run(optimizer, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params(optimizer):
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+
+
+def pickled(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled, copy.copy])
+def test_every_option_is_carried_over(way, tmp_path):
+    """Also those that are added some day: the test knows another value of each."""
+    other = {**OTHER, "diagnostics_file": str(tmp_path / "elsewhere.jsonl")}
+    assert other.keys() == OPTIMIZER_OPTIONS.keys()
+    assert all(value != getattr(MuonConfig, name) for name, value in other.items())
+    optimizer = stepped(**other)
+    twin = way(optimizer)
+    assert {name: getattr(twin, name) for name in other} == other
+    assert twin.metrics.every == 3
+    assert str(twin.metrics.file) == other["diagnostics_file"]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
+def test_a_copy_steps_alike(way, momentum_dtype):
+    optimizer = stepped(momentum_dtype=momentum_dtype, max_batch_bytes=1)
+    twin = way(optimizer)
+    for seed in (1, 2):
+        run(optimizer, seed)
+        run(twin, seed)
+    assert all(torch.equal(a, b) for a, b in zip(params(optimizer), params(twin), strict=True))
+
+
+def test_a_load_does_not_reset_options():
+    optimizer = stepped(**OTHER)
+    optimizer.load_state_dict(stepped().state_dict())
+    assert {name: getattr(optimizer, name) for name in OTHER} == OTHER
+
+
+def test_a_process_group_is_shared_by_copies_and_in_no_pickle():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = stepped(replicate_group=dist.group.WORLD)
+        assert copy.deepcopy(optimizer).replicate_group is dist.group.WORLD
+        with pytest.raises(RuntimeError, match=r"replicate_group cannot be pickled.*state_dict\(\)"):
+            pickle.dumps(optimizer)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_what_deepspeed_steps_with_is_not_copied(way):
+    optimizer = stepped()
+    optimizer.partitions = {}
+    with pytest.raises(RuntimeError, match=r"DeepSpeed steps with cannot be copied.*engine.save_checkpoint"):
+        way(optimizer)
+    optimizer.partitions = None
+    way(optimizer)
