@@ -8,7 +8,8 @@ usage() {
 Usage: scripts/run_ulysses.sh [--flag value ...] [-- --key value ...]
 
 Trains with sequences shared among ranks (Ulysses) and Muon. What would train wrong is refused before it starts.
-Each flag can be given as an environment variable; flags win. What follows -- replaces keys of CONFIG.
+Each flag can be given as an environment variable; flags win. What follows -- replaces keys of CONFIG: --key value,
+key=value, or --key alone for true.
 
   --engine   ENGINE    hf: transformers' Trainer with DeepSpeed's sequence parallel, on CUDA, or on the CPU with gloo
                        llamafactory: LLaMA-Factory v1 with FSDP2, on CUDA                     (default: hf)
@@ -21,9 +22,13 @@ Each flag can be given as an environment variable; flags win. What follows -- re
 
 Also read: NODE_RANK (0), MASTER_ADDR (127.0.0.1) and MASTER_PORT (29500; a free one on one node) for several nodes,
 PYTHON (python), TRAIN (examples/train.py; a Trainer script of yours that takes CONFIG first).
+Paths in CONFIG are relative to the current folder; a DeepSpeed config that is not there is taken from this repository.
 
-  NPROC=8 CONFIG=examples/yaml/trainer_qwen3_ulysses.yaml scripts/run_ulysses.sh -- --data_path my_texts
-  scripts/run_ulysses.sh --nproc 2 --sp-size 2 -- --use_cpu true --bf16 false
+On 8 GPUs, and on the CPU:
+
+  NPROC=8 scripts/run_ulysses.sh -- --data_path my_pairs.jsonl
+  scripts/run_ulysses.sh --nproc 2 --sp-size 2 -- --use_cpu --bf16 false --attn_implementation sdpa --block_size 512 \
+    --model_name_or_path Qwen/Qwen3-0.6B --data_path my_pairs.jsonl
 HELP
 }
 
@@ -50,19 +55,31 @@ engine=${ENGINE:-hf} python=${PYTHON:-python} config=${CONFIG:-}
 [[ $engine != hf || $config ]] || config=$root/examples/yaml/trainer_qwen3_ulysses.yaml
 [[ $config ]] || fail "CONFIG is missing: name a YAML file of LLaMA-Factory v1"
 
+code=0
 settings=$("$python" -m hf_muon.integrations.ulysses_launch "$engine" --nproc "${NPROC:-}" --nnodes "${NNODES:-}" \
-  --sp-size "${SP_SIZE:-}" --config "$config" -- "$@")
-while IFS='=' read -r name value; do export "$name=$value"; done <<<"$settings"
+  --sp-size "${SP_SIZE:-}" --config "$config" --root "$root" --train "${TRAIN:-}" -- "$@") || code=$?
+case $code in
+  0) ;;
+  2 | 130) exit "$code" ;;  # it has said why; it was interrupted
+  *) fail "PYTHON=$python did not run the check. Activate the environment with torch and hf_muon, or name its python in PYTHON" ;;
+esac
+words=()
+while IFS= read -r line; do
+  case $line in
+    WORD=*) words+=("${line#WORD=}") ;;
+    *) export "${line?}" ;;
+  esac
+done <<<"$settings"
 
 if [[ $engine == hf ]]; then
   nodes=(--standalone)
   ((NNODES == 1)) || nodes=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"
     --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
   command=("$python" -m torch.distributed.run "${nodes[@]}" --nproc-per-node "$NPROC"
-    "${TRAIN:-$root/examples/train.py}" "$config" "$@")
+    "${TRAIN:-$root/examples/train.py}" "$config" "${words[@]}")
 else
   export NPROC_PER_NODE=$NPROC
-  command=(llamafactory-cli sft "$config" "$@")
+  command=(llamafactory-cli sft "$config" "${words[@]}")
 fi
 if [[ $dry_run ]]; then
   echo "$settings"

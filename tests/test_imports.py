@@ -48,6 +48,7 @@ ORDER = [
     ],
     ["integrations.deepspeed_layout"],
     ["integrations.deepspeed_order", "integrations.deepspeed_saving"],
+    ["integrations.overrides"],
     ["integrations.deepspeed_checkpoint"],
     ["integrations.deepspeed"],
     ["integrations.accelerate", "integrations.trainer_layout"],
@@ -78,8 +79,9 @@ ALSO = {
     "integrations.trainer_layout": {"transformers", "accelerate"},
     "integrations.training_file": {"transformers", "accelerate", "yaml"},
     "integrations.transformers": {"transformers"},
+    "integrations.overrides": {"yaml"},
     "integrations.ulysses": {"transformers", "deepspeed"},
-    "integrations.ulysses_launch": {"transformers", "accelerate", "yaml"},
+    "integrations.ulysses_launch": {"transformers", "accelerate"},
 }
 
 

@@ -1,25 +1,33 @@
-"""What `scripts/run_ulysses.sh` asks before it launches: `python -m hf_muon.integrations.ulysses_launch ENGINE ...`.
+"""The check before a launch of `scripts/run_ulysses.sh`: `python -m hf_muon.integrations.ulysses_launch ENGINE ...`.
 
-Standard output has one NAME=VALUE a line for the launched processes' environment. What would not start, or would start
-and train wrong without a word, is told on standard error, sentence by sentence, with exit status 2.
+Standard output has one NAME=VALUE a line for the launched processes' environment, and one WORD=TEXT for each word of
+their command line. What would not start, or would start and train wrong without a word, is printed on standard error,
+sentence by sentence, with exit status 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import importlib.util
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_muon.integrations.overrides import (
+    Override,
+    Settings,
+    as_assignments,
+    as_options,
+    read_overrides,
+    read_settings,
+)
 from hf_muon.integrations.ulysses import model_complaints
 
 ENGINES = ("hf", "llamafactory")
-Settings = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +39,16 @@ class Run:
         sp_size: ranks that share a sequence.
         ranks: of all nodes.
         cuda: GPUs that torch sees here; 0 for the CPU.
+        overrides: what the command line says, for the launched processes to read again.
+        script: the Trainer script of this repository, if that is launched.
     """
 
     settings: Settings
     sp_size: int
     ranks: int
     cuda: int
+    overrides: Sequence[Override] = ()
+    script: Path | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting, where an empty one counts as left out."""
@@ -68,25 +80,18 @@ def _hf_complaints(run: Run) -> Iterator[str]:
     if missing:
         yield f"{', '.join(missing)} is not installed: pip install 'hf_muon[deepspeed]'"
         return
-    from accelerate.parallelism_config import ParallelismConfig  # type: ignore[import-untyped]
-
-    from hf_muon.integrations.deepspeed import config_complaints
-
-    if "sp_size" not in {field.name for field in dataclasses.fields(ParallelismConfig)}:
+    if not knows_sequence_parallel():
         yield "this accelerate knows no sequence parallel: take 1.12 or newer"
     if run.get("optim") != "muon":
         yield f"optim: {run.get('optim')}. Say optim: muon; other optimizers' gradients are not corrected"
     if not run.cuda and run.ranks != run.sp_size:
         yield f"gloo needs SP_SIZE = NPROC * NNODES on the CPU, and these are {run.sp_size} and {run.ranks}"
-    try:
-        config = _mapping(run.get("deepspeed"), "deepspeed")
-    except ValueError as error:
-        yield str(error)
+    if run.get("deepspeed") is None:
+        yield "deepspeed is missing: name a DeepSpeed config, such as examples/deepspeed/zero2.json"
     else:
-        for complaint in config_complaints(config):
-            yield f"Muon does not run with this DeepSpeed config: {complaint}"
-    if run.get("label_smoothing_factor"):
-        yield "label_smoothing_factor is ignored under sequence parallel. Leave it out"
+        yield from _refusals({**run.settings, "parallelism_config": {"sp_size": run.sp_size}})
+    if run.script is not None:
+        yield from _script_complaints(run, run.script)
     attention = run.get("attn_implementation", "sdpa")
     yield from _flash_complaints(run, attention)
     if str(attention).startswith("flash") and not (run.get("bf16") or run.get("fp16")):
@@ -104,6 +109,7 @@ def _llamafactory_complaints(run: Run) -> Iterator[str]:
     if attention != "flash_attention_2":
         yield f"flash_attn: {attention}. LLaMA-Factory's Ulysses acts in flash attention only: flash_attention_2"
     yield from _flash_complaints(run, "flash_attention_2")
+    yield from _unknown_keys(run.settings, v1_keys())
     if _part(run, "optim_config").get("name") != "muon":
         yield "optim_config has another name than muon. Say optim_config: {name: muon}"
     distributed = _part(run, "dist_config")
@@ -112,6 +118,8 @@ def _llamafactory_complaints(run: Run) -> Iterator[str]:
             "dist_config is not fsdp2: every rank would train on the gradient of its own part of the sequences, with a "
             "loss that looks as usual. Say dist_config: {name: fsdp2}"
         )
+    else:
+        yield from _refusals(run.settings)
     at_top = cp_keys_at_top()
     home = "the top level" if at_top else "dist_config"
     here, there = (run.settings, distributed) if at_top else (distributed, run.settings)
@@ -123,6 +131,60 @@ def _llamafactory_complaints(run: Run) -> Iterator[str]:
     if here.get("cp_mode", "ulysses") != "ulysses":
         yield f"cp_mode: {here['cp_mode']} is not Ulysses. Say cp_mode: ulysses"
     yield from _model_complaints(run, "model", "flash_attention_2", "cutoff_len")
+
+
+def _refusals(settings: Settings) -> Iterator[str]:
+    """Yield what the run itself would refuse of its options and its layout."""
+    from hf_muon.integrations.training_file import optimizer_of, options_of, refusals
+    from hf_muon.integrations.transformers import NAME
+
+    try:
+        if optimizer_of(settings) == NAME:
+            options_of(settings)
+            yield from refusals(settings)
+    except (ValueError, RuntimeError) as error:
+        yield str(error)
+
+
+def _script_complaints(run: Run, script: Path) -> Iterator[str]:
+    """Yield what the Trainer script of this repository would refuse on every rank, by its own parser."""
+    parser, keys = _parser_of(script)
+    yield from _unknown_keys(run.settings, keys)
+    data = run.get("data_path")
+    if data and not Path(str(data)).exists():
+        yield f"data_path: {data} does not exist, seen from {Path.cwd()}"
+    bare = {key for key, text in run.overrides if text is None}
+    for key, value in run.settings.items():
+        if key in keys and isinstance(value, (str, int, float)):  # mappings may stand in a file alone
+            word = f"--{key}" if key in bare else f"--{key}={value}"
+            try:
+                parser.parse_args([word])
+            except ValueError as error:
+                yield f"{word}: {error}"
+
+
+def _parser_of(script: Path) -> tuple[argparse.ArgumentParser, set[str]]:
+    """Return the parser of the script's arguments, whose errors are raised, and the keys that it knows."""
+    from transformers import HfArgumentParser, TrainingArguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ValueError(message)
+
+    spec = importlib.util.spec_from_file_location("run_ulysses_script", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the names in their annotations
+    spec.loader.exec_module(module)
+    kinds: tuple[Any, ...] = (module.ScriptArguments, TrainingArguments)
+    return Parser(kinds), {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+
+def _unknown_keys(settings: Settings, known: Collection[str]) -> Iterator[str]:
+    for key in sorted(settings.keys() - set(known)) if known else ():
+        near = difflib.get_close_matches(key, known, n=1)
+        yield f"{key} is not a setting of this run." + (f" Did you mean {near[0]}?" if near else "")
 
 
 def _flash_complaints(run: Run, attention: str) -> Iterator[str]:
@@ -154,6 +216,27 @@ def _model_complaints(run: Run, key: str, attention: str, length_key: str) -> It
         yield f"{length_key}: {length} is longer than the {most} positions that the model knows"
 
 
+def knows_sequence_parallel() -> bool:
+    """Return whether the installed accelerate has sequence parallel."""
+    from accelerate.parallelism_config import ParallelismConfig  # type: ignore[import-untyped]
+
+    return "sp_size" in {field.name for field in dataclasses.fields(ParallelismConfig)}
+
+
+def v1_keys() -> set[str]:
+    """Return the keys that the installed LLaMA-Factory v1 knows; none where it cannot be imported."""
+    kinds = {"model": "Model", "data": "Data", "training": "Training", "sample": "Sample"}
+    try:
+        modules = {kind: importlib.import_module(f"llamafactory.v1.config.{name}_args") for name, kind in kinds.items()}
+    except ImportError:
+        return set()
+    return {
+        field.name
+        for kind, module in modules.items()
+        for field in dataclasses.fields(getattr(module, f"{kind}Arguments"))
+    }
+
+
 def cp_keys_at_top() -> bool:
     """Whether this LLaMA-Factory reads `cp_size` at the top level, as newer ones do, or in `dist_config` (0.9.5)."""
     module = importlib.import_module("llamafactory.v1.config.training_args")
@@ -167,20 +250,6 @@ def _installed(name: str) -> bool:
 def _part(run: Run, key: str) -> Mapping[str, Any]:
     found = run.get(key, {})
     return found if isinstance(found, Mapping) else {}
-
-
-def _mapping(value: Any, key: str) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    if value is None:
-        raise ValueError(f"{key} is missing: name a DeepSpeed config, such as examples/deepspeed/zero2.json")
-    try:
-        found = json.loads(Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}: {value} cannot be read: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{key}: {value} holds no object")
-    return found
 
 
 # --- what is launched
@@ -199,68 +268,83 @@ def environment(engine: str, run: Run) -> dict[str, str]:
     return found if run.cuda else {**found, "DS_ACCELERATOR": "cpu"}
 
 
-def read_settings(path: str, overrides: Sequence[str]) -> Settings:
-    """A YAML file, and what the command line puts in the place of its values: `--key value` or `key=value`.
+def words(engine: str, run: Run) -> list[str]:
+    """Return what the command line says, as the launched program reads it.
 
     Raises:
-        ValueError: a file that cannot be read, or something on the command line that is neither.
+        ValueError: a line break.
     """
-    import yaml
+    written = as_options(run.overrides) if engine == "hf" else as_assignments(run.overrides)
+    if broken := [word for word in written if "\n" in word]:
+        raise ValueError(f"{broken[0]!r} holds a line break. Write it into CONFIG")
+    return written
 
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"CONFIG={path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"CONFIG={path} does not hold keys and values")
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not equals:
-            if not word.startswith("--") or not words or words[0].startswith("--"):
-                raise ValueError(f"{word!r} is neither --key value nor key=value")
-            value = words.pop(0)
-        target = settings
-        *parents, key = key.split(".")  # dist_config.name=fsdp2, as LLaMA-Factory writes it
-        for parent in parents:
-            target = target.setdefault(parent, {})
-        target[key] = yaml.safe_load(value)
-    return settings
+
+def _run_of(asked: argparse.Namespace, overrides: list[Override]) -> Run:
+    """Return what was asked for.
+
+    Raises:
+        ValueError: something that cannot be read.
+    """
+    import torch
+
+    for name in ("nproc", "nnodes", "sp_size"):
+        value = getattr(asked, name)
+        if value and not (value.isdigit() and int(value) > 0):
+            raise ValueError(f"{name.upper()}={value} is not a number above 0")
+    dotted = [key for key, _ in overrides if "." in key]
+    if dotted and asked.engine == "hf":
+        raise ValueError(f"{dotted[0]}: keys with dots are LLaMA-Factory's; write {dotted[0]} into CONFIG")
+    settings = read_settings(asked.config, overrides)
+    script = None
+    if asked.engine == "hf":
+        root = Path(asked.root) if asked.root else None
+        script = root / "examples" / "train.py" if root and not asked.train else None
+        config = settings.get("deepspeed")
+        # The examples name theirs from the top of the repository.
+        if root and isinstance(config, str) and not Path(config).exists() and (root / config).is_file():
+            settings["deepspeed"] = str(root / config)
+            overrides.append(("deepspeed", settings["deepspeed"]))
+    cuda = 0 if settings.get("use_cpu") else torch.cuda.device_count()
+    nnodes = int(asked.nnodes or 1)
+    nproc = int(asked.nproc or cuda or asked.sp_size or 2)
+    return Run(settings, int(asked.sp_size or nproc * nnodes), nproc * nnodes, cuda, overrides, script)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, and print the environment; see the module."""
+    """Check, and print the environment and the words; see the module."""
     parser = argparse.ArgumentParser(prog="ulysses_launch")
     parser.add_argument("engine")
-    for name in ("nproc", "nnodes", "sp-size", "config"):
+    for name in ("nproc", "nnodes", "sp-size", "config", "root", "train"):
         parser.add_argument(f"--{name}", default="")
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    asked = parser.parse_args(words[:end])
-    import torch
-
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    asked = parser.parse_args(given[:end])
+    lines: list[str] = []
     try:
-        for name in ("nproc", "nnodes", "sp_size"):
-            value = getattr(asked, name)
-            if value and not (value.isdigit() and int(value) > 0):
-                raise ValueError(f"{name.upper()}={value} is not a number above 0")
-        settings = read_settings(asked.config, words[end + 1 :])
-        cuda = 0 if settings.get("use_cpu") else torch.cuda.device_count()
+        run = _run_of(asked, read_overrides(given[end + 1 :]))
+        refused = list(complaints(asked.engine, run))
         nnodes = int(asked.nnodes or 1)
-        nproc = int(asked.nproc or cuda or asked.sp_size or 2)
-        run = Run(settings, int(asked.sp_size or nproc * nnodes), nproc * nnodes, cuda)
-        found = list(complaints(asked.engine, run))
+        counts = {"NPROC": str(run.ranks // nnodes), "NNODES": str(nnodes)}
+        lines = [f"{name}={value}" for name, value in (environment(asked.engine, run) | counts).items()]
+        lines += [f"WORD={word}" for word in words(asked.engine, run)]
     except ValueError as error:
-        found = [str(error)]
-    for complaint in found:
+        refused = [str(error)]
+    except (ImportError, OSError) as error:
+        refused = [
+            f"PYTHON={sys.executable} cannot import what it needs ({error}). Activate the environment with torch and "
+            "hf_muon, or name its python in PYTHON"
+        ]
+    for complaint in refused:
         print(f"run_ulysses.sh: {complaint}", file=sys.stderr)
-    if found:
+    if refused:
         return 2
-    for name, value in (environment(asked.engine, run) | {"NPROC": str(nproc), "NNODES": str(nnodes)}).items():
-        print(f"{name}={value}")
+    print("\n".join(lines))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

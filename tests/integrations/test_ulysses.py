@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +16,8 @@ import torch
 from transformers import GPT2Config, MistralConfig, Qwen3Config
 
 from hf_muon.integrations import ulysses, ulysses_launch
-from hf_muon.integrations.ulysses_launch import Run, complaints, environment, read_settings
+from hf_muon.integrations.overrides import read_overrides, read_settings
+from hf_muon.integrations.ulysses_launch import Run, complaints, environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "run_ulysses.sh"
@@ -35,6 +39,8 @@ V1 = {
 def everything_installed(monkeypatch):
     monkeypatch.setattr(ulysses_launch, "_installed", lambda name: True)
     monkeypatch.setattr(ulysses_launch, "cp_keys_at_top", lambda: False)
+    monkeypatch.setattr(ulysses_launch, "v1_keys", set)
+    monkeypatch.setattr(ulysses_launch, "knows_sequence_parallel", lambda: True)  # not an accelerate of 2025
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +51,9 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def told(engine, model, *, sp_size=2, ranks=2, cuda=2, **changes):
+def told(engine, model, *, sp_size=2, ranks=2, cuda=2, script=None, **changes):
     base = {**HF, "model_name_or_path": model} if engine == "hf" else {**V1, "model": model}
-    found = complaints(engine, Run({**base, **changes}, sp_size, ranks, cuda))
-    return [line for line in found if "knows no sequence parallel" not in line]  # an accelerate of 2025
+    return list(complaints(engine, Run({**base, **changes}, sp_size, ranks, cuda, script=script)))
 
 
 @pytest.mark.parametrize("cuda", [0, 2])
@@ -66,7 +71,10 @@ def test_hf_is_launched(model, cuda):
         ({"optim": "adamw_torch"}, "optim: adamw_torch. Say optim: muon"),
         ({"optim": None}, "optim: None. Say optim: muon"),
         ({"deepspeed": None}, "deepspeed is missing: name a DeepSpeed config"),
-        ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json cannot be read"),
+        ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json is not a file, seen from"),
+        ({"optim_args": "momentun=0.9"}, "'momentun' is not an option of muon. Did you mean 'momentum'?"),
+        ({"optim_args": "momentum=2"}, "momentum=2.0 is not valid"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP version 1"),
         ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, '"optimizer" (AdamW), which would be used'),
         ({"deepspeed": {"zero_optimization": {"zenflow": {"x": 1}}}}, "zenflow"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is ignored"),
@@ -112,6 +120,8 @@ def test_llamafactory_is_launched(model, at_top, monkeypatch):
         ({"dist_config": {"name": "fsdp2"}}, "cp_size is 1 in dist_config, and SP_SIZE is 2"),
         ({"dist_config": {"name": "fsdp2", "cp_size": 2, "cp_mode": "ring"}}, "cp_mode: ring is not Ulysses"),
         ({"cutoff_len": 63}, "cutoff_len: 63 is no number divisible"),
+        ({"optim_config": {"name": "muon", "momentun": 0.9}}, "'momentun' is not an option of muon"),
+        ({"dist_config": {"name": "fsdp2", "cp_size": 2, "offload_params": True}}, "offload_params: true"),
     ],
 )
 def test_llamafactory_is_refused(model, changes, sentence):
@@ -124,9 +134,12 @@ def test_an_unknown_engine_is_an_error(model):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed")
-def test_where_the_installed_llamafactory_reads_its_keys(monkeypatch):
+def test_what_the_installed_llamafactory_reads(model, monkeypatch):
     monkeypatch.undo()
     assert ulysses_launch.cp_keys_at_top() is False  # 0.9.5
+    assert {"model", "train_dataset", "optim_config", "cutoff_len"} <= ulysses_launch.v1_keys()
+    lines = told("llamafactory", model, cutof_len=3)
+    assert "cutof_len is not a setting of this run. Did you mean cutoff_len?" in lines
 
 
 @pytest.mark.parametrize(
@@ -194,15 +207,15 @@ def answer(tmp_path):
 
 
 def test_command_of_hf(answer):
-    python, asked = answer(NPROC=2, NNODES=1)
+    python, asked = answer(NPROC=2, NNODES=1, WORD="--max_steps=3")
     code, out, err = script(
         "--nproc", "2", "--dry-run", "--", "--max_steps", "3", PYTHON=python, NPROC="9", SP_SIZE="2"
     )
     assert code == 0, err
     config, train = ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml", ROOT / "examples/train.py"
     check = f"-m hf_muon.integrations.ulysses_launch hf --nproc 2 --nnodes --sp-size 2 --config {config}"
-    assert asked.read_text().split() == [*check.split(), "--", "--max_steps", "3"]
-    command = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2 {train} {config} --max_steps 3"
+    assert asked.read_text().split() == [*check.split(), *f"--root {ROOT} --train -- --max_steps 3".split()]
+    command = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2 {train} {config} --max_steps=3"
     assert out.splitlines()[-1].split() == command.split()
 
 
@@ -214,8 +227,8 @@ def test_command_on_two_nodes(answer):
 
 
 def test_command_of_llamafactory(answer):
-    python, _ = answer(USE_V1=1, FORCE_TORCHRUN=1, NPROC=4, NNODES=1)
-    words = ("--engine", "llamafactory", "--config", "x.yaml", "--dry-run", "--", "max_steps=3")
+    python, _ = answer(USE_V1=1, FORCE_TORCHRUN=1, NPROC=4, NNODES=1, WORD="max_steps=3")
+    words = ("--engine", "llamafactory", "--config", "x.yaml", "--dry-run", "--", "--max_steps", "3")
     code, out, err = script(*words, PYTHON=python)
     assert code == 0, err
     assert out.splitlines()[-1].split() == ["llamafactory-cli", "sft", "x.yaml", "max_steps=3"]
@@ -224,6 +237,103 @@ def test_command_of_llamafactory(answer):
 def test_a_refusal_ends_the_script(answer):
     python, _ = answer(code=2, NPROC=2, NNODES=1)
     assert script("--dry-run", PYTHON=python)[:2] == (2, "")
+
+
+def test_a_python_without_hf_muon_or_without_torch(tmp_path):
+    """Also none at all; `-S` and `-I` leave out what is installed, and the folder one stands in."""
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    for python in (str(bare), str(tmp_path / "none")):
+        code, out, err = script("--dry-run", PYTHON=python)
+        assert (code, out) == (2, "")
+        assert f"PYTHON={python} did not run the check. Activate the environment with torch and hf_muon" in err
+        assert "Traceback" not in err
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('no libtorch')")
+    code, out, err = script("--dry-run", PYTHON=sys.executable, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (code, out) == (2, "")
+    assert f"PYTHON={sys.executable} cannot import what it needs (no libtorch). Activate the environment" in err
+    assert "Traceback" not in err
+
+
+class TestWords:
+    """What follows `--`."""
+
+    @pytest.fixture
+    def check(self, model, tmp_path, monkeypatch, capsys):
+        """The check of the script as called in an empty folder, on two CPUs."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        (tmp_path / "my_pairs.jsonl").touch()
+
+        def run(*words, config=ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml"):
+            small = ["--model_name_or_path", model, "--block_size", "64"]
+            flags = ["--nproc", "2", "--sp-size", "2", "--config", str(config), "--root", str(ROOT), "--train", ""]
+            code = ulysses_launch.main(["hf", *flags, "--", *words, *small])
+            shown = capsys.readouterr()
+            refused = [line for line in shown.err.splitlines() if line.startswith("run_ulysses.sh")]
+            return code, shown.out.splitlines(), refused
+
+        return run
+
+    CPU = ("--use_cpu", "--bf16", "false", "--attn_implementation", "sdpa")
+
+    def test_the_examples_of_the_help(self, check):
+        """The one for the CPU is accepted, from any folder; what speaks against the other is that there is no GPU."""
+        text = script("--help")[1].replace("\\\n", " ")
+        gpu, cpu = (shlex.split(line) for line in re.findall(r"^  (.*scripts/run_ulysses.sh .*)$", text, re.MULTILINE))
+        assert cpu[: cpu.index("--")] == ["scripts/run_ulysses.sh", "--nproc", "2", "--sp-size", "2"]
+        assert check(*cpu[cpu.index("--") + 1 :])[2] == []
+        assert all("CUDA" in line or "flash" in line for line in check(*gpu[gpu.index("--") + 1 :])[2])
+
+    def test_bare_flags_and_the_config_of_the_repository(self, check):
+        code, lines, refused = check(*self.CPU, "--gradient_checkpointing", "--max_steps", "3")
+        assert refused == []
+        assert code == 0
+        written = [line.removeprefix("WORD=") for line in lines if line.startswith("WORD=")]
+        options = [
+            "--use_cpu",
+            "--bf16=false",
+            "--attn_implementation=sdpa",
+            "--gradient_checkpointing",
+            "--max_steps=3",
+        ]
+        assert written[:5] == options
+        assert written[-1] == f"--deepspeed={ROOT / 'examples/deepspeed/zero3.json'}"
+
+    @pytest.mark.parametrize(
+        ("words", "sentence"),
+        [
+            (["--learning_rat", "1"], "learning_rat is not a setting of this run. Did you mean learning_rate?"),
+            (["--max_steps", "many"], "--max_steps=many: argument --max_steps/--max-steps: invalid int value: 'many'"),
+            (["--max_steps"], "argument --max_steps/--max-steps: expected one argument"),
+            (["--optim_args", "ns_step=3"], "'ns_step' is not an option of muon. Did you mean 'ns_steps'?"),
+            (["--data_path", "lost.jsonl"], "data_path: lost.jsonl does not exist, seen from"),
+            (["--use_muon"], "use_muon is not a setting of this run"),
+            (["block_size.x=1"], "block_size.x: keys with dots are LLaMA-Factory's"),
+            (["--optim_args", "a: {"], "optim_args: a: { cannot be read"),
+            (["max_steps"], "'max_steps' is neither --key value nor key=value"),
+            (["--", "x=1"], "'--' is neither --key value nor key=value"),
+            (["--run_name", "'a\n\nb'"], "holds a line break"),
+        ],
+    )
+    def test_refused(self, check, words, sentence):
+        code, lines, refused = check(*words, *self.CPU)
+        assert (code, lines) == (2, [])
+        assert [line for line in refused if sentence in line], refused
+
+    def test_dots_reach_into_mappings_alone(self, tmp_path):
+        path = tmp_path / "v1.yaml"
+        path.write_text("cutoff_len: 2048\ndist_config:\n")
+        assert read_settings(str(path), [("dist_config.name", "fsdp2")])["dist_config"] == {"name": "fsdp2"}
+        with pytest.raises(ValueError, match=r"cutoff_len\.x: cutoff_len is 2048, which holds no keys"):
+            read_settings(str(path), [("cutoff_len.x", "1")])
+
+    def test_each_engine_reads_its_own_form(self):
+        run = Run({}, 2, 2, 0, read_overrides(["--a", "1", "b.c=2", "--d", "--e=x=y"]))
+        assert ulysses_launch.words("hf", run) == ["--a=1", "--b.c=2", "--d", "--e=x=y"]
+        assert ulysses_launch.words("llamafactory", run) == ["a=1", "b.c=2", "d=true", "e=x=y"]
 
 
 def test_environment():
@@ -238,9 +348,8 @@ def test_environment():
 def test_settings(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("a: 1\nb: {c: 2}\n")
-    assert read_settings(str(path), ["--a", "2", "b.d=true"]) == {"a": 2, "b": {"c": 2, "d": True}}
-    with pytest.raises(ValueError, match="'--a' is neither"):
-        read_settings(str(path), ["--a"])
+    words = read_overrides(["--a", "2", "b.d=true", "--e"])
+    assert read_settings(str(path), words) == {"a": 2, "b": {"c": 2, "d": True}, "e": True}
     path.write_text("[1]")
     with pytest.raises(ValueError, match="does not hold keys and values"):
         read_settings(str(path), [])
