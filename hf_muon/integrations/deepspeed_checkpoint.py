@@ -56,11 +56,22 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
         if tag is not None:
             if swapping:
                 _restore_swapped(engine.optimizer, optimizer, saved["zero"])
+            elif (
+                optimizer.partitions is None
+                and hasattr(engine.optimizer, "refresh_fp32_params")
+                and not _moments(values)
+            ):
+                engine.optimizer.refresh_fp32_params()  # in ZeRO-0 DeepSpeed leaves the masters as they were
             _refuse_other_masters(engine, optimizer, Path(values["load_dir"], tag))
         return result
 
     setattr(checked, OURS, True)
     engine.load_checkpoint = checked
+
+
+def _moments(values: Mapping[str, Any]) -> bool:
+    """Whether a call loads the optimizer, too."""
+    return bool(values["load_optimizer_states"] and not values["load_module_only"])
 
 
 def _latest(folder: Any) -> str | None:
@@ -96,12 +107,15 @@ def _complaints(
     engine: Any, optimizer: Muon, values: Mapping[str, Any], tag: str | None, saved: dict[str, Any]
 ) -> Iterator[str]:
     """What speaks against loading this rank's files; fills in `saved`."""
-    moments = values["load_optimizer_states"] and not values["load_module_only"]
+    moments = _moments(values)
     if getattr(engine.optimizer, "swap_optimizer", False) and not moments:
         yield (
             "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
             "files in any case. Load the weights into the model before DeepSpeed is started"
         )
+        return
+    if engine.zero_optimization_stage() == 3 and values["load_module_only"] and values["load_optimizer_states"]:
+        yield "with load_module_only DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False as well"
         return
     if not tag:
         words = "has no file `latest`" if tag is None else "has an empty file `latest`"

@@ -43,7 +43,7 @@ def write_latest_last(engine: Any) -> None:
         errors: list[str] = []
         with _noting(errors):
             if engine.global_rank == 0:
-                writer.makedirs(values["save_dir"], exist_ok=True)
+                os.makedirs(values["save_dir"], exist_ok=True)
         _raise_together(folder, errors)
         with _files_labelled(writer, errors), _replaced(engine, "_copy_recovery_script", _noting(errors)):
             result = save(*call.args, **call.kwargs)

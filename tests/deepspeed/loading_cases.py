@@ -8,6 +8,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from tests.distributed.training import batches
 SAVED_AT = 2
 
 
-def refused_load(rank, load, error=ValueError, **options):
+def refused_load(rank, load, error=ValueError, arguments=None, **options):
     """The error of loading a checkpoint; None where DeepSpeed says that there is none. Nothing has changed."""
     engine, optimizer = engine_of(**options)
     engine.backward(loss_of(engine, batches(0)[:4]))
@@ -32,7 +33,7 @@ def refused_load(rank, load, error=ValueError, **options):
     before = [tensor.detach().clone() for tensor in held()]
     text = None
     try:
-        assert engine.load_checkpoint(load) == (None, None)
+        assert engine.load_checkpoint(load, **(arguments or {})) == (None, None)
     except error as raised:
         text = str(raised)
     assert error is not ValueError or all(torch.equal(one, other) for one, other in zip(held(), before, strict=True))
@@ -181,3 +182,17 @@ def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
         act(scratch)
     with dying(int(counter.calls * part) if rank == victim else None, how):
         act(path)
+
+
+def weights_alone(rank, stage, load, **arguments):
+    """Whole weights after loading them without the optimizer, and one step that they take."""
+    engine, _ = engine_of(stage=stage, dtype="bfloat16")
+    engine.load_checkpoint(load, **arguments)
+    weights = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+            weights[name] = param.detach().clone()
+    engine.backward(loss_of(engine, batches(0)[:4]))
+    engine.step()
+    engine.destroy()
+    return weights

@@ -6,9 +6,17 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from tests.deepspeed.cases import train
-from tests.deepspeed.loading_cases import damage, failed_save, loaded_at_once, refused_load, without_labels
+from tests.deepspeed.loading_cases import (
+    damage,
+    failed_save,
+    loaded_at_once,
+    refused_load,
+    weights_alone,
+    without_labels,
+)
 from tests.deepspeed.test_training import assert_equal, assert_same_state
 from tests.distributed.pool import Pool
 
@@ -170,3 +178,22 @@ def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, vict
 
 def test_where_there_is_no_checkpoint_deepspeed_says_so(ranks, tmp_path):
     assert ranks.run(refused_load, stage=2, load=str(tmp_path)) == [None, None]
+
+
+ALONE = {"load_optimizer_states": False, "load_module_only": True}
+
+
+@pytest.mark.parametrize(
+    ("stage", "names"), [(0, [0]), (0, [1]), (0, [0, 1]), (2, [0]), (2, [1]), (3, [0]), (3, [0, 1])], ids=str
+)
+def test_weights_can_be_loaded_without_the_optimizer(ranks, stage, names, tmp_path):
+    """In ZeRO-0 and bf16, DeepSpeed's first step would put back the weights that were there before."""
+    path, arguments = str(tmp_path), dict(list(ALONE.items())[i] for i in names)
+    expected = ranks.run(train, stage=stage, last=2, save=path, dtype="bfloat16")[0]["weights"]
+    for weights in ranks.run(weights_alone, stage=stage, load=path, **arguments):
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def test_a_load_of_nothing_is_refused(ranks, saved):
+    for text in ranks.run(refused_load, stage=3, load=saved[3], arguments={"load_module_only": True}):
+        assert "DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False" in text
