@@ -1,0 +1,260 @@
+"""What PyTorch asks of an optimizer's state in its own tests of `torch.distributed.checkpoint.state_dict`, with `Muon`.
+
+The cases are those of pytorch/pytorch, test/distributed/checkpoint/test_state_dict.py, written anew for gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_leaves
+
+from hf_muon import Muon, build_optimizer
+from tests.distributed.cases import whole
+
+WIDTH = 10
+
+
+class Unit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 14), nn.LayerNorm(14), nn.Linear(14, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Model(nn.Module):
+    """Modules in modules, and parameters of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.two = nn.Linear(WIDTH, WIDTH), Unit(), Unit()
+        self.mixing = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return self.two(self.one(self.first(x)) @ self.mixing + self.shift)
+
+
+class Tied(nn.Module):
+    """A table that is the output head, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(23, WIDTH), Unit()
+        self.head = nn.Linear(WIDTH, 23, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.hidden(self.table((x.abs() * 10).int()).sum(1)))
+
+
+def muon(model):
+    """Matrices by Muon, vectors and the table by AdamW, with names that no wrapper is in."""
+    return build_optimizer(model, lr=1e-2, ns_dtype="fp32")
+
+
+def wrapped(model, layout):
+    """The model as a layout stores it."""
+    if layout == "single":
+        return model
+    if layout == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if layout == "replicate":
+        return replicate(model)
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        plan = {"one.up": ColwiseParallel(use_local_output=False), "one.down": RowwiseParallel()}
+        model.one.norm = nn.Identity()  # over a dim that is cut
+        return parallelize_module(model, mesh, plan)
+    shape = (2, dist.get_world_size() // 2) if layout == "hsdp" else (dist.get_world_size(),)
+    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])}
+    if layout == "fsdp-keep":
+        options["reshard_after_forward"] = False
+    if layout == "checkpointed":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Unit))
+    for module in list(model.modules()):
+        if isinstance(module, Unit):
+            fully_shard(module, **options)
+    model = fully_shard(model, **options)
+    return torch.compile(model, backend="eager") if layout == "compiled" else model
+
+
+def pair(layout, tied=False, frozen=False):
+    """A model of one process and the same one in a layout, each with its optimizer."""
+    torch.manual_seed(0)
+    model = Tied() if tied else Model()
+    if layout == "tp":
+        model.one.norm = nn.Identity()
+    if frozen:
+        model.one.requires_grad_(False)
+    other = wrapped(copy.deepcopy(model), layout)
+    return model, muon(model), other, muon(other)
+
+
+def train(model, optimizer, steps=3, seed=0):
+    """Steps on batches that all ranks have alike; no gradient is left."""
+    for step in range(steps):
+        batch = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(seed + step)) + 0.1
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def seen(state):
+    """A state dict with whole tensors in it, to compare with another one."""
+    if isinstance(state, dict):
+        return {key: seen(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [seen(value) for value in state]
+    return whole(state) if isinstance(state, torch.Tensor) else state
+
+
+def differences(one, other, close, where=""):
+    """Paths at which two states differ."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [line for key in one for line in differences(one[key], other[key], close, f"{where}/{key}")]
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [line for i, pair in pairs for line in differences(*pair, close, f"{where}/{i}")]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return [] if one.dtype == other.dtype and one.shape == other.shape and close(one, other) else [where]
+    return [] if one == other else [where]
+
+
+def summed_alike(one, other):
+    """Equal but for gradients that were summed in another order."""
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def same(one, other):
+    """Whether two states are equal to the bit."""
+    return not differences(one, other, torch.equal)
+
+
+def load(model, optimizer, state, options):
+    """Set both halves; torch takes keys out of what it is given."""
+    weights, moments = copy.deepcopy(state)
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, moments, options=options)
+
+
+def save_and_load(rank, layout, flatten=False, tied=False, frozen=False):
+    """Differences of a layout's state from one process's, and whether a second load gives what was saved."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten, ignore_frozen_params=frozen)
+    model, optimizer, other, its = pair(layout, tied, frozen)
+    train(model, optimizer)
+    train(other, its)
+    # The same function gives both, so that names, groups and flattening are compared, too.
+    expected = tuple(map(seen, get_state_dict(model, optimizer, options=options)))
+    weights, moments = get_state_dict(other, its, options=options)
+    saved = copy.deepcopy((seen(weights), seen(moments)))
+    wrong = differences(expected, saved, summed_alike)
+    twice = []
+    if not frozen:
+        for _ in range(2):
+            _, _, other, its = pair(layout, tied, frozen)
+            load(other, its, (weights, moments), options)
+            loaded = tuple(map(seen, get_state_dict(other, its, options=options)))
+            twice.append(all(map(same, saved, loaded)))
+            # The second time into an optimizer that has taken other steps already.
+            train(other, its, seed=7)
+            load(other, its, (weights, moments), options)
+            loaded = tuple(map(seen, get_state_dict(other, its, options=options)))
+            twice.append(all(map(same, saved, loaded)))
+    return wrong, twice
+
+
+def from_one_layout(rank, layout):
+    """Whether state that rank 0 alone has reaches all ranks, and what it says on each."""
+    full = StateDictOptions(full_state_dict=True)
+    model, optimizer, other, its = pair(layout)
+    train(model, optimizer)
+    train(other, its, seed=5)
+    weights, moments = get_state_dict(model, optimizer)
+    expected = copy.deepcopy((weights, moments))
+    before = differences(expected, get_state_dict(other, its, options=full), summed_alike)
+    mine = (weights, moments) if rank == 0 else ({}, {})
+    options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
+    load(other, its, mine, options)
+    return bool(before), all(map(same, expected, get_state_dict(other, its, options=full)))
+
+
+def whole_and_offloaded(rank, layout):
+    """Of a whole state on the CPU: whether rank 0 has plain CPU tensors and all others nothing."""
+    _, _, other, its = pair(layout)
+    train(other, its)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(other, its, options=options)
+    if rank:
+        return weights == {} and moments == {}
+    tensors = [leaf for leaf in tree_leaves((weights, moments)) if isinstance(leaf, torch.Tensor)]
+    return bool(tensors) and all(t.device.type == "cpu" and not isinstance(t, DTensor) for t in tensors)
+
+
+def scheduled(rank, layout):
+    """Whether `initial_lr`, which a scheduler has put into the groups, comes along."""
+    _, _, other, its = pair(layout)
+    torch.optim.lr_scheduler.LambdaLR(its, lambda epoch: 0.95**epoch)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(other, its, options=options)
+    fresh = muon(other)
+    before = ["initial_lr" in group for group in fresh.param_groups]
+    options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
+    set_optimizer_state_dict(other, fresh, optim_state_dict=state, options=options)
+    return before, [group.get("initial_lr") for group in fresh.param_groups]
+
+
+def flattened_or_not(rank, layout):
+    """Whether both forms of a state load to the same optimizer, one after the other."""
+    _, _, other, its = pair(layout)
+    train(other, its)
+    expected = seen(its.state_dict())
+    nested = get_optimizer_state_dict(other, its)
+    flat = get_optimizer_state_dict(other, its, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    fresh = muon(other)
+    found = []
+    for state in (flat, nested, flat):
+        set_optimizer_state_dict(other, fresh, optim_state_dict=state)
+        found.append(same(expected, seen(fresh.state_dict())))
+    return found
+
+
+def groups_of_their_own(rank, layout, empty, full, broadcast):
+    """Several param groups with rates of their own, one of them empty."""
+    _, _, other, _ = pair(layout)
+    params = dict(other.named_parameters())
+    one, two = params["one.up.weight"], params["one.down.weight"]
+    groups = (
+        [{"params": [one, two]}, {"params": [], "lr": 0.2}]
+        if empty
+        else [{"params": [one]}, {"params": [two], "lr": 0.2}]
+    )
+
+    def optimizer_of():
+        return Muon([dict(group) for group in groups], lr=0.1, ns_dtype="fp32")
+
+    optimizer, fresh = optimizer_of(), optimizer_of()
+    train(other, optimizer, steps=1)
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast)
+    state = get_optimizer_state_dict(other, optimizer, options=options)
+    expected = seen(optimizer.state_dict())
+    set_optimizer_state_dict(other, fresh, optim_state_dict=state, options=options)
+    return same(expected, seen(fresh.state_dict()))
