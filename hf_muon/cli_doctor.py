@@ -60,7 +60,7 @@ def _reason(trial: dict[str, Any], transformers: str | None) -> str:
         return f"transformers cannot be imported here ({error}). Repair that first; `import hf_muon` does not help"
     if stage == "registry":
         return (
-            f"transformers {transformers} has no registry of optimizers ({error}). Install 5.2 or newer; "
+            f"transformers {transformers} has no registry of optimizers ({error}). Install 5.5.4 or newer; "
             "`import hf_muon` does not help"
         )
     failures = [f"{name}: {state}" for name, state in trial["states"].items() if state.startswith("failed")]

@@ -82,7 +82,7 @@ def test_doctor_says_why_not():
                 "transformers/training_args.py": "import enum\nclass OptimizerNames(enum.Enum): ADAMW = 1",
             },
             "has no registry of optimizers (ModuleNotFoundError: No module named 'transformers.trainer_optimizer'). "
-            "Install 5.2 or newer; `import hf_muon` does not help",
+            "Install 5.5.4 or newer; `import hf_muon` does not help",
         ),
     ],
 )

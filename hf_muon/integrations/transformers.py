@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,7 @@ NAME = "muon"
 MEMBER = "MUON"
 OURS = "_from_hf_muon"
 # What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
-OLDEST = {"transformers": "5.2", "accelerate": "1.8"}
+OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
 
 
 def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
@@ -90,12 +91,16 @@ def refuse_old_versions() -> None:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        parts = installed.split(".")[:2]
-        if all(part.isdigit() for part in parts) and tuple(map(int, parts)) < tuple(map(int, oldest.split("."))):
+        if _numbers(installed) < _numbers(oldest):
             raise RuntimeError(
                 f"optim: muon needs {package} {oldest} or newer, and {installed} is installed. "
                 f'Run: pip install "{package}>={oldest}"'
             )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with."""
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0])))
 
 
 def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | None:
