@@ -167,6 +167,40 @@ class TestCopiesOfGroups:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+class TestRates:
+    """Compared before what schedules make of them."""
+
+    SAID = "the checkpoint's learning rates win over those of this run"
+
+    @staticmethod
+    def scheduled(optimizer, steps=0):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(steps):
+            scheduler.step()
+        return optimizer
+
+    @pytest.mark.parametrize(("lr", "said"), [(0.01, None), (0.5, "Muon's 0.01, not 0.5; AdamW's 0.01, not 0.5")])
+    @pytest.mark.parametrize("schedule", [False, True])
+    def test_a_changed_rate_is_named(self, lr, said, schedule, caplog):
+        _, optimizer = stepped()
+        _, into = made(lr=lr)
+        if schedule:
+            self.scheduled(optimizer, steps=3)
+            self.scheduled(into)
+        into.load_state_dict(optimizer.state_dict())
+        assert caplog.text.count(self.SAID) == (said is not None)
+        if said:
+            assert said in caplog.text.replace(", unless a schedule has made it so", "")
+            assert ("unless a schedule" in caplog.text) is not schedule
+
+    def test_one_half(self, caplog):
+        _, optimizer = stepped()
+        _, into = made(muon_lr=0.5)
+        into.load_state_dict(optimizer.state_dict())
+        assert "Muon's 0.01, not 0.5, unless" in caplog.text
+        assert "AdamW's" not in caplog.text
+
+
 class TestDistributedCheckpoint:
     @pytest.mark.parametrize("flat", [False, True])
     def test_loads_as_often_as_one_likes(self, flat, tmp_path):

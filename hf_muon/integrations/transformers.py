@@ -121,7 +121,7 @@ def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | No
 
 
 def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
-    """Have damaged checkpoints named when they cannot be loaded, metrics logged, and sequence parallel be right."""
+    """Have checkpoints named that are damaged or lack moments, metrics logged, and sequence parallel be right."""
     trainer = module.Trainer
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)
     if load is None:
@@ -138,6 +138,8 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
             if ours and not isinstance(error, (KeyboardInterrupt, SystemExit)):
                 _explain_damage(Path(checkpoint), error)
             raise
+        if checkpoint is not None and self.args.optim == NAME:
+            warn_of_fresh_moments(self.optimizer, checkpoint)
 
     setattr(load_or_explain, OURS, True)
     trainer._load_optimizer_and_scheduler = load_or_explain
@@ -176,6 +178,22 @@ def add_metrics(trainer: Any, logs: dict[str, float]) -> None:
     news = metrics.news() if "loss" in logs else {}
     metrics.heard(trainer.state.global_step, logs)
     logs.update(news)
+
+
+def warn_of_fresh_moments(optimizer: Any, checkpoint: Any) -> None:
+    """Log on rank 0 that a run was resumed without its moments, which Trainer does not say."""
+    from hf_muon import diagnostics
+    from hf_muon.optimizer import Muon
+
+    while optimizer is not None and not isinstance(optimizer, Muon):  # accelerate's wrapper, ZeRO's
+        optimizer = getattr(optimizer, "optimizer", None)
+    if optimizer is None or any(group["step"] for group in optimizer.param_groups) or not diagnostics.is_rank_zero():
+        return
+    diagnostics.logger().warning(
+        "the moments start from zero: Trainer has loaded no optimizer state from %s (it needs optimizer.pt, or "
+        "FSDP's optimizer.bin or optimizer_0, and scheduler.pt). The run differs from one that went on",
+        checkpoint,
+    )
 
 
 def _explain_damage(checkpoint: Path, error: BaseException) -> None:

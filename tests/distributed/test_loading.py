@@ -1,0 +1,60 @@
+"""Ranks that load different states: what one of them refuses, all refuse, and nobody waits for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("wrong", ["no mapping", "a moment", "a step", "a hook", "another placement"])
+def test_a_complaint_of_one_rank_is_one_of_all(pools, wrong):
+    """Moments of DTensors may be sent on the way; nobody waits for a rank that has refused."""
+    errors = pools[2].run(load_on_one_rank, wrong=wrong)
+    assert all(error for error in errors)
+    expected = {
+        "no mapping": r"it is None, and not an optimizer's state_dict \[rank 1\]",
+        "a moment": r"its momentum_buffer is not finite \[rank 1\]",
+        "a step": "the ranks hold different states: param group 0 after .* steps",
+        "a hook": r"a hook failed: KeyError: 'mine' \[rank 1\]",
+        "another placement": "the ranks hold different states: .* stored as",
+    }[wrong]
+    assert re.search(expected, errors[0]), errors
+    assert re.search(expected, errors[1]) or wrong == "a hook", errors
+
+
+def load_on_one_rank(rank, wrong):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from hf_muon import Muon
+
+    mesh = init_device_mesh("cpu", (2,))
+    param = torch.nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)]))
+    optimizer = Muon([param], ns_dtype="fp32")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = {key: value.to_local().clone() for key, value in optimizer.state[param].items()}
+    state = optimizer.state_dict()
+    state["state"][0] = dict(state["state"][0])
+    if wrong == "another placement":
+        buffer = state["state"][0]["momentum_buffer"].redistribute(mesh, [Shard(1)])
+        if rank == 1:
+            state["state"][0]["momentum_buffer"] = buffer
+    elif rank == 1 and wrong == "no mapping":
+        state = None
+    elif rank == 1 and wrong == "a moment":
+        whole = state["state"][0]["momentum_buffer"]
+        state["state"][0]["momentum_buffer"] = whole * float("nan")
+    elif rank == 1 and wrong == "a step":
+        state["param_groups"][0]["step"] = 7
+    elif rank == 1 and wrong == "a hook":
+        optimizer.register_load_state_dict_pre_hook(lambda *_: {}["mine"])
+    error = ""
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as refusal:
+        error = f"a hook failed: KeyError: {refusal} [rank 1]" if isinstance(refusal, KeyError) else str(refusal)
+    assert all(torch.equal(value, optimizer.state[param][key].to_local()) for key, value in before.items())
+    return error
