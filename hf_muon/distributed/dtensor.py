@@ -82,7 +82,8 @@ def mesh_complaint(param: DTensor) -> str | None:
     group = mesh_group(param.device_mesh)
     region = mesh_regions(param, group)[dist.get_rank(group)]
     local = param.to_local()
-    if tuple(local.shape) != region.shape:
+    # FSDP2 over tensor parallel stores nothing of a dim that is used up as (0, 0), and not as (rows, 0).
+    if tuple(local.shape) != region.shape and (local.numel() or region.numel):
         return (
             f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "
             f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
@@ -134,6 +135,8 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
     for dim, ranges in enumerate(mesh_regions(param, group, value.shape)[dist.get_rank(group)].dims):
         parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
         local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    if value.shape == param.shape and not local.numel():
+        local = local.reshape(param.to_local().shape)
     if value.shape != param.shape:
         return stored_like(param, local.to(param.device).contiguous(), value.shape)
     return DTensor.from_local(

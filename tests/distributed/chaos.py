@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 
@@ -9,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import Muon
 from hf_muon.distributed import local_of
+from hf_muon.distributed.dtensor import stored_like
 from hf_muon.distributed.layout import regions
 from tests.distributed.cases import store
 
@@ -245,4 +249,53 @@ def compare(rank, runs):
                     differences.append(
                         f"seed {seed}, layout {layout}, {world} ranks, parameter {i}, {key}: {places[i]}; {model}"
                     )
+    return differences
+
+
+class Narrow(nn.Module):
+    """Layers so narrow that tensor parallelism leaves nothing of them for some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"a": (6, 1), "b": (1, 6), "c": (6, 3), "d": (3, 6)}
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(*size, bias=False))
+        self.embed = nn.Embedding(1, 6)
+
+
+def narrow(rank):
+    """What differs from one process where torch has sharded such layers; then a state of one process is loaded."""
+    torch.manual_seed(0)
+    mesh = mesh_of(2, 2)
+    single = Narrow()
+    model = copy.deepcopy(single)
+    plan = {"a": ColwiseParallel(), "b": RowwiseParallel(), "c": ColwiseParallel(), "d": RowwiseParallel()}
+    parallelize_module(model, mesh["b"], {**plan, "embed": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["a"])
+
+    def optimizer_of(model):
+        named = dict(model.named_parameters())
+        muon = [item for item in named.items() if item[0] != "embed.weight"]
+        groups = [{"params": muon}, {"params": [("embed.weight", named["embed.weight"])], "use_muon": False}]
+        return Muon(groups, lr=0.1, ns_dtype="fp32")
+
+    def own(param, tensor):
+        return part(tensor, (param.device_mesh, param.placements)).reshape(param.to_local().shape)
+
+    optimizers = [optimizer_of(single), optimizer_of(model)]
+    assert any(local_of(p).shape == (0, 0) for p in model.parameters()) == (rank % 2 == 1)
+    differences = []
+    for step in range(4):
+        if step == 2:
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for alone, cut in zip(single.parameters(), model.parameters(), strict=True):
+            alone.grad = torch.randn(alone.shape, generator=torch.Generator().manual_seed(step))
+            cut.grad = stored_like(cut, own(cut, alone.grad), alone.shape)
+        for optimizer in optimizers:
+            optimizer.step()
+        for (name, alone), cut in zip(single.named_parameters(), model.parameters(), strict=True):
+            state = [(optimizers[1].state[cut][key], value) for key, value in optimizers[0].state[alone].items()]
+            for ours, theirs in [(cut.detach(), alone.detach()), *state]:
+                if not torch.equal(local_of(ours), own(cut, theirs) if theirs.ndim else theirs):
+                    differences.append((step, name))
     return differences

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.distributed.chaos import LAYOUTS, Model, compare
+from tests.distributed.chaos import LAYOUTS, Model, compare, narrow
 
 MODELS = int(os.environ.get("HF_MUON_CHAOS_MODELS", "200"))
 FIRST = int(os.environ.get("HF_MUON_CHAOS_SEED", "0"))
@@ -45,3 +45,8 @@ def test_the_models_are_of_every_kind():
         assert all(tried.count(layout) >= 30 for layout in LAYOUTS[ranks]) or MODELS < 200
     assert {model.bounds.get("max_bucket_bytes") for model in models} >= {None, 1}
     assert any(model.missing for model in models)
+
+
+def test_a_dim_of_which_tensor_parallelism_leaves_nothing(pools):
+    """Wrapped by torch itself, which stores what is empty in a shape of its own."""
+    assert pools[4].run(narrow) == [[]] * 4
