@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from hf_muon import (
@@ -322,6 +323,7 @@ class Muon(Optimizer):
             self._watched_step = first["step"] + 1
             self._watch = self.metrics.begin(self._watched_step, local_of(first["params"][0]).device)
 
+    @_disable_dynamo  # compiled, products and sums would be rounded otherwise, differently on each rank
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Parameters without a gradient on any rank stay as they are, and so do their moments.
