@@ -32,6 +32,8 @@ def report(
         text = render(found, f"Muon: {file.parent.resolve().name}")
         if not target.parent.is_dir():
             raise ValueError(f"{target.parent} is not a directory")
+        if target.is_dir():
+            raise ValueError(f"{target} is a directory. Name the page itself: --out {target / 'page.html'}")
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             temporary.write_text(text, encoding="utf-8")

@@ -223,6 +223,7 @@ def test_refused(tmp_path):
     assert "holds no watched step yet" in report(file.parent).stderr
     write(file.parent)
     assert "is not a directory" in report(file, "--out", tmp_path / "no" / "page.html").stderr
+    assert f"{tmp_path} is a directory. Name the page itself" in report(file, "--out", tmp_path).stderr
 
 
 def test_as_a_process(tmp_path):
