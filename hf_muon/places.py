@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_muon.distributed.base import class_complaint, shape_of, uninitialized
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONV_TYPES = (nn.modules.conv._ConvNd,)
+EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
+# The name of a weight norm's second factor, which no module gives to a parameter.
+MAGNITUDE = "magnitude of weight norm"
 
 
 def folded(name: str) -> str:
@@ -25,10 +29,13 @@ def folded(name: str) -> str:
 class Place:
     """A parameter, the module that holds it, and the steps that lead to it.
 
+    The factors of a weight norm stand for the weight that they make up: the directions in its place, the magnitudes
+    beside it.
+
     Attributes:
         name: without the prefixes of wrappers.
         parameter: the parameter itself.
-        owner: the module that holds it.
+        owner: the module that holds it, or whose weight it makes up.
         steps: the components of the name, each with the module in which it is looked up.
     """
 
@@ -39,11 +46,11 @@ class Place:
 
     @property
     def own_name(self) -> str:
-        return self.name.rpartition(".")[2]
+        return self.steps[-1][0]
 
     @property
     def module_name(self) -> str:
-        return self.name.rpartition(".")[0]
+        return ".".join(part for part, _ in self.steps[:-1])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,6 +68,10 @@ class Place:
     @property
     def home(self) -> tuple[str, nn.Module | None]:
         """The name of the module that holds it, and the module around that, without what peft puts in between."""
+        return next(self.homes(), ("", None))
+
+    def homes(self) -> Iterator[tuple[str, nn.Module]]:
+        """That home, and the homes of the modules around that hold no other matrix, or that only list modules."""
         steps = list(self.steps[:-1])
         while steps:
             if steps[-1][0] in ("base_layer", "original_module"):
@@ -68,8 +79,10 @@ class Place:
             elif len(steps) > 1 and steps[-2][0] == "modules_to_save":
                 del steps[-2:]
             else:
-                return steps[-1]
-        return "", None
+                _, around = steps[-1]
+                yield steps.pop()
+                if not isinstance(around, nn.ModuleList) and matrices_of(around) > 1:
+                    return
 
     def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
         """From the inside out, the components of the name, each with the module that it is; None for the parameter."""
@@ -93,8 +106,30 @@ def places_of(model: nn.Module) -> list[Place]:
         parts = full_name.split(".")
         chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
         kept = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
-        places.append(Place(".".join(part for part, _ in kept), parameter, chain[-1], tuple(kept)))
+        name = ".".join(part for part, _ in kept)
+        steps = _without_weight_norm(kept)
+        places.append(Place(name, parameter, steps[-1][1], tuple(steps)))
     return places
+
+
+def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Lead the factors of a weight norm to the module whose weight they make up."""
+    name, owner = steps[-1]
+    if isinstance(owner, ParametrizationList) and name in ("original0", "original1"):
+        weight, parametrized = steps[-2][0], steps[-3][1]
+        if type(owner[0]).__name__ == "_WeightNorm":
+            return [*steps[:-3], (weight if name == "original1" else MAGNITUDE, parametrized)]
+    # As torch.nn.utils.weight_norm, the older of the two, names them.
+    for suffix, role in (("_v", ""), ("_g", MAGNITUDE)):
+        weight = name.removesuffix(suffix)
+        if weight != name and all(f"{weight}{other}" in owner._parameters for other in ("_g", "_v")):
+            return [*steps[:-1], (role or weight, owner)]
+    return steps
+
+
+def matrices_of(module: nn.Module) -> int:
+    """How many of its parameters, and of those of the modules in it, have two dims or more."""
+    return sum(len(shape_of(parameter)) > 1 for parameter in module.parameters())
 
 
 def _of_wrapper(part: str, parent: nn.Module) -> bool:

@@ -196,7 +196,8 @@ def fused(model):
         _, _, names = route.reason.partition(": ")
         if names:
             view = parse(route.view)
-            parts = [part.of(route.parameter.data, route.parameter.ndim + view.axis) for part in view.parts]
+            weight = route.parameter.data.view(view.folded(route.shape))
+            parts = [part.of(weight, weight.ndim + view.axis) for part in view.parts]
             yield route.name, names, dict(zip(names.split(", "), parts, strict=True))
 
 

@@ -204,7 +204,6 @@ def test_three_dims_are_a_stack_only_where_experts_are():
             self.rel_pos_h = nn.Parameter(torch.zeros(6, 16))
             self.rel_pos_bias = linear(6)
             self.weight = nn.Parameter(torch.zeros(8, 8))
-            self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3))
             self.flat = Experts(flat=True)
 
     found = reasons(Layer())

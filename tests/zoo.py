@@ -177,6 +177,58 @@ ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 2}),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig", {"num_hidden_layers": 3}),
     "minimax": ("MiniMaxForCausalLM", "MiniMaxConfig", {"num_hidden_layers": 2}),
+    # Heads of detectors, and other outputs.
+    "yolos": ("YolosForObjectDetection", "YolosConfig", {"num_hidden_layers": 2, "num_labels": 91}),
+    "rt_detr": ("RTDetrForObjectDetection", "RTDetrConfig", {"decoder_layers": 2, "num_labels": 80}),
+    "d_fine": ("DFineForObjectDetection", "DFineConfig", {"decoder_layers": 2, "num_labels": 80}),
+    "sam": (
+        "SamModel",
+        "SamConfig",
+        {"vision_config": {"num_hidden_layers": 2}, "mask_decoder_config": {"num_hidden_layers": 2}},
+    ),
+    "decision_transformer": ("DecisionTransformerModel", "DecisionTransformerConfig", {"n_layer": 2}),
+    "fastspeech2_conformer": (
+        "FastSpeech2ConformerModel",
+        "FastSpeech2ConformerConfig",
+        {"encoder_layers": 1, "decoder_layers": 1},
+    ),
+    # Weight norms, and projections that are called embeddings.
+    "vits": ("VitsModel", "VitsConfig", {"num_hidden_layers": 2}),
+    "encodec": ("EncodecModel", "EncodecConfig", {}),
+    "funnel": ("FunnelForSequenceClassification", "FunnelConfig", {"block_sizes": [1, 1], "num_decoder_layers": 1}),
+    "mobilebert": ("MobileBertForMaskedLM", "MobileBertConfig", {"num_hidden_layers": 2}),
+    "electra": ("ElectraForPreTraining", "ElectraConfig", {"num_hidden_layers": 2}),
+    "mask2former": ("Mask2FormerModel", "Mask2FormerConfig", {"decoder_layers": 2, "encoder_layers": 2}),
+    "csm": (
+        "CsmForConditionalGeneration",
+        "CsmConfig",
+        {"num_hidden_layers": 2, "depth_decoder_config": {"num_hidden_layers": 2}},
+    ),
+    "blt": (
+        "BltForCausalLM",
+        "BltConfig",
+        {
+            part: {"num_hidden_layers": 2}
+            for part in ("patcher_config", "encoder_config", "decoder_config", "global_config")
+        },
+    ),
+    "vjepa2": ("VJEPA2Model", "VJEPA2Config", {"num_hidden_layers": 2, "pred_num_hidden_layers": 2}),
+    "fuyu": ("FuyuForCausalLM", "FuyuConfig", {"num_hidden_layers": 2}),
+    # Gates beside what they let through.
+    "moonshine": (
+        "MoonshineForConditionalGeneration",
+        "MoonshineConfig",
+        {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2},
+    ),
+    "kyutai_speech_to_text": (
+        "KyutaiSpeechToTextForConditionalGeneration",
+        "KyutaiSpeechToTextConfig",
+        {"num_hidden_layers": 2},
+    ),
+    "levit": ("LevitForImageClassification", "LevitConfig", {"depths": [1, 1, 1], "num_labels": 10}),
+    "focalnet": ("FocalNetForImageClassification", "FocalNetConfig", {"depths": [1, 1, 1, 1], "num_labels": 10}),
+    "wav2vec2_conformer": ("Wav2Vec2ConformerModel", "Wav2Vec2ConformerConfig", {"num_hidden_layers": 2}),
+    "slanet": ("SLANetForTableRecognition", "SLANetConfig", {}),
 }
 
 

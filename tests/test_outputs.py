@@ -1,0 +1,191 @@
+"""Outputs and projections, told by what matrices read and who reads what they put out, whatever they are called."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import route_parameters
+
+
+def linear(rows, columns):
+    return nn.Linear(columns, rows, bias=False)
+
+
+def mlp(*widths):
+    return nn.Sequential(*(linear(after, before) for before, after in itertools.pairwise(widths)))
+
+
+class Detector(nn.Module):
+    """A backbone of hidden size 64, and what the test adds."""
+
+    def __init__(self, config=None, **modules):
+        super().__init__()
+        self.tokens = nn.Embedding(500, 64)
+        self.layers = nn.ModuleList([nn.ModuleDict({"up": linear(96, 64), "down": linear(64, 96)}) for _ in range(2)])
+        self.config = SimpleNamespace(**(config or {}))
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def routes(**modules):
+    """Muon, or the reason against it, of what was added to the backbone."""
+    with torch.device("meta"):
+        model = Detector(**modules)
+    found = {route.name: "muon" if route.use_muon else route.reason for route in route_parameters(model)}
+    assert {found.pop(f"layers.{i}.{name}.weight") for i in range(2) for name in ("up", "down")} == {"muon"}
+    del found["tokens.weight"]
+    return {name.removesuffix(".weight"): reason for name, reason in found.items()}
+
+
+def test_few_rows_at_the_end_of_an_mlp_are_an_output():
+    """The four sides of a box: the MLP that makes them of hidden states is a head."""
+    assert set(routes(sides=mlp(64, 64, 64, 4)).values()) == {"output"}
+    assert set(routes(sides=nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)])).values()) == {"output"}
+    assert set(routes(sides=mlp(64, 64, 64, 48)).values()) == {"muon"}
+
+
+def test_the_last_matrix_is_the_one_that_nobody_beside_it_reads():
+    """SAM defines the first matrix of an MLP, then its last one, then those in between."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj_in, self.proj_out, self.layers = linear(64, 64), linear(4, 64), nn.ModuleList([linear(64, 64)])
+
+    assert set(routes(scores=Late()).values()) == {"output"}
+
+
+def test_a_model_that_is_an_mlp_keeps_its_hidden_matrices():
+    found = {route.name: route.use_muon for route in route_parameters(mlp(40, 64, 64, 3))}
+    assert found == {"0.weight": True, "1.weight": True, "2.weight": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "reason"),
+    [
+        ({"num_labels": 20}, 21, "output"),
+        ({"num_labels": 20}, 20, "head"),
+        ({"num_labels": 20}, 22, "muon"),
+        ({"state_dim": 17}, 17, "output"),
+        ({"num_mel_bins": 40}, 40, "output"),
+        ({"num_mel_bins": 20, "reduction_factor": 2}, 40, "output"),
+        ({"num_mel_bins": 96}, 96, "muon"),  # what layers read is a hidden size
+        ({}, 20, "muon"),
+    ],
+)
+def test_a_row_for_each_number_that_the_config_says_is_predicted(config, rows, reason):
+    assert routes(config=config, predicted=linear(rows, 64)) == {"predicted": reason}
+
+
+def test_what_reads_the_same_numbers_does_not_make_them_a_hidden_size():
+    """An agent reads states and predicts them."""
+    found = routes(config={"state_dim": 17}, read_state=linear(64, 17), predict_state=linear(17, 64))
+    assert found == {"read_state": "muon", "predict_state": "output"}
+
+
+def test_a_bottleneck_is_none():
+    """Few rows that a later matrix beside them reads; one before them reads what came from elsewhere."""
+    assert set(routes(down=linear(4, 64), up=linear(64, 4)).values()) == {"muon"}
+    assert routes(places=linear(64, 4), sides=linear(4, 64)) == {"places": "muon", "sides": "output"}
+
+
+def test_few_rows_in_a_layer_are_none():
+    found = routes(more=nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "mlp": mlp(64, 32, 64)})]))
+    assert set(found.values()) == {"muon"}
+
+
+def test_outputs_of_convolutions():
+    found = routes(
+        decoder=nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.Conv2d(64, 3, 3, bias=False)),
+        ctc=nn.Conv1d(64, 500, 1, bias=False),
+        config={"vocab_size": 500},
+    )
+    assert found == {"decoder.0": "muon", "decoder.1": "output", "ctc": "head"}
+
+
+def test_projections_that_are_called_embeddings():
+    """A linear layer whose results others read is no table. What takes coordinates, pixels or tokens may be one."""
+    embed = "name contains 'embed'"
+    found = routes(
+        config={"vocab_size": 500, "num_labels": 20},
+        embed_projection=linear(64, 48),
+        embed_patches=linear(64, 300),
+        mask_embed=mlp(64, 64, 64),
+        conv_embed=nn.Conv1d(64, 64, 3, groups=2, bias=False),
+        embed_coordinates=linear(64, 2),
+        embed_pixels=nn.Conv2d(3, 64, 3, bias=False),
+        embed_one_hot=linear(64, 500),
+        class_embed=linear(21, 64),
+        bbox_embed=nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)]),
+        distance_embed=nn.ModuleList([mlp(64, 64, 33), mlp(64, 64, 33)]),
+        embed_out=linear(50, 64),
+        pos_embed=nn.Embedding(9, 64),
+    )
+    muon = {name for name, reason in found.items() if reason == "muon"}
+    assert muon == {"embed_projection", "embed_patches", "mask_embed.0", "mask_embed.1", "conv_embed"}
+    assert {reason for name, reason in found.items() if name not in muon} == {embed}
+
+
+def test_a_users_patterns_win():
+    modules = {"sides": mlp(64, 64, 4), "embed_projection": linear(64, 48)}
+    with torch.device("meta"):
+        model = Detector(**modules)
+    found = {r.name: r.reason for r in route_parameters(model, muon_patterns="sides", adamw_patterns="embed_proj")}
+    assert found["sides.1.weight"] == "muon_patterns 'sides'"
+    assert found["embed_projection.weight"] == "adamw_patterns 'embed_proj'"
+
+
+def test_tables_that_are_stored_transposed():
+    """MobileBERT adds columns to the vectors of its tokens; as many as tokens are read, and few numbers put out."""
+    assert routes(config={"vocab_size": 900}, more=linear(64, 900)) == {"more": "table: a column for each token"}
+
+
+class TestWeightNorm:
+    """The directions are seen as the weight would be; the magnitudes are none of Muon's."""
+
+    @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+    @pytest.mark.parametrize(
+        "module",
+        [
+            lambda: nn.Conv1d(6, 10, 3),
+            lambda: nn.Conv2d(6, 8, 3, groups=2),
+            lambda: nn.ConvTranspose1d(6, 9, 3, groups=3),
+            lambda: nn.Linear(6, 8),
+            lambda: nn.Conv1d(6, 6, 3, groups=6),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_the_direction_is_seen_as_the_weight(self, norm, module):
+        (plain,) = (route for route in route_parameters(nn.ModuleDict({"m": module()})) if len(route.shape) > 1)
+        found = {route.name: route for route in route_parameters(nn.ModuleDict({"m": norm(module())}))}
+        magnitude, direction = sorted((route for route in found.values() if "bias" not in route.name), key=_size)
+        assert (direction.use_muon, direction.view, direction.reason) == (plain.use_muon, plain.view, plain.reason)
+        assert direction.shape == plain.shape
+        assert not magnitude.use_muon
+
+    def test_the_magnitudes_say_what_they_are(self):
+        model = nn.ModuleDict({"m": nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 10, 3))})
+        reasons = {route.name: route.reason for route in route_parameters(model)}
+        assert reasons["m.parametrizations.weight.original0"] == "magnitudes of a weight norm"
+
+    def test_a_users_own_parametrization_is_left_alone(self):
+        class Sum(nn.Module):
+            def forward(self, a, b):
+                return a + b
+
+            def right_inverse(self, weight):
+                return weight / 2, weight / 2
+
+        model = nn.ModuleDict({"m": nn.Conv1d(6, 10, 3)})
+        nn.utils.parametrize.register_parametrization(model["m"], "weight", Sum())
+        found = {route.name: route.reason for route in route_parameters(model) if len(route.shape) > 1}
+        assert set(found.values()) == {"three dims, not known as a stack of matrices (muon_patterns opts in)"}
+
+
+def _size(route):
+    return route.parameter.numel()
