@@ -128,6 +128,13 @@ def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
         zero.norm_for_param_grads[number] = grad.to(torch.float64).norm(2)
         zero.update_offload_overflow_tracker(grad)
         zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, int(start), int(count)).copy_(grad)
+    # bf16 with gradients added up in fp32 goes another way in newer versions, which add them up in a flat partition.
+    flat = getattr(zero, "_use_compact_grad_partition_buffer", lambda group: False)
+    for group, params in enumerate(zero.params_in_partition):
+        for param in params if flat(group) else ():
+            number = zero.get_param_id(param)
+            if number in zero._offload_accumulated_param_ids and number not in zero.norm_for_param_grads:
+                zero.copy_grads_in_partition(param, group)
 
 
 def _synchronize() -> None:

@@ -70,19 +70,25 @@ def _rows(step, micro):
 
 
 def branched(pattern, accumulate=1, clipping=None, dtype="float32", overflow=None):
-    """Weights after steps in one process, zeros for a gradient that is missing. Step `overflow` is skipped."""
+    """Weights after steps in one process, zeros for a gradient that is missing. Step `overflow` is skipped.
+
+    Gradients are added up in fp32.
+    """
     model, masters = _made(Branched, dtype), _made(Branched, dtype).float()
     optimizer = _optimizer(masters)
     for step in range(STEPS):
         if step == overflow:
             continue
-        model.zero_grad()
+        for master in masters.parameters():
+            master.grad = torch.zeros_like(master)
         for micro in range(accumulate):
+            model.zero_grad()
             x = _rows(step, micro).to(model.first.weight)
             reached = REACHED[pattern](step, micro, accumulate)
             ((model(x, reached).float() - x.float()).square().mean() / accumulate).backward()
-        for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-            master.grad = torch.zeros_like(master) if param.grad is None else param.grad.float().clone()
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                if param.grad is not None:
+                    master.grad += param.grad.float()
         if clipping:
             assert nn.utils.clip_grad_norm_(masters.parameters(), clipping) > 2 * clipping
         optimizer.step()
@@ -139,6 +145,27 @@ def branched_in_zero(
         found[pattern] = weights_of(model, stage == 3)
         engine.destroy()
     return found
+
+
+def forgetful(rank, **options):
+    """The same with a DeepSpeed that keeps no sum of micro-batches but the first, as 0.18.4 with CPU offload."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    plain = DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu
+
+    def accumulate(self, param):
+        number = self.get_param_id(param)
+        kept = self.accumulated_grads_in_cpu.get(number)
+        before = 0.0 if kept is None else kept.clone()
+        plain(self, param)
+        if self.micro_step_id > 0:
+            self.accumulated_grads_in_cpu[number].copy_(torch.as_tensor(before))
+
+    DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = accumulate
+    try:
+        return branched_in_zero(rank, **options)
+    finally:
+        DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = plain
 
 
 FROZEN = {"nothing": (), "all but the table": ("layers", "output"), "one layer": ("layers.0",)}

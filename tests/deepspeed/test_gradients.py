@@ -15,6 +15,7 @@ from tests.deepspeed.gradient_cases import (
     REACHED,
     branched,
     branched_in_zero,
+    forgetful,
     partial,
     partial_in_zero,
     partly_frozen,
@@ -50,6 +51,23 @@ def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
     for found in ranks.run(branched_in_zero, patterns=patterns, accumulate=accumulate, **CELLS[cell]):
         for pattern, weights in found.items():
             assert_equal(weights, reference(pattern, accumulate))
+
+
+@pytest.mark.parametrize("cell", ["1-cpu", "2-cpu"])
+def test_a_deepspeed_that_forgets_micro_batches(ranks, cell):
+    for found in ranks.run(forgetful, patterns=list(REACHED), accumulate=4, **CELLS[cell]):
+        for pattern, weights in found.items():
+            assert_equal(weights, reference(pattern, 4))
+
+
+@pytest.mark.parametrize("zero", [{}, CPU], ids=["2", "2-cpu"])
+def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
+    """With `reduce_scatter`, DeepSpeed loses some of them, with any optimizer."""
+    options = {"dtype": "bfloat16", "accumulate": 4}
+    config = {"stage": 2, "zero": {**zero, "reduce_scatter": False}, "data_types": {"grad_accum_dtype": "fp32"}}
+    for found in ranks.run(branched_in_zero, patterns=list(REACHED), **options, **config):
+        for pattern, weights in found.items():
+            assert_equal(weights, reference(pattern, **options))
 
 
 @pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
