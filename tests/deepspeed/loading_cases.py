@@ -50,7 +50,7 @@ def damage(source, target, how):
         partial = other.rename(other.with_suffix(".partial"))
         partial.rename(one.rename(other).with_name(one.name))
         return str(folder)
-    (file,) = Path(folder).glob("*/*zero_pp_rank_1_*optim_states.pt")
+    (file,) = Path(folder).glob("global_step*/*zero_pp_rank_1_*optim_states.pt")
     if how == "cut":
         file.write_bytes(file.read_bytes()[:-1000])
     elif how == "zeroed":

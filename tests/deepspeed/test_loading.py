@@ -197,3 +197,18 @@ def test_weights_can_be_loaded_without_the_optimizer(ranks, stage, names, tmp_pa
 def test_a_load_of_nothing_is_refused(ranks, saved):
     for text in ranks.run(refused_load, stage=3, load=saved[3], arguments={"load_module_only": True}):
         assert "DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False" in text
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_torchs_older_format_resumes_exactly(ranks, stage, tmp_path):
+    """It has no checksums, and cannot be mapped into memory."""
+    options = {"stage": stage, "config": {"checkpoint": {"checkpoint_serialization": False}}}
+    path = str(tmp_path / "saved")
+    ranks.run(train, last=2, save=path, **options)
+    straight = ranks.run(train, stage=stage, last=3)
+    for mine, theirs in zip(ranks.run(train, first=2, last=3, load=path, **options), straight, strict=True):
+        assert_equal(mine, {**theirs, "losses": theirs["losses"][2:]})
+        assert_same_state(mine, theirs)
+    one, other = ranks.run(refused_load, stage=stage, load=damage(path, tmp_path / "cut", "cut"))
+    assert one == other
+    assert "rank_1_mp_rank_00_optim_states.pt is cut off" in one
