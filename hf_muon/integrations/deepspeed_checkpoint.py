@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_muon.consensus import together
 from hf_muon.distributed.agreement import exchange_texts, root_group
-from hf_muon.integrations.deepspeed_files import DamagedError, check_file, read, read_checksums, stages_of
+from hf_muon.integrations.deepspeed_files import BEFORE, DamagedError, check_file, read, read_checksums, stages_of
 from hf_muon.integrations.deepspeed_layout import is_swapped
 from hf_muon.integrations.deepspeed_order import differing_masters, few, moved, options_to_set
 from hf_muon.integrations.deepspeed_saving import OURS, binder, swap_folder
@@ -46,7 +46,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
             tag = _latest(values["load_dir"]) if values["tag"] is None else str(values["tag"])
             complaints = list(_complaints(engine, optimizer, values, tag, saved))
         except Exception as error:  # noqa: BLE001  of one rank, before all have agreed
-            complaints = [f"{type(error).__name__}: {error}"]
+            complaints = [f"{values['load_dir']} cannot be read ({type(error).__name__}: {error}). {BEFORE}"]
         texts = exchange_texts(_ranks(optimizer), complaints)
         if any(texts) and not (tag is None and all(texts)):  # DeepSpeed then loads nothing, and says so in its answer
             raise ValueError(
@@ -171,6 +171,9 @@ def _complaints_of_files(
     if by_rank:
         read(engine._get_ckpt_name(where, tag))
     if not moments:
+        # In ZeRO-3 DeepSpeed makes the weights of the masters of all ranks.
+        if by_rank and Path(masters := engine._get_zero_ckpt_name(where, tag)).is_file():
+            read(masters)
         return
     if partitioned:
         file = engine._get_zero_ckpt_name(where, tag)
