@@ -16,8 +16,8 @@ PIP := -m pip install --quiet --disable-pip-version-check
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 PYTEST := -m pytest -n 2 --dist loadgroup --durations 20
 # What needs torch alone, which is the same in LLaMA-Factory's stack; DeepSpeed 0.18.4 is tested there as people run it.
-TESTED := distributed deepspeed test_benchmarks.py test_bounds.py test_momentum.py test_newton_schulz.py test_promises.py \
-	test_report.py
+TESTED := chaos distributed deepspeed $(addsuffix .py,$(addprefix test_,benchmarks bounds config damage metrics momentum \
+	newton_schulz optimizer promises report))
 
 # What must not be missing in CI; see tests/promises.py.
 NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,trl
@@ -26,7 +26,8 @@ LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 
 .PHONY: install async_io chromium demo test lint golden bench clean
 
-install: $(VENV)/.made $(LF)/.made $(DS)/.made async_io chromium
+# The longest first: compiling takes the time in which others wait for downloads.
+install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made chromium
 
 # These two know themselves whether they are done. What fails is tried again by the next make.
 async_io: $(DS)/.made
@@ -76,7 +77,7 @@ demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
 
 test:
-	@$(MAKE) --no-print-directory -j2 install
+	@$(MAKE) --no-print-directory -j3 install
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(NEWEST_HAS) $(VENV)/bin/python $(PYTEST)
 	@echo "== DeepSpeed"

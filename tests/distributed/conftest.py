@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
     """Pools by number of ranks."""
-    made = {size: Pool(size) for size in (2, 3, 4)}
+    made = {size: Pool(size, forks=True) for size in (2, 3, 4)}
     yield made
     for pool in made.values():
         pool.close()

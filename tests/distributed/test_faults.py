@@ -17,7 +17,7 @@ def fresh():
     made = []
 
     def start():
-        made.append(Pool(2, timeout=240))
+        made.append(Pool(2, timeout=240, forks=True))
         return made[-1]
 
     yield start

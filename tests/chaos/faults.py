@@ -1,0 +1,72 @@
+"""What goes wrong on one rank, and when."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KINDS = ("killed", "stopped", "out of memory", "disk full")
+PHASES = ("step", "save", "load")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind`, one of KINDS, happens to `rank` in `phase`, one of PHASES."""
+
+    kind: str
+    phase: str
+    rank: int
+
+    def happen(self) -> None:
+        if self.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "out of memory":
+            torch.empty(2**60)  # torch's own error
+        else:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def inject(self) -> None:
+        """Have it happen in this process: amid the exchange of a step, half of a file, or the moments."""
+        from hf_muon import Muon
+        from hf_muon.distributed.exchange import Exchange
+
+        if self.phase == "step":
+            self._before(Exchange, "_complete")
+        elif self.phase == "load":
+            self._before(Muon, "load_state_dict")
+        else:
+            self._while_writing()
+
+    def _before(self, owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            self.happen()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, patched)
+
+    def _while_writing(self) -> None:
+        """When half of what is written of a checkpoint has reached the disk; `torch.save` to a path has no fsync."""
+        fsync, save = os.fsync, torch.save
+
+        def half(descriptor: int) -> None:
+            os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
+            fsync(descriptor)
+            self.happen()
+
+        def half_of_file(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            save(content, file, *args, **kwargs)
+            if isinstance(file, str):
+                os.truncate(file, os.stat(file).st_size // 2)
+                self.happen()
+
+        os.fsync, torch.save = half, half_of_file

@@ -1,0 +1,71 @@
+"""Ranks of one run each, forked from a process that has imported everything: they may die, hang or fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.chaos.faults import Fault
+from tests.distributed.pool import forking
+from tests.distributed.training import train
+
+RANKS = 2
+
+
+def run(layout: str, fault: Fault | None = None, *, timeout: float = 120, **options: Any) -> list[Any]:
+    """Train on two ranks; what `train` gives on each, or the text of its error, or the signal that ended it.
+
+    Args:
+        layout: of `tests.distributed.training`.
+        fault: what goes wrong, on one rank.
+        timeout: seconds of the process group.
+    """
+    context = forking()
+    with tempfile.TemporaryDirectory(prefix="hf_muon_chaos") as folder:
+        path = Path(folder)
+        arguments = [(rank, path, timeout, layout, fault, options) for rank in range(RANKS)]
+        ranks = [context.Process(target=_rank, args=each, daemon=True) for each in arguments]
+        for process in ranks:
+            process.start()
+        # A rank that is stopped never ends; the others must.
+        stopped = fault.rank if fault and fault.kind == "stopped" else None
+        deadline = time.monotonic() + timeout + 60
+        for rank, process in enumerate(ranks):
+            if rank != stopped:
+                process.join(max(deadline - time.monotonic(), 0))
+        results = []
+        for rank, process in enumerate(ranks):
+            if process.is_alive():
+                results.append("stopped" if rank == stopped else "it waits in vain")
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+            elif process.exitcode < 0:
+                results.append(signal.Signals(-process.exitcode).name)
+            else:
+                results.append(torch.load(path / str(rank), weights_only=False))
+        return results
+
+
+def _rank(rank: int, path: Path, timeout: float, layout: str, fault: Fault | None, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    store = f"file://{path / 'store'}"
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=limit)
+        if fault and fault.rank == rank:
+            fault.inject()
+        result: Any = train(rank, layout, **options)
+    except BaseException:  # noqa: BLE001  a full disk ends torch.distributed.checkpoint with one that is no Exception
+        result = traceback.format_exc()
+    torch.save(result, path / f"{rank}.part")
+    (path / f"{rank}.part").rename(path / str(rank))
+    os._exit(0)  # as a script that failed ends: without waiting for the others

@@ -1,0 +1,85 @@
+"""A rank that dies, hangs or fails: the others end with an error, and the checkpoint before resumes bit for bit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.chaos.faults import Fault
+from tests.chaos.ranks import RANKS, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+GROUP_TIMEOUT = 8.0
+LAYOUTS = {"ddp": {"full": True}, "fsdp": {}}  # one file of rank 0, and a file for each rank
+CASES = [
+    *((kind, phase) for kind in ("killed", "stopped", "out of memory") for phase in ("step", "save", "load")),
+    ("disk full", "save"),
+]
+
+
+def assert_equal(one, other):
+    """Weights and moments, bit for bit."""
+    assert isinstance(one, dict), one
+    assert one["found"].keys() == other["found"].keys()
+    for name, state in other["found"].items():
+        assert one["found"][name].keys() == state.keys()
+        assert [key for key, value in state.items() if not torch.equal(one["found"][name][key], value)] == [], name
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """Uninterrupted runs, by layout: six steps."""
+    return {layout: run(layout, last=6)[0] for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """What the same runs have saved after four steps, by layout."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for layout, how in LAYOUTS.items():
+        assert all(isinstance(result, dict) for result in run(layout, last=4, save=str(folder / layout), **how))
+    return {layout: str(folder / layout) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "phase"), CASES)
+def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints, layout, kind, phase, tmp_path):
+    how, good = LAYOUTS[layout], checkpoints[layout]
+    # Rank 0 alone writes where the checkpoint is one file.
+    victim = 0 if (layout, phase) == ("ddp", "save") else 1
+    options = {"first": 4, "last": 6, "load": good, **how}
+    start = time.monotonic()
+    results = run(layout, Fault(kind, phase, victim), timeout=GROUP_TIMEOUT, save=str(tmp_path / "6"), **options)
+    other = results[1 - victim]
+    signs = {"killed": "SIGKILL", "stopped": "stopped", "out of memory": "memory", "disk full": "No space left"}
+    assert signs[kind] in results[victim]
+    if (layout, phase) == ("ddp", "save"):
+        assert isinstance(other, dict), "it has nothing to do with the file"
+    else:
+        assert other.startswith("Traceback"), other
+        assert time.monotonic() - start < 3 * GROUP_TIMEOUT + 30
+    if phase == "save":  # and what is half written is never taken for a checkpoint
+        broken = run(layout, timeout=GROUP_TIMEOUT, **{**options, "load": str(tmp_path / "6")})
+        assert all(isinstance(result, str) and "Traceback" in result for result in broken)
+    for result in run(layout, **options):
+        assert_equal(result, straight[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_rounds_of_save_kill_and_resume_are_the_uninterrupted_run(layout, tmp_path):
+    rounds, how = 20, LAYOUTS[layout]
+    load = None
+    for step in range(rounds):
+        path = str(tmp_path / str(step))
+        saved = run(layout, first=step, last=step + 1, load=load, save=path, **how)
+        assert all(isinstance(result, dict) for result in saved), saved
+        # It goes on, and dies in the next step or as it writes; in turns, on either rank.
+        fault = Fault("killed", ("step", "save")[step % 2], 0 if layout == "ddp" else step // 2 % RANKS)
+        later = {"first": step + 1, "last": step + 2, "load": path, "save": str(tmp_path / "lost")}
+        assert run(layout, fault, timeout=GROUP_TIMEOUT, **later, **how)[fault.rank] == "SIGKILL"
+        load = path
+    for result, expected in zip(saved, run(layout, last=rounds), strict=True):
+        assert_equal(result, expected)
