@@ -99,10 +99,10 @@ def _raise_together(folder: Path, errors: list[str]) -> None:
     assert world is not None
     texts = exchange_texts(world, errors)
     if any(texts):
-        raise RuntimeError(
-            f"{folder} was not written whole, and `latest` still names the checkpoint before it:\n  - "
-            + "\n  - ".join(together(texts))
-        )
+        latest = folder.with_name("latest")
+        overwritten = latest.is_file() and latest.read_text().strip() == folder.name
+        words = "a checkpoint of the same tag was overwritten" if overwritten else "`latest` names the one before it"
+        raise RuntimeError(f"{folder} was not written whole, and {words}:\n  - " + "\n  - ".join(together(texts)))
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ def failed_save(rank, stage, save, victim, how):
     step(1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder = Path(save, "in the way") if how == "folder" else Path(save)
-    if rank == victim and how == "disk full":
+    if rank == victim and how in ("disk full", "same tag"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
     elif rank == victim and how == "latest":
         Path(save, "latest.partial").mkdir()
@@ -140,7 +140,7 @@ def failed_save(rank, stage, save, victim, how):
         folder.write_text("a file")
     text = None
     try:
-        engine.save_checkpoint(str(folder))
+        engine.save_checkpoint(str(folder), tag="global_step1" if how == "same tag" else None)
     except RuntimeError as error:
         text = str(error)
     finally:

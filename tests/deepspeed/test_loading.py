@@ -164,7 +164,7 @@ def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, vict
     path = str(tmp_path)
     (one, latest), other = ranks.run(failed_save, stage=stage, save=path, victim=victim, how=how)
     assert (one, latest) == other
-    assert "was not written whole, and `latest` still names the checkpoint before it" in one
+    assert "was not written whole, and `latest` names the one before it:" in one
     assert re.search(words, one)
     assert latest == "global_step1"
     straight = ranks.run(train, stage=stage, last=4)
@@ -197,6 +197,12 @@ def test_weights_can_be_loaded_without_the_optimizer(ranks, stage, names, tmp_pa
 def test_a_load_of_nothing_is_refused(ranks, saved):
     for text in ranks.run(refused_load, stage=3, load=saved[3], arguments={"load_module_only": True}):
         assert "DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False" in text
+
+
+def test_a_checkpoint_that_is_overwritten_in_vain_is_told(ranks, tmp_path):
+    for text, latest in ranks.run(failed_save, stage=2, save=str(tmp_path), victim=1, how="same tag"):
+        assert "global_step1 was not written whole, and a checkpoint of the same tag was overwritten:" in text
+        assert latest == "global_step1"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
