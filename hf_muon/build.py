@@ -11,6 +11,7 @@ from torch import nn
 from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig
 from hf_muon.optimizer import Muon
+from hf_muon.options import shown
 from hf_muon.routing import Route, frozen, is_lora, route_parameters, table
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def build_optimizer(
         ValueError: an option that is not valid, a pattern that matches nothing, or no parameter that reaches Muon.
         RuntimeError: a parameter stored in a way that this version cannot step.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"build_optimizer takes a torch.nn.Module, not {shown(model)}: structure decides what is a hidden matrix. "
+            "Parameters alone go to hf_muon.Muon"
+        )
     config = _as_config(config).replace(options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
@@ -53,6 +59,8 @@ def build_optimizer(
 def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
     if isinstance(config, MuonConfig):
         return config
+    if not isinstance(config, (Mapping, type(None))):
+        raise ValueError(f"config is a MuonConfig or a mapping of its options, not {shown(config)}")
     return MuonConfig.from_mapping(config or {})
 
 

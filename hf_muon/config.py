@@ -3,213 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import numbers
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from hf_muon.coefficients import resolve
+from hf_muon.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.options import (
+    COMM_DTYPES,
+    GROUP_OPTIONS,
+    MAX_BUCKET_BYTES,
+    OPTIMIZER_OPTIONS,
+    OPTIONS,
+    check_option,
+    shown,
+    unknown_option,
+)
 
-from hf_muon.coefficients import PRESETS, resolve
-from hf_muon.distributed.base import has_data
-from hf_muon.momentum import MOMENTUM_DTYPES
-from hf_muon.newton_schulz import MAX_BATCH_BYTES, NS_DTYPES
-from hf_muon.update import ADJUST_LR_FNS
-
-LORA_ROUTES = ("adamw", "muon")
-COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-OFFLOAD_COMPUTE = ("auto", "cpu", "accelerator")
-MAX_BUCKET_BYTES = 256 * 2**20
-
-
-class _InvalidError(Exception):
-    """The value is not one of the option's values."""
-
-
-@dataclass(frozen=True)
-class _Option:
-    """How one option is read from text, checked, and described."""
-
-    valid: str
-    check: Callable[[Any], Any]
-    parse: Callable[[str], Any]
-
-
-def _number(valid: str, accepts: Callable[[float], bool]) -> _Option:
-    def check(value: Any) -> float:
-        # numpy's scalars are real numbers, too.
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise _InvalidError
-        number = float(value)
-        if not (math.isfinite(number) and accepts(number)):
-            raise _InvalidError
-        return number
-
-    return _Option(valid, check, float)
-
-
-def _learning_rate() -> _Option:
-    number = _number("a number of at least 0", lambda x: x >= 0)
-
-    def check(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
-            if value.numel() != 1 or value.is_complex():
-                raise _InvalidError
-            if has_data(value):
-                number.check(value.item())
-            return value
-        return number.check(value)
-
-    return dataclasses.replace(number, check=check)
-
-
-def _integer(valid: str, accepts: Callable[[int], bool]) -> _Option:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not accepts(value):
-            raise _InvalidError
-        return value
-
-    return _Option(valid, check, int)
-
-
-def _flag() -> _Option:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise _InvalidError
-        return value
-
-    return _Option("true or false", check, lambda text: words[text.lower()])
-
-
-def _choice(values: Sequence[str]) -> _Option:
-    def check(value: Any) -> str:
-        if value not in values:
-            raise _InvalidError
-        return str(value)
-
-    return _Option(" or ".join(values), check, str)
-
-
-def _path() -> _Option:
-    def check(value: Any) -> str | None:
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-            raise _InvalidError
-        return str(os.fspath(value))
-
-    return _Option("the path of a file", check, str)
-
-
-def _floats(value: Any, count: int) -> tuple[float, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
-        raise _InvalidError
-    if any(isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x) for x in value):
-        raise _InvalidError
-    return tuple(float(x) for x in value)
-
-
-def _betas() -> _Option:
-    def check(value: Any) -> tuple[float, ...]:
-        betas = _floats(value, 2)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise _InvalidError
-        return betas
-
-    return _Option(
-        "two numbers from 0 to below 1, written 0.9|0.95", check, lambda text: [float(x) for x in text.split("|")]
-    )
-
-
-def _coefficients() -> _Option:
-    def check(value: Any) -> str | tuple[float, ...]:
-        if isinstance(value, str):
-            if value not in PRESETS:
-                raise _InvalidError
-            return value
-        return _floats(value, 3)
-
-    def parse(text: str) -> Any:
-        return [float(x) for x in text.split("|")] if "|" in text else text
-
-    return _Option(f"{', '.join(PRESETS)}, or three numbers, written 3.4445|-4.775|2.0315", check, parse)
-
-
-def _patterns() -> _Option:
-    def check(value: Any) -> str | tuple[str, ...]:
-        if isinstance(value, str) and value:
-            return value
-        if isinstance(value, Sequence) and value and all(isinstance(x, str) and x for x in value):
-            return tuple(value)
-        raise _InvalidError
-
-    return _Option("a regular expression, or several joined by |", check, str)
-
-
-# The hyperparameters that a param group of `Muon` carries, besides `use_muon`.
-GROUP_OPTIONS: dict[str, _Option] = {
-    "lr": _learning_rate(),
-    "weight_decay": _number("a number of at least 0", lambda x: x >= 0),
-    "momentum": _number("a number from 0 to below 1", lambda x: 0 <= x < 1),
-    "nesterov": _flag(),
-    "momentum_dtype": _choice(MOMENTUM_DTYPES),
-    "ns_coefficients": _coefficients(),
-    "ns_steps": _integer("an integer from 1 to 99", lambda x: 1 <= x < 100),
-    "ns_dtype": _choice(tuple(NS_DTYPES)),
-    "adjust_lr_fn": _choice(ADJUST_LR_FNS),
-    "adamw_betas": _betas(),
-    "adamw_eps": _number("a number of at least 0", lambda x: x >= 0),
-}
-
-# What the optimizer as a whole carries, and no param group.
-OPTIMIZER_OPTIONS: dict[str, _Option] = {
-    "max_bucket_bytes": _integer("a positive number of bytes", lambda x: x > 0),
-    "max_batch_bytes": _integer("a positive number of bytes", lambda x: x > 0),
-    "comm_dtype": _choice(tuple(COMM_DTYPES)),
-    "offload_compute": _choice(OFFLOAD_COMPUTE),
-    "accept_rerouted": _flag(),
-    "diagnostics_every": _integer("a number of steps, 0 for never", lambda x: x >= 0),
-    "diagnostics_file": _path(),
-}
-
-OPTIONS: dict[str, _Option] = {
-    **GROUP_OPTIONS,
-    **OPTIMIZER_OPTIONS,
-    "muon_lr": _number("a number of at least 0", lambda x: x >= 0),
-    "adamw_lr": _number("a number of at least 0", lambda x: x >= 0),
-    "adamw_weight_decay": _number("a number of at least 0", lambda x: x >= 0),
-    "muon_patterns": _patterns(),
-    "adamw_patterns": _patterns(),
-    "optim_target_modules": _patterns(),
-    "lora": _choice(LORA_ROUTES),
-    "split_fused": _flag(),
-    "per_head": _flag(),
-}
-
-
-def check_option(name: str, value: Any) -> Any:
-    """The canonical form of a value.
-
-    Raises:
-        ValueError: the value is not valid; the message says which are.
-    """
-    option = OPTIONS[name]
-    try:
-        return option.check(value)
-    except (_InvalidError, TypeError, OverflowError):
-        raise ValueError(f"{name}={value!r} is not valid. Valid: {option.valid}") from None
-
-
-def unknown_option(name: str, valid: Sequence[str]) -> ValueError:
-    """The error for a key that is no option, with the nearest one that is."""
-    near = difflib.get_close_matches(name, valid, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{name!r} is not an option of muon.{hint} Valid: {', '.join(valid)}")
+__all__ = [
+    "COMM_DTYPES",
+    "GROUP_OPTIONS",
+    "MAX_BUCKET_BYTES",
+    "OPTIMIZER_OPTIONS",
+    "OPTIONS",
+    "MuonConfig",
+    "check_option",
+    "parse_optim_args",
+    "text_of",
+    "unknown_option",
+]
 
 
 @dataclass(frozen=True)
@@ -308,12 +130,14 @@ class MuonConfig:
         return cls().replace(mapping)
 
     def replace(self, mapping: Mapping[str, Any]) -> MuonConfig:
-        """A copy with other values, read as by `from_mapping`."""
+        """Return a copy with other values, read as by `from_mapping`."""
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"options of muon are a mapping of names to values, not {shown(mapping)}")
         return dataclasses.replace(self, **{name: _read(name, value) for name, value in mapping.items()})
 
 
-def _read(name: str, value: Any) -> Any:
-    if name not in OPTIONS:
+def _read(name: Any, value: Any) -> Any:
+    if not isinstance(name, str) or name not in OPTIONS:
         raise unknown_option(name, MuonConfig.names())
     if not isinstance(value, str):
         return value
@@ -321,24 +145,34 @@ def _read(name: str, value: Any) -> Any:
     try:
         return option.parse(value)
     except (ValueError, KeyError):
-        raise ValueError(f"{name}={value} cannot be read. Valid: {option.valid}") from None
+        shown = value if len(value) <= 200 else f"{value[:200]}..."
+        raise ValueError(f"{name}={shown} cannot be read. Valid: {option.valid}") from None
 
 
-def parse_optim_args(text: str | None) -> dict[str, str]:
+def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Split `optim_args`, `"momentum=0.9,ns_steps=6"`, as transformers does: blanks dropped, commas between items.
+
+    A mapping of names to values, as a YAML file may hold it, says the same.
 
     Raises:
         ValueError: an item that is not `name=value`, an unknown name, or a name given twice.
     """
-    options: dict[str, str] = {}
+    if isinstance(text, Mapping):
+        for name in text:
+            if name not in OPTIONS:
+                raise unknown_option(name, MuonConfig.names())
+        return dict(text)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'optim_args={shown(text)} is neither text, "name=value,name=value", nor a mapping')
+    options: dict[str, Any] = {}
     for item in (text or "").replace(" ", "").split(","):
         if not item and not text:
             continue
         name, equals, value = item.partition("=")
         if not (name and equals and value) or "=" in value:
             raise ValueError(
-                f"optim_args: {item!r} is not of the form name=value. Items are joined by commas, lists by |, and a "
-                f"value cannot hold a comma or an equals sign. Valid names: {', '.join(MuonConfig.names())}"
+                f"optim_args: {shown(item)} is not of the form name=value. Items are joined by commas, lists by |, and "
+                f"a value cannot hold a comma or an equals sign. Valid names: {', '.join(MuonConfig.names())}"
             )
         if name not in OPTIONS:
             raise unknown_option(name, MuonConfig.names())
@@ -346,3 +180,24 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
             raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r}")
         options[name] = value
     return options
+
+
+def text_of(options: Mapping[str, Any]) -> str:
+    """Return options as the text of `optim_args`, which transformers splits again.
+
+    Raises:
+        ValueError: a value that such a text cannot hold.
+    """
+    items = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        text = "|".join(map(str, value)) if several else str(value)
+        if not text or set(text) & set(" ,="):
+            raise ValueError(
+                f"optim_args: {name}={shown(value)} holds a blank, a comma or an equals sign, at which transformers "
+                "splits. Write a pattern with \\s, \\x2c or \\x3d in their place"
+            )
+        items.append(f"{name}={text}")
+    return ",".join(items)

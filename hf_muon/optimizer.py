@@ -205,9 +205,9 @@ class Muon(Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
-        given = group.get("views")
-        if given is not None and len(given) != len(group["params"]):
-            raise ValueError(f"views: {len(given)} of {len(group['params'])} parameters; give each one, '' for none")
+        for key, none in (("views", ", '' for none"), ("param_names", "")):
+            if complaint := views.texts_complaint(group.get(key), len(group["params"])):
+                raise ValueError(f"{key}: {complaint}; give each one{none}")
         for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
             complaint = storage_complaint(param) or checkpoint.blocks_complaint(group, param)
             if complaint:

@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 
 
 def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[str]]:
+    """Return a list of patterns compiled, or the alternatives of one.
+
+    Raises:
+        ValueError: one that is no regular expression, or empty.
+    """
     if patterns is None:
         return []
     pieces = list(patterns)
@@ -18,7 +23,7 @@ def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[st
     for piece in pieces:
         try:
             compiled.append(re.compile(piece))
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{piece!r} is not a regular expression: {error}") from None
         if not piece:
             raise ValueError(f"{patterns!r} has an empty alternative, which would match every parameter")

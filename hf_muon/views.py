@@ -171,6 +171,7 @@ def _unreadable(text: str) -> ValueError:
     )
 
 
+_MOST_PARTS = 2**20  # of one weight; a text that asks for more is a slip, and would take all memory
 _TERM = re.compile(r"(?:(\d+)([x*]))?(?:(\d+)|\((\d+(?:\+\d+)*)\))(\+|$)")
 
 
@@ -187,7 +188,7 @@ def _blocks(text: str) -> Iterator[Blocks]:
             raise ValueError
         times, kind = int(term[1] or 1), term[2]
         sizes = [int(size) for size in (term[3] or term[4]).split("+")]
-        if not times or not min(sizes):
+        if not times or not min(sizes) or times * len(sizes) > _MOST_PARTS:
             raise ValueError
         period = sum(sizes)
         if kind == "*" and times > 1:
@@ -212,6 +213,15 @@ def complaint(text: str, stored: Sequence[int]) -> str | None:
     if view.parts and (total := sum(part.length for part in view.parts)) != shape[view.axis]:
         return f"has the view {text!r}, which makes {total} {_WORDS[view.axis]} of {shape[view.axis]}"
     return None
+
+
+def texts_complaint(texts: Any, count: int) -> str | None:
+    """Say why something is no list of texts, one for each of `count` parameters; None where it is, or is None."""
+    if texts is None:
+        return None
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        return f"{texts!r:.200} is not a list of texts"
+    return None if len(texts) == count else f"{len(texts)} of {count} parameters"
 
 
 def views_of(group: Mapping[str, Any]) -> list[str]:

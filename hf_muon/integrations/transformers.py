@@ -62,10 +62,14 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
     @functools.wraps(post_init)
     def checked_post_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
         if self.optim == NAME:
+            from hf_muon.config import text_of
+
             refuse_old_versions()
         post_init(self, *args, **kwargs)
         if self.optim is member:
             config_from_arguments(self)
+            if isinstance(self.optim_args, Mapping):
+                self.optim_args = text_of(self.optim_args)  # which is what transformers reads
             # An "optimizer" in a DeepSpeed config is used without asking for ours.
             refuse_deepspeed(self)
 

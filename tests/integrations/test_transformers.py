@@ -146,6 +146,15 @@ def test_packages_that_are_too_old_are_named_at_once(tmp_path, monkeypatch, pack
     assert arguments(tmp_path, optim="adamw_torch")
 
 
+def test_optim_args_as_a_mapping(tmp_path):
+    """As a YAML file may hold it, which transformers itself cannot split."""
+    args = arguments(tmp_path, optim_args={"momentum": 0.8, "nesterov": False, "adamw_betas": [0.5, 0.6]})
+    config = Trainer.get_optimizer_cls_and_kwargs(args)[1]["config"]
+    assert (config.momentum, config.nesterov, config.adamw_betas) == (0.8, False, (0.5, 0.6))
+    with pytest.raises(ValueError, match=r"'momentun' is not an option of muon"):
+        arguments(tmp_path, optim_args={"momentun": 0.8})
+
+
 def test_bf16_weights(tmp_path):
     """No autocast and no fp32 copy: the weights themselves are bf16."""
     ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
