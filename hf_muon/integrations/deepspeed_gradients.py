@@ -41,14 +41,28 @@ def mend_gradients(zero: Any) -> None:
 
     Args:
         zero: DeepSpeed's optimizer, whose layout is known.
+
+    Raises:
+        RuntimeError: one that adds up gradients in a way that is not known.
     """
     if getattr(zero.step, OURS, False):
         return
-    if hasattr(zero, "grad_partitions_flat_buffer"):
+    try:
+        _mend(zero)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"this DeepSpeed's {type(zero).__name__} adds up gradients in a way that this version of hf_muon does not "
+            f"know, so that Muon does not step them: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _mend(zero: Any) -> None:
+    if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
+        zero.grad_partitions_flat_buffer.zero_()  # it is there
         complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
         # Each micro-batch adds to this buffer, the first one overwrites: what it does not reach would stay.
         _around_step(zero, complete, lambda: zero.grad_partitions_flat_buffer.zero_())
-    elif getattr(zero, "cpu_offload", False):
+    elif type(zero).__name__ == "DeepSpeedZeroOptimizer" and zero.cpu_offload:
         reached: set[Any] = set()
         _accumulate_all(zero, reached)
         _around_step(zero, functools.partial(_complete_stage_2, zero, reached), reached.clear)

@@ -239,7 +239,7 @@ def reported(rank, stage, zero=None, seen=("first.weight", "rows 20+6")):
 
     logger, keep = logging.getLogger("hf_muon"), Keep()
     level = logger.level
-    os.environ["HF_MUON_DIAG"] = "1"
+    os.environ["HF_MUON_STEP_REPORT"] = "1"
     logger.addHandler(keep)
     logger.setLevel(logging.INFO)
     try:
@@ -253,5 +253,5 @@ def reported(rank, stage, zero=None, seen=("first.weight", "rows 20+6")):
     finally:
         logger.removeHandler(keep)
         logger.setLevel(level)
-        del os.environ["HF_MUON_DIAG"]
+        del os.environ["HF_MUON_STEP_REPORT"]
     return [line for line in lines if line.startswith("the first step")]

@@ -1,4 +1,4 @@
-"""`HF_MUON_DIAG=1` under ZeRO: an entry for each parameter of both halves, as in one process."""
+"""`HF_MUON_STEP_REPORT=1` under ZeRO: an entry for each parameter of both halves, as in one process."""
 
 from __future__ import annotations
 
