@@ -105,12 +105,14 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
         known["step"] = steps_of(saved["step"])
         known["params"] = list(saved["params"])
         saved_groups.append({**own, **known})
-    state = {}
-    for group, saved in zip(groups, saved_groups, strict=True):
-        for param, key in zip(group["params"], saved["params"], strict=True):
-            if moments := state_dict["state"].get(key):
-                state[key] = {name: moments[name] for name in state_keys(saved, param)}
-    others = len(state_dict["state"].keys() - {key for saved in saved_groups for key in saved["params"]})
+    keys = {
+        key: state_keys(saved, param)
+        for group, saved in zip(groups, saved_groups, strict=True)
+        for param, key in zip(group["params"], saved["params"], strict=True)
+    }
+    moments = {key: state_dict["state"][key] for key in state_dict["state"] if key in keys}  # in the order of the state
+    state = {key: {name: found[name] for name in keys[key]} for key, found in moments.items() if found}
+    others = len(state_dict["state"].keys() - keys.keys())
     if others:
         notices.append(Notice(logging.INFO, f"state of {others} parameters that no param group holds is left out"))
     return {**state_dict, "state": state, "param_groups": saved_groups}
