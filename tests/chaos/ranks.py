@@ -21,18 +21,27 @@ from tests.distributed.training import train
 RANKS = 2
 
 
-def run(layout: str, fault: Fault | None = None, *, timeout: float = 120, **options: Any) -> list[Any]:
+def run(
+    layout: str,
+    fault: Fault | None = None,
+    *,
+    timeout: float = 120,
+    later: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Any]:
     """Train on two ranks; what `train` gives on each, or the text of its error, or the signal that ended it.
 
     Args:
         layout: of `tests.distributed.training`.
         fault: what goes wrong, on one rank.
         timeout: seconds of the process group.
+        later: options of another run in the same processes, in which the fault happens; the first one's results are
+            those of ranks that it has ended, too.
     """
     context = forking()
     with tempfile.TemporaryDirectory(prefix="hf_muon_chaos") as folder:
         path = Path(folder)
-        arguments = [(rank, path, timeout, layout, fault, options) for rank in range(RANKS)]
+        arguments = [(rank, path, timeout, layout, fault, options, later) for rank in range(RANKS)]
         ranks = [context.Process(target=_rank, args=each, daemon=True) for each in arguments]
         for process in ranks:
             process.start()
@@ -48,24 +57,43 @@ def run(layout: str, fault: Fault | None = None, *, timeout: float = 120, **opti
                 results.append("stopped" if rank == stopped else "it waits in vain")
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
-            elif process.exitcode < 0:
+            elif process.exitcode < 0 and not later:
                 results.append(signal.Signals(-process.exitcode).name)
             else:
                 results.append(torch.load(path / str(rank), weights_only=False))
+        if later and fault:
+            assert ranks[fault.rank].exitcode == -signal.SIGKILL, "it was not killed"
         return results
 
 
-def _rank(rank: int, path: Path, timeout: float, layout: str, fault: Fault | None, options: dict[str, Any]) -> None:
+def write(result: Any, path: Path) -> None:
+    """All of it or nothing."""
+    part = path.with_suffix(".part")
+    torch.save(result, part)
+    part.rename(path)
+
+
+def _rank(
+    rank: int,
+    path: Path,
+    timeout: float,
+    layout: str,
+    fault: Fault | None,
+    options: dict[str, Any],
+    later: dict[str, Any] | None,
+) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     store = f"file://{path / 'store'}"
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=limit)
+        if later:
+            write(train(rank, layout, **options), path / str(rank))
         if fault and fault.rank == rank:
             fault.inject()
-        result: Any = train(rank, layout, **options)
+        result: Any = train(rank, layout, **(later or options))
     except BaseException:  # noqa: BLE001  a full disk ends torch.distributed.checkpoint with one that is no Exception
         result = traceback.format_exc()
-    torch.save(result, path / f"{rank}.part")
-    (path / f"{rank}.part").rename(path / str(rank))
+    if not later:
+        write(result, path / str(rank))
     os._exit(0)  # as a script that failed ends: without waiting for the others

@@ -74,12 +74,11 @@ def test_twenty_rounds_of_save_kill_and_resume_are_the_uninterrupted_run(layout,
     load = None
     for step in range(rounds):
         path = str(tmp_path / str(step))
-        saved = run(layout, first=step, last=step + 1, load=load, save=path, **how)
-        assert all(isinstance(result, dict) for result in saved), saved
         # It goes on, and dies in the next step or as it writes; in turns, on either rank.
         fault = Fault("killed", ("step", "save")[step % 2], 0 if layout == "ddp" else step // 2 % RANKS)
-        later = {"first": step + 1, "last": step + 2, "load": path, "save": str(tmp_path / "lost")}
-        assert run(layout, fault, timeout=GROUP_TIMEOUT, **later, **how)[fault.rank] == "SIGKILL"
+        later = {"first": step + 1, "last": step + 2, "load": path, "save": str(tmp_path / "lost"), **how}
+        saved = run(layout, fault, first=step, last=step + 1, load=load, save=path, later=later, **how)
+        assert all(isinstance(result, dict) for result in saved), saved
         load = path
     for result, expected in zip(saved, run(layout, last=rounds), strict=True):
         assert_equal(result, expected)
