@@ -230,3 +230,37 @@ TrainingArguments("/tmp/unused", optim="muon", use_cpu=True, report_to="none")
 assert set(list(_autoload.status().values())[:4]) == {"patched"}, _autoload.status()
 """
     run(code)
+
+
+OPTIMIZERS = """
+import json, logging
+logging.disable(logging.CRITICAL)
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+seen = {}
+for name in (member.value for member in OptimizerNames if member.value != "muon"):
+    for optim_args in (None, "momentum=0.5", "rank=4,scale=0.25"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+        try:
+            options = dict(optim=name, optim_args=optim_args, optim_target_modules=["0"], learning_rate=3e-4)
+            args = TrainingArguments("/tmp/unused", use_cpu=True, report_to="none", weight_decay=0.1, **options)
+            cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            optimizer = Trainer(model, args).create_optimizer()
+            groups = [{k: str(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            words = sorted((k, str(v)) for k, v in kwargs.items() if k != "params")
+            result = [cls.__module__, cls.__name__, words, groups]
+        except Exception as error:
+            result = [type(error).__name__, str(error)[:80]]
+        seen[f"{name} {optim_args}"] = result
+print("\\n" + json.dumps(seen))
+"""
+
+
+def test_other_optimizers_are_what_they_are_without_us():
+    """Every name of transformers' own gives the same class, arguments and groups, or the same error."""
+    on, off = (run(OPTIMIZERS, HF_MUON_AUTOLOAD=value).stdout.strip().splitlines()[-1] for value in ("1", "0"))
+    on, off = json.loads(on), json.loads(off)
+    assert on.keys() == off.keys()
+    assert [name for name in on if on[name] != off[name]] == []
+    assert sum(len(result) == 4 for result in on.values()) >= 10  # those that can be made here
