@@ -272,7 +272,8 @@ def train(
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
             if name in names:
                 weights[name] = param.detach().clone()
-    state = [{k: v.clone() for k, v in state.items()} for state in optimizer.state.values()]
+    places = optimizer.partitions or optimizer.state  # a load leaves states in the order of the param groups
+    state = [{k: v.clone() for k, v in optimizer.state[param].items()} for param in places]
     steps = [group["step"] for group in optimizer.param_groups]
     dtypes = sorted({str(v.dtype) for s in state for v in s.values()})
     swapped = []
