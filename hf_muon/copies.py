@@ -34,7 +34,7 @@ def carried(optimizer: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: DeepSpeed steps with this optimizer, and would not with the copy.
     """
-    if optimizer.partitions is not None or optimizer.being_wrapped:
+    if optimizer.partitions is not None:
         raise RuntimeError(
             "A Muon that DeepSpeed steps with cannot be copied or pickled: its parameters are partitions of the "
             "engine. Save with engine.save_checkpoint"

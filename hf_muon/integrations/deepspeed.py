@@ -186,7 +186,7 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
         for param, view in zip(group["params"], views_of(group), strict=True)
     }
     hide_name(optimizer)
-    optimizer.being_wrapped = True
+    optimizer.being_wrapped = True  # it stays so where DeepSpeed fails, and a step says that
     yield
     optimizer.being_wrapped = False
 

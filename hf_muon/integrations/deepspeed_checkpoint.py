@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,18 @@ from torch import Tensor
 
 from hf_muon.consensus import together
 from hf_muon.distributed.agreement import exchange_texts, root_group
-from hf_muon.integrations.deepspeed_files import BEFORE, DamagedError, check_file, read, read_checksums, stages_of
+from hf_muon.integrations.deepspeed_files import (
+    BEFORE,
+    LABEL,
+    DamagedError,
+    check_file,
+    read,
+    read_checksums,
+    stages_of,
+)
 from hf_muon.integrations.deepspeed_layout import is_swapped
 from hf_muon.integrations.deepspeed_order import differing_masters, few, moved, options_to_set
-from hf_muon.integrations.deepspeed_saving import OURS, binder, swap_folder
+from hf_muon.integrations.deepspeed_saving import OURS, binder, replaced, swap_folder
 from hf_muon.optimizer import Muon
 from hf_muon.state_check import load_complaints
 
@@ -52,7 +61,10 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
             raise ValueError(
                 "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
-        result = load(*args, **kwargs)
+        with _weights_of(engine, tag):
+            result = load(*args, **kwargs)
+        if isinstance(result[1], dict):
+            result[1].pop(LABEL, None)
         if tag is not None:
             if swapping:
                 _restore_swapped(engine.optimizer, optimizer, saved["zero"])
@@ -67,6 +79,17 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
 
     setattr(checked, OURS, True)
     engine.load_checkpoint = checked
+
+
+@contextlib.contextmanager
+def _weights_of(engine: Any, tag: str | None) -> Iterator[None]:
+    """Have weights that ZeRO-3 makes of masters be those of the tag; DeepSpeed takes those of `latest`."""
+
+    def tagged(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(function, tag=tag)
+
+    with replaced(sys.modules[type(engine).__module__], "get_fp32_state_dict_from_zero_checkpoint", tagged):
+        yield
 
 
 def _moments(values: Mapping[str, Any]) -> bool:
@@ -157,19 +180,21 @@ def _complaints_of_files(
     """
     folder, partitioned = Path(where, tag), optimizer.partitions is not None
     by_rank = engine.zero_optimization_stage() == 3  # in the other stages all ranks read one file of weights
-    weights = read(
-        engine._get_ckpt_name(where, tag, pp_placeholder="0"), checked=not by_rank and _first_of_node(engine)
-    )
+    own = engine._get_ckpt_name(where, tag)
+    if by_rank and Path(own).is_file():
+        weights = read(own)
+    else:  # fewer ranks have written it
+        weights = read(
+            engine._get_ckpt_name(where, tag, pp_placeholder="0"), checked=not by_rank and _first_of_node(engine)
+        )
     ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
-    if partitioned and moments and ranks != here:
+    if partitioned and ((moments and ranks != here) or (by_rank and here > ranks)):
         yield (
             f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
             f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
             f"({WEIGHTS_OF_NVME if _swapped(engine.optimizer) else WEIGHTS}) without the optimizer"
         )
         return
-    if by_rank:
-        read(engine._get_ckpt_name(where, tag))
     if not moments:
         # In ZeRO-3 DeepSpeed makes the weights of the masters of all ranks.
         if by_rank and Path(masters := engine._get_zero_ckpt_name(where, tag)).is_file():

@@ -65,23 +65,40 @@ def _mend(zero: Any) -> None:
     elif type(zero).__name__ == "DeepSpeedZeroOptimizer" and zero.cpu_offload:
         reached: set[Any] = set()
         _accumulate_all(zero, reached)
-        _around_step(zero, functools.partial(_complete_stage_2, zero, reached), reached.clear)
+        _around_step(
+            zero, functools.partial(_complete_stage_2, zero, reached), functools.partial(_forget_stage_2, zero, reached)
+        )
 
 
-def _around_step(zero: Any, before: Callable[[], Any] | None, after: Callable[[], Any]) -> None:
-    """Have something done before and after each step of a ZeRO optimizer, taken, skipped or refused."""
-    plain = zero.step
+def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable[[], Any]) -> None:
+    """Complete gradients before each step of a ZeRO optimizer; forget them after it, and where the user drops them.
+
+    A step may be taken, skipped or refused.
+    """
+    plain, plain_zero_grad = zero.step, zero.zero_grad
+    stepping = False
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before()
+        nonlocal stepping
+        if complete is not None:
+            complete()
+        stepping = True
         try:
             return plain(*args, **kwargs)
         finally:
-            after()
+            stepping = False
+            forget()
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain_zero_grad(*args, **kwargs)
+        if not stepping:  # a step calls it before it has read them
+            forget()
+            getattr(zero, "norm_for_param_grads", {}).clear()  # there with offload
+        return result
 
     setattr(step, OURS, True)
     zero.step = types.MethodType(step, zero)  # schedulers ask for the function of a bound method
+    zero.zero_grad = types.MethodType(zero_grad, zero)
 
 
 # --- ZeRO-1 and 2 with the optimizer offloaded
@@ -149,6 +166,13 @@ def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
             number = zero.get_param_id(param)
             if number in zero._offload_accumulated_param_ids and number not in zero.norm_for_param_grads:
                 zero.copy_grads_in_partition(param, group)
+
+
+def _forget_stage_2(zero: Any, reached: set[Any]) -> None:
+    """Drop gradients; those that are added up in fp32 would stay after a step that overflowed or was refused."""
+    reached.clear()
+    for group in zero.averaged_gradients:
+        zero.averaged_gradients[group] = None
 
 
 def _synchronize() -> None:

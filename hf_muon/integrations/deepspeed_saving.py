@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,11 @@ def write_latest_last(engine: Any) -> None:
             if engine.global_rank == 0:
                 os.makedirs(values["save_dir"], exist_ok=True)
         _raise_together(folder, errors)
-        with _files_labelled(writer, errors), _replaced(engine, "_copy_recovery_script", _noting(errors)):
+        with contextlib.ExitStack() as context:
+            context.enter_context(_files_labelled(writer, errors))
+            context.enter_context(_swap_files_noted(folder, errors))
+            for part in ("_copy_recovery_script", "_save_checkpoint", "_save_zero_checkpoint"):
+                context.enter_context(replaced(engine, part, _noting(errors)))
             result = save(*call.args, **call.kwargs)
         with _noting(errors):
             if getattr(engine.optimizer, "swap_optimizer", False):
@@ -101,7 +106,8 @@ def _raise_together(folder: Path, errors: list[str]) -> None:
     if any(texts):
         latest = folder.with_name("latest")
         overwritten = latest.is_file() and latest.read_text().strip() == folder.name
-        words = "a checkpoint of the same tag was overwritten" if overwritten else "`latest` names the one before it"
+        words = "`latest` names the one before it" if latest.is_file() else "there is none that `latest` names"
+        words = "a checkpoint of the same tag was overwritten" if overwritten else words
         raise RuntimeError(f"{folder} was not written whole, and {words}:\n  - " + "\n  - ".join(together(texts)))
 
 
@@ -126,13 +132,30 @@ def _files_labelled(writer: Any, errors: list[str]) -> Iterator[None]:
 
         return labelling
 
-    with _replaced(writer, "save", wrap):
+    with replaced(writer, "save", wrap):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Wrap a method of one object for as long as the context lasts."""
+def _swap_files_noted(folder: Path, errors: list[str]) -> Iterator[None]:
+    """Note errors of `shutil.copytree`, by which DeepSpeed copies what is on NVMe into a checkpoint."""
+
+    def wrap(copytree: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(copytree)
+        def noting(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = Path(target).is_relative_to(folder)
+            with _noting(errors) if ours else contextlib.nullcontext():
+                return copytree(source, target, *args, **kwargs)
+
+        return noting
+
+    with replaced(shutil, "copytree", wrap):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wrap a function of an object, or of a module, for as long as the context lasts."""
     method = getattr(owner, name, None)
     if method is None:
         yield

@@ -147,6 +147,25 @@ def branched_in_zero(
     return found
 
 
+def dropped(rank, stage, zero=None):
+    """Weights after a gradient of the branch that `zero_grad` dropped, and after a run that never had it."""
+    weights = []
+    for drops in (True, False):
+        model = _made(Branched)
+        engine = started(model, stage, zero)
+        for step, reached in ((0, True), (1, True), (2, False)):
+            x = _rows(step, 0)
+            if step != 1 or drops:
+                engine.backward((engine(x, reached) - x).square().mean())
+            if step == 1:
+                engine.optimizer.zero_grad()
+            else:
+                engine.step()
+        weights.append(weights_of(model, stage == 3))
+        engine.destroy()
+    return weights
+
+
 def forgetful(rank, **options):
     """The same with a DeepSpeed that keeps no sum of micro-batches but the first, as 0.18.4 with CPU offload."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -184,6 +184,54 @@ def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
         act(path)
 
 
+def failed_state(rank, stage, save):
+    """The error of a save in which one rank cannot make its state, and how long it takes to come."""
+    engine, _ = engine_of(stage=stage)
+    if rank == 1:
+        engine.optimizer.state_dict = lambda *_: bytes(1 << 60)
+    begin, text = time.time(), None
+    try:
+        engine.save_checkpoint(save)
+    except RuntimeError as error:
+        text = str(error)
+    seconds = time.time() - begin
+    if rank == 1:
+        del engine.optimizer.state_dict
+    engine.destroy()
+    return text, seconds
+
+
+def of_a_tag(rank, save):
+    """Weights of two checkpoints of ZeRO-3 at their saves, and loaded alone by their tags; the state of the user."""
+    engine, _ = engine_of(stage=3)
+    weights = {}
+
+    def whole():
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            return [param.detach().clone() for param in engine.module.parameters()]
+
+    for tag in ("one", "two"):
+        engine.backward(loss_of(engine, batches(0)[:4]))
+        engine.step()
+        engine.save_checkpoint(save, tag=tag, client_state={"mine": tag})
+        weights[tag] = whole()
+    loaded, states = {}, {}
+    for tag in ("one", "two"):
+        _, states[tag] = engine.load_checkpoint(save, tag=tag, load_optimizer_states=False)
+        loaded[tag] = whole()
+    engine.destroy()
+    same = {tag: all(torch.equal(a, b) for a, b in zip(loaded[tag], weights[tag], strict=True)) for tag in weights}
+    return same, states
+
+
+def own_files_only(rank, load):
+    """Load from a folder that holds this rank's files alone, as on a node with storage of its own."""
+    engine, _ = engine_of(stage=3)
+    path, _ = engine.load_checkpoint(load[rank])
+    engine.destroy()
+    return path is not None
+
+
 def weights_alone(rank, stage, load, **arguments):
     """Whole weights after loading them without the optimizer, and one step that they take."""
     engine, _ = engine_of(stage=stage, dtype="bfloat16")

@@ -15,6 +15,7 @@ from tests.deepspeed.gradient_cases import (
     REACHED,
     branched,
     branched_in_zero,
+    dropped,
     forgetful,
     partial,
     partial_in_zero,
@@ -88,6 +89,22 @@ def test_gradients_of_a_step_that_overflowed_do_not_stay(ranks, cell):
     pattern, options = "odd steps never", {"dtype": "bfloat16", "overflow": 2}
     for found in ranks.run(branched_in_zero, patterns=[pattern], **options, **CELLS[cell]):
         assert_equal(found[pattern], reference(pattern, **options))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sums_in_fp32_of_a_step_that_overflowed_do_not_stay(ranks, stage):
+    """With the optimizer offloaded; DeepSpeed alone skips all steps from then on."""
+    options = {"dtype": "bfloat16", "overflow": 1}
+    config = {"stage": stage, "zero": {**CPU, "reduce_scatter": False}, "data_types": {"grad_accum_dtype": "fp32"}}
+    for found in ranks.run(branched_in_zero, patterns=["always"], **options, **config):
+        assert_equal(found["always"], reference("always", **options))
+
+
+@pytest.mark.parametrize("cell", ["2", "2-cpu", "3", "3-cpu"])
+def test_gradients_that_were_dropped_do_not_stay(ranks, cell):
+    """As where a loss that is not finite is left out: backward, zero_grad, and the next batch."""
+    for one, other in ranks.run(dropped, **CELLS[cell]):
+        assert_equal(one, other)
 
 
 @pytest.mark.parametrize("cell", STAGES)

@@ -12,7 +12,10 @@ from tests.deepspeed.cases import train
 from tests.deepspeed.loading_cases import (
     damage,
     failed_save,
+    failed_state,
     loaded_at_once,
+    of_a_tag,
+    own_files_only,
     refused_load,
     weights_alone,
     without_labels,
@@ -164,7 +167,8 @@ def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, vict
     path = str(tmp_path)
     (one, latest), other = ranks.run(failed_save, stage=stage, save=path, victim=victim, how=how)
     assert (one, latest) == other
-    assert "was not written whole, and `latest` names the one before it:" in one
+    before = "there is none that `latest` names" if how == "folder" else "`latest` names the one before it"
+    assert f"was not written whole, and {before}:" in one
     assert re.search(words, one)
     assert latest == "global_step1"
     straight = ranks.run(train, stage=stage, last=4)
@@ -192,6 +196,33 @@ def test_weights_can_be_loaded_without_the_optimizer(ranks, stage, names, tmp_pa
     expected = ranks.run(train, stage=stage, last=2, save=path, dtype="bfloat16")[0]["weights"]
     for weights in ranks.run(weights_alone, stage=stage, load=path, **arguments):
         assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def test_weights_alone_are_those_of_the_tag(ranks, tmp_path):
+    """DeepSpeed makes them of the masters of `latest`, whatever the tag."""
+    for same, states in ranks.run(of_a_tag, save=str(tmp_path)):
+        assert same == {"one": True, "two": True}
+        for tag, state in states.items():
+            assert state["mine"] == tag
+            assert not any("hf_muon" in key for key in state)
+
+
+def test_a_rank_needs_its_own_files_alone(ranks, saved, tmp_path):
+    folders = [shutil.copytree(saved[3], tmp_path / str(rank)) for rank in (0, 1)]
+    for rank, folder in enumerate(folders):
+        for file in folder.glob(f"*/*zero_pp_rank_{1 - rank}_*"):
+            file.unlink()
+    assert ranks.run(own_files_only, load=[str(folder) for folder in folders]) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_that_one_rank_cannot_make_is_an_error_of_all(ranks, stage, tmp_path):
+    (one, _), (other, seconds) = ranks.run(failed_state, stage=stage, save=str(tmp_path))
+    assert one == other
+    assert re.search(
+        r"was not written whole, and there is none that `latest` names:\n  - MemoryError.* \[rank 1\]", one
+    )
+    assert seconds < 60
 
 
 def test_a_load_of_nothing_is_refused(ranks, saved):
