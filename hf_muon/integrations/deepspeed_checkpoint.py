@@ -181,12 +181,9 @@ def _complaints_of_files(
     folder, partitioned = Path(where, tag), optimizer.partitions is not None
     by_rank = engine.zero_optimization_stage() == 3  # in the other stages all ranks read one file of weights
     own = engine._get_ckpt_name(where, tag)
-    if by_rank and Path(own).is_file():
-        weights = read(own)
-    else:  # fewer ranks have written it
-        weights = read(
-            engine._get_ckpt_name(where, tag, pp_placeholder="0"), checked=not by_rank and _first_of_node(engine)
-        )
+    has_own = by_rank and Path(own).is_file()  # not where fewer ranks have written it
+    first = engine._get_ckpt_name(where, tag, pp_placeholder="0")
+    weights = read(own) if has_own else read(first, checked=not by_rank and _first_of_node(engine))
     ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
     if partitioned and ((moments and ranks != here) or (by_rank and here > ranks)):
         yield (
@@ -195,6 +192,8 @@ def _complaints_of_files(
             f"({WEIGHTS_OF_NVME if _swapped(engine.optimizer) else WEIGHTS}) without the optimizer"
         )
         return
+    if by_rank and not has_own:
+        raise DamagedError(f"{own} is missing. {BEFORE}")
     if not moments:
         # In ZeRO-3 DeepSpeed makes the weights of the masters of all ranks.
         if by_rank and Path(masters := engine._get_zero_ckpt_name(where, tag)).is_file():

@@ -215,6 +215,16 @@ def test_a_rank_needs_its_own_files_alone(ranks, saved, tmp_path):
     assert ranks.run(own_files_only, load=[str(folder) for folder in folders]) == [True, True]
 
 
+@pytest.mark.parametrize("arguments", [{}, {"load_optimizer_states": False}], ids=["all", "alone"])
+def test_weights_of_a_rank_that_are_missing(ranks, saved, arguments, tmp_path):
+    folder = shutil.copytree(saved[3], tmp_path / "copy")
+    (file,) = folder.glob("*/zero_pp_rank_1_mp_rank_00_model_states.pt")
+    file.unlink()
+    one, other = ranks.run(refused_load, stage=3, load=str(folder), arguments=arguments)
+    assert one == other
+    assert f"{file.name} is missing. Resume from the checkpoint before it [rank 1]" in one
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_state_that_one_rank_cannot_make_is_an_error_of_all(ranks, stage, tmp_path):
     (one, _), (other, seconds) = ranks.run(failed_state, stage=stage, save=str(tmp_path))
