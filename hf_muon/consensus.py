@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_muon import checkpoint, gradients
 from hf_muon.config import GROUP_OPTIONS
-from hf_muon.distributed import Shared, has_data, is_dtensor
+from hf_muon.distributed import Shared, has_data, is_dtensor, local_of
 from hf_muon.newton_schulz import compute_dtype
 from hf_muon.preflight import REFUSED, Layout
 
@@ -53,7 +53,12 @@ def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None)
 
 
 def agree(
-    groups: Sequence[Group], layout: Layout, complaints: Sequence[str], *, may_be_idle: bool = False
+    groups: Sequence[Group],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    layout: Layout,
+    complaints: Sequence[str],
+    *,
+    may_be_idle: bool = False,
 ) -> list[list[int]] | None:
     """Return which parameters of each group to step, the same on all ranks; or raise the same error on all of them.
 
@@ -62,6 +67,7 @@ def agree(
 
     Args:
         groups: param groups.
+        state: of their parameters.
         layout: of these groups.
         complaints: what speaks against the step, on this rank.
         may_be_idle: whether to look for gradients that are all zero.
@@ -77,12 +83,12 @@ def agree(
     bits = [param.grad is not None for param in params]
     if not layout.talking:
         stop(complaints)
-        flags = gradients.flags(groups, may_be_idle=may_be_idle)
+        flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
         if not has_data(flags):  # of fake tensors, by which memory is estimated
             return _by_group(groups, bits)
         bad, moves = flags.tolist()
         if bad:
-            stop(gradients.bad_names(groups), gradients.NOT_FINITE)
+            stop(gradients.bad_names(groups, state), gradients.NOT_FINITE)
         return _by_group(groups, bits) if moves else None
 
     from hf_muon.distributed import agreement
@@ -90,15 +96,15 @@ def agree(
     complaints = list(complaints)
     options: list[str] = []
     stored: list[str] = []
-    flags = gradients.flags([], may_be_idle=False)
+    flags = gradients.flags([], {}, may_be_idle=False)
     with layout.guarded(complaints):
         if not complaints:
             options = _option_lines(groups, layout)
             stored = [_stored(param) for param in params]
-            flags = gradients.flags(groups, may_be_idle=may_be_idle)
+            flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
     root = layout.root
     assert root is not None
-    home = params[0].device.type
+    home = local_of(params[0]).device
     heard = agreement.exchange_words(
         root, home, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
     )
@@ -112,7 +118,7 @@ def agree(
     if len({said.fingerprint for said in heard}) > 1:
         stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
     if any(said.flags[0] for said in heard):
-        names = gradients.bad_names(groups) if flags[0].item() else []
+        names = gradients.bad_names(groups, state) if flags[0].item() else []
         stop(all_say(names), gradients.NOT_FINITE)
     if len({said.gradients for said in heard}) > 1:
         # All ranks have as many parameters: the layouts that they agree on have a line for each.
@@ -163,9 +169,10 @@ def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
 
 def _option_lines(groups: Sequence[Group], layout: Layout) -> list[str]:
     lines = []
-    for k, (group, devices) in enumerate(zip(groups, layout.devices, strict=True)):
+    for k, (group, devices, places) in enumerate(zip(groups, layout.devices, layout.places, strict=True)):
         values = {name: float(group[name]) if name == "lr" else group[name] for name in GROUP_OPTIONS}
-        values["step"] = group["step"]
+        if any(place is not None for place in places):  # a rank's own parameters are stepped when it has gradients
+            values["step"] = group["step"]
         lines += [f"{name}={value!r} in param group {k}" for name, value in values.items()]
         if group["use_muon"]:
             types = sorted({device.type for device in devices})

@@ -14,6 +14,7 @@ from hf_muon.distributed import STEPPED_DTYPES, class_complaint, has_data, is_dt
 from hf_muon.momentum import update_dtype
 
 Group = Mapping[str, Any]
+State = Mapping[Tensor, Mapping[str, Any]]
 
 NOT_FINITE = (
     "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
@@ -66,11 +67,12 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def flags(groups: Sequence[Group], *, may_be_idle: bool) -> Tensor:
+def flags(groups: Sequence[Group], state: State, *, may_be_idle: bool) -> Tensor:
     """Return ``(2,)`` int64, not read from the device: any entry that cannot be stepped; any that is not zero.
 
     Args:
         groups: param groups.
+        state: of their parameters.
         may_be_idle: whether to look for the second one, which is 1 otherwise.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
@@ -80,7 +82,7 @@ def flags(groups: Sequence[Group], *, may_be_idle: bool) -> Tensor:
         if not has_data(grad):
             unread = True
         elif grad.numel():
-            buckets.setdefault((grad.device, grad.dtype, largest(group, param)), []).append(grad)
+            buckets.setdefault((grad.device, grad.dtype, largest(group, param, state.get(param))), []).append(grad)
     bad = _any([_too_large(grads, limit) for (_, _, limit), grads in buckets.items()])
     if unread or not may_be_idle:
         return torch.cat([bad, torch.ones_like(bad)])
@@ -91,17 +93,29 @@ def _with_gradient(groups: Sequence[Group]) -> list[tuple[Group, Tensor]]:
     return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
 
 
-def largest(group: Group, param: Tensor) -> float:
+def largest(group: Group, param: Tensor, moments: Mapping[str, Any] | None = None) -> float:
     """Return the largest magnitude of a gradient with which every moment of its parameter stays finite.
 
-    Momentum moves by the difference of two gradients; a quarter leaves room for rounding. AdamW's second moment moves
-    by ``(1 - beta2) * grad**2``, whose square accelerators take in fp32 for half precision.
+    Momentum moves by the difference of two gradients; a quarter leaves room for rounding. AdamW's second moment becomes
+    ``beta2 * exp_avg_sq + (1 - beta2) * grad**2``, computed in fp32 for half precision. In fp16 it leaves room for a
+    few large gradients, not for many: there, `exp_avg_sq` is read.
+
+    Args:
+        group: of the parameter.
+        param: that has a gradient.
+        moments: its state; None before the first step.
     """
     if group["use_muon"]:
         return torch.finfo(update_dtype(param, group.get("momentum_dtype", "auto"))).max / 4
-    wide = param.dtype if param.device.type == "cpu" else torch.promote_types(param.dtype, torch.float32)
-    kept, computed = (torch.finfo(dtype).max for dtype in (param.dtype, wide))
-    return 0.99 * min(kept / 4, math.sqrt(computed), math.sqrt(kept / (1 - group["adamw_betas"][1])))
+    kept = torch.finfo(param.dtype).max
+    if param.dtype is not torch.float16:
+        return 0.99 * math.sqrt(kept)
+    decay = group["adamw_betas"][1]
+    held = local_of(moments["exp_avg_sq"]) if moments and "exp_avg_sq" in moments else None
+    height = float(held.max()) if held is not None and held.numel() and has_data(held) else 0.0
+    # However high it stands, an average does not rise beyond what it is an average of.
+    room = max(0.99 * kept - decay * height, 0.9 * (1 - decay) * kept)
+    return 0.99 * min(kept / 4, math.sqrt(room / (1 - decay)))
 
 
 def _too_large(grads: list[Tensor], limit: float) -> Tensor:
@@ -123,10 +137,10 @@ def _any(bits: Sequence[Tensor]) -> Tensor:
     return torch.stack([bit.to(bits[0].device) for bit in bits]).any().to(torch.int64).reshape(1)
 
 
-def bad_names(groups: Sequence[Group]) -> list[str]:
+def bad_names(groups: Sequence[Group], state: State) -> list[str]:
     """Name the parameters whose gradients cannot be stepped, each with what it holds."""
     stepped = [(g, p) for g, p in _with_gradient(groups) if local_of(p.grad).numel() and has_data(local_of(p.grad))]  # type: ignore[arg-type]
-    seen = {p: _seen(local_of(p.grad), largest(g, p)) for g, p in stepped}  # type: ignore[arg-type]
+    seen = {p: _seen(local_of(p.grad), largest(g, p, state.get(p))) for g, p in stepped}  # type: ignore[arg-type]
     endless = [param for param, words in seen.items() if words == _ENDLESS]
     if len(endless) == len(stepped) > 1:
         everything = f"every parameter (clipping by a norm that is not finite spreads it), {len(stepped)} in all,"

@@ -104,6 +104,10 @@ class Muon(Optimizer):
             HF_MUON_DIAGNOSTICS_EVERY says. Weights do not differ by a bit for it.
         diagnostics_file: where these lines go; `muon_diagnostics.jsonl` if it is not said.
 
+    A copy (``copy.deepcopy``, pickle) carries all options, but writes no metrics, not even with `diagnostics_every`:
+    its lines would stand among the original's. Build a new optimizer with a file of its own for them, and load the
+    state into it.
+
     Raises:
         ValueError: an option that is not valid, or a Muon group with something that is not a matrix.
         RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO), or
@@ -289,7 +293,7 @@ class Muon(Optimizer):
                 step_report.tell_once(self, layout, self.partitions)
             self._begin_watch()
         with step_report.told_if_refused(self):
-            active = consensus.agree(self.param_groups, layout, complaints, may_be_idle=may_be_idle)
+            active = consensus.agree(self.param_groups, self.state, layout, complaints, may_be_idle=may_be_idle)
         if active is None:
             self.init_state()
             return []
@@ -459,3 +463,4 @@ class Muon(Optimizer):
         if "_layouts" not in self.__dict__:  # a copied or unpickled optimizer, not one that torch loads state into
             copies.complete_(self)
             self._begin()
+            self.metrics = None  # the original may be writing into that file

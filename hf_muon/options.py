@@ -24,6 +24,7 @@ LORA_ROUTES = ("adamw", "muon")
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 OFFLOAD_COMPUTE = ("auto", "cpu", "accelerator")
 MAX_BUCKET_BYTES = 256 * 2**20
+_RATE_ROUNDING = 1e-12  # schedules that compute a rate from the one before, as LinearLR does, end this close to 0
 
 
 class _InvalidError(Exception):
@@ -53,7 +54,7 @@ def _number(valid: str, accepts: Callable[[float], bool]) -> Option:
 
 
 def _learning_rate() -> Option:
-    number = _number("a number of at least 0", lambda x: x >= 0)
+    number = _number("a number of at least 0", lambda x: x > -_RATE_ROUNDING)
 
     def check(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
@@ -62,7 +63,7 @@ def _learning_rate() -> Option:
             if has_data(value):
                 number.check(value.item())
             return value
-        return number.check(value)
+        return max(number.check(value), 0.0)
 
     return dataclasses.replace(number, check=check)
 

@@ -56,8 +56,26 @@ def test_every_option_is_carried_over(way, tmp_path):
     optimizer = stepped(**other)
     twin = way(optimizer)
     assert {name: getattr(twin, name) for name in other} == other
-    assert twin.metrics.every == 3
-    assert str(twin.metrics.file) == other["diagnostics_file"]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled, copy.copy])
+@pytest.mark.parametrize("environment", [False, True])
+def test_a_copy_does_not_write_into_the_originals_file(way, environment, tmp_path, monkeypatch):
+    """Compared with a run that is not copied."""
+    if environment:
+        monkeypatch.setenv("HF_MUON_DIAGNOSTICS_EVERY", "1")
+    files = [tmp_path / name for name in ("alone", "copied")]
+    for file in files:
+        optimizer = stepped(diagnostics_file=str(file), **({} if environment else {"diagnostics_every": 1}))
+        if file is files[1]:
+            twin = way(optimizer)
+            run(twin, 5)
+            optimizer = twin if way is copy.copy else optimizer
+            assert twin.metrics is None
+        if way is not copy.copy:
+            run(optimizer, 1)
+    counts = [len([line for line in file.read_text().splitlines() if line]) for file in files]
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled])

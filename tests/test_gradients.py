@@ -64,11 +64,12 @@ def test_adamw_moments_stay_finite_up_to_the_limit(dtype):
     """torch's AdamW would keep an infinite second moment, with which a weight never moves again."""
     weight = nn.Parameter(torch.randn(6, dtype=dtype))
     optimizer = Muon([{"params": [weight], "use_muon": False}])
-    limit = largest(optimizer.param_groups[0], weight)
     for sign in (1, -1, 1):
+        limit = largest(optimizer.param_groups[0], weight, optimizer.state.get(weight))
         weight.grad = torch.full((6,), sign * limit * 0.98, dtype=dtype)
         optimizer.step()
     assert all(moment.isfinite().all() for moment in optimizer.state[weight].values())
+    limit = largest(optimizer.param_groups[0], weight, optimizer.state.get(weight))
     weight.grad = torch.full((6,), 1.02 * limit, dtype=dtype)
     with pytest.raises(RuntimeError, match="has a gradient as large as"):
         optimizer.step()
@@ -163,3 +164,83 @@ def test_a_schedule_may_write_numbers_of_any_kind(lr):
     optimizer.step()
     other.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_a_schedule_may_end_a_rounding_error_below_zero(form):
+    """LinearLR computes each rate from the one before; torch's AdamW goes on, and so does a run that resumes."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    theirs = nn.Parameter(torch.ones(3))
+    ours = nn.Parameter(torch.ones(3))
+    optimizer = Muon([{"params": [weight]}, {"params": [ours], "use_muon": False}], lr=form(1e-3), ns_dtype="fp32")
+    adamw = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.0)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, end_factor=0.0) for o in (optimizer, adamw)]
+    for _ in range(8):
+        for param in (weight, ours, theirs):
+            param.grad = torch.ones_like(param)
+        for each in (optimizer, adamw, *schedules):
+            each.step()
+    assert -1e-12 < optimizer.param_groups[0]["lr"] < 0
+    assert torch.allclose(ours, theirs)
+    before = weight.detach().clone()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.0, 0.0], abs=1e-12)
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("lr", "checked"), [(-4.4e-21, 0.0), (-0.9e-12, 0.0), (0.0, 0.0)])
+def test_a_rounding_error_below_zero_is_zero(lr, checked):
+    assert str(abs(Muon([nn.Parameter(torch.ones(3, 3))], lr=lr).param_groups[0]["lr"])) == str(checked)
+
+
+@pytest.mark.parametrize("lr", [-1.1e-12, -1e-8])
+def test_a_negative_rate_is_refused(lr):
+    with pytest.raises(ValueError, match=r"lr=.* is not valid"):
+        Muon([nn.Parameter(torch.ones(3, 3))], lr=lr)
+
+
+@pytest.mark.parametrize("size", [300, 3000])
+@pytest.mark.parametrize("shape", [(6,), (3, 40), (300, 500)])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_fp16_gradients_that_torch_takes_are_taken(size, shape, contiguous, foreach):
+    def parameter():
+        whole = torch.ones(2 * shape[0], *shape[1:], dtype=torch.float16)
+        return nn.Parameter(whole[: shape[0]] if contiguous else whole[::2])
+
+    ours, theirs = parameter(), parameter()
+    optimizer = Muon([{"params": [ours], "use_muon": False}], lr=1e-3)
+    adamw = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.0, foreach=foreach)
+    for sign in (1, -1):
+        for param in (ours, theirs):
+            param.grad = torch.full_like(param, sign * size)
+        optimizer.step()
+        adamw.step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[ours][key].isfinite().all()
+        assert torch.equal(optimizer.state[ours][key], adamw.state[theirs][key])
+
+
+def test_fp16_gradients_that_fill_the_second_moment_are_refused_in_time():
+    """torch's AdamW gets an infinite one after a few of them."""
+    ours, theirs = (nn.Parameter(torch.ones(5, dtype=torch.float16)) for _ in range(2))
+    optimizer = Muon([{"params": [ours], "use_muon": False}], lr=1e-3)
+    adamw = torch.optim.AdamW([theirs], lr=1e-3)
+    taken = 0
+    for _ in range(20):
+        theirs.grad = torch.full_like(theirs, 3000)
+        adamw.step()
+        ours.grad = torch.full_like(ours, 3000)
+        try:
+            optimizer.step()
+            taken += 1
+        except RuntimeError as error:
+            assert "has a gradient as large as 3e+03" in str(error)  # noqa: PT017
+    assert adamw.state[theirs]["exp_avg_sq"].isinf().all()
+    assert optimizer.state[ours]["exp_avg_sq"].isfinite().all()
+    assert taken >= 6
+    ours.grad = torch.full_like(ours, 240)
+    optimizer.step()
+    assert optimizer.state[ours]["exp_avg_sq"].isfinite().all()

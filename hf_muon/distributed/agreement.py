@@ -36,25 +36,25 @@ class Said:
 
 
 def exchange_words(
-    group: dist.ProcessGroup, device_type: str, fingerprint: int, gradients: int, complains: bool, flags: Tensor
+    group: dist.ProcessGroup, home: torch.device, fingerprint: int, gradients: int, complains: bool, flags: Tensor
 ) -> list[Said]:
     """Return what each rank of the group says, in the order of its ranks; one collective and one read of the device.
 
     Args:
         group: the ranks that talk.
-        device_type: where the parameters are; the same on all ranks.
+        home: where the parameters are; of the same type on all ranks.
         fingerprint: at most 62 bits.
         gradients: at most 62 bits.
         complains: whether this rank has complaints.
         flags: ``(2,)``, int64, still on the device.
     """
     words = torch.tensor([fingerprint, gradients, int(complains)], dtype=torch.int64)
-    return [Said(row[2], row[3], bool(row[4]), tuple(row[:2])) for row in _gather(group, device_type, flags, words)]
+    return [Said(row[2], row[3], bool(row[4]), tuple(row[:2])) for row in _gather(group, home, flags, words)]
 
 
-def exchange_bits(group: dist.ProcessGroup, device_type: str, bits: Sequence[bool]) -> list[list[bool]]:
+def exchange_bits(group: dist.ProcessGroup, home: torch.device, bits: Sequence[bool]) -> list[list[bool]]:
     """Return the bits of each rank, after all of them have agreed on how many there are."""
-    rows = _gather(group, device_type, torch.tensor(_packed(bits), dtype=torch.int64))
+    rows = _gather(group, home, torch.tensor(_packed(bits), dtype=torch.int64))
     return [_unpacked(row, len(bits)) for row in rows]
 
 
@@ -65,15 +65,24 @@ def exchange_texts(group: dist.ProcessGroup, texts: Sequence[str]) -> list[list[
     return heard
 
 
-def _gather(group: dist.ProcessGroup, device_type: str, *parts: Tensor) -> list[list[int]]:
-    """Return the numbers of each rank. The device follows from what all ranks share, so that one backend serves all."""
-    types = [device.type for device in map(torch.device, group._device_types)]
-    device = torch.device(device_type if device_type in types else types[0])
+def _gather(group: dist.ProcessGroup, home: torch.device, *parts: Tensor) -> list[list[int]]:
+    """Return the numbers of each rank."""
+    device = talking_device(group, home)
     mine = torch.cat([part.to(device) for part in parts])
     heard = torch.empty(group.size() * len(mine), dtype=torch.int64, device=device)
     _all_gather(heard, mine, group=group)
     rows: list[list[int]] = heard.view(group.size(), -1).tolist()
     return rows
+
+
+def talking_device(group: dist.ProcessGroup, home: torch.device) -> torch.device:
+    """Return the device over which this rank talks: its parameters' own, where the group's backends serve its type.
+
+    The type follows from what all ranks share, so that one backend serves all. Scripts may never have set the current
+    device, so that without its index all ranks would take the first one.
+    """
+    types = [device.type for device in map(torch.device, group._device_types)]
+    return home if home.type in types else torch.device(types[0])
 
 
 def _packed(bits: Sequence[bool]) -> list[int]:
@@ -137,7 +146,7 @@ def connected(groups: Sequence[dist.ProcessGroup]) -> tuple[list[int], int]:
     while talking:
         for group in list(talking):
             mine = torch.tensor([known == told, count, *_packed(known), *_packed(told)], dtype=torch.int64)
-            heard = _gather(group, "cpu", mine)
+            heard = _gather(group, torch.device("cpu"), mine)
             for _, number, *packed in heard:
                 words = len(packed) // 2
                 known = [a or b for a, b in zip(known, _unpacked(packed[:words], world), strict=True)]

@@ -126,3 +126,44 @@ def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
         assert words == (rank < 4)
         for mine, wanted in zip(itertools.chain(*found), itertools.chain(*single), strict=True):
             assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("types", "home", "wanted"),
+    [
+        (["cuda"], "cuda:3", "cuda:3"),  # the current device is the first one where nobody has set it
+        (["cpu", "cuda"], "cuda:1", "cuda:1"),
+        (["cpu", "cuda"], "cpu", "cpu"),
+        (["cuda"], "cpu", "cuda"),
+        (["cpu"], "cuda:2", "cpu"),
+    ],
+)
+def test_a_rank_talks_over_the_device_of_its_parameters(types, home, wanted):
+    group = SimpleNamespace(_device_types=types)
+    assert agreement.talking_device(group, torch.device(home)) == torch.device(wanted)
+
+
+def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, monkeypatch):
+    assert five.run(homes) == [[torch.device("cpu")]] * 5
+
+
+def homes(rank):
+    """The devices that a step of plain parameters asks to talk over."""
+    import torch.distributed as dist
+
+    from hf_muon import Muon
+
+    asked, original = [], agreement.exchange_words
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    param.grad = torch.ones(3, 4)
+
+    def exchange(group, home, *rest):
+        asked.append(home)
+        return original(group, home, *rest)
+
+    agreement.exchange_words = exchange
+    try:
+        Muon([param], replicate_group=dist.group.WORLD).step()
+    finally:
+        agreement.exchange_words = original
+    return asked
