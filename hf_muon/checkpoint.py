@@ -14,12 +14,20 @@ from hf_muon.momentum import Quantized, is_quantized, momentum_dtype, scale_shap
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
 """State of a parameter by `use_muon`; momentum that is kept as int8 has a `momentum_scale` besides."""
 
+ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], "momentum_scale"})
+"""What a user keeps beside these in the state of a parameter is neither looked at nor loaded."""
+
 
 def state_keys(group: Mapping[str, Any], param: Tensor, choice: str | None = None) -> tuple[str, ...]:
     """State of a parameter of a group; `choice` is another `momentum_dtype` than the group's."""
     keys = STATE_KEYS[bool(group["use_muon"])]
     quantized = group["use_muon"] and is_quantized(choice or momentum_choice(group), param.shape)
     return (*keys, "momentum_scale") if quantized else keys
+
+
+def has_own(state: Any) -> bool:
+    """Whether a parameter's state holds anything of Muon's or AdamW's."""
+    return isinstance(state, Mapping) and not ALL_STATE_KEYS.isdisjoint(state)
 
 
 def momentum_choice(group: Mapping[str, Any]) -> str:
@@ -46,7 +54,7 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
         missing = [key for key in keys if key not in found]
         if missing:
             lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
-        for key in found.keys() - {"step", *missing}:
+        for key in (found.keys() & ALL_STATE_KEYS) - {"step", *missing}:
             if (complaint := _unlike(found[key], param, state_shape(param, key))) is not None:
                 yield (
                     f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
@@ -96,7 +104,7 @@ def state_dtype(param: Tensor, key: str, choice: str = "auto") -> torch.dtype:
 def zero_state(param: Tensor, key: str, choice: str = "auto") -> Tensor:
     """A state before the first step, stored like the parameter; `choice` is the group's `momentum_dtype`."""
     if key == "step":
-        return torch.tensor(0.0)  # a constant, which fake tensors know the value of
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant, which fake tensors know the value of
     dtype = state_dtype(param, key, choice)
     if key == "momentum_scale" or dtype is torch.int8:
         local = local_of(param)

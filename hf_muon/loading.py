@@ -13,9 +13,11 @@ from torch import Tensor
 
 from hf_muon import consensus, diagnostics
 from hf_muon.checkpoint import (
+    ALL_STATE_KEYS,
     STATE_KEYS,
     describe,
     few,
+    has_own,
     kept_momentum,
     momentum_choice,
     state_dtype,
@@ -25,7 +27,7 @@ from hf_muon.checkpoint import (
 )
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.distributed import has_data, is_dtensor, local_of
-from hf_muon.state_check import fit_complaints, form_complaints, refuse_load, steps_of
+from hf_muon.state_check import fit_complaints, form_complaints, refuse_load, steps_of, with_steps
 from hf_muon.views import views_of
 
 Group = Mapping[str, Any]
@@ -57,6 +59,11 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
     complaints, transfers = [], []
     try:
         complaints = list(form_complaints(state_dict))
+        if not complaints and (counted := with_steps(state_dict)) is not state_dict:
+            state_dict = counted
+            steps = [group["step"] for group in state_dict["param_groups"]]
+            text = f"the checkpoint's param groups do not say how many steps they have taken; {max(steps)} are assumed"
+            notices.append(Notice(logging.INFO, text))
         if not complaints and accept_rerouted:
             state_dict, moved = reroute(groups, state_dict)
             notices += moved
@@ -79,10 +86,12 @@ def tell_other_ranks(groups: Sequence[Group], error: BaseException) -> None:
 def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:
     """What must be alike on all ranks: the number of steps, and which moments are sent from placement to placement."""
     for k, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
-        yield f"param group {k} after {steps_of(saved['step'])} steps"
+        if any(map(is_dtensor, group["params"])):  # the others are stepped when their rank has gradients
+            yield f"param group {k} after {steps_of(saved['step'])} steps"
         for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             moments = state_dict["state"].get(key) or {}
             if is_dtensor(param):
+                moments = {name: moments[name] for name in state_keys(saved, param) if name in moments}
                 kinds = {name: str(moments[name].placements) for name in moments if is_dtensor(moments[name])}
                 yield f"{describe(group, i)} with {sorted(moments)}, {f'stored as {kinds}' if kinds else 'whole'}"
 
@@ -111,7 +120,11 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
         for param, key in zip(group["params"], saved["params"], strict=True)
     }
     moments = {key: state_dict["state"][key] for key in state_dict["state"] if key in keys}  # in the order of the state
-    state = {key: {name: found[name] for name in keys[key]} for key, found in moments.items() if found}
+    state = {key: {name: found[name] for name in keys[key]} for key, found in moments.items() if has_own(found)}
+    unknown = {str(name): None for found in moments.values() for name in found or () if name not in ALL_STATE_KEYS}
+    if unknown:
+        text = f"{few(list(unknown))} in the state of parameters, which Muon does not keep, is left out"
+        notices.append(Notice(logging.WARNING, text))
     others = len(state_dict["state"].keys() - keys.keys())
     if others:
         notices.append(Notice(logging.INFO, f"state of {others} parameters that no param group holds is left out"))
@@ -246,7 +259,7 @@ def restore_(
 def _counter(value: Any) -> Tensor:
     if isinstance(value, Tensor) and not has_data(local_of(value)):
         return value.clone()
-    return torch.tensor(float(steps_of(value) or 0))
+    return torch.tensor(float(steps_of(value) or 0), dtype=torch.float32, device="cpu")
 
 
 def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_muon.checkpoint import (
+    ALL_STATE_KEYS,
     STATE_KEYS,
     blocks_complaint,
     describe,
     few,
+    has_own,
     momentum_choice,
     state_dtype,
     state_keys,
@@ -57,13 +59,27 @@ def load_complaints(groups: Sequence[Group], state_dict: Any) -> Iterator[str]:
     malformed = list(form_complaints(state_dict))
     yield from malformed
     if not malformed:
-        yield from fit_complaints(groups, state_dict)
+        yield from fit_complaints(groups, with_steps(state_dict))
 
 
 def steps_of(value: Any) -> int | None:
     """Return a number of steps as an int, whatever kind of number holds it; None for anything else."""
     number = _number(value)
     return int(number) if number is not None and number == int(number) and 0 <= number <= _MOST_STEPS else None
+
+
+def with_steps(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose param groups say how many steps they have taken.
+
+    Those of the oldest format do not: the most steps of an AdamW parameter, which were counted, are taken for all.
+    """
+    groups = state_dict["param_groups"]
+    if any("step" in group for group in groups):
+        return state_dict
+    keys = [key for group in groups if not group["use_muon"] for key in group["params"]]
+    moments = [state_dict["state"].get(key) for key in keys]
+    steps = max((steps_of(found.get("step")) or 0 for found in moments if isinstance(found, Mapping)), default=0)
+    return {**state_dict, "param_groups": [{**group, "step": steps} for group in groups]}
 
 
 def _number(value: Any) -> float | None:
@@ -106,7 +122,10 @@ def form_complaints(state_dict: Any) -> Iterator[str]:
             held = f"its param groups hold {known}, and `use_muon` is not among them"
             yield f"it was written by another optimizer: {held}"
             return
+    counted = any("step" in group for group in groups)
     for k, group in enumerate(groups):
+        if counted and "step" not in group:
+            yield f"its param group {k} lacks `step`, the number of steps that it has taken"
         for complaint in _group_complaints(group):
             yield f"its param group {k} {complaint}"
     keys = [key for group in groups if _are_keys(group.get("params")) for key in group["params"]]
@@ -123,9 +142,7 @@ def _group_complaints(group: Group) -> Iterator[str]:
         yield f"has use_muon={_shown(group['use_muon'])}. Valid: true or false"
     if not _are_keys(group.get("params")):
         yield f"has params={_shown(group.get('params'))}, and not a list of its parameters"
-    if "step" not in group:
-        yield "lacks `step`, the number of steps that it has taken"
-    elif steps_of(group["step"]) is None:
+    if "step" in group and steps_of(group["step"]) is None:
         yield f"has step={_shown(group['step'])}, and not a number of steps"
     for name in ("param_names", "views"):
         words = group.get(name)
@@ -222,10 +239,10 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
             yield from (f"{describe(group, i)}: its {name} {complaint}" for name, complaint in complaints if complaint)
         # torch leaves the scales of a template beside a momentum without any.
         known = {*keys, "momentum_scale"} if saved["use_muon"] else set(keys)
-        if moments and (extra := sorted(map(str, moments.keys() - known))):
+        if moments and (extra := sorted((moments.keys() & ALL_STATE_KEYS) - known)):
             yield f"{describe(group, i)}: its state holds {few(extra)}, which {_half(saved)} does not keep"
     # A state saved before the first step is empty; half a state, or none after steps, means that moments were lost.
-    anything = any(isinstance(state.get(key), Mapping) and state[key] for key in saved["params"])
+    anything = any(has_own(state.get(key)) for key in saved["params"])
     if absent and (steps_of(saved["step"]) or anything):
         yield f"moments are missing: {few([f'{name} lacks {keys}' for name, keys in absent])}"
 

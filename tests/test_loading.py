@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from hf_muon import Muon, build_optimizer
+from hf_muon.checkpoint import zero_state
 
 STEPS = 2
 
@@ -137,6 +138,79 @@ class TestFormsOfTheSameState:
 
         self.continued(change)
         assert "the checkpoint does not say ns_dtype; this run's stay" in caplog.text
+
+    @pytest.mark.parametrize("value", [torch.ones(3), 0.5, {"of": "the user"}])
+    def test_what_a_user_keeps_in_the_state_of_parameters(self, value, caplog):
+        """torch saves it; a step does not look at it, and a load leaves it out and says so."""
+        model, optimizer = stepped()
+        twin, other = stepped()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param]["my_ema"] = value
+        for run in ((model, optimizer), (twin, other)):
+            step(*run, seed=4)
+        saved = optimizer.state_dict()
+        assert "my_ema" in saved["state"][0]
+        optimizer.load_state_dict(saved)
+        assert equal(optimizer.state_dict(), other.state_dict())
+        assert "my_ema in the state of parameters, which Muon does not keep, is left out" in caplog.text
+
+    def test_what_a_user_keeps_there_before_the_first_step(self):
+        model, optimizer = made()
+        twin, other = made()
+        optimizer.state[model[0].weight]["my_ema"] = torch.ones(3)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for run in ((model, optimizer), (twin, other)):
+            step(*run)
+        assert equal(optimizer.state_dict(), other.state_dict())
+
+    def test_param_groups_of_the_oldest_format(self, caplog):
+        """They did not count steps."""
+
+        def change(saved):
+            for group in saved["param_groups"]:
+                del group["step"]
+
+        self.continued(change)
+        assert f"do not say how many steps they have taken; {STEPS} are assumed" in caplog.text
+
+    def test_the_oldest_format_of_muon_alone(self):
+        weight = nn.Parameter(torch.ones(4, 3))
+        optimizer = Muon([weight])
+        weight.grad = torch.ones(4, 3)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        del saved["param_groups"][0]["step"]
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["step"] == 0
+        assert torch.equal(optimizer.state[weight]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
+
+    @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+    def test_steps_are_counted_in_fp32_whatever_the_default_dtype(self, default):
+        """bf16 counts to 256."""
+        _, optimizer = stepped()
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            if "step" in state:
+                state["step"].fill_(257.0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            with torch.device("meta"):
+                optimizer.load_state_dict(saved)
+        finally:
+            torch.set_default_dtype(before)
+        counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+        assert {(c.dtype, c.device.type, float(c)) for c in counters} == {(torch.float32, "cpu", 257.0)}
+
+    def test_zero_states_are_counted_in_fp32(self):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            zero = zero_state(nn.Parameter(torch.ones(3)), "step")
+        finally:
+            torch.set_default_dtype(before)
+        assert zero.dtype is torch.float32
 
 
 class TestCopiesOfGroups:
@@ -287,11 +361,8 @@ REFUSED = {
         torch.full((8,), 1e300, dtype=torch.float64),
         r"has entries as large as 1e\+300",
     ),
-    "another optimizer's": (
-        ("state", 2, "max_exp_avg_sq"),
-        torch.ones(8),
-        "holds max_exp_avg_sq, which AdamW .* not keep",
-    ),
+    "the other half's": (("state", 2, "momentum_buffer"), torch.ones(8), "holds momentum_buffer, which AdamW .* not"),
+    "AdamW's": (("state", 0, "exp_avg"), torch.ones(8, 18), "holds exp_avg, which Muon .* not keep"),
     "differentiable": (("param_groups", 0, "differentiable"), True, "has differentiable=True"),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_muon.checkpoint import ALL_STATE_KEYS
 from hf_muon.momentum import is_quantized
 from tests.test_loading import equal, made, step, stepped
 
@@ -107,10 +108,15 @@ def test_mutated_states(dtype, momentum_dtype, accept_rerouted, record_property)
             raise AssertionError(f"{said}: the step after it: {type(error).__name__}: {error}") from error
         assert all(param.isfinite().all() for param in other.parameters()), said
         assert all(v.float().isfinite().all() for s in optimizer.state.values() for v in s.values()), said
-        assert all(equal(state_dict["state"].get(key), snapshot["state"].get(key)) for key in range(6)), said
+        assert all(equal(*(known(each["state"].get(key)) for each in (state_dict, snapshot))) for key in range(6)), said
         optimizer.load_state_dict(before)
         assert equal(optimizer.state_dict(), before), said
     assert min(outcomes.values()) > 30
+
+
+def known(moments):
+    """Without what somebody else has put there: equality of NaN, and of what has no data, is not asked for."""
+    return {k: v for k, v in moments.items() if k in ALL_STATE_KEYS} if isinstance(moments, dict) else moments
 
 
 def assert_loaded(optimizer, saved, said, *, accept_rerouted):
@@ -124,6 +130,8 @@ def assert_loaded(optimizer, saved, said, *, accept_rerouted):
             if not moments or rerouted:
                 continue
             for name, value in moments.items():
+                if name not in ALL_STATE_KEYS:
+                    continue  # of somebody else, and left out
                 if name == "momentum_scale" and not is_quantized(there.get("momentum_dtype", "auto"), param.shape):
                     continue  # left there by a template, and of no use
                 loaded = optimizer.state[param].get(name)

@@ -58,3 +58,33 @@ def load_on_one_rank(rank, wrong):
         error = f"a hook failed: KeyError: {refusal} [rank 1]" if isinstance(refusal, KeyError) else str(refusal)
     assert all(torch.equal(value, optimizer.state[param][key].to_local()) for key, value in before.items())
     return error
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_ranks_own_parameters_are_stepped_when_it_has_gradients(pools, use_muon):
+    """As experts are that no other rank holds. Compared with the same parameters stepped alone."""
+    assert pools[2].run(own_experts, use_muon=use_muon) == [([3, 3], True), ([3, 2], True)]
+
+
+def own_experts(rank, use_muon):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from hf_muon import Muon
+
+    mesh = init_device_mesh("cpu", (2,))
+    shared = torch.nn.Parameter(distribute_tensor(torch.ones(6, 5), mesh, [Shard(0)]))
+    expert, alone = (torch.nn.Parameter(torch.full((4, 3), float(rank))) for _ in range(2))
+
+    def over(own, *others):
+        return Muon([*({"params": [p]} for p in others), {"params": [own], "use_muon": use_muon}], ns_dtype="fp32")
+
+    optimizer, reference = over(expert, shared), over(alone)
+    for number in range(3):
+        shared.grad = torch.ones_like(shared)
+        for param in (expert, alone):  # the second rank's expert saw no token in the first step
+            param.grad = None if rank == 1 and number == 0 else torch.full((4, 3), 1.0 + number)
+        optimizer.step()
+        reference.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return [group["step"] for group in optimizer.param_groups], torch.equal(expert, alone)
