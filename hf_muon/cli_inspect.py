@@ -49,7 +49,8 @@ def inspect(
         else:
             _show(described, routes, every)
         refuse(source, described.refusals)
-        require_muon(routes, type(described.model).__name__)
+        if described.complete or routes:
+            require_muon(routes, type(described.model).__name__)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
 

@@ -28,6 +28,7 @@ from hf_muon.momentum import state_bytes
 from hf_muon.newton_schulz import NS_DTYPES
 from hf_muon.preflight import Layout
 from hf_muon.routing import Route, route_parameters
+from hf_muon.text_config import text_config_of
 
 if TYPE_CHECKING:
     from hf_muon.distributed.ownership import Unit
@@ -347,8 +348,7 @@ def _model_flops(model: nn.Module) -> int:
 
     Of experts those that a token goes to are counted, and an input embedding is looked up, not multiplied.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config_of(getattr(model, "config", None))
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     chosen = next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), experts)
     tied = bool(getattr(config, "tie_word_embeddings", False))

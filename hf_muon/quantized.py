@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from hf_muon.text_config import text_config_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # What LLaMA-Factory v0 dequantizes when it loads a checkpoint.
 DEQUANTIZED_BY_LLAMAFACTORY = ("fp8", "mxfp4")
@@ -35,7 +40,7 @@ def quantization_of_checkpoint(config: Any) -> Quantization | None:
     Args:
         config: of the model, as transformers' AutoConfig reads it.
     """
-    for part in (config, config.get_text_config()):
+    for part in (config, text_config_of(config)):
         section = getattr(part, "quantization_config", None)
         if section is None:
             continue
@@ -51,7 +56,7 @@ def quantization_of_checkpoint(config: Any) -> Quantization | None:
 def quantization_of_run(settings: Mapping[str, Any]) -> Quantization | None:
     """Return how a training file has weights quantized while they are loaded; None where it does not."""
     section = settings.get("quant_config")  # LLaMA-Factory v1, which knows bitsandbytes alone
-    if isinstance(section, Mapping):
+    if section and isinstance(section, Mapping):
         return Quantization("bitsandbytes", _bits(section.get("quantization_bit") or 4), "quant_config")
     for key, bits in (("quantization_bit", None), ("load_in_4bit", 4), ("load_in_8bit", 8)):
         if settings.get(key):
@@ -62,3 +67,34 @@ def quantization_of_run(settings: Mapping[str, Any]) -> Quantization | None:
 
 def _bits(value: Any) -> int:
     return int(value) if str(value).isdigit() else 0
+
+
+def freeze_quantized(
+    name: str, model: nn.Module, quantization: Quantization | None, notes: list[str], complete: bool = True
+) -> list[str]:
+    """Freeze the weights of a quantized model; return why a run of it would be refused, if it has no adapters.
+
+    Args:
+        name: of the model, for people.
+        model: with its adapters.
+        quantization: of its weights; None where they can be trained.
+        notes: gets what a reader should know.
+        complete: whether the model has all adapters of the run.
+    """
+    from peft import PeftModel
+
+    if quantization is None:
+        return []
+    adapted = isinstance(model, PeftModel)
+    if not adapted:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+    if adapted or not complete:  # such as oft, LLaMA-Factory's QOFT
+        notes.append(f"{name} is quantized {quantization}: its own weights are frozen")
+        return []
+    advice = "Train LoRA factors over it (finetuning_type: lora in LLaMA-Factory; lora=muon gives them to Muon), or "
+    if quantization.setting:
+        advice += f"remove {quantization.setting}"
+    else:
+        advice += "name a checkpoint that is not; --dequantize shows what loading it with dequantize=True gives"
+    return [f"{name} is quantized {quantization}: its weights cannot be trained. {advice}"]

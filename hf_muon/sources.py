@@ -23,7 +23,7 @@ from hf_muon.integrations.training_file import (
 from hf_muon.integrations.transformers import NAME
 from hf_muon.quantized import (
     DEQUANTIZED_BY_LLAMAFACTORY,
-    Quantization,
+    freeze_quantized,
     quantization_of_checkpoint,
     quantization_of_run,
 )
@@ -39,6 +39,7 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
+_KINDS = ("full", "freeze", "lora")  # what a run trains, in LLaMA-Factory's words
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Source:
         config: the options of Muon.
         notes: what a reader should know besides.
         refusals: why the run would be refused before it trains; nothing where it would train.
+        complete: whether the model holds all that is trained; not so of adapters whose type is not known here.
     """
 
     title: str
@@ -58,6 +60,7 @@ class Source:
     config: MuonConfig
     notes: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    complete: bool = True
 
 
 def read_source(
@@ -84,7 +87,7 @@ def read_source(
     else:
         model, notes = make(text), []
     quantization = None if dequantize else quantization_of_checkpoint(model.config)
-    refusals = _freeze_quantized(text, model, quantization, notes)
+    refusals = freeze_quantized(text, model, quantization, notes)
     return Source(text, model, _replaced(MuonConfig(), optim_args), notes, refusals)
 
 
@@ -108,13 +111,14 @@ def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module]
         notes.append(f"LLaMA-Factory dequantizes {name} {quantization} when it loads it")
         quantization = None
     model = _tuned(path, model, settings, notes)
-    complaints = _freeze_quantized(name, model, quantization or quantization_of_run(settings), notes)
+    complete = _kind_of(settings) in _KINDS
+    complaints = freeze_quantized(name, model, quantization or quantization_of_run(settings), notes, complete)
     complaints += refusals(settings)
     if optim != NAME:
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
         notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
         complaints = unknown_optimizer(settings)
-    return Source(str(path), model, _replaced(config, optim_args), notes, complaints)
+    return Source(str(path), model, _replaced(config, optim_args), notes, complaints, complete)
 
 
 def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
@@ -123,25 +127,6 @@ def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
         return config.replace(parse_optim_args(optim_args))
     except ValueError as error:
         raise ValueError(f"--optim-args: {error}") from None
-
-
-def _freeze_quantized(name: str, model: nn.Module, quantization: Quantization | None, notes: list[str]) -> list[str]:
-    """Freeze the weights of a quantized model; return why a run of it would be refused, if it has no adapters."""
-    from peft import PeftModel
-
-    if quantization is None:
-        return []
-    if isinstance(model, PeftModel):
-        notes.append(f"{name} is quantized {quantization}: its own weights are frozen")
-        return []
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    advice = "Train LoRA factors over it (finetuning_type: lora in LLaMA-Factory; lora=muon gives them to Muon), or "
-    if quantization.setting:
-        advice += f"remove {quantization.setting}"
-    else:
-        advice += "name a checkpoint that is not; --dequantize shows what loading it with dequantize=True gives"
-    return [f"{name} is quantized {quantization}: its weights cannot be trained. {advice}"]
 
 
 # --- models
@@ -269,11 +254,8 @@ def _is_model_config(path: Path) -> bool:
 
 def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str]) -> nn.Module:
     """The model with what is frozen frozen, and with the adapters that a run would add."""
-    section = run.get("peft_config")
-    v1 = section if isinstance(section, Mapping) else {}
-    llamafactory = is_llamafactory(run)
-    kind = run.get("finetuning_type", "lora" if llamafactory else v1.get("name", "full"))
-    if kind == "lora" or run.get("use_peft"):
+    v1, llamafactory, kind = _adapter_section(run), is_llamafactory(run), _kind_of(run)
+    if kind == "lora":
         target = run.get(
             "lora_target", run.get("lora_target_modules", v1.get("target_modules", "all" if llamafactory else None))
         )
@@ -282,9 +264,26 @@ def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str
     if kind == "freeze":
         _freeze(model, run)
         notes.append("finetuning_type freeze: frozen parameters are in no table")
-    elif kind != "full":
-        notes.append(f"finetuning_type {kind} is not known here: all parameters are taken to be trained")
+    elif kind not in _KINDS:
+        notes.append(
+            f"finetuning_type {kind} is not known here: what it adds is in no table, and may need muon_patterns to "
+            "reach Muon; weights that are not quantized are taken to be trained"
+        )
     return model
+
+
+def _kind_of(run: Mapping[str, Any]) -> str:
+    """Return what a training file trains: one of _KINDS, or a word that is not known here."""
+    if run.get("use_peft"):
+        return "lora"
+    default = "lora" if is_llamafactory(run) else _adapter_section(run).get("name", "full")
+    return str(run.get("finetuning_type", default))
+
+
+def _adapter_section(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what LLaMA-Factory v1 says of adapters; empty where there is nothing."""
+    section = run.get("peft_config")
+    return section if isinstance(section, Mapping) else {}
 
 
 def _with_lora(path: Path, model: nn.Module, target: Any, rank: Any, extra: Any) -> nn.Module:

@@ -7,6 +7,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import transformers
 import yaml
 from accelerate.state import PartialState
 from peft import LoraConfig, get_peft_model
@@ -17,6 +18,7 @@ from hf_muon.cli import app
 from hf_muon.integrations import llamafactory_v1
 from hf_muon.integrations.deepspeed import refuse_config
 from hf_muon.integrations.trainer_layout import refuse_unsupported
+from hf_muon.text_config import text_config_of
 
 ZERO3 = {"zero_optimization": {"stage": 3}}
 QUANTIZED = {
@@ -122,6 +124,51 @@ class TestQuantized:
         )
         done = call("inspect", write(tmp_path, folder, **{**keys, **lora, "optim_args": "lora=muon"}), "--json")
         assert (done.exit_code, json.loads(done.stdout)["muon"]["parameters"]) == (0, 2 * 2 * 7)
+
+    @pytest.mark.parametrize("kind", ["oft", "a_type_of_tomorrow"])
+    def test_a_type_of_adapters_that_is_not_known_here(self, folder, tmp_path, kind):
+        """LLaMA-Factory's QOFT trains; which types it refuses is its own to say."""
+        keys = {"finetuning_type": kind, "quantization_bit": 4}
+        done = call("inspect", write(tmp_path, folder, **keys), "--json")
+        assert done.exit_code == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert (shown["muon"]["weights"], shown["adamw"]["weights"]) == (0, 0)
+        assert any(
+            f"finetuning_type {kind} is not known here: what it adds is in no table" in n for n in shown["notes"]
+        )
+        assert any("its own weights are frozen" in note for note in shown["notes"])
+
+    def test_a_freeze_run_is_refused(self, folder, tmp_path):
+        done = call("inspect", write(tmp_path, folder, finetuning_type="freeze", quantization_bit=4))
+        assert (done.exit_code, "its weights cannot be trained" in done.stderr) == (1, True)
+
+    def test_an_empty_section_quantizes_nothing(self, folder, tmp_path):
+        done = call("inspect", write_v1(tmp_path, folder, quant_config={}), "--json")
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["muon"]["weights"] > 0
+
+    @pytest.mark.parametrize("name", ["Musicgen", "MusicgenMelody"])
+    def test_a_model_with_two_text_configurations(self, tmp_path, name):
+        """A text encoder and a decoder: transformers does not choose between them."""
+        text = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 2}
+        decoder = {"vocab_size": 60, "hidden_size": 16, "ffn_dim": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+        audio = {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_size": 8}
+        parts = {"text_encoder": {"model_type": "t5", **text}, "audio_encoder": audio, "decoder": decoder}
+        config = getattr(transformers, f"{name}Config")(**parts, architectures=[f"{name}ForConditionalGeneration"])
+        config.save_pretrained(tmp_path)
+        done = call("inspect", tmp_path, "--json")
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["muon"]["weights"] > 0
+        done = call("plan", tmp_path, "--layout", "fsdp", "--ranks", 2)
+        assert done.exit_code == 0, done.stderr
+        assert text_config_of(config) is config.decoder
+        written = json.loads((tmp_path / "config.json").read_text())
+        for quantized in (written, written["decoder"]):
+            quantized["quantization_config"] = QUANTIZED["gptq"]
+            (tmp_path / "config.json").write_text(json.dumps(written))
+            done = call("inspect", tmp_path)
+            assert (done.exit_code, "is quantized (gptq, 4 bits)" in done.stderr) == (1, True), done.stderr
+            del quantized["quantization_config"]
 
     def test_llamafactory_v1(self, folder, tmp_path):
         quant = {"name": "bnb", "quantization_bit": 4}

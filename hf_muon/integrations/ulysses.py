@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_muon.text_config import text_config_of
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -62,7 +64,7 @@ def model_complaints(config: Any, size: int, implementation: str | None) -> Iter
         size: ranks that share a sequence.
         implementation: of attention.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config_of(config)
     heads = int(getattr(text, "num_attention_heads", None) or 0)
     shared = int(getattr(text, "num_key_value_heads", None) or heads)
     if not heads:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import importlib
 import importlib.util
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from hf_muon.integrations.overrides import (
     read_settings,
 )
 from hf_muon.integrations.ulysses import model_complaints
+from hf_muon.text_config import text_config_of
 
 ENGINES = ("hf", "llamafactory")
 
@@ -209,7 +209,7 @@ def _model_complaints(run: Run, key: str, attention: str, length_key: str) -> It
         yield f"{key}: the configuration of {path} cannot be read: {str(error).splitlines()[0]}"
         return
     yield from model_complaints(config, run.sp_size, attention)
-    most, length = getattr(config.get_text_config(), "max_position_embeddings", None), run.get(length_key)
+    most, length = getattr(text_config_of(config), "max_position_embeddings", None), run.get(length_key)
     if not str(length or 0).isdigit() or int(length or 0) % run.sp_size:
         yield f"{length_key}: {length} is no number divisible by SP_SIZE={run.sp_size}; ranks hold equal parts"
     elif most and length and int(length) > most:
