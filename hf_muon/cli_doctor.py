@@ -63,6 +63,8 @@ def _reason(trial: dict[str, Any], transformers: str | None) -> str:
             f"transformers {transformers} has no registry of optimizers ({error}). Install 5.5.4 or newer; "
             "`import hf_muon` does not help"
         )
+    if stage == "versions":
+        return str(error)
     failures = [f"{name}: {state}" for name, state in trial["states"].items() if state.startswith("failed")]
     if failures:
         return f"hooks have failed, and `import hf_muon` does not help ({'; '.join(failures)})"
@@ -147,6 +149,12 @@ except BaseException as error:
     seen["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
 if "hf_muon._autoload" in sys.modules:
     seen["states"] = sys.modules["hf_muon._autoload"].status()
+if seen["accepted"]:
+    from hf_muon.integrations.transformers import refuse_old_versions
+    try:
+        refuse_old_versions()
+    except RuntimeError as error:
+        seen.update(accepted=False, stage="versions", error=str(error))
 if seen["stage"] != "torch":
     from hf_muon.newton_schulz import compute_dtype
     devices = {"cpu": ("cpu",), **({"cuda": ("cuda", 0)} if torch.cuda.is_available() else {})}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import hf_muon
@@ -96,6 +97,20 @@ def test_doctor_in_a_broken_environment(tmp_path, files, message):
     assert f"optim: muon is NOT accepted: {message}" in re.sub(r"transformers \d\S* has", "has", done.stdout)
     assert "without `import hf_muon`" not in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("package", ["accelerate", "transformers"])
+def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monkeypatch, package):
+    folder = tmp_path / f"{package}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = doctor("--json", PYTHONPATH=paths)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"optim: muon needs {package} .* or newer, and 1.0 is installed") as refusal:
+        TrainingArguments(str(tmp_path), optim="muon", use_cpu=True, report_to="none")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["accepted"], found["reason"]) == (1, False, str(refusal.value))
 
 
 def test_help_and_version():
