@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,34 @@ class Shard(torch.Tensor):
 
 class Tagged(nn.Parameter):
     """A parameter with facts of somebody's own."""
+
+
+class Behaving(nn.Parameter):
+    """A parameter with arithmetic of somebody's own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class BehavingTagged(Behaving):
+    """One that inherits it."""
+
+
+class Dispatching(nn.Parameter):
+    """A parameter with kernels of somebody's own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class DTensorBase(nn.Parameter):
+    """A shard in somebody's own class of parameters."""
+
+
+class OfDTensor(DTensorBase):
+    """One that inherits it."""
 
 
 def shard(*shape, requires_grad=True):
@@ -56,9 +86,33 @@ def test_refused_by_its_class(build):
     gc.collect()
 
 
-def test_a_subclass_of_parameter_is_refused():
-    with pytest.raises(RuntimeError, match=r"parameter 0 \(4, 6\) is a .*test_tensor_classes.Tagged, a class"):
-        Muon([Tagged(torch.zeros(4, 6))])
+def stepped(weight):
+    """The weight after two steps by the same gradients."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = Muon([weight], lr=0.1)
+    for _ in range(2):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weight.detach().as_subclass(torch.Tensor)
+
+
+def test_a_subclass_of_parameter_is_stepped_as_a_parameter():
+    assert torch.equal(stepped(Tagged(torch.ones(4, 6))), stepped(nn.Parameter(torch.ones(4, 6))))
+
+
+@pytest.mark.parametrize("cls", [Behaving, BehavingTagged, Dispatching, DTensorBase, OfDTensor])
+def test_a_subclass_of_parameter_that_behaves_otherwise_is_refused(cls):
+    with pytest.raises(RuntimeError, match=rf"parameter 0 \(4, 6\) is a .*test_tensor_classes.{cls.__name__}, a class"):
+        Muon([torch.Tensor._make_subclass(cls, torch.zeros(4, 6), True)])
+
+
+def test_trained_int8_params_of_bitsandbytes_are_known(monkeypatch):
+    """With has_fp16_weights=True they are whole matrices."""
+    cls = type("Int8Params", (Behaving,), {"has_fp16_weights": True})
+    with pytest.raises(RuntimeError, match="Int8Params, a class that hf_muon does not know"):
+        Muon([cls(torch.ones(4, 6))])
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", SimpleNamespace(Int8Params=cls))
+    assert torch.equal(stepped(cls(torch.ones(4, 6))), stepped(nn.Parameter(torch.ones(4, 6))))
 
 
 def test_swapped_in_later_as_accelerate_does():

@@ -131,7 +131,22 @@ _KNOWN_CLASSES = {
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
+    "Int8Params": "bitsandbytes.nn",  # trained where has_fp16_weights is true, and of dtype int8 elsewhere
 }
+
+
+def _is_known(cls: type) -> bool:
+    """Return whether tensors of a class show the whole parameter's shape, or what torch makes of it."""
+    if cls in (Tensor, torch.nn.Parameter):
+        return True
+    module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
+    if getattr(module, cls.__name__, None) is cls:
+        return True
+    # A parameter with facts of somebody's own, which behaves as torch's. nn.Parameter(tensor) keeps the tensor's class,
+    # so that another framework's shard is not among these.
+    own = [part for part in cls.__mro__ if part not in torch.nn.Parameter.__mro__]
+    behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(part).keys() for part in own)
+    return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in part.__name__ for part in own)
 
 
 def class_complaint(param: Tensor) -> str | None:
@@ -146,10 +161,7 @@ def class_complaint(param: Tensor) -> str | None:
     stored = param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
     for tensor in (param, stored):
         cls = type(tensor)
-        if cls in (Tensor, torch.nn.Parameter):
-            continue
-        module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
-        if getattr(module, cls.__name__, None) is not cls:
+        if not _is_known(cls):
             whose = "is" if tensor is param else "is a DTensor of local tensors that are each"
             return (
                 f"{whose} a {cls.__module__}.{cls.__qualname__}, a class that hf_muon does not know: its shape may be "
