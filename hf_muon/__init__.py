@@ -34,7 +34,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         # `hf_muon.convert.convert_state_dict`, as the documentation names it, after `import hf_muon` alone.
-        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        public = name.isidentifier() and not name.startswith("_")
+        if public and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -23,12 +23,14 @@ def every_from_environment() -> int:
     """Return the steps from one line of metrics to the next that the environment asks for; 0 for none.
 
     Raises:
-        ValueError: text that is no number of steps.
+        ValueError: text that is neither a number of steps nor a word for none.
     """
     text = _text(EVERY)
     if text:
+        if not _is_on(text):
+            return 0
         if not _is_count(text):
-            raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 for never")
+            raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never")
         return int(text)
     old = _text(BOTH)
     return int(old) if _is_count(old) and int(old) > 1 else 0

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import hf_muon
+
 STATE = """
 import json, sys
 print("\\n" + json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("transformers", "hf_muon"))))
@@ -264,3 +266,11 @@ def test_other_optimizers_are_what_they_are_without_us():
     assert on.keys() == off.keys()
     assert [name for name in on if on[name] != off[name]] == []
     assert sum(len(result) == 4 for result in on.values()) >= 10  # those that can be made here
+
+
+@pytest.mark.parametrize("name", ["a.b", "config.x", ".config", "a b", "", "nothing"])
+def test_names_that_the_package_lacks(name):
+    """As of any module; find_spec imports the parents of a name with dots."""
+    with pytest.raises(AttributeError, match="module 'hf_muon' has no attribute"):
+        getattr(hf_muon, name)
+    assert not hasattr(hf_muon, name)

@@ -29,6 +29,9 @@ def asked():
         ({"HF_MUON_DIAGNOSTICS_EVERY": "50"}, False, 50),
         ({"HF_MUON_DIAGNOSTICS_EVERY": "1"}, False, 1),
         ({"HF_MUON_DIAGNOSTICS_EVERY": "0"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "off"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "False"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": " no "}, False, 0),
         ({"HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "7"}, True, 7),
         # what the older names have always meant
         ({"HF_MUON_DIAG": "1"}, True, 0),
@@ -41,6 +44,7 @@ def asked():
         # the new ones win
         ({"HF_MUON_DIAG": "50", "HF_MUON_STEP_REPORT": "0"}, False, 50),
         ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "0"}, True, 0),
+        ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "off"}, True, 0),
     ],
 )
 def test_each_variable_has_one_meaning(variables, report, every, monkeypatch):
@@ -49,7 +53,7 @@ def test_each_variable_has_one_meaning(variables, report, every, monkeypatch):
     assert asked() == (report, every)
 
 
-@pytest.mark.parametrize("text", ["often", "-1", "1.5", "9" * 5000, "\u0663"])
+@pytest.mark.parametrize("text", ["often", "on", "-1", "1.5", "9" * 5000, "\u0663"])
 def test_text_that_is_no_number_of_steps_is_refused(text, monkeypatch):
     monkeypatch.setenv(diagnostics.EVERY, text)
     with pytest.raises(ValueError, match=r"HF_MUON_DIAGNOSTICS_EVERY=.* is not valid. Valid: a number of steps, 0"):
