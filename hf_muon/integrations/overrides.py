@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,17 @@ def read_overrides(words: Sequence[str]) -> list[Override]:
         if not key or not (equals or word.startswith("--")):
             raise ValueError(f"{word!r} is neither --key value nor key=value")
         value: str | None = text if equals else None
-        if value is None and left and not left[0].startswith("--"):
+        if value is None and left and not _begins_anew(key, left[0]):
             value = left.pop(0)
         overrides.append((key, value))
     return overrides
+
+
+def _begins_anew(key: str, word: str) -> bool:
+    """Return whether the word after `--key` is an override of its own, and no value."""
+    if key.rpartition(".")[2].endswith(("_args", "_kwargs")):
+        return word.startswith("--")  # `--optim_args momentum=0.9`: such values are key=value themselves
+    return word.startswith("--") or re.match(r"[A-Za-z_][\w.]*=", word) is not None
 
 
 def read_settings(path: str, overrides: Sequence[Override]) -> Settings:
