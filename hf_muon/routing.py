@@ -32,7 +32,7 @@ from hf_muon.kinds import (
     not_hidden_matrices,
     view_of_kernel,
 )
-from hf_muon.outputs import Outputs, widths_of
+from hf_muon.outputs import MANY, Outputs, widths_of
 from hf_muon.patterns import compile_patterns, examples
 from hf_muon.places import CONV_TYPES, EMBEDDING_TYPES, MAGNITUDE, Place, folded, matrices_of, places_of
 from hf_muon.views import parse
@@ -265,7 +265,7 @@ class _Rules:
         widths = widths_of(place.owner)
         if widths is None or any(part.isdigit() for part, _ in place.steps):
             return False
-        return widths.reads in self.vocabularies and widths.reads > 8 * widths.puts_out
+        return widths.reads in self.vocabularies and widths.reads > MANY * widths.puts_out
 
     def _is_head(self, place: Place) -> bool:
         """Outside the base model, by name or with a row per label; or anywhere, with a row for each token or label."""

@@ -145,6 +145,148 @@ def test_tables_that_are_stored_transposed():
     assert routes(config={"vocab_size": 900}, more=linear(64, 900)) == {"more": "table: a column for each token"}
 
 
+class Blocks(nn.Module):
+    """Tokens, blocks of hidden size `width` with MLPs four times as wide, and what the test adds."""
+
+    def __init__(self, width, tokens=256, **modules):
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        block = {"fc": linear(4 * width, width), "proj": linear(width, 4 * width)}
+        self.blocks = nn.ModuleList([nn.ModuleDict(block) for _ in range(2)])
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def optimizers(model, *names):
+    """Where those weights of a model go whose names begin with one of these."""
+    found = {r.name.removesuffix(".weight"): "muon" if r.use_muon else "adamw" for r in route_parameters(model)}
+    chosen = {name: to for name, to in found.items() if "bias" not in name and name.startswith(names)}
+    assert chosen
+    return chosen
+
+
+@pytest.mark.parametrize("config", [{}, {"vocab_size": 256}])
+@pytest.mark.parametrize("name", ["unembed", "embed_out"])
+@pytest.mark.parametrize(
+    ("width", "after"),
+    [(64, (64, 64)), (64, (128, 64)), (64, (256, 64)), (256, (256, 1)), (256, (256, 256)), (256, (256, 64, 1))],
+)
+def test_a_head_with_as_many_tokens_as_a_hidden_size(config, name, width, after):
+    """MLPs before it that read as many numbers do not read its logits, nor do heads and predictors after it."""
+    with torch.device("meta"):
+        later = mlp(*after) if len(after) > 2 else linear(*after[::-1])
+        model = Blocks(width, **{name: linear(256, width), "mtp": later})
+    model.config = SimpleNamespace(**config)
+    assert optimizers(model, name) == {name: "adamw"}
+
+
+def test_a_head_called_embedding_in_a_model_without_a_known_vocabulary():
+    """Only what comes after it can read what it puts out."""
+    with torch.device("meta"):
+        model = Blocks(64, tokens=100, unembed=linear(256, 64))
+    assert optimizers(model, "unembed", "blocks.0.proj") == {"unembed": "adamw", "blocks.0.proj": "muon"}
+
+
+def test_a_one_hot_table_in_a_model_without_a_known_vocabulary():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": linear(128, 5000), "block": mlp(128, 256, 128), "head": linear(5000, 128)})
+    assert optimizers(model, "embed") == {"embed": "adamw"}
+
+
+def test_a_one_hot_table_of_as_many_tokens_as_a_hidden_size():
+    """It comes before all that puts out as many numbers; a projection of hidden states comes after."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": linear(64, 256), "blocks": Blocks(64, tokens=9).blocks})
+        model["embed_projection"], model["last"] = linear(128, 256), linear(64, 128)
+    model.config = SimpleNamespace(vocab_size=256)
+    assert optimizers(model, "embed") == {"embed": "adamw", "embed_projection": "muon"}
+
+
+def test_an_mlp_that_is_the_model_keeps_its_hidden_matrices_behind_an_embedding():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"emb": nn.Embedding(1000, 256), "net": mlp(256, 1024, 1024, 4)})
+    assert optimizers(model, "net") == {"net.0": "muon", "net.1": "muon", "net.2": "adamw"}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_long_trunk_keeps_its_hidden_matrices(wrapped):
+    with torch.device("meta"):
+        model = nn.ModuleDict({"stem": linear(512, 64), "trunk": mlp(*[512] * 13, 8)})
+        model.register_parameter("token", nn.Parameter(torch.zeros(1, 512)))
+        if wrapped:  # by a model of many more layers
+            model = Detector(policy=model, encoder=nn.ModuleList([Blocks(512) for _ in range(3)]))
+    found = optimizers(model, "policy.trunk" if wrapped else "trunk")
+    assert list(found.values()) == ["muon"] * 12 + ["adamw"]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_heads_of_actors_and_critics_keep_their_hidden_matrices(listed):
+    with torch.device("meta"):
+        encoder = mlp(64, 256, 256)
+        heads = {"actor": mlp(256, 256, 6), "critic": mlp(256, 256, 1)}
+        model = nn.ModuleDict({"encoder": nn.ModuleList(encoder) if listed else encoder, **heads})
+    assert optimizers(model, "actor", "critic") == {
+        "actor.0": "muon",
+        "actor.1": "adamw",
+        "critic.0": "muon",
+        "critic.1": "adamw",
+    }
+
+
+def attention(*names, width=1024, keys=64):
+    return nn.ModuleDict(
+        {name: linear(rows, width) for name, rows in zip(names, (width, keys, keys, width), strict=True)}
+    )
+
+
+@pytest.mark.parametrize(
+    "names", [("wq", "wk", "wv", "wo"), ("q_proj", "k_proj", "v_proj", "o_proj"), ("a", "b", "c", "d")]
+)
+@pytest.mark.parametrize("layers", [("layer1", "layer2"), ("block_1", "block_2"), ("block",), ("body",)])
+def test_keys_and_values_of_few_heads_are_no_output(names, layers):
+    """Whatever their layer is called, as one that is looped is."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": nn.Embedding(5000, 1024)})
+        for layer in layers:
+            model[layer] = nn.ModuleDict({"attn": attention(*names), "mlp": mlp(1024, 2048, 1024)})
+        model["looped"] = attention(*names)
+        model["head"] = linear(5000, 1024)
+        model["sides"] = linear(4, 1024)
+    assert set(optimizers(model, *layers, "looped").values()) == {"muon"}
+    assert optimizers(model, "sides", "head") == {"head": "adamw", "sides": "adamw"}
+
+
+def test_heads_after_matrices_that_lead_out_and_back_are_outputs():
+    """An attention ends in the way back; what comes after that is no key."""
+    with torch.device("meta"):
+        heads = nn.ModuleDict({"up": linear(4096, 1024), "down": linear(1024, 4096), "sides": linear(4, 1024)})
+        model = nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": heads})
+    assert optimizers(model, "heads.sides", "heads.up") == {"heads.up": "muon", "heads.sides": "adamw"}
+
+
+def test_values_and_advantages_of_an_agent_are_outputs():
+    """What is called a value is a projection only beside a key."""
+    with torch.device("meta"):
+        heads = nn.ModuleDict({"value": linear(51, 1024), "q": linear(18, 1024)})
+        model = nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": heads})
+    assert set(optimizers(model, "heads").values()) == {"adamw"}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_listed_bottlenecks_are_no_output(count):
+    found = routes(
+        downs=nn.ModuleList([linear(4, 64) for _ in range(count)]),
+        ups=nn.ModuleList([linear(64, 4) for _ in range(count)]),
+    )
+    assert set(found.values()) == {"muon"}
+
+
+def test_listed_heads_are_outputs_although_something_embeds_what_they_put_out():
+    heads = nn.ModuleList([linear(4, 64) for _ in range(3)])
+    found = routes(sides=heads, positions=mlp(4, 64, 64))
+    assert {to for name, to in found.items() if name.startswith("sides")} == {"output"}
+
+
 class TestWeightNorm:
     """The directions are seen as the weight would be; the magnitudes are none of Muon's."""
 
