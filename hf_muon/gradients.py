@@ -98,7 +98,7 @@ def largest(group: Group, param: Tensor, moments: Mapping[str, Any] | None = Non
 
     Momentum moves by the difference of two gradients; a quarter leaves room for rounding. AdamW's second moment becomes
     ``beta2 * exp_avg_sq + (1 - beta2) * grad**2``, computed in fp32 for half precision. In fp16 it leaves room for a
-    few large gradients, not for many: there, `exp_avg_sq` is read.
+    few large gradients, not for many: there, `exp_avg_sq` is read on a CPU. On an accelerator each would be waited for.
 
     Args:
         group: of the parameter.
@@ -112,7 +112,8 @@ def largest(group: Group, param: Tensor, moments: Mapping[str, Any] | None = Non
         return 0.99 * math.sqrt(kept)
     decay = group["adamw_betas"][1]
     held = local_of(moments["exp_avg_sq"]) if moments and "exp_avg_sq" in moments else None
-    height = float(held.max()) if held is not None and held.numel() and has_data(held) else 0.0
+    at_hand = held is not None and held.device.type == "cpu" and held.numel() and has_data(held)
+    height = float(held.max()) if held is not None and at_hand else 0.0
     # However high it stands, an average does not rise beyond what it is an average of.
     room = max(0.99 * kept - decay * height, 0.9 * (1 - decay) * kept)
     return 0.99 * min(kept / 4, math.sqrt(room / (1 - decay)))
