@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.checkpoint import few
 from hf_muon.consensus import together
 from hf_muon.distributed.agreement import exchange_texts, root_group
 from hf_muon.integrations.deepspeed_files import (
@@ -29,7 +30,7 @@ from hf_muon.integrations.deepspeed_files import (
     stages_of,
 )
 from hf_muon.integrations.deepspeed_layout import is_swapped
-from hf_muon.integrations.deepspeed_order import differing_masters, few, moved, options_to_set
+from hf_muon.integrations.deepspeed_order import differing_masters, moved, options_to_set
 from hf_muon.integrations.deepspeed_saving import OURS, binder, replaced, swap_folder
 from hf_muon.optimizer import Muon
 from hf_muon.state_check import load_complaints

@@ -52,12 +52,6 @@ def options_to_set(config: Mapping[str, Any], saved: Mapping[str, Any] | None) -
     return f"Set {' and '.join(options)}" if options else ""
 
 
-def few(items: Sequence[Any], limit: int = 5) -> str:
-    """Return the first items, and how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(map(str, items[:limit])) + more
-
-
 def differing_masters(engine: Any) -> Iterator[str]:
     """Name the parameters that differ from their fp32 master weights on this rank, of Muon's groups and AdamW's.
 
