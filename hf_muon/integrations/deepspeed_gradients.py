@@ -73,31 +73,42 @@ def _mend(zero: Any) -> None:
 def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable[[], Any]) -> None:
     """Complete gradients before each step of a ZeRO optimizer; forget them after it, and where the user drops them.
 
-    A step may be taken, skipped or refused.
+    A step may be taken, skipped or refused. DeepSpeed itself calls `zero_grad` before the step has read the gradients:
+    in the step, and in 0.18 at the end of each backward pass.
     """
-    plain, plain_zero_grad = zero.step, zero.zero_grad
-    stepping = False
+    plain_step, plain_zero_grad = zero.step, zero.zero_grad
+    plain_epilogue = zero.independent_gradient_partition_epilogue
+    internal = False
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal stepping
+        nonlocal internal
         if complete is not None:
             complete()
-        stepping = True
+        internal = True
         try:
-            return plain(*args, **kwargs)
+            return plain_step(*args, **kwargs)
         finally:
-            stepping = False
+            internal = False
             forget()
+
+    def epilogue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal internal
+        internal = True
+        try:
+            return plain_epilogue(*args, **kwargs)
+        finally:
+            internal = False
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain_zero_grad(*args, **kwargs)
-        if not stepping:  # a step calls it before it has read them
+        if not internal:
             forget()
             getattr(zero, "norm_for_param_grads", {}).clear()  # there with offload
         return result
 
     setattr(step, OURS, True)
     zero.step = types.MethodType(step, zero)  # schedulers ask for the function of a bound method
+    zero.independent_gradient_partition_epilogue = types.MethodType(epilogue, zero)
     zero.zero_grad = types.MethodType(zero_grad, zero)
 
 
