@@ -16,8 +16,8 @@ PIP := -m pip install --quiet --disable-pip-version-check
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 PYTEST := -m pytest -n 2 --dist loadgroup --durations 20
 # What needs torch alone, which is the same in LLaMA-Factory's stack; DeepSpeed 0.18.4 is tested there as people run it.
-TESTED := chaos distributed deepspeed $(addsuffix .py,$(addprefix test_,benchmarks bounds config damage metrics momentum \
-	newton_schulz optimizer promises report))
+TESTED := chaos distributed deepspeed math storage diagnostics optimizer/test_muon.py $(addsuffix .py,$(addprefix test_, \
+	benchmarks bounds config promises))
 
 # What must not be missing in CI; see tests/promises.py.
 NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,trl

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
-from hf_muon.integrations.deepspeed import initialize
+from hf_muon.integrations.deepspeed.engine import initialize
 
 # Otherwise DeepSpeed compiles a C++ extension for collectives in shared memory.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

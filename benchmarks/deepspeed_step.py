@@ -25,9 +25,9 @@ import torch.multiprocessing as mp
 from deepspeed_sides import ADAMW, NATIVE, NATIVE_STANDARD, OURS
 from meters import Ledger, newton_schulz_flops, peak_extra_bytes, spread
 
-from hf_muon import forms
-from hf_muon.coefficients import resolve
-from hf_muon.newton_schulz import newton_schulz
+from hf_muon.math import cost as forms
+from hf_muon.math.coefficients import resolve
+from hf_muon.math.newton_schulz import newton_schulz
 
 MATRICES, WIDTH, INNER = 8, 256, 1024
 BATCH, LENGTH = 4, 32  # of each rank

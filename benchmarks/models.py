@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_muon.cards import CARDS
+from hf_muon.cli.known_configs import CARDS
 
 
 @dataclass(frozen=True)

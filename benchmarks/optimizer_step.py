@@ -16,7 +16,8 @@ from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor, nn
 
-from hf_muon import build_optimizer, forms, route_parameters
+from hf_muon import build_optimizer, route_parameters
+from hf_muon.math import cost as forms
 
 OURS, TORCH, LLAMAFACTORY, ADAMW = "hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "fused AdamW"
 BOUNDED = "hf_muon, bounded"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_muon import orthogonalize
-from hf_muon.coefficients import PRESETS, Triple, resolve
+from hf_muon.math.coefficients import PRESETS, Triple, resolve
 
 STEPS = 5
 TORCH, OURS, OURS_SAME = "torch.optim.Muon", "hf_muon", "hf_muon, original"

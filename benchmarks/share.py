@@ -13,7 +13,7 @@ from setting import Row, Setting
 from timing import columns, executed_flops, taking_turns
 
 from hf_muon.config import MuonConfig
-from hf_muon.plan import Plan, plan_step
+from hf_muon.plan.step_plan import Plan, plan_step
 
 MEASURED, MODELLED = "measured", "modelled"
 SMALL = "Qwen3, small"

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import hf_muon.newton_schulz
+import hf_muon.math.newton_schulz
 from hf_muon import Muon
-from hf_muon.coefficients import resolve
-from hf_muon.update import lr_scale
+from hf_muon.math.coefficients import resolve
+from hf_muon.math.update import lr_scale
 
 LR, DECAY, MOMENTUM, STEPS = 0.02, 0.1, 0.95, 5
 COEFFICIENTS = "original"  # the one preset that torch.optim.Muon can express, too
@@ -56,14 +56,14 @@ class Setting:
 
         def run(matrices: Tensor) -> Tensor:
             batch = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
-            return hf_muon.newton_schulz.newton_schulz(batch, coefficients, self.dtype).view(matrices.shape)
+            return hf_muon.math.newton_schulz.newton_schulz(batch, coefficients, self.dtype).view(matrices.shape)
 
         return run
 
 
 def prepare(setting: Setting) -> None:
     """Time every call of our Newton-Schulz in this process, whoever makes it."""
-    hf_muon.newton_schulz.newton_schulz = setting.timed(hf_muon.newton_schulz.newton_schulz)
+    hf_muon.math.newton_schulz.newton_schulz = setting.timed(hf_muon.math.newton_schulz.newton_schulz)
 
 
 def ours(params: Sequence[nn.Parameter], setting: Setting, **options: Any) -> Callable[[], Any]:

@@ -15,19 +15,19 @@ from hf_muon._autoload import install, uninstall
 if TYPE_CHECKING:
     from hf_muon.build import build_optimizer
     from hf_muon.config import MuonConfig
-    from hf_muon.newton_schulz import orthogonalize
-    from hf_muon.optimizer import Muon
-    from hf_muon.routing import route_parameters
+    from hf_muon.math.newton_schulz import orthogonalize
+    from hf_muon.optimizer.muon import Muon
+    from hf_muon.routing.route import route_parameters
 
 __version__ = "0.1.0"
 __all__ = ["Muon", "MuonConfig", "build_optimizer", "install", "orthogonalize", "route_parameters", "uninstall"]
 
 _HOMES = {
-    "Muon": "hf_muon.optimizer",
+    "Muon": "hf_muon.optimizer.muon",
     "MuonConfig": "hf_muon.config",
     "build_optimizer": "hf_muon.build",
-    "orthogonalize": "hf_muon.newton_schulz",
-    "route_parameters": "hf_muon.routing",
+    "orthogonalize": "hf_muon.math.newton_schulz",
+    "route_parameters": "hf_muon.routing.route",
 }
 
 

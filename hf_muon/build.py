@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_muon import diagnostics
 from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig
-from hf_muon.optimizer import Muon
+from hf_muon.diagnostics import log as diagnostics
+from hf_muon.optimizer.muon import Muon
 from hf_muon.options import shown
-from hf_muon.routing import Route, frozen, is_lora, route_parameters, table
+from hf_muon.routing.route import Route, frozen, is_lora, route_parameters, table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_muon.coefficients import resolve
-from hf_muon.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.math.coefficients import resolve
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.options import (
     COMM_DTYPES,
     GROUP_OPTIONS,

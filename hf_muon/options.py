@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from hf_muon.coefficients import PRESETS
-from hf_muon.distributed.base import has_data
-from hf_muon.momentum import MOMENTUM_DTYPES
-from hf_muon.newton_schulz import NS_DTYPES
+from hf_muon.math.coefficients import PRESETS
+from hf_muon.math.momentum import MOMENTUM_DTYPES
+from hf_muon.math.newton_schulz import NS_DTYPES
+from hf_muon.math.update import ADJUST_LR_FNS
 from hf_muon.patterns import compile_patterns
-from hf_muon.update import ADJUST_LR_FNS
+from hf_muon.storage.tensors import has_data
 
 LORA_ROUTES = ("adamw", "muon")
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}

@@ -56,7 +56,7 @@ engine=${ENGINE:-hf} python=${PYTHON:-python} config=${CONFIG:-}
 [[ $config ]] || fail "CONFIG is missing: name a YAML file of LLaMA-Factory v1"
 
 code=0
-settings=$("$python" -m hf_muon.integrations.ulysses_launch "$engine" --nproc "${NPROC:-}" --nnodes "${NNODES:-}" \
+settings=$("$python" -m hf_muon.integrations.ulysses.launch "$engine" --nproc "${NPROC:-}" --nnodes "${NNODES:-}" \
   --sp-size "${SP_SIZE:-}" --config "$config" --root "$root" --train "${TRAIN:-}" -- "$@") || code=$?
 case $code in
   0) ;;

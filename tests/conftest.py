@@ -8,10 +8,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.distributed.pool import Pool
 from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
 
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
@@ -28,3 +31,19 @@ def _seed() -> None:
 def _skip_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of pytest-xdist runs all tests that use pools of ranks, so that these are started once."""
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, Pool]]:
+    """Pools by number of ranks, started when a test first asks for them."""
+    by_size = {size: Pool(size, forks=True) for size in (2, 3, 4)}
+    yield by_size
+    for pool in by_size.values():
+        pool.close()

@@ -1,4 +1,4 @@
-"""Other Muons' rules and states, written as plainly as possible: what `hf_muon.convert` is compared with."""
+"""Other Muons' rules and states, written as plainly as possible: what `hf_muon.convert.conversion` is compared with."""
 
 from __future__ import annotations
 

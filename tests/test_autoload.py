@@ -131,7 +131,7 @@ def test_steps_aside_for_a_transformers_with_its_own_muon():
 import hf_muon; hf_muon.uninstall()
 from transformers.training_args import OptimizerNames, TrainingArguments
 import transformers.trainer_optimizer as registry
-from hf_muon.integrations.transformers import patch_training_args
+from hf_muon.integrations.transformers.hooks import patch_training_args
 import transformers.training_args as module
 patch_training_args(module)
 del OptimizerNames("muon")._from_hf_muon  # stands for the member that transformers would have
@@ -221,7 +221,7 @@ def test_threads_that_import_all_hooked_modules_do_not_wait_for_one_another():
     code = """
 import contextlib, importlib, os, threading
 names = ["transformers.training_args", "transformers.trainer", "transformers.trainer_optimizer", "torch", "hf_muon",
-         "accelerate.accelerator", "hf_muon.integrations.transformers", "hf_muon.build"]
+         "accelerate.accelerator", "hf_muon.integrations.transformers.hooks", "hf_muon.build"]
 def use(name):
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module(name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_muon.newton_schulz import compute_dtype
+from hf_muon.math.newton_schulz import compute_dtype
 
 BENCH = Path(__file__).parent.parent / "benchmarks" / "bench.py"
 # Columns that hold a number wherever a side runs.
@@ -51,7 +51,7 @@ def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
     orthogonal = rows(tmp_path / "orthogonalization.csv")
     assert all(float(row["outside"]) < 0.07 for row in orthogonal if row["ms"])
     # Where the CPU multiplies bf16 the sides do, too, and both are as far from exact numbers as
-    # tests/test_newton_schulz.py lets bf16 be; another scale or another matrix is off by half and more.
+    # tests/math/test_newton_schulz.py lets bf16 be; another scale or another matrix is off by half and more.
     bound = 4 * 3e-2 if compute_dtype("auto", "cpu") is torch.bfloat16 else 1e-3
     assert all(float(row["parted"]) < bound for row in rows(tmp_path / "optimizer_step.csv") if row["parted"])
     assert "| square, times as fast as torch.optim.Muon's |" in (tmp_path / "tables.md").read_text()

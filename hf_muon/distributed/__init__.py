@@ -1,46 +1,5 @@
-"""How tensors are stored between steps, and how whole matrices are made of them."""
+"""What travels between ranks: pieces of each matrix go to one owner, and pieces of its direction come back.
 
-from hf_muon.distributed.base import (
-    STEPPED_DTYPES,
-    Executor,
-    NewtonSchulz,
-    Piece,
-    class_complaint,
-    has_data,
-    is_dtensor,
-    local_of,
-    shape_of,
-    storage_complaint,
-)
-from hf_muon.distributed.select import (
-    Shared,
-    accelerator,
-    alone,
-    compute_device,
-    home_of,
-    select_executors,
-    shared,
-)
-from hf_muon.distributed.zero import Partition, Partitions
-
-__all__ = [
-    "STEPPED_DTYPES",
-    "Executor",
-    "NewtonSchulz",
-    "Partition",
-    "Partitions",
-    "Piece",
-    "Shared",
-    "accelerator",
-    "alone",
-    "class_complaint",
-    "compute_device",
-    "has_data",
-    "home_of",
-    "is_dtensor",
-    "local_of",
-    "select_executors",
-    "shape_of",
-    "shared",
-    "storage_complaint",
-]
+The room imports `storage` and `math`. An `Executor` is the only way from stored pieces to directions; `select` makes
+the executors of a param group. The optimizer and the planner use these two, and `agreement`.
+"""

@@ -19,7 +19,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True)
-class Said:
+class RankReport:
     """What one rank says.
 
     Attributes:
@@ -37,7 +37,7 @@ class Said:
 
 def exchange_words(
     group: dist.ProcessGroup, home: torch.device, fingerprint: int, gradients: int, complains: bool, flags: Tensor
-) -> list[Said]:
+) -> list[RankReport]:
     """Return what each rank of the group says, in the order of its ranks; one collective and one read of the device.
 
     Args:
@@ -49,13 +49,13 @@ def exchange_words(
         flags: ``(2,)``, int64, still on the device.
     """
     words = torch.tensor([fingerprint, gradients, int(complains)], dtype=torch.int64)
-    return [Said(row[2], row[3], bool(row[4]), tuple(row[:2])) for row in _gather(group, home, flags, words)]
+    return [RankReport(row[2], row[3], bool(row[4]), tuple(row[:2])) for row in gather(group, home, flags, words)]
 
 
 def exchange_bits(group: dist.ProcessGroup, home: torch.device, bits: Sequence[bool]) -> list[list[bool]]:
     """Return the bits of each rank, after all of them have agreed on how many there are."""
-    rows = _gather(group, home, torch.tensor(_packed(bits), dtype=torch.int64))
-    return [_unpacked(row, len(bits)) for row in rows]
+    rows = gather(group, home, torch.tensor(packed(bits), dtype=torch.int64))
+    return [unpacked(row, len(bits)) for row in rows]
 
 
 def exchange_texts(group: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]:
@@ -65,7 +65,7 @@ def exchange_texts(group: dist.ProcessGroup, texts: Sequence[str]) -> list[list[
     return heard
 
 
-def _gather(group: dist.ProcessGroup, home: torch.device, *parts: Tensor) -> list[list[int]]:
+def gather(group: dist.ProcessGroup, home: torch.device, *parts: Tensor) -> list[list[int]]:
     """Return the numbers of each rank."""
     device = talking_device(group, home)
     mine = torch.cat([part.to(device) for part in parts])
@@ -85,89 +85,12 @@ def talking_device(group: dist.ProcessGroup, home: torch.device) -> torch.device
     return home if home.type in types else torch.device(types[0])
 
 
-def _packed(bits: Sequence[bool]) -> list[int]:
+def packed(bits: Sequence[bool]) -> list[int]:
     return [
         sum(1 << place for place, bit in enumerate(bits[start : start + _BITS]) if bit)
         for start in range(0, len(bits), _BITS)
     ]
 
 
-def _unpacked(numbers: Sequence[int], count: int) -> list[bool]:
+def unpacked(numbers: Sequence[int], count: int) -> list[bool]:
     return [bool(numbers[i // _BITS] >> (i % _BITS) & 1) for i in range(count)]
-
-
-# --- who talks
-
-_roots: dict[tuple[str, ...], dist.ProcessGroup] = {}
-
-
-def root_group(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the group of all ranks that these groups connect, with one another and through the groups of others.
-
-    Pipeline stages are not connected; data and tensor parallel groups of one stage are. Ranks outside take no part.
-    All ranks of the groups must call this together the first time.
-    """
-    groups = sorted(set(groups), key=_order)
-    for group in groups:
-        if group.size() == dist.get_world_size():
-            return group
-    names = tuple(group.group_name for group in groups)
-    if names not in _roots or not is_alive(_roots[names]):
-        ranks, count = connected(groups)
-        same = [group for group in groups if dist.get_process_group_ranks(group) == ranks]
-        _roots[names] = same[0] if same else make_group(ranks, count)
-    return _roots[names]
-
-
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a group is of the present world; one of a destroyed world has no rank any more."""
-    return group in dist.distributed_c10d._world.pg_map
-
-
-def _order(group: dist.ProcessGroup) -> tuple[list[int], str]:
-    """An order of groups that is the same on all ranks: collectives in this order cannot wait for one another."""
-    return dist.get_process_group_ranks(group), group.group_name
-
-
-def connected(groups: Sequence[dist.ProcessGroup]) -> tuple[list[int], int]:
-    """Return the ranks that a rank's groups connect, directly or by chains of groups, and the most groups one is in.
-
-    Every rank passes on which ranks it knows of, and whose groups are among what it knows. It knows all when these are
-    the same ranks. A group is left when all of its members have said so, which they hear at the same time.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    known = [False] * world
-    told = [other == rank for other in range(world)]
-    for group in groups:
-        for other in dist.get_process_group_ranks(group):
-            known[other] = True
-    count = len(dist.distributed_c10d._world.pg_names)
-    talking = sorted(groups, key=_order)
-    while talking:
-        for group in list(talking):
-            mine = torch.tensor([known == told, count, *_packed(known), *_packed(told)], dtype=torch.int64)
-            heard = _gather(group, torch.device("cpu"), mine)
-            for _, number, *packed in heard:
-                words = len(packed) // 2
-                known = [a or b for a, b in zip(known, _unpacked(packed[:words], world), strict=True)]
-                told = [a or b for a, b in zip(told, _unpacked(packed[words:], world), strict=True)]
-                count = max(count, number)
-            if all(knows_all for knows_all, *_ in heard):
-                talking.remove(group)
-    return [other for other in range(world) if known[other]], count
-
-
-def make_group(ranks: Sequence[int], count: int) -> dist.ProcessGroup:
-    """Make a process group in which no other ranks take part.
-
-    torch derives its name from the number of groups that a rank is in, and waits forever where this differs. Groups of
-    a single rank make up for it.
-
-    Args:
-        ranks: of the new group, in order.
-        count: the most groups that one of them is in.
-    """
-    while len(dist.distributed_c10d._world.pg_names) < count:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
-from hf_muon.distributed.ownership import Unit, assign_owners
-from hf_muon.distributed.storage import Block, Storage
+from hf_muon.distributed.executor import NewtonSchulz, Observer, Piece, UpdatesOf
+from hf_muon.distributed.holdings import BatchBox, Holdings
+from hf_muon.distributed.units import Unit, assign_owners
 
 
 class _Transfer:
@@ -52,7 +52,7 @@ class _Bucket:
         mirrored: whether directions leave exactly as updates arrive, so that they can take their place.
     """
 
-    def __init__(self, units: Sequence[tuple[Unit, int]], storage: Storage, rank: int) -> None:
+    def __init__(self, units: Sequence[tuple[Unit, int]], storage: Holdings, rank: int) -> None:
         ranks = storage.ranks
         self.units = units
         self.pieces: list[Piece] = []
@@ -62,14 +62,14 @@ class _Bucket:
         self.gathers = self.returns = False
         outgoing: list[list[int]] = [[] for _ in range(ranks)]
         completed: list[list[int]] = [[] for _ in range(ranks)]
-        incoming: list[list[tuple[int, Block]]] = [[] for _ in range(ranks)]
-        returned: list[list[tuple[int, Block]]] = [[] for _ in range(ranks)]
+        incoming: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
+        returned: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
         for k, (unit, owner) in enumerate(units):
             pattern = storage.pattern(unit)
             self.gathers |= owner not in pattern.holders
             self.returns |= pattern.total > pattern.stored[owner]
             for block in storage.blocks(unit, rank):
-                if storage.replicas(block.piece.param).sends(rank, owner):
+                if storage.replicas(block.piece.matrix).sends(rank, owner):
                     outgoing[owner].append(len(self.pieces))
                     self.send[owner] += block.numel
                 completed[owner].append(len(self.pieces))
@@ -80,7 +80,7 @@ class _Bucket:
                 continue
             for other in range(ranks):
                 for block in storage.blocks(unit, other):
-                    if storage.replicas(block.piece.param).sends(other, owner):
+                    if storage.replicas(block.piece.matrix).sends(other, owner):
                         incoming[other].append((k, block))
                         self.receive[other] += block.numel
                     returned[other].append((k, block))
@@ -130,7 +130,7 @@ class Exchange:
         self,
         group: dist.ProcessGroup,
         units: Sequence[Unit],
-        storage: Storage,
+        storage: Holdings,
         wire: torch.dtype,
         device: torch.device,
         carrier: torch.device,
@@ -207,7 +207,7 @@ class Exchange:
             return self._planned[1]
         queues: list[list[Unit]] = [[] for _ in range(self.storage.ranks)]
         for unit, owner in self.owned:
-            kept = unit if active.issuperset(run.param for run in unit.runs) else unit.only(active)
+            kept = unit if active.issuperset(run.matrix for run in unit.runs) else unit.only(active)
             if kept.runs:
                 queues[owner].append(kept)
         rounds: list[_Round] = []
@@ -265,7 +265,7 @@ class Exchange:
 
     def _orthogonalize(self, bucket: _Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
         """Orthogonalize the units that this rank owns: their directions, in the order of their destinations."""
-        arrived: dict[int, list[tuple[Block, Tensor]]] = {}
+        arrived: dict[int, list[tuple[BatchBox, Tensor]]] = {}
         received = received.to(self.device)
         parts = _cut(received, [block.numel for _, block in bucket.incoming])
         for (k, block), part in zip(bucket.incoming, parts, strict=True):
@@ -274,7 +274,7 @@ class Exchange:
         send = received
         if not bucket.mirrored or received.dtype != dtype:
             send = torch.empty(sum(bucket.leave), dtype=dtype, device=self.device)
-        leaving: dict[int, list[tuple[Block, Tensor]]] = {}
+        leaving: dict[int, list[tuple[BatchBox, Tensor]]] = {}
         parts = _cut(send, [block.numel for _, block in bucket.returned])
         for (k, block), part in zip(bucket.returned, parts, strict=True):
             leaving.setdefault(k, []).append((block, part.view(block.shape)))

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import NewtonSchulz, Observer, Piece, UpdatesOf
-from hf_muon.distributed.layout import Stored
-from hf_muon.distributed.ownership import Run, Unit
+from hf_muon.distributed.executor import NewtonSchulz, Observer, Piece, UpdatesOf
+from hf_muon.distributed.units import MatrixRange, Unit
+from hf_muon.storage.regions import Stored
 
 
 class LocalExecutor:
@@ -52,6 +52,6 @@ class LocalExecutor:
         parts = torch.split(found, counts)
         return pieces, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _piece(self, run: Run) -> Piece:
-        (part,) = self.stored[run.param].parts(run.start, run.stop)
-        return Piece(run.param, part.local, part.cut)
+    def _piece(self, run: MatrixRange) -> Piece:
+        (part,) = self.stored[run.matrix].parts(run.start, run.stop)
+        return Piece(run.matrix, part.local, part.cut)

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.base import Executor, carries, is_dtensor, local_of
-from hf_muon.distributed.layout import Stored, seen_as, whole
+from hf_muon.distributed.executor import Executor
+from hf_muon.distributed.groups import carries
 from hf_muon.distributed.local import LocalExecutor
-from hf_muon.distributed.ownership import make_units
-from hf_muon.distributed.replicated import replicated_regions
-from hf_muon.views import View
+from hf_muon.distributed.units import make_units
+from hf_muon.storage.regions import Stored
+from hf_muon.storage.shared import Shared, replicated_regions
+from hf_muon.storage.tensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A parameter that the ranks of a group store together, each a region of it."""
-
-    group: ProcessGroup
-    regions: Sequence[Stored]
-
-    def seen_as(self, view: View, shape: tuple[int, ...]) -> list[Shared]:
-        """The same of each matrix that it is seen as."""
-        return [Shared(self.group, regions) for regions in seen_as(view, shape, tuple(self.regions))]
 
 
 def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None:
@@ -40,18 +28,16 @@ def shared(param: Tensor, replicate_group: ProcessGroup | None) -> Shared | None
         replicate_group: over which plain parameters are replicated.
     """
     if is_dtensor(param):
-        from hf_muon.distributed.dtensor import mesh_group, mesh_regions
+        from torch.distributed import get_process_group_ranks
+
+        from hf_muon.distributed.groups import mesh_group
+        from hf_muon.storage.dtensor import mesh_regions
 
         group = mesh_group(param.device_mesh)  # type: ignore[attr-defined]
-        return Shared(group, mesh_regions(param, group))  # type: ignore[arg-type]
+        return Shared(group, mesh_regions(param, get_process_group_ranks(group)))  # type: ignore[arg-type]
     if replicate_group is None or replicate_group.size() == 1:
         return None
     return Shared(replicate_group, replicated_regions(tuple(param.shape), replicate_group.size()))
-
-
-def alone(view: View, shape: tuple[int, ...]) -> list[Stored]:
-    """What this process stores of each matrix that a parameter is seen as, where nobody shares it: all."""
-    return [regions[0] for regions in seen_as(view, shape, (whole(shape),))]
 
 
 def accelerator() -> torch.device:
@@ -83,7 +69,7 @@ def compute_device(stored: torch.device, home: torch.device, offload_compute: st
     return home if home.type != "cpu" else accelerator()
 
 
-def home_of(param: Tensor) -> torch.device:
+def model_device(param: Tensor) -> torch.device:
     """Where a model computes with a parameter: FSDP2's CPU offload keeps it elsewhere than its mesh says."""
     local = local_of(param)
     kind = param.device_mesh.device_type if is_dtensor(param) else local.device.type  # type: ignore[attr-defined]
@@ -123,7 +109,7 @@ def select_executors(
     units = make_units(shapes, kinds)
     executors: list[Executor] = []
     for kind in dict.fromkeys(kinds):
-        mine = [unit for unit in units if kinds[unit.runs[0].param] == kind]
+        mine = [unit for unit in units if kinds[unit.runs[0].matrix] == kind]
         first = kinds.index(kind)
         place, device = places[first], devices[first]
         if not isinstance(place, Shared):
@@ -131,10 +117,10 @@ def select_executors(
             executors.append(LocalExecutor(mine, own, device))
             continue
         from hf_muon.distributed.exchange import Exchange
-        from hf_muon.distributed.storage import Storage
+        from hf_muon.distributed.holdings import Holdings
 
         regions = {i: p.regions for i, p in enumerate(places) if kinds[i] == kind and isinstance(p, Shared)}
-        storage = Storage(regions, place.group.size())
+        storage = Holdings(regions, place.group.size())
         wire = comm_dtype or dtypes[first]
         travels = carrier(place.group, device, homes[first])
         executors.append(Exchange(place.group, mine, storage, wire, device, travels, max_bucket_bytes))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hf_muon.integrations import ulysses
+from hf_muon.integrations.ulysses import hooks as ulysses
 
 OURS = "_from_hf_muon"
 
@@ -22,13 +22,13 @@ def patch_accelerator(module: ModuleType) -> Callable[[], None] | None:
 
     @functools.wraps(prepare)
     def prepare_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = sys.modules.get("hf_muon.optimizer")  # not imported: there is none
+        optimizer = sys.modules.get("hf_muon.optimizer.muon")  # not imported: there is none
         given = [arg for arg in args if optimizer is not None and isinstance(arg, optimizer.Muon)]
         if not given or self.distributed_type.value != "DEEPSPEED":
             return prepare(self, *args, **kwargs)
         if len(given) > 1:
             raise RuntimeError(f"Accelerator.prepare was given {len(given)} Muon optimizers; DeepSpeed takes one")
-        from hf_muon.integrations import deepspeed
+        from hf_muon.integrations.deepspeed import engine as deepspeed
 
         ulysses.before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
         with deepspeed.wrapping(given[0], self.deepspeed_plugin.deepspeed_config):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
-from hf_muon.integrations.deepspeed import attach, initialize
+from hf_muon.integrations.deepspeed.engine import attach, initialize
 from tests.bounds import move
 from tests.distributed.cases import Counted
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches

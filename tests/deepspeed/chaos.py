@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_muon.integrations.deepspeed import initialize
+from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.cases import rank_of_environment  # first: it sets DeepSpeed up for the CPU
 from tests.distributed.chaos import STEPS, Model
 

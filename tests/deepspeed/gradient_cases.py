@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_muon import build_optimizer
-from hf_muon.integrations.deepspeed import initialize
+from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.cases import rank_of_environment  # first: it sets DeepSpeed up for the CPU
 
 ROWS = 4

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from hf_muon import build_optimizer
-from hf_muon.integrations.deepspeed import initialize
+from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.cases import OPTIONS, config_of, loss_of, made, rank_of_environment
 from tests.distributed.training import batches
 

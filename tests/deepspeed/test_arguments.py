@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_muon import build_optimizer
-from hf_muon.integrations.deepspeed import initialize
+from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.starting_cases import WAYS, started
 
 

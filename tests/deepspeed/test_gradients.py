@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.integrations.deepspeed_gradients import OrthogonalizedMomentum, hide_name
+from hf_muon.integrations.deepspeed.gradients import OrthogonalizedMomentum, hide_name
 from tests.deepspeed.gradient_cases import (
     REACHED,
     branched,

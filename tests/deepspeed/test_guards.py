@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.integrations.deepspeed import _engine_complaint, config_complaints, refuse_config, wrapping
+from hf_muon.integrations.deepspeed.engine import _engine_complaint, config_complaints, refuse_config, wrapping
 from tests.deepspeed.cases import complaint
 
 NVME = {"device": "nvme", "nvme_path": "/disk"}

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_muon import MuonConfig, plan
+from hf_muon import MuonConfig
+from hf_muon.plan import step_plan as plan
 from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.cases import consolidated, cost, made, sent, single, train, view_of
 

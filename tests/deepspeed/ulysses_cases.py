@@ -118,7 +118,7 @@ def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as foun
     """Three steps; `upstream` is "not corrected", for the gradients that it gives, or "fixed", as it may be one day."""
     import transformers.trainer
 
-    from hf_muon.integrations import ulysses
+    from hf_muon.integrations.ulysses import hooks as ulysses
 
     loss_function = options.pop("compute_loss_func", None)
     with fresh_groups(), pytest.MonkeyPatch.context() as patch:

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_muon import Muon, step_report
-from hf_muon.distributed.layout import regions
+from hf_muon import Muon
+from hf_muon.optimizer import first_step_report as step_report
+from hf_muon.storage.regions import regions
 
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
 SHAPES = [(7, 5), (10, 16), (3, 7, 5), (10, 16), (1, 9), (2, 3), (16, 10), (5, 6, 4), (7, 5)]
@@ -156,7 +157,7 @@ class Counted:
 
     def __enter__(self):
         from hf_muon.distributed import agreement, exchange
-        from hf_muon.newton_schulz import Orthogonalizer
+        from hf_muon.math.newton_schulz import Orthogonalizer
 
         self.bytes, self.calls, self.flops, self.words = 0, 0, 0, 0
         self.in_flight = self.peak = 0

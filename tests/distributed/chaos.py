@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import Muon
-from hf_muon.distributed import local_of
-from hf_muon.distributed.dtensor import stored_like
-from hf_muon.distributed.layout import regions
+from hf_muon.storage.dtensor import stored_like
+from hf_muon.storage.regions import regions
+from hf_muon.storage.tensors import local_of
 from tests.distributed.cases import store
 
 STEPS = 2

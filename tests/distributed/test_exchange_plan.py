@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from hf_muon.distributed import exchange
-from hf_muon.distributed.layout import regions
-from tests.distributed.test_ownership import llama_70b, loads, qwen3_235b_a22b, units_of
+from hf_muon.storage.regions import regions
+from tests.distributed.test_units import llama_70b, loads, qwen3_235b_a22b, units_of
 
 
 @pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
@@ -14,7 +14,7 @@ def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ran
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 5)
     shapes = model()
     where = {shape: regions(shape, (ranks,), [Shard(0)]) for shape in set(shapes)}
-    storage = exchange.Storage({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
+    storage = exchange.Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
     units = units_of(shapes)
     begin = time.process_time()
     plan = exchange.Exchange(None, units, storage, torch.float32, torch.device("cpu"), torch.device("cpu"), 2**28)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_muon.distributed.layout import whole
 from hf_muon.distributed.local import LocalExecutor
-from hf_muon.distributed.ownership import Run, Unit, make_units
+from hf_muon.distributed.units import MatrixRange, Unit, make_units
+from hf_muon.storage.regions import whole
 
 
 class Doubled:
@@ -47,7 +47,10 @@ def test_one_unit_after_the_other():
 
 def test_a_unit_is_one_product_across_parameters_and_parts_of_stacks():
     updates = [torch.randn(shape) for shape in SHAPES]
-    units = [Unit((4, 6), (Run(0, 0, 1), Run(2, 0, 2))), Unit((4, 6), (Run(2, 2, 3), Run(3, 0, 1)))]
+    units = [
+        Unit((4, 6), (MatrixRange(0, 0, 1), MatrixRange(2, 0, 2))),
+        Unit((4, 6), (MatrixRange(2, 2, 3), MatrixRange(3, 0, 1))),
+    ]
     found, batches, _ = directions(updates, units)
     assert batches == [(3, 4, 6), (2, 4, 6)]
     for i in (0, 2, 3):
@@ -56,7 +59,7 @@ def test_a_unit_is_one_product_across_parameters_and_parts_of_stacks():
 
 def test_only_what_is_active():
     updates = [torch.randn(shape) for shape in SHAPES]
-    units = [Unit((4, 6), (Run(0, 0, 1), Run(3, 0, 1))), Unit((2, 2), (Run(4, 0, 1),))]
+    units = [Unit((4, 6), (MatrixRange(0, 0, 1), MatrixRange(3, 0, 1))), Unit((2, 2), (MatrixRange(4, 0, 1),))]
     found, batches, buckets = directions(updates, units, active=[3])
     assert batches == [(1, 4, 6)]
     assert buckets == [[3]]

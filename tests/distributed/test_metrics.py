@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.distributed.plan_cases import watched
 from tests.distributed.training import train
+from tests.plan.plan_cases import watched
 
 
 def lines_of(path):

@@ -101,7 +101,7 @@ def test_a_sharded_checkpoint_is_read_in_its_own_dtype(pools, run, there, here, 
 
 
 def values_of(state):
-    from hf_muon.momentum import Quantized
+    from hf_muon.math.momentum import Quantized
 
     buffer = state["momentum_buffer"]
     return Quantized(buffer, state["momentum_scale"]).values() if "momentum_scale" in state else buffer.float()

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from hf_muon import MuonConfig, build_optimizer
-from hf_muon.distributed import compute_device
-from hf_muon.distributed.select import carrier
+from hf_muon.distributed.select import carrier, compute_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.distributed.base import Piece
-from hf_muon.distributed.exchange import Block
-from hf_muon.distributed.layout import FlatRegion, seen_as
-from hf_muon.distributed.zero import partition_bounds
-from hf_muon.views import Blocks, Cut, parse
+from hf_muon.distributed.exchange import BatchBox
+from hf_muon.distributed.executor import Piece
+from hf_muon.storage.partitions import partition_bounds
+from hf_muon.storage.regions import FlatRegion, seen_as
+from hf_muon.storage.views import Blocks, Cut, parse
 from tests.distributed.cases import VIEWS, given_gradients, make
 from tests.distributed.test_layouts import assert_equal
 
@@ -219,7 +219,7 @@ def test_flat_slices_hold_their_parts():
                         piece = Piece(0, part.local, part.cut).of(held)
                         assert piece.shape == part.stored
                         data = piece.reshape(part.shape)
-                        block = Block(Piece(0), part.stored, part.shape, slice(part.first, part.first + part.count),
+                        block = BatchBox(Piece(0), part.stored, part.shape, slice(part.first, part.first + part.count),
                                       part.rows, part.columns)  # fmt: skip
                         block.write(data, found)
                 expected = expected.mT if view.transposed else expected

@@ -84,7 +84,7 @@ def main(optim: str, path: str, batch: int = BATCH) -> None:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     # Only a run that asks for Muon loads it.
-    assert ("hf_muon.optimizer" in sys.modules) == (optim == "muon")
+    assert ("hf_muon.optimizer.muon" in sys.modules) == (optim == "muon")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory import MEGATRON, RIVALS, patch_parser, patch_plots, refuse_rivals
+from hf_muon.integrations.llamafactory.hooks import MEGATRON, RIVALS, patch_parser, patch_plots, refuse_rivals
 
 
 @pytest.fixture

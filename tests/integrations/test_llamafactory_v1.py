@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.integrations import llamafactory_v1
-from hf_muon.integrations.llamafactory_v1 import config_from, create_optimizer, patch_optimizers, refuse_unsupported
-from hf_muon.metrics import FILE
+from hf_muon.diagnostics.metrics import FILE
+from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
+from hf_muon.integrations.llamafactory.v1 import config_from, create_optimizer, patch_optimizers, refuse_unsupported
 
 OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
 NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
@@ -337,7 +337,7 @@ def test_import_torch_alone_brings_it_in(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert (found["optimizer"], found["lr"]) == ("hf_muon.optimizer", 3e-3)
+    assert (found["optimizer"], found["lr"]) == ("hf_muon.optimizer.muon", 3e-3)
     assert found["states"][path] == found["states"][ARGUMENTS] == "patched"
     assert found["states"][NEW if path == OLD else OLD] == "waiting for its import"
     assert done.stderr.count("instead of LLaMA-Factory's own") == (name == "newer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_muon.integrations.overrides import read_overrides
+from hf_muon.integrations.transformers.overrides import read_overrides
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from transformers import (
     get_scheduler,
 )
 
-from hf_muon import Muon, build_optimizer, diagnostics
-from hf_muon.integrations import trainer_layout
-from hf_muon.integrations.trainer_layout import replicate_group
-from hf_muon.integrations.transformers import OLDEST
-from hf_muon.ready_groups import MuonOfGroups
+from hf_muon import Muon, build_optimizer
+from hf_muon.diagnostics import log as diagnostics
+from hf_muon.integrations.ready_groups import MuonOfGroups
+from hf_muon.integrations.transformers import layouts as trainer_layout
+from hf_muon.integrations.transformers.hooks import OLDEST
+from hf_muon.integrations.transformers.layouts import replicate_group
 from tests.bounds import beyond_rounding, move
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
 from tests.reference import moved, relative_difference

@@ -15,9 +15,10 @@ import pytest
 import torch
 from transformers import GPT2Config, MistralConfig, Qwen3Config
 
-from hf_muon.integrations import ulysses, ulysses_launch
-from hf_muon.integrations.overrides import read_overrides, read_settings
-from hf_muon.integrations.ulysses_launch import Run, complaints, environment
+from hf_muon.integrations.transformers.overrides import read_overrides, read_settings
+from hf_muon.integrations.ulysses import hooks as ulysses
+from hf_muon.integrations.ulysses import launch as ulysses_launch
+from hf_muon.integrations.ulysses.launch import Run, complaints, environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "run_ulysses.sh"
@@ -213,7 +214,7 @@ def test_command_of_hf(answer):
     )
     assert code == 0, err
     config, train = ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml", ROOT / "examples/train.py"
-    check = f"-m hf_muon.integrations.ulysses_launch hf --nproc 2 --nnodes --sp-size 2 --config {config}"
+    check = f"-m hf_muon.integrations.ulysses.launch hf --nproc 2 --nnodes --sp-size 2 --config {config}"
     assert asked.read_text().split() == [*check.split(), *f"--root {ROOT} --train -- --max_steps 3".split()]
     command = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2 {train} {config} --max_steps=3"
     assert out.splitlines()[-1].split() == command.split()

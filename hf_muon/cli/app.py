@@ -1,0 +1,49 @@
+"""`hf-muon`: the command line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import hf_muon
+from hf_muon.cli.convert import convert
+from hf_muon.cli.doctor import doctor
+from hf_muon.cli.inspect import inspect
+from hf_muon.cli.plan import plan
+from hf_muon.cli.report import report
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="The Muon optimizer for Hugging Face training.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"hf-muon {hf_muon.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (doctor, inspect, plan, report, convert):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the console script."""
+    app(prog_name="hf-muon")
+
+
+if __name__ == "__main__":
+    main()

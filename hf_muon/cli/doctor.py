@@ -1,0 +1,173 @@
+"""`hf-muon doctor`: whether `optim: muon` is accepted here, and why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_muon.cli.console import print_json
+from hf_muon.diagnostics.log import EVERY, OLD_REPORTS, REPORT
+
+VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, *OLD_REPORTS)
+PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show what is installed, what is hooked, and why not. Exits with 1 if `optim: muon` is not accepted."""
+    findings = _examine()
+    if as_json:
+        print_json(findings)
+    else:
+        _show(findings)
+    if not findings["accepted"]:
+        raise typer.Exit(1)
+
+
+def _examine() -> dict[str, Any]:
+    """Return everything that `doctor` shows."""
+    trial = _trial()
+    versions = {package: _version(package) for package in PACKAGES}
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "entry_point": _entry_point(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "hooks": trial["states"],
+        "newton_schulz": trial["dtypes"],
+        "accepted": trial["accepted"],
+        "reason": None if trial["accepted"] else _reason(trial, versions["transformers"]),
+    }
+
+
+def _reason(trial: dict[str, Any], transformers: str | None) -> str:
+    """Return why `optim: muon` is not accepted, and what helps."""
+    stage, error = trial["stage"], trial["error"]
+    if stage == "torch":
+        return f"torch cannot be imported here ({error}). Repair that first"
+    if stage == "transformers" and transformers is None:
+        return "transformers is not installed here (pip install transformers)"
+    if stage == "transformers":
+        return f"transformers cannot be imported here ({error}). Repair that first; `import hf_muon` does not help"
+    if stage == "registry":
+        return (
+            f"transformers {transformers} has no registry of optimizers ({error}). Install 5.5.4 or newer; "
+            "`import hf_muon` does not help"
+        )
+    if stage == "versions":
+        return str(error)
+    failures = [f"{name}: {state}" for name, state in trial["states"].items() if state.startswith("failed")]
+    if failures:
+        return f"hooks have failed, and `import hf_muon` does not help ({'; '.join(failures)})"
+    return "no hook is placed. Say `import hf_muon` in the script, or see the entry point above"
+
+
+def _show(findings: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    versions = Table("package", "version", title="installed", title_justify="left")
+    for package, version in findings["versions"].items():
+        versions.add_row(package, version or "not installed")
+    console.print(versions)
+
+    hooks = Table("what", "state", title="how optim: muon gets in", title_justify="left")
+    hooks.add_row("entry point run by import torch", findings["entry_point"])
+    for variable, value in findings["variables"].items():
+        hooks.add_row(variable, "not set" if value is None else value)
+    for name, state in findings["hooks"].items():
+        hooks.add_row(name, state + _absence(name))
+    console.print(hooks)
+
+    dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in findings["newton_schulz"].items()) or "no dtype"
+    console.print(f"Newton-Schulz runs in {dtypes}")
+    if findings["accepted"]:
+        console.print("optim: muon is accepted without any import.", style="green")
+    else:
+        sentence = f"optim: muon is NOT accepted: {findings['reason']}."
+        console.print(sentence, style="red", markup=False, highlight=False)
+    installed = ", ".join(f"{package} {version}" for package, version in findings["versions"].items() if version)
+    state = "accepted" if findings["accepted"] else f"not accepted ({findings['reason']})"
+    odd = "".join(f", {name}={value}" for name, value in findings["variables"].items() if value is not None)
+    console.print("\nIn a bug report, send this sentence:")
+    console.print(
+        f"optim: muon is {state} with {installed} on {platform.platform()}, Newton-Schulz in {dtypes}{odd}.",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _absence(module: str) -> str:
+    """Return why a hooked module will not be imported; seen from its file, because importing its package is slow."""
+    package, *parts = module.split(".")
+    if _version(package) is None:
+        return " (not installed)"
+    spec = importlib.util.find_spec(package)
+    files = [Path(folder, *parts) for folder in (spec and spec.submodule_search_locations) or ()]
+    here = any(file.with_suffix(".py").exists() or file.is_dir() for file in files)
+    return "" if here else f" (not in this {package})"
+
+
+def _entry_point() -> str:
+    """Return what `import torch` by itself makes of the entry point in this environment."""
+    points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.name == "hf_muon"]
+    if not points:
+        return "not found: hf_muon is not installed here (pip install hf_muon); `import hf_muon` works, too"
+    for variable in VARIABLES[:2]:
+        if os.environ.get(variable, "1").strip().lower() in ("0", "false", "off", "no"):
+            return f"switched off by {variable}; `import hf_muon` in the script works still"
+    return f"found: {points[0].value}"
+
+
+# The last step that began is the one that failed.
+_TRIAL = """
+import json, sys
+seen = {"accepted": False, "states": {}, "dtypes": {}, "stage": "torch", "error": None}
+try:
+    import torch
+    seen["stage"] = "transformers"
+    from transformers.training_args import OptimizerNames
+    seen["stage"] = "registry"
+    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+    seen["stage"] = "names"
+    seen["accepted"] = "muon" in OptimizerNames._value2member_map_ and "muon" in _OPTIMIZER_HANDLERS
+except BaseException as error:
+    seen["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
+if "hf_muon._autoload" in sys.modules:
+    seen["states"] = sys.modules["hf_muon._autoload"].status()
+if seen["accepted"]:
+    from hf_muon.integrations.transformers.hooks import refuse_old_versions
+    try:
+        refuse_old_versions()
+    except RuntimeError as error:
+        seen.update(accepted=False, stage="versions", error=str(error))
+if seen["stage"] != "torch":
+    from hf_muon.math.newton_schulz import compute_dtype
+    devices = {"cpu": ("cpu",), **({"cuda": ("cuda", 0)} if torch.cuda.is_available() else {})}
+    seen["dtypes"] = {name: str(compute_dtype("auto", *of)).removeprefix("torch.") for name, of in devices.items()}
+print(json.dumps(seen))
+"""
+
+
+def _trial() -> dict[str, Any]:
+    """Return what a script sees that does not import hf_muon, from a process of its own: this one has imported it."""
+    done = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return {"accepted": False, "states": {}, "dtypes": {}, "stage": "torch", "error": last}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result

@@ -1,0 +1,126 @@
+"""`hf-muon inspect`: which weights a run gives to Muon, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_muon.cli.console import console, fail, print_json
+
+if TYPE_CHECKING:
+    from hf_muon.cli.model_source import Source
+    from hf_muon.routing.route import Route
+
+SOURCE_HELP = (
+    "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a "
+    "card such as qwen3-8b. Weights are not read."
+)
+TRUST_HELP = "Run the code that comes with a model which transformers does not know."
+DEQUANTIZE_HELP = "Take a quantized checkpoint as it is after loading it with dequantize=True."
+
+
+def inspect(
+    source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
+    optim_args: Annotated[
+        str, typer.Option(help="Options of Muon, as in TrainingArguments. They replace those of SOURCE.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Print a line for each parameter.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help=DEQUANTIZE_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show which weights go to Muon, which to AdamW, and why; check what would refuse a training file's run.
+
+    Exits with 1 if the run would be refused, or if nothing would reach Muon. Nothing is trained.
+    """
+    try:
+        from hf_muon.build import require_muon
+        from hf_muon.cli.model_source import read_source
+        from hf_muon.routing.route import route_parameters
+
+        described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
+        routes = route_parameters(described.model, described.config)
+        if as_json:
+            print_json(_as_json(described, routes))
+        else:
+            _show(described, routes, every)
+        refuse(source, described.refusals)
+        if described.complete or routes:
+            require_muon(routes, type(described.model).__name__)
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(error)
+
+
+def refuse(source: str, refusals: Sequence[str]) -> None:
+    """Raise if a run would be refused.
+
+    Raises:
+        ValueError: every reason.
+    """
+    if refusals:
+        raise ValueError(f"{source} would be refused:" + "".join(f"\n  - {refusal}" for refusal in refusals))
+
+
+def _count(routes: Sequence[Route]) -> dict[str, int]:
+    return {"parameters": len(routes), "weights": sum(math.prod(route.shape) for route in routes)}
+
+
+def _frozen(source: Source) -> dict[str, int]:
+    sizes = [p.numel() for p in source.model.parameters() if not p.requires_grad]
+    return {"parameters": len(sizes), "weights": sum(sizes)}
+
+
+def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
+    return {
+        "source": source.title,
+        "model": type(source.model).__name__,
+        "notes": source.notes,
+        "refused": source.refusals,
+        "muon": _count([route for route in routes if route.use_muon]),
+        "adamw": _count([route for route in routes if not route.use_muon]),
+        "frozen": _frozen(source),
+        "parameters": [
+            {
+                "name": route.name,
+                "shape": list(route.shape),
+                "route": "muon" if route.use_muon else "adamw",
+                "reason": route.reason,
+                "view": route.view,
+                "weight_decay": route.decay,
+            }
+            for route in routes
+        ],
+    }
+
+
+def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
+    from hf_muon.routing.parameters import folded
+    from hf_muon.routing.route import totals
+
+    rows: dict[tuple[str, ...], int] = {}
+    cut = any(route.view for route in routes)
+    for route in routes:
+        name = route.name if every else folded(route.name)
+        shape = "x".join(map(str, route.shape)) or "scalar"
+        to = "muon" if route.use_muon else "adamw"
+        key = (name, shape, to, "yes" if route.decay else "no", route.reason, route.view)
+        rows[key] = rows.get(key, 0) + 1
+    table = Table(title=f"{type(source.model).__name__}, {source.title}", title_justify="left")
+    for heading in ("parameters", "shape", "count", "optimizer", "decay", "reason", *(["seen as"] if cut else [])):
+        table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
+    for (name, shape, to, decay, reason, view), count in rows.items():
+        cells = (name, shape, str(count), to, decay, reason, *([view] if cut else []))
+        table.add_row(*cells, style="green" if to == "muon" else None)
+    screen = console()
+    screen.print(table, markup=False)
+    for line in totals(routes):
+        screen.print(line)
+    frozen = _frozen(source)
+    if frozen["parameters"]:
+        screen.print(f"frozen: {frozen['parameters']} parameters, {frozen['weights']:,} weights")
+    for note in source.notes:
+        screen.print(note, style="yellow", markup=False, highlight=False)

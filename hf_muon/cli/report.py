@@ -1,0 +1,45 @@
+"""`hf-muon report`: a page about a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_muon.cli.console import console, fail, print_json
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's output directory, or its muon_diagnostics.jsonl.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write the page; beside the diagnostics otherwise.")] = None,
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out lines that cannot be read, as a killed run leaves them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last numbers as JSON, and write no page.")] = False,
+) -> None:
+    """Write one HTML page about a run: loss, rates, updates, momentum, orthogonality, time. It needs no network."""
+    try:
+        from hf_muon.diagnostics.page import diagnostics_of, read_run, render, summary
+
+        file = diagnostics_of(run)
+        found = read_run(file, skip_broken=skip_broken)
+        if as_json:
+            print_json(summary(found))
+            return
+        target = out or file.with_name("muon_report.html")
+        text = render(found, f"Muon: {file.parent.resolve().name}")
+        if not target.parent.is_dir():
+            raise ValueError(f"{target.parent} is not a directory")
+        if target.is_dir():
+            raise ValueError(f"{target} is a directory. Name the page itself: --out {target / 'page.html'}")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(error)
+    console().print(f"{target} ({len(text) / 1000:.0f} kB, {len(found.steps)} watched steps)", markup=False)

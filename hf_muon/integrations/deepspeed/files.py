@@ -1,0 +1,129 @@
+"""The files of a DeepSpeed checkpoint: under which names they were written, and whether their bytes are as written.
+
+Every file holds the name that it was written under, so that one rank's file is not read in the place of another's.
+torch.save stores a CRC-32 of every tensor, which torch.load does not compare.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_muon.integrations.checkpoint_files import archive_damage
+
+LABEL = "hf_muon_file"
+CHUNK = 1 << 22
+BEFORE = "Resume from the checkpoint before it"
+
+
+class DamagedError(Exception):
+    """A file of a checkpoint is not as it was written; the text names it and says what to do."""
+
+
+def labelled(content: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Return the content of a file with the name under which it is written."""
+    return {**content, LABEL: Path(file).name}
+
+
+def read(file: str, *, checked: bool = True) -> dict[str, Any]:
+    """Return what torch.save wrote to a file. Tensors are read where they are looked at.
+
+    Args:
+        file: its path.
+        checked: whether to compare its checksums, for which all of it is read.
+
+    Raises:
+        DamagedError: it is missing, cut off, overwritten, or was written under another name.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise DamagedError(f"{path} is missing. {BEFORE}")
+    try:
+        with path.open("rb") as stream:
+            is_zip = stream.read(2) == b"PK"  # otherwise torch's older format, which has no checksums
+        if is_zip and checked and (damage := archive_damage(path)):
+            raise DamagedError(f"{path} {damage}. {BEFORE}")
+        content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=False)
+        name = content.get(LABEL) or _archive_name(path, is_zip)
+    except DamagedError:
+        raise
+    except Exception as error:  # what unpickling raises depends on the bytes
+        raise DamagedError(
+            f"{path} is cut off or overwritten ({type(error).__name__}: {str(error)[:300]}). {BEFORE}"
+        ) from error
+    if name != path.name:
+        raise DamagedError(f"{path} was written as {name}: files were exchanged. Give them their names back")
+    return content  # type: ignore[no-any-return]
+
+
+def _archive_name(path: Path, is_zip: bool) -> str:
+    """The name under which a file without a label was written: torch.save names the archive's folder after it."""
+    if is_zip:
+        with zipfile.ZipFile(path) as archive:
+            name = archive.namelist()[0].partition("/")[0]
+        if re.search(r"mp_rank_\d+_(optim|model)_states$", name):  # "archive" where the path is not ASCII
+            return f"{name}.pt"
+    return path.name
+
+
+def stages_of(folder: Path) -> tuple[int, ...]:
+    """Return the ZeRO stages that write files of such names; none where a folder holds no checkpoint."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if any(re.fullmatch(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", name) for name in names):
+        return (3,)
+    if any(re.fullmatch(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", name) for name in names):
+        return (1, 2)
+    return (0,) if any(re.fullmatch(r"mp_rank_\d+_model_states\.pt", name) for name in names) else ()
+
+
+# --- files that are not torch.save's
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the CRC-32 of each file in a folder to a JSON file beside it."""
+    sums = {file.name: _checksum(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    _beside(folder).write_text(json.dumps(sums))
+
+
+def read_checksums(folder: Path) -> dict[str, int]:
+    """Return what `write_checksums` wrote; nothing for a checkpoint of an older version.
+
+    Raises:
+        DamagedError: the file cannot be read.
+    """
+    file = _beside(folder)
+    if not file.is_file():
+        return {}
+    try:
+        return {str(name): int(value) for name, value in json.loads(file.read_text()).items()}
+    except (ValueError, AttributeError, TypeError, OSError) as error:
+        raise DamagedError(f"{file} was cut off or overwritten. {BEFORE}") from error
+
+
+def check_file(file: Path, checksum: int | None) -> None:
+    """Raise if a file is not as it was written.
+
+    Raises:
+        DamagedError: its checksum differs.
+    """
+    if checksum is not None and _checksum(file) != checksum:
+        raise DamagedError(f"{file} has changed since it was written (checksum). {BEFORE}")
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.crc32.json")
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value

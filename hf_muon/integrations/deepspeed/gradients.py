@@ -1,0 +1,239 @@
+"""Gradients under DeepSpeed: all of a step's, of no other step's, and orthogonalized by nobody else.
+
+What ZeRO hands to its optimizer is not always the gradient of the step: it runs a Newton-Schulz of its own for
+optimizers with "muon" in the name of their class, keeps gradients of tensors that later steps do not reach, and, with
+the optimizer offloaded, loses those of some micro-batches. Each is set right here for one ZeRO optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_muon.optimizer.muon import Muon
+
+OURS = "_from_hf_muon"
+
+
+class OrthogonalizedMomentum(Muon):
+    """A `Muon` as DeepSpeed sees it.
+
+    ZeRO-1 and 2 orthogonalize the gradients of parameters with an attribute `use_muon`, which DeepSpeed's documentation
+    asks for, where "muon" is in the name of the optimizer's class. The attribute may be set at any time.
+    """
+
+
+def hide_name(optimizer: Muon) -> None:
+    """Give an optimizer that DeepSpeed is about to wrap a class without "muon" in its name."""
+    kind = type(optimizer)
+    if "muon" in kind.__name__.lower():
+        own = OrthogonalizedMomentum if kind is Muon else type(OrthogonalizedMomentum.__name__, (kind,), {})
+        optimizer.__class__ = own
+
+
+def mend_gradients(zero: Any) -> None:
+    """Have the partitions of a ZeRO optimizer hold the sum of all micro-batches of a step, and of no other step.
+
+    Args:
+        zero: DeepSpeed's optimizer, whose layout is known.
+
+    Raises:
+        RuntimeError: one that adds up gradients in a way that is not known.
+    """
+    if getattr(zero.step, OURS, False):
+        return
+    try:
+        _mend(zero)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"this DeepSpeed's {type(zero).__name__} adds up gradients in a way that this version of hf_muon does not "
+            f"know, so that Muon does not step them: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _mend(zero: Any) -> None:
+    if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
+        zero.grad_partitions_flat_buffer.zero_()  # it is there
+        complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
+        # Each micro-batch adds to this buffer, the first one overwrites: what it does not reach would stay.
+        _around_step(zero, complete, lambda: zero.grad_partitions_flat_buffer.zero_())
+    elif type(zero).__name__ == "DeepSpeedZeroOptimizer" and zero.cpu_offload:
+        reached: set[Any] = set()
+        _accumulate_all(zero, reached)
+        _around_step(
+            zero, functools.partial(_complete_stage_2, zero, reached), functools.partial(_forget_stage_2, zero, reached)
+        )
+
+
+def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable[[], Any]) -> None:
+    """Complete gradients before each step of a ZeRO optimizer; forget them after it, and where the user drops them.
+
+    A step may be taken, skipped or refused. DeepSpeed itself calls `zero_grad` before the step has read the gradients:
+    in the step, and in 0.18 at the end of each backward pass.
+    """
+    plain_step, plain_zero_grad = zero.step, zero.zero_grad
+    plain_epilogue = zero.independent_gradient_partition_epilogue
+    internal = False
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal internal
+        if complete is not None:
+            complete()
+        internal = True
+        try:
+            return plain_step(*args, **kwargs)
+        finally:
+            internal = False
+            forget()
+
+    def epilogue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal internal
+        internal = True
+        try:
+            return plain_epilogue(*args, **kwargs)
+        finally:
+            internal = False
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain_zero_grad(*args, **kwargs)
+        if not internal:
+            forget()
+            getattr(zero, "norm_for_param_grads", {}).clear()  # there with offload
+        return result
+
+    setattr(step, OURS, True)
+    zero.step = types.MethodType(step, zero)  # schedulers ask for the function of a bound method
+    zero.independent_gradient_partition_epilogue = types.MethodType(epilogue, zero)
+    zero.zero_grad = types.MethodType(zero_grad, zero)
+
+
+# --- ZeRO-1 and 2 with the optimizer offloaded
+
+
+def _accumulate_all(zero: Any, reached: set[Any]) -> None:
+    """Have gradients of micro-batches added up in memory that begins with zeros in each step.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        reached: gets DeepSpeed's numbers of the parameters that have a gradient in this step.
+    """
+    plain = zero.async_accumulate_grad_in_cpu_via_gpu
+    forgets = _forgets(zero)
+
+    def accumulate(param: Tensor) -> None:
+        number = zero.get_param_id(param)
+        if number not in reached and zero.micro_step_id > 0 and number in zero.accumulated_grads_in_cpu:
+            zero.accumulated_grads_in_cpu[number].zero_()
+        reached.add(number)
+        plain(param)
+        if forgets and zero.micro_step_id > 0:
+            total = zero.get_param_gradient_attribute(param)
+            zero.accumulated_grads_in_cpu[number].copy_(total.view(-1), non_blocking=True)
+
+    zero.async_accumulate_grad_in_cpu_via_gpu = accumulate
+
+
+def _forgets(zero: Any) -> bool:
+    """Whether what a second micro-batch adds is not kept for a third one, as in 0.18.4; tried on one parameter."""
+    params = [param for params in zero.params_in_partition for param in params]
+    if not params:
+        return False
+    param = min(params, key=Tensor.numel)
+    name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+    before = {name: getattr(zero, name) for name in ("accumulated_grads_in_cpu", "micro_step_id")}
+    grad = getattr(param, name)
+    kept = torch.zeros(param.numel(), dtype=param.dtype, device=zero.device)
+    try:
+        zero.accumulated_grads_in_cpu, zero.micro_step_id = {zero.get_param_id(param): kept}, 1
+        setattr(param, name, torch.ones_like(param, memory_format=torch.contiguous_format))
+        zero.async_accumulate_grad_in_cpu_via_gpu(param)
+        return not bool(kept.any())
+    finally:
+        setattr(param, name, grad)
+        for name, value in before.items():
+            setattr(zero, name, value)
+
+
+def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
+    """Bring gradients into the partitions that earlier micro-batches have, and the last one has not."""
+    missing = [number for number in reached if number not in zero.norm_for_param_grads]
+    if missing:
+        _synchronize()
+    for number in missing:
+        group, first, start, count = zero.grad_position[number]
+        grad = zero.accumulated_grads_in_cpu[number].view(-1).narrow(0, int(first), int(count))
+        zero.norm_for_param_grads[number] = grad.to(torch.float64).norm(2)
+        zero.update_offload_overflow_tracker(grad)
+        zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, int(start), int(count)).copy_(grad)
+    # bf16 with gradients added up in fp32 goes another way in newer versions, which add them up in a flat partition.
+    flat = getattr(zero, "_use_compact_grad_partition_buffer", lambda group: False)
+    for group, params in enumerate(zero.params_in_partition):
+        for param in params if flat(group) else ():
+            number = zero.get_param_id(param)
+            if number in zero._offload_accumulated_param_ids and number not in zero.norm_for_param_grads:
+                zero.copy_grads_in_partition(param, group)
+
+
+def _forget_stage_2(zero: Any, reached: set[Any]) -> None:
+    """Drop gradients; those that are added up in fp32 would stay after a step that overflowed or was refused."""
+    reached.clear()
+    for group in zero.averaged_gradients:
+        zero.averaged_gradients[group] = None
+
+
+def _synchronize() -> None:
+    """Wait for copies from an accelerator."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().synchronize()
+
+
+def without_gradient_in_stage_2(zero: Any, group: int) -> Callable[[], Sequence[slice]] | None:
+    """What gives the elements of a group's partition for which there is no gradient; None where those are zeros."""
+    if not zero.cpu_offload:
+        return None
+    places = []
+    for param in zero.params_in_partition[group]:
+        number = zero.get_param_id(param)
+        _, _, start, count = zero.grad_position[number]
+        places.append((number, slice(int(start), int(start) + int(count))))
+    return functools.partial(without_gradient, zero, places)
+
+
+# --- ZeRO-3 with the optimizer offloaded
+
+
+def _complete_stage_3(zero: Any) -> None:
+    """The same for ZeRO-3."""
+    _synchronize()
+    start = 0
+    written: dict[int, tuple[list[Tensor], list[int]]] = {}
+    for params in zero.fp16_groups:
+        for param in params:
+            number, size = zero.get_param_id(param), int(param.partition_numel())
+            grad = zero.grad_partitions_flat_buffer.narrow(0, start, size)
+            start += size
+            if number in zero.norm_for_param_grads or not bool(grad.any()):
+                continue
+            group, offset, _ = zero.grad_position[number]
+            zero.norm_for_param_grads[number] = float(grad.to(torch.float64).norm(2))  # others may be on a device
+            flat = zero.fp32_partitioned_groups_flat[group]
+            if zero._swappable_optimizer_subgroup(group):
+                tensors, offsets = written.setdefault(group, ([], []))
+                tensors.append(grad.to(flat.dtype))
+                offsets.append(int(offset))
+            else:
+                flat.grad.narrow(0, int(offset), size).copy_(grad)
+    for group, (tensors, offsets) in written.items():
+        flat = zero.fp32_partitioned_groups_flat[group]
+        zero.optimizer_swapper.swap_out_gradients(parameter=flat, gradient_offsets=offsets, gradient_tensors=tensors)
+
+
+def without_gradient(zero: Any, places: Sequence[tuple[Any, slice]]) -> list[slice]:
+    """Where DeepSpeed has not written a gradient in this step: what is left there is of other steps or tensors."""
+    return [elements for number, elements in places if number not in zero.norm_for_param_grads]

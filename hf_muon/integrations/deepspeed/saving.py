@@ -1,0 +1,171 @@
+"""Saving with DeepSpeed: all ranks write all of their files, and `latest` after them, or all ranks raise.
+
+DeepSpeed writes `latest` when the first rank has written its files, and an error of one rank leaves the others in a
+barrier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_muon.distributed.agreement import exchange_texts
+from hf_muon.integrations.deepspeed.files import labelled, write_checksums
+from hf_muon.optimizer.consensus import together
+
+OURS = "_from_hf_muon"
+
+
+def write_latest_last(engine: Any) -> None:
+    """Have `engine.save_checkpoint` write `latest` when all ranks have written their files, and return after that."""
+    save = engine.save_checkpoint
+    writer = getattr(engine, "checkpoint_engine", None)
+    if getattr(save, OURS, False) or writer is None or getattr(writer, "is_decoupled", lambda: False)():
+        return
+    bind = binder(save)
+
+    @functools.wraps(save)
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        call = bind(*args, **kwargs)
+        values = call.arguments
+        if not values["save_dir"]:
+            return save(*args, **kwargs)  # DeepSpeed raises
+        tag = f"global_step{engine.global_steps}" if values["tag"] is None else str(values["tag"])
+        folder = Path(values["save_dir"], tag)
+        with_latest, values["save_latest"] = values["save_latest"], False
+        errors: list[str] = []
+        with _noting(errors):
+            if engine.global_rank == 0:
+                os.makedirs(values["save_dir"], exist_ok=True)
+        _raise_together(folder, errors)
+        with contextlib.ExitStack() as context:
+            context.enter_context(_files_labelled(writer, errors))
+            context.enter_context(_swap_files_noted(folder, errors))
+            for part in ("_copy_recovery_script", "_save_checkpoint", "_save_zero_checkpoint"):
+                context.enter_context(replaced(engine, part, _noting(errors)))
+            result = save(*call.args, **call.kwargs)
+        with _noting(errors):
+            if getattr(engine.optimizer, "swap_optimizer", False):
+                write_checksums(swap_folder(engine, folder))
+        _raise_together(folder, errors)
+        with _noting(errors):
+            if with_latest and engine.global_rank == 0:
+                _write(Path(values["save_dir"], "latest"), tag)
+        _raise_together(folder, errors)
+        return result
+
+    setattr(ordered, OURS, True)
+    engine.save_checkpoint = ordered
+
+
+def binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
+    """Return what gives the arguments of a call by name, with defaults."""
+    signature = inspect.signature(method)
+
+    def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return arguments
+
+    return bound
+
+
+def swap_folder(engine: Any, folder: Path) -> Path:
+    """Return where in a checkpoint DeepSpeed puts the files that this rank has on NVMe."""
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return folder / "offloaded_tensors" / f"rank{rank:02d}"
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a small file, which exists whole or not at all, also where the machine stops."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+
+
+def _raise_together(folder: Path, errors: list[str]) -> None:
+    """Wait for all ranks, and raise if one has an error.
+
+    Raises:
+        RuntimeError: on all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    texts = exchange_texts(world, errors)
+    if any(texts):
+        latest = folder.with_name("latest")
+        overwritten = latest.is_file() and latest.read_text().strip() == folder.name
+        words = "`latest` names the one before it" if latest.is_file() else "there is none that `latest` names"
+        words = "a checkpoint of the same tag was overwritten" if overwritten else words
+        raise RuntimeError(f"{folder} was not written whole, and {words}:\n  - " + "\n  - ".join(together(texts)))
+
+
+@contextlib.contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    """Note an error in the place of raising it, so that this rank takes part in the collectives that follow."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  whatever a file system or a writer raises; all ranks raise it together
+        errors.append(f"{type(error).__name__}: {str(error)[:500]}")
+
+
+@contextlib.contextmanager
+def _files_labelled(writer: Any, errors: list[str]) -> Iterator[None]:
+    """Have the writer put its name into each file, and note its errors."""
+
+    def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        @_noting(errors)
+        def labelling(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            return save(labelled(state_dict, path), path, *args, **kwargs)
+
+        return labelling
+
+    with replaced(writer, "save", wrap):
+        yield
+
+
+@contextlib.contextmanager
+def _swap_files_noted(folder: Path, errors: list[str]) -> Iterator[None]:
+    """Note errors of `shutil.copytree`, by which DeepSpeed copies what is on NVMe into a checkpoint."""
+
+    def wrap(copytree: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(copytree)
+        def noting(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = Path(target).is_relative_to(folder)
+            with _noting(errors) if ours else contextlib.nullcontext():
+                return copytree(source, target, *args, **kwargs)
+
+        return noting
+
+    with replaced(shutil, "copytree", wrap):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wrap a function of an object, or of a module, for as long as the context lasts."""
+    method = getattr(owner, name, None)
+    if method is None:
+        yield
+        return
+    own = name in vars(owner)
+    setattr(owner, name, wrap(method))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,1 @@
+"""`optim: muon` in LLaMA-Factory v0 and v1."""

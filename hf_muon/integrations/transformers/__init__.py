@@ -1,0 +1,1 @@
+"""`optim: muon` in transformers' TrainingArguments and Trainer."""

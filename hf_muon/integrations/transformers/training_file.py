@@ -1,0 +1,247 @@
+"""Training files (YAML or JSON) of transformers, TRL and LLaMA-Factory: their options of Muon, and what refuses them.
+
+The functions that refuse a run when it starts are called here with the arguments that the file gives the run. What
+depends on the machine alone, such as GPUs and installed packages, is not checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
+from hf_muon.integrations.llamafactory.hooks import MEGATRON, refuse_rivals
+from hf_muon.integrations.transformers.hooks import NAME, config_from_arguments
+from hf_muon.integrations.transformers.layouts import refuse_unsupported
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from hf_muon.config import MuonConfig
+
+Settings = Mapping[str, Any]
+
+# What tells a YAML of LLaMA-Factory v0, which trains LoRA factors unless it says otherwise, from one of another script.
+_LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
+# The fields of TrainingArguments that decide about Muon. Others may not go with this machine, such as bf16 or tf32.
+_OPTIONS = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim_args",
+    "optim_target_modules",
+)
+_LAYOUT = ("fsdp", "fsdp_config", "label_smoothing_factor")
+# The first two start a process group, the others are accelerate's way to say what a file says here.
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+
+
+def read_training_file(path: Path) -> dict[str, Any]:
+    """Return the keys and values of a file.
+
+    Raises:
+        ValueError: it cannot be read, holds something else, or names no model.
+    """
+    import yaml
+
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ValueError(f"{path} does not hold keys and values")
+    if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
+        raise ValueError(f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model")
+    return settings
+
+
+def is_llamafactory(settings: Settings) -> bool:
+    """Return whether a file is of LLaMA-Factory v0."""
+    return "model_name_or_path" in settings and any(key in settings for key in _LLAMAFACTORY)
+
+
+def is_llamafactory_v1(settings: Settings) -> bool:
+    """Return whether a file is of LLaMA-Factory v1, which names its model and its optimizer by other keys."""
+    return "optim_config" in settings or ("model" in settings and "model_name_or_path" not in settings)
+
+
+def optimizer_of(settings: Settings) -> str | None:
+    """Return the name of the optimizer that a file asks for.
+
+    Raises:
+        ValueError: an `optim_config` that is no mapping.
+    """
+    section = _section(settings, "optim_config") if is_llamafactory_v1(settings) else {"name": settings.get("optim")}
+    name = section.get("name")
+    return None if name is None else str(name)
+
+
+def options_of(settings: Settings) -> MuonConfig:
+    """Return the options with which a run would start; without those that are another optimizer's.
+
+    Raises:
+        ValueError: an option that is unknown, cannot be read or is out of range.
+    """
+    if is_llamafactory_v1(settings):
+        rate = settings.get("learning_rate")
+        options = _section(settings, "optim_config") if optimizer_of(settings) == NAME else {}
+        return llamafactory_v1.config_from(options if rate is None else {"lr": rate, **options})
+    return config_from_arguments(_training_arguments(settings, _OPTIONS))
+
+
+def refusals(settings: Settings) -> list[str]:
+    """Return why `optim: muon` would be refused when the run starts; nothing where it would train.
+
+    Settings are those of `read_training_file`, and `options_of` has accepted them.
+    """
+    complaints = []
+    for check in _v1_checks if is_llamafactory_v1(settings) else _trainer_checks:
+        try:
+            check(settings)
+        except (ValueError, RuntimeError, OSError) as error:
+            complaints.append(str(error))
+    return complaints
+
+
+def unknown_optimizer(settings: Settings) -> list[str]:
+    """Return that the optimizer which a file names is none of TrainingArguments', where that is so."""
+    from transformers.training_args import OptimizerNames
+
+    name = optimizer_of(settings)
+    if is_llamafactory_v1(settings) or name is None or name in OptimizerNames._value2member_map_:
+        return []
+    return [f"optim: {name} is not an optimizer of TrainingArguments. Write optim: muon for Muon"]
+
+
+# --- LLaMA-Factory v1
+
+
+def _check_v1(settings: Settings) -> None:
+    arguments = {**_identifiers(settings), "dist_config": _section(settings, "dist_config")}
+    llamafactory_v1.refuse_unsupported(SimpleNamespace(**arguments))
+
+
+def _section(settings: Settings, key: str) -> Mapping[str, Any]:
+    """Return the configuration of a plugin: a mapping, or the text of a JSON object."""
+    section = settings.get(key)
+    if isinstance(section, str):
+        with contextlib.suppress(ValueError):
+            section = json.loads(section)
+    if section is not None and not isinstance(section, Mapping):
+        raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}}")
+    return section or {}
+
+
+_v1_checks = (_check_v1,)
+
+
+# --- Trainer: transformers, TRL, LLaMA-Factory v0
+
+
+def _check_rivals(settings: Settings) -> None:
+    arguments = _identifiers(settings)
+    if is_llamafactory(settings):  # its parser sets these by the environment
+        for option, (variable, _) in MEGATRON.items():
+            arguments[option] = os.environ.get(variable, "").lower() in ("1", "true", "y")
+    refuse_rivals(SimpleNamespace(**arguments))
+
+
+def _check_arguments(settings: Settings) -> None:
+    args = _training_arguments(settings, _LAYOUT)
+    args.deepspeed = settings.get("deepspeed")
+    with contextlib.suppress(ValueError):  # which _check_deepspeed raises
+        args.deepspeed_plugin = SimpleNamespace(deepspeed_config=_deepspeed_config(args.deepspeed))
+    fsdp_plugin = None
+    if args.fsdp_plugin_args and args.fsdp_plugin_args["fsdp_version"] == 2:
+        from accelerate import FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
+
+        with _own_environment():
+            fsdp_plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    refuse_unsupported(args, fsdp_plugin)
+
+
+def _check_deepspeed(settings: Settings) -> None:
+    from hf_muon.integrations.deepspeed.engine import refuse_momentum
+
+    group = {"use_muon": True, "momentum_dtype": options_of(settings).momentum_dtype}
+    config = _deepspeed_config(settings.get("deepspeed"))
+    if config is not None:
+        refuse_momentum(SimpleNamespace(param_groups=[group]), config)  # type: ignore[arg-type]
+
+
+_trainer_checks = (_check_rivals, _check_arguments, _check_deepspeed)
+
+
+def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingArguments:
+    """Return transformers' own arguments, with some fields of a file.
+
+    Raises:
+        ValueError: what TrainingArguments refuse, and options of Muon that are not valid.
+    """
+    from transformers import TrainingArguments
+
+    given = {key: copy.deepcopy(settings[key]) for key in fields if settings.get(key) is not None}
+    if optimizer_of(settings) not in (NAME, None):
+        given.pop("optim_args", None)
+    with _own_environment():
+        try:
+            args = TrainingArguments(output_dir="unused", optim=NAME, use_cpu=True, report_to=[], **given)
+        except (OSError, TypeError) as error:
+            raise ValueError(f"{error}, in what TrainingArguments take: {', '.join(given)}") from error
+    parallelism = settings.get("parallelism_config")
+    if isinstance(parallelism, Mapping):
+        args.parallelism_config = SimpleNamespace(**_identifiers(parallelism))
+    return args
+
+
+def _deepspeed_config(value: Any) -> Mapping[str, Any] | None:
+    """Return the DeepSpeed config that `deepspeed:` means, as accelerate reads it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not value:
+        return None
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig  # type: ignore[import-untyped]
+
+    if not isinstance(value, (str, Mapping)):  # open() would take a number for a file descriptor
+        raise ValueError(f"deepspeed: {value} is neither the path of a JSON file nor a mapping")
+    if isinstance(value, str) and value.endswith(".json") and not Path(value).is_file():
+        raise ValueError(f"deepspeed: {value} is not a file, seen from {Path.cwd()}, where this command runs")
+    try:
+        config = HfDeepSpeedConfig(copy.deepcopy(value)).config
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"deepspeed: {value} cannot be read as a DeepSpeed config: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"deepspeed: {value} holds {json.dumps(config)[:40]}, and no object")
+    return config
+
+
+def _identifiers(settings: Settings) -> dict[str, Any]:
+    return {str(key): value for key, value in settings.items() if str(key).isidentifier()}
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Keep what TrainingArguments and accelerate read from and leave in the process apart from the caller's."""
+    from accelerate.state import PartialState  # type: ignore[import-untyped]
+
+    variables = dict(os.environ)
+    fresh = not PartialState._shared_state
+    for name in _VARIABLES:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        if fresh:
+            PartialState._reset_state()

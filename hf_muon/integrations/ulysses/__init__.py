@@ -1,0 +1,1 @@
+"""Ulysses sequence parallelism under transformers' Trainer."""

@@ -1,0 +1,295 @@
+"""Why a state dict is not the state of a `Muon` over the same parameters: every complaint, with nothing touched."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.optimizer.state import (
+    ALL_STATE_KEYS,
+    STATE_KEYS,
+    blocks_complaint,
+    describe,
+    few,
+    has_own,
+    momentum_choice,
+    state_dtype,
+    state_keys,
+    state_shape,
+)
+from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
+
+Group = Mapping[str, Any]
+
+_MOST_STEPS = 2**53
+_RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+
+
+def check_loadable(groups: Sequence[Group], state_dict: Any) -> None:
+    """Raise unless `state_dict` is the state of a `Muon` over the same parameters.
+
+    Raises:
+        ValueError: every complaint at once. Nothing was changed.
+    """
+    refuse_load(list(load_complaints(groups, state_dict)))
+
+
+def refuse_load(complaints: Sequence[str]) -> None:
+    """Raise if there are complaints.
+
+    Raises:
+        ValueError: every complaint at once. Nothing was changed.
+    """
+    if complaints:
+        raise ValueError(
+            "This optimizer state cannot be loaded, and nothing was changed:\n  - "
+            + "\n  - ".join(complaints)
+            + "\nResume with the model and the options that wrote it, or start from its weights without the optimizer."
+        )
+
+
+def load_complaints(groups: Sequence[Group], state_dict: Any) -> Iterator[str]:
+    """Say why `state_dict` is not the state of a `Muon` over the same parameters."""
+    malformed = list(form_complaints(state_dict))
+    yield from malformed
+    if not malformed:
+        yield from fit_complaints(groups, with_steps(state_dict))
+
+
+def steps_of(value: Any) -> int | None:
+    """Return a number of steps as an int, whatever kind of number holds it; None for anything else."""
+    number = _number(value)
+    return int(number) if number is not None and number == int(number) and 0 <= number <= _MOST_STEPS else None
+
+
+def with_steps(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose param groups say how many steps they have taken.
+
+    Those of the oldest format do not: the most steps of an AdamW parameter, which were counted, are taken for all.
+    """
+    groups = state_dict["param_groups"]
+    if any("step" in group for group in groups):
+        return state_dict
+    keys = [key for group in groups if not group["use_muon"] for key in group["params"]]
+    moments = [state_dict["state"].get(key) for key in keys]
+    steps = max((steps_of(found.get("step")) or 0 for found in moments if isinstance(found, Mapping)), default=0)
+    return {**state_dict, "param_groups": [{**group, "step": steps} for group in groups]}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1 and has_data(local_of(value)):
+        value = local_of(value).item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# --- its form, whatever the parameters
+
+
+def form_complaints(state_dict: Any) -> Iterator[str]:
+    """Say why something does not have the form of the state of a `Muon`."""
+    if not isinstance(state_dict, Mapping):
+        yield f"it is {_shown(state_dict)}, and not an optimizer's state_dict"
+        return
+    groups = state_dict.get("param_groups")
+    if not isinstance(groups, (list, tuple)) or not isinstance(state_dict.get("state"), Mapping):
+        yield f"it is not an optimizer's state_dict: its keys are {sorted(map(str, state_dict))}"
+        return
+    for k, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            yield f"its param group {k} is {_shown(group)}, and not a mapping"
+            return
+        if "use_muon" not in group:
+            known = sorted(str(key) for key in group if key != "params")
+            held = f"its param groups hold {known}, and `use_muon` is not among them"
+            yield f"it was written by another optimizer: {held}"
+            return
+    counted = any("step" in group for group in groups)
+    for k, group in enumerate(groups):
+        if counted and "step" not in group:
+            yield f"its param group {k} lacks `step`, the number of steps that it has taken"
+        for complaint in _group_complaints(group):
+            yield f"its param group {k} {complaint}"
+    keys = [key for group in groups if _are_keys(group.get("params")) for key in group["params"]]
+    if len(set(keys)) < len(keys):
+        yield "its param groups name a parameter twice"
+
+
+def _are_keys(params: Any) -> bool:
+    return isinstance(params, (list, tuple)) and all(isinstance(key, Hashable) for key in params)
+
+
+def _group_complaints(group: Group) -> Iterator[str]:
+    if not isinstance(group["use_muon"], bool):
+        yield f"has use_muon={_shown(group['use_muon'])}. Valid: true or false"
+    if not _are_keys(group.get("params")):
+        yield f"has params={_shown(group.get('params'))}, and not a list of its parameters"
+    if "step" in group and steps_of(group["step"]) is None:
+        yield f"has step={_shown(group['step'])}, and not a number of steps"
+    for name in ("param_names", "views"):
+        words = group.get(name)
+        texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
+        if words is not None and not texts:
+            yield f"has {name}={_shown(words)}, and not a text for each parameter"
+    for name in _RATES:
+        if name in group and _number(group[name]) is None:
+            yield f"has {name}={_shown(group[name])}, and not a number"
+    if group.get("differentiable"):
+        yield f"has differentiable={_shown(group['differentiable'])}: steps of Muon cannot be differentiated"
+
+
+# --- whether it fits
+
+
+def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:
+    """Say why a state of the right form does not fit some param groups."""
+    saved_groups, state = state_dict["param_groups"], state_dict["state"]
+    counts = [len(group["params"]) for group in groups]
+    saved_counts = [len(group["params"]) for group in saved_groups]
+    routes = [bool(group["use_muon"]) for group in groups]
+    saved_routes = [bool(group["use_muon"]) for group in saved_groups]
+    moved = _moved(groups, saved_groups)
+    if moved:
+        yield from moved
+        return
+    if (counts, routes) != (saved_counts, saved_routes):
+        yield (
+            f"it has {_counted(saved_counts, saved_routes)}, this optimizer has {_counted(counts, routes)}: "
+            "the model, what of it is trained, or the routing differs"
+        )
+        return
+    for group, saved in zip(groups, saved_groups, strict=True):
+        # A group that stands for many parameters, as ZeRO's do, has other numbers of names here and there alike.
+        for name in ("param_names", "views"):
+            own, there = group.get(name) or [], saved.get(name) or []
+            if there and len(there) not in (len(own), len(group["params"])):
+                yield f"it has {len(there)} {name} for {len(group['params'])} parameters"
+        for name in GROUP_OPTIONS.keys() & saved.keys():
+            try:
+                check_option(name, saved[name])
+            except ValueError as error:
+                yield f"one of its param groups has {error}"
+        for i, param in enumerate(group["params"]):
+            if complaint := blocks_complaint(group, param):
+                yield f"{describe(group, i)} {complaint}"
+        names, saved_names = group.get("param_names"), saved.get("param_names")
+        if names and saved_names and list(names) != list(saved_names):
+            yield "the same parameters stand in another order, and state is matched by position"
+        yield from _state_complaints(group, saved, state)
+
+
+def _counted(counts: Sequence[int], routes: Sequence[bool]) -> str:
+    parts = [f"{count} {'Muon' if muon else 'AdamW'}" for count, muon in zip(counts, routes, strict=True)]
+    return f"{sum(counts)} parameters in groups of {' + '.join(parts)}"
+
+
+def _moved(groups: Sequence[Group], saved_groups: Sequence[Group]) -> list[str]:
+    """Return differences by name, where both sides have names."""
+    if not all(group.get("param_names") for group in (*groups, *saved_groups)):
+        return []
+    here = {name: group["use_muon"] for group in groups for name in group["param_names"]}
+    there = {name: group["use_muon"] for group in saved_groups for name in group["param_names"]}
+    complaints = []
+    missing = [name for name in here if name not in there]
+    extra = [name for name in there if name not in here]
+    changed = [name for name in here if name in there and here[name] != there[name]]
+    if missing:
+        complaints.append(f"it does not have {few(missing)} ({len(there)} parameters, this optimizer {len(here)})")
+    if extra:
+        complaints.append(f"it has {few(extra)}, which this optimizer does not train")
+    if changed:
+        routes = [f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed]
+        complaints.append(
+            f"the routing changed for {few(routes)}; accept_rerouted=True loads it with their moments at zero"
+        )
+    return complaints
+
+
+def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> Iterator[str]:
+    absent = []
+    for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+        moments = state.get(key)
+        if moments is not None and not isinstance(moments, Mapping):
+            yield f"{describe(group, i)}: its state is {_shown(moments)}, and not a mapping"
+            continue
+        keys = state_keys(saved, param)
+        missing = [name for name in keys if name not in (moments or {})]
+        if missing:
+            absent.append((describe(group, i), missing))
+        elif moments:
+            complaints = [(name, _unfit(name, moments[name], param, saved)) for name in keys]
+            yield from (f"{describe(group, i)}: its {name} {complaint}" for name, complaint in complaints if complaint)
+        # torch leaves the scales of a template beside a momentum without any.
+        known = {*keys, "momentum_scale"} if saved["use_muon"] else set(keys)
+        if moments and (extra := sorted((moments.keys() & ALL_STATE_KEYS) - known)):
+            yield f"{describe(group, i)}: its state holds {few(extra)}, which {_half(saved)} does not keep"
+    # A state saved before the first step is empty; half a state, or none after steps, means that moments were lost.
+    anything = any(has_own(state.get(key)) for key in saved["params"])
+    if absent and (steps_of(saved["step"]) or anything):
+        yield f"moments are missing: {few([f'{name} lacks {keys}' for name, keys in absent])}"
+
+
+def _half(group: Group) -> str:
+    return f"{'Muon' if group['use_muon'] else 'AdamW'} ({', '.join(STATE_KEYS[bool(group['use_muon'])])})"
+
+
+def _unfit(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
+    """Say why a saved value cannot be the state of a parameter."""
+    if isinstance(value, Tensor) and not has_data(local_of(value)):
+        if has_data(local_of(param)):
+            return "is on the meta device, where it has no values"
+    elif name == "step" and steps_of(value) is None:
+        return f"is {_shown(value)}, and not a number of steps"
+    if name == "step":
+        return None
+    if not isinstance(value, Tensor):
+        return f"is {_shown(value)}, and not a tensor"
+    if tuple(value.shape) != state_shape(param, name):
+        return f"has shape {tuple(value.shape)}"
+    codes = name == "momentum_buffer" and "momentum_scale" in state_keys(saved, param)
+    if value.dtype not in ((torch.int8,) if codes else STEPPED_DTYPES) or value.layout != torch.strided:
+        return f"has dtype {value.dtype}" + (f" and layout {value.layout}" if value.layout != torch.strided else "")
+    if is_dtensor(value):
+        mesh, odd = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
+        if mesh != getattr(param, "device_mesh", None):
+            return (
+                f"is sharded over mesh {mesh.mesh.tolist()}, and the parameter is not. Load it through "
+                "torch.distributed.checkpoint.state_dict, which moves state between layouts"
+            )
+        if odd:
+            return f"is stored as {odd[0]}, as terms of a sum"
+    kept = state_dtype(param, name, momentum_choice(saved))
+    return _unfit_numbers(name, local_of(value.detach()), 127 if codes else torch.finfo(kept).max, codes)
+
+
+def _unfit_numbers(name: str, value: Tensor, largest: float, codes: bool) -> str | None:
+    if not value.numel() or not has_data(value):
+        return None
+    low, high = (float(end) for end in torch.aminmax(value))  # both are NaN where an entry is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "is not finite"
+    if name in ("exp_avg_sq", "momentum_scale") and low < 0:
+        return f"has negative entries, {low:.3g} among them"
+    # Momentum moves by the difference to a gradient, which may have the other sign.
+    limit = largest / 2 if name.startswith("momentum") and not codes else largest
+    if max(-low, high) > limit:
+        return f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most"
+    return None

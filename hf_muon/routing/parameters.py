@@ -1,0 +1,137 @@
+"""Where a model keeps its parameters: names without wrappers, and the modules on the way to each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from hf_muon.storage.tensors import class_complaint, shape_of, uninitialized
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+CONV_TYPES = (nn.modules.conv._ConvNd,)
+EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
+# The name of a weight norm's second factor, which no module gives to a parameter.
+MAGNITUDE = "magnitude of weight norm"
+
+
+def folded(name: str) -> str:
+    """A name in which the numbers of layers are stars, so that layers are told together."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+@dataclass(frozen=True)
+class ModelParameter:
+    """A parameter, the module that holds it, and the steps that lead to it.
+
+    The factors of a weight norm stand for the weight that they make up: the directions in its place, the magnitudes
+    beside it.
+
+    Attributes:
+        name: without the prefixes of wrappers.
+        parameter: the parameter itself.
+        owner: the module that holds it, or whose weight it makes up.
+        steps: the components of the name, each with the module in which it is looked up.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owner: nn.Module
+    steps: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def own_name(self) -> str:
+        return self.steps[-1][0]
+
+    @property
+    def module_name(self) -> str:
+        return ".".join(part for part, _ in self.steps[:-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self.parameter)
+
+    @property
+    def folded(self) -> tuple[int, ...]:
+        """The shape, with the kernel of a convolution folded into its columns."""
+        return (self.shape[0], math.prod(self.shape[1:])) if self.is_kernel else self.shape
+
+    @property
+    def is_kernel(self) -> bool:
+        return isinstance(self.owner, CONV_TYPES) and self.own_name == "weight"
+
+    @property
+    def home(self) -> tuple[str, nn.Module | None]:
+        """The name of the module that holds it, and the module around that, without what peft puts in between."""
+        return next(self.homes(), ("", None))
+
+    def homes(self) -> Iterator[tuple[str, nn.Module]]:
+        """That home, and the homes of the modules around that hold no other matrix, or that only list modules."""
+        steps = list(self.steps[:-1])
+        while steps:
+            if steps[-1][0] in ("base_layer", "original_module"):
+                steps.pop()
+            elif len(steps) > 1 and steps[-2][0] == "modules_to_save":
+                del steps[-2:]
+            else:
+                _, around = steps[-1]
+                yield steps.pop()
+                if not isinstance(around, nn.ModuleList) and matrices_of(around) > 1:
+                    return
+
+    def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
+        """From the inside out, the components of the name, each with the module that it is; None for the parameter."""
+        modules = [module for _, module in self.steps[1:]]
+        yield self.own_name, None
+        for (part, _), module in zip(self.steps[-2::-1], reversed(modules), strict=True):
+            yield part, module
+
+
+def parameters_of(model: nn.Module) -> list[ModelParameter]:
+    """Return all parameters, in the model's order; tied ones once, by their first name.
+
+    Raises:
+        RuntimeError: a parameter of a lazy module that has no shape yet.
+    """
+    modules = dict(model.named_modules())
+    places = []
+    for full_name, parameter in model.named_parameters():
+        if uninitialized(parameter):
+            raise RuntimeError(f"{full_name} {class_complaint(parameter)}")
+        parts = full_name.split(".")
+        chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
+        kept = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
+        name = ".".join(part for part, _ in kept)
+        steps = _without_weight_norm(kept)
+        places.append(ModelParameter(name, parameter, steps[-1][1], tuple(steps)))
+    return places
+
+
+def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Lead the factors of a weight norm to the module whose weight they make up."""
+    name, owner = steps[-1]
+    if isinstance(owner, ParametrizationList) and name in ("original0", "original1"):
+        weight, parametrized = steps[-2][0], steps[-3][1]
+        if type(owner[0]).__name__ == "_WeightNorm":
+            return [*steps[:-3], (weight if name == "original1" else MAGNITUDE, parametrized)]
+    # As torch.nn.utils.weight_norm, the older of the two, names them.
+    for suffix, role in (("_v", ""), ("_g", MAGNITUDE)):
+        weight = name.removesuffix(suffix)
+        if weight != name and all(f"{weight}{other}" in owner._parameters for other in ("_g", "_v")):
+            return [*steps[:-1], (role or weight, owner)]
+    return steps
+
+
+def matrices_of(module: nn.Module) -> int:
+    """How many of its parameters, and of those of the modules in it, have two dims or more."""
+    return sum(len(shape_of(parameter)) > 1 for parameter in module.parameters())
+
+
+def _of_wrapper(part: str, parent: nn.Module) -> bool:
+    """Whether a component of a name was put there by a wrapper. `module` may be a model's own name, too."""
+    return part in _WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))

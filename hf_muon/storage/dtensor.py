@@ -1,0 +1,115 @@
+"""DTensor parameters: FSDP2, HSDP, tensor parallel, and any mix of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_muon.math.momentum import BLOCK, scale_shape
+from hf_muon.storage.regions import Region, regions
+
+
+def mesh_regions(param: DTensor, ranks: Sequence[int], shape: Sequence[int] | None = None) -> Sequence[Region]:
+    """Return the region of a parameter that each rank stores.
+
+    Args:
+        param: the parameter.
+        ranks: global ranks of its mesh, in the order of the result.
+        shape: of another tensor that is stored like it; None for its own.
+    """
+    mesh = param.device_mesh
+    return _regions(
+        tuple(param.shape if shape is None else shape),
+        tuple(mesh.mesh.shape),
+        tuple(mesh.mesh.flatten().tolist()),
+        tuple(param.placements),
+        tuple(ranks),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _regions(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    mesh_ranks: tuple[int, ...],
+    placements: tuple[Any, ...],
+    ranks: tuple[int, ...],
+) -> Sequence[Region]:
+    by_rank = dict(zip(mesh_ranks, regions(shape, mesh_shape, placements), strict=True))
+    return tuple(by_rank[rank] for rank in ranks)
+
+
+def own_region(param: DTensor, shape: Sequence[int]) -> Region:
+    """Return the region that this rank stores of a tensor of some shape that is stored like a parameter."""
+    return mesh_regions(param, (dist.get_rank(),), shape)[0]
+
+
+def mesh_complaint(param: DTensor) -> str | None:
+    """Say why a parameter's local tensor is not what its placements say; None where it is."""
+    if param.device_mesh.get_coordinate() is None:
+        return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
+    region, local = own_region(param, param.shape), param.to_local()
+    # FSDP2 over tensor parallel stores nothing of a dim that is used up as (0, 0), and not as (rows, 0).
+    if tuple(local.shape) != region.shape and (local.numel() or region.numel):
+        return (
+            f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "
+            f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
+        )
+    return None
+
+
+def blocks_complaint(param: DTensor) -> str | None:
+    """Why a parameter's momentum cannot be kept as int8: a block of it that does not lie on one rank."""
+    if not _cuts_blocks(tuple(param.shape), tuple(param.device_mesh.mesh.shape), tuple(param.placements)):
+        return None
+    return (
+        f"is stored as {param.placements}, which cuts its rows of {param.shape[-1]} between multiples of {BLOCK}, "
+        "where momentum_dtype=int8 keeps a scale for them. Use bf16"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cuts_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    found, scales = (regions(each, mesh_shape, placements) for each in (shape, scale_shape(shape)))
+    for stored, scaled in zip(found, scales, strict=True):
+        covered = tuple((BLOCK * first, min(BLOCK * last, shape[-1])) for first, last in scaled.dims[-1])
+        if stored.numel and (stored.dims[:-1], stored.dims[-1]) != (scaled.dims[:-1], covered):
+            return True
+    return False
+
+
+def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
+    """What this rank has of a contiguous tensor of some shape, as a DTensor that is stored like a parameter."""
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+
+
+def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
+    """A whole tensor, which all ranks have, stored like a parameter; nothing is sent."""
+    local = value
+    for dim, ranges in enumerate(own_region(param, value.shape).dims):
+        parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
+        local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+    if value.shape == param.shape and not local.numel():
+        local = local.reshape(param.to_local().shape)
+    if value.shape != param.shape:
+        return stored_like(param, local.to(param.device).contiguous(), value.shape)
+    return DTensor.from_local(
+        local.to(param.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

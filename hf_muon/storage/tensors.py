@@ -1,0 +1,114 @@
+"""What a tensor is: its whole shape, what this rank stores of it, and whether a step knows its class."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of parameters and gradients."""
+
+
+def shape_of(param: Tensor) -> tuple[int, ...]:
+    """Return a parameter's whole shape; one that DeepSpeed's zero.Init has partitioned is empty itself."""
+    if uninitialized(param):
+        return ()
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def uninitialized(param: Tensor) -> bool:
+    """Return whether a parameter of a lazy module has no shape yet."""
+    return torch.nn.parameter.is_lazy(param)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, without importing them where nobody else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether values can be read; those of the meta device and of fake tensors cannot."""
+    if tensor.device.type == "meta":
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is None or not isinstance(tensor, module.FakeTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank stores of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+# Tensor classes whose shape is known to be the whole parameter's, besides torch.Tensor and nn.Parameter themselves.
+_KNOWN_CLASSES = {
+    "DTensor": "torch.distributed.tensor",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FunctionalTensor": "torch._subclasses.functional_tensor",
+    "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
+    "Int8Params": "bitsandbytes.nn",  # trained where has_fp16_weights is true, and of dtype int8 elsewhere
+}
+
+
+def _is_known(cls: type) -> bool:
+    """Return whether tensors of a class show the whole parameter's shape, or what torch makes of it."""
+    if cls in (Tensor, torch.nn.Parameter):
+        return True
+    module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
+    if getattr(module, cls.__name__, None) is cls:
+        return True
+    # A parameter with facts of somebody's own, which behaves as torch's. nn.Parameter(tensor) keeps the tensor's class,
+    # so that another framework's shard is not among these.
+    own = [part for part in cls.__mro__ if part not in torch.nn.Parameter.__mro__]
+    behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(part).keys() for part in own)
+    return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in part.__name__ for part in own)
+
+
+def class_complaint(param: Tensor) -> str | None:
+    """Say why a parameter that is trained cannot be stepped because of its class; None where it can.
+
+    A class that is not known may show the shape of one shard, which would be orthogonalized as a whole matrix.
+    """
+    if uninitialized(param):
+        return "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built"
+    if not param.requires_grad:
+        return None  # quantized bases are frozen, and have classes of their own
+    stored = param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
+    for tensor in (param, stored):
+        cls = type(tensor)
+        if not _is_known(cls):
+            whose = "is" if tensor is param else "is a DTensor of local tensors that are each"
+            return (
+                f"{whose} a {cls.__module__}.{cls.__qualname__}, a class that hf_muon does not know: its shape may be "
+                "that of one shard, which would be orthogonalized as if it were the matrix. Train plain parameters, or "
+                "torch's own DTensors (fully_shard, tensor parallel)"
+            )
+    return None
+
+
+def storage_complaint(param: Tensor) -> str | None:
+    """Why this version cannot step a parameter as it is stored, and what to do; None where it can."""
+    if complaint := class_complaint(param):
+        return complaint
+    if is_dtensor(param):
+        placements = param.placements  # type: ignore[attr-defined]
+        odd = [p for p in placements if not (p.is_replicate() or p.is_shard() or _is_strided(p))]
+        if odd:
+            return f"is a DTensor with placement {odd[0]}; Muon steps Shard and Replicate ones. Redistribute it first"
+    if getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"):
+        return (
+            "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
+            "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2"
+        )
+    if param.layout != torch.strided or param.dtype not in STEPPED_DTYPES:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in STEPPED_DTYPES)
+        return f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense tensors in {dtypes}"
+    return None
+
+
+def _is_strided(placement: Any) -> bool:
+    # Private in torch, and a sibling of Shard or a subclass of it by version.
+    return type(placement).__name__ == "_StridedShard"

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainingArguments
+from typer.testing import CliRunner
+
+import hf_muon
+from hf_muon import build_optimizer
+from hf_muon.cli.app import app
+from tests.other_muons import gradients, halves, jordan_2025, moonlight_like, run
+from tests.reference import relative_difference
+
+
+def doctor(*arguments, **environment):
+    program = Path(sys.executable).with_name("hf-muon")
+    env = {**os.environ, "COLUMNS": "160", **environment}
+    return subprocess.run([program, "doctor", *arguments], capture_output=True, text=True, check=False, env=env)
+
+
+def test_doctor():
+    done = doctor()
+    assert done.returncode == 0, done.stderr
+    assert "optim: muon is accepted without any import" in done.stdout
+    assert "found: hf_muon_autoload:activate" in done.stdout
+    for module in ("transformers.training_args", "transformers.trainer_optimizer"):
+        assert re.search(rf"{re.escape(module)} +│ patched", done.stdout)
+
+
+def test_doctor_for_machines_and_for_bug_reports():
+    found = json.loads(doctor("--json").stdout)
+    assert found["accepted"] is True
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["hooks"]["transformers.training_args"] == "patched"
+    sentence = doctor().stdout.splitlines()[-1]
+    assert sentence.startswith("optim: muon is accepted with python 3.")
+    assert f"torch {torch.__version__}" in sentence
+
+
+def test_doctor_lists_the_hooks_of_llamafactory_v1():
+    """In one of two places by its version."""
+    shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", doctor().stdout)
+    arguments, *registries = [state for _, state in shown]
+    assert len(registries) == 2
+    if importlib.util.find_spec("llamafactory") is None:
+        assert {arguments, *registries} == {"waiting for its import (not installed)"}
+    else:
+        assert arguments == "waiting for its import"
+        assert set(registries) == {"waiting for its import", "waiting for its import (not in this llamafactory)"}
+
+
+def test_doctor_says_why_not():
+    done = doctor(HF_MUON_AUTOLOAD="0")
+    assert done.returncode == 1
+    assert "switched off by HF_MUON_AUTOLOAD" in done.stdout
+    assert "NOT accepted: no hook is placed. Say `import hf_muon` in the script" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"transformers/__init__.py": "raise ImportError('half an installation.')"},
+            "transformers cannot be imported here (ImportError: half an installation). Repair that first; "
+            "`import hf_muon` does not help",
+        ),
+        (
+            {"torch/__init__.py": "raise OSError('libcudart.so: none')"},
+            "torch cannot be imported here (OSError: libcudart",
+        ),
+        (
+            {
+                "transformers/__init__.py": "",
+                "transformers/training_args.py": "import enum\nclass OptimizerNames(enum.Enum): ADAMW = 1",
+            },
+            "has no registry of optimizers (ModuleNotFoundError: No module named 'transformers.trainer_optimizer'). "
+            "Install 5.5.4 or newer; `import hf_muon` does not help",
+        ),
+    ],
+)
+def test_doctor_in_a_broken_environment(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = doctor(PYTHONPATH=paths)
+    assert done.returncode == 1
+    assert f"optim: muon is NOT accepted: {message}" in re.sub(r"transformers \d\S* has", "has", done.stdout)
+    assert "without `import hf_muon`" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("package", ["accelerate", "transformers"])
+def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monkeypatch, package):
+    folder = tmp_path / f"{package}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = doctor("--json", PYTHONPATH=paths)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"optim: muon needs {package} .* or newer, and 1.0 is installed") as refusal:
+        TrainingArguments(str(tmp_path), optim="muon", use_cpu=True, report_to="none")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["accepted"], found["reason"]) == (1, False, str(refusal.value))
+
+
+def test_help_and_version():
+    program = Path(sys.executable).with_name("hf-muon")
+
+    def ask(*words):
+        return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+
+    assert "doctor" in ask("--help")
+    assert ask("--version") == f"hf-muon {hf_muon.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["plan"], ["report"], ["convert"]])
+def test_short_help(command):
+    long, short = (CliRunner().invoke(app, [*command, option]) for option in ("--help", "-h"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A state of LLaMA-Factory's `use_muon: true` over a small Qwen3: the model, the optimizer and their folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+    config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    optimizer = moonlight_like(model)
+    run(model, gradients(model, 3), optimizer)
+    folder = tmp_path_factory.mktemp("made")
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return model, optimizer, folder
+
+
+class TestConvert:
+    @staticmethod
+    def convert(made, target, *arguments, source="optimizer.pt", model=None, **options):
+        _, _, folder = made
+        given = {"from": "llamafactory-v0", "model": model or folder, **options}
+        words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return CliRunner().invoke(app, ["convert", str(folder / source), str(target), *words, *arguments])
+
+    def test_it_loads(self, made, tmp_path):
+        model, optimizer, _ = made
+        done = self.convert(made, tmp_path / "out.pt")
+        assert done.exit_code == 0, done.output
+        assert [path.name for path in tmp_path.iterdir()] == ["out.pt"]
+        target = build_optimizer(model)
+        target.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+        for p in halves(model)[0]:
+            expected = optimizer.state[p]["momentum_buffer"] * (1 - 0.95)
+            assert torch.equal(target.state[p]["momentum_buffer"], expected)
+        for p in halves(model)[1]:
+            assert torch.equal(target.state[p]["exp_avg_sq"], optimizer.state[p]["moment2"])
+        text = re.sub(r"\s+", " ", done.stdout)
+        assert "a decayed sum (sgd), taken times 0.05. Steps taken: 3." in text
+        assert "model.layers.*.mlp.up_proj.weight" in text
+        assert (
+            "Learning rate and decay in TARGET, not SOURCE's but of --optim-args: muon 0.001 and 0, adamw 0.001 and 0"
+            in text
+        )
+
+    def test_going_on_with_the_options_of_the_source(self, made, tmp_path):
+        done = self.convert(made, tmp_path / "out.pt", optim_args="lr=0.5,momentum=0.9")
+        said = re.search(r'--optim-args "(.*)"', done.stdout)[1]
+        assert said == "adamw_betas=0.9|0.95,momentum=0.95,ns_coefficients=original"
+        again = self.convert(made, tmp_path / "again.pt", optim_args=f"lr=0.5,{said}")
+        assert "SOURCE was written with other options" not in again.stdout
+        groups = torch.load(tmp_path / "again.pt", weights_only=True)["param_groups"]
+        assert all((group["lr"], group["momentum"], group["step"]) == (0.5, 0.95, 3) for group in groups)
+
+    def test_a_trainer_goes_on(self, made, tmp_path):
+        """Four steps there and four here, against eight there; a rate that falls shows whether it is the right one."""
+        from transformers import Trainer, TrainingArguments
+
+        def train(name, model, optimizer=None, resume=None, **more):
+            given = {"max_steps": 8, "save_steps": 4, "learning_rate": 5e-3, "lr_scheduler_type": "linear", **more}
+            arguments = TrainingArguments(str(tmp_path / name), use_cpu=True, report_to=[], **given)
+            Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train(resume)
+
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(0, 60, (64, 12), generator=generator)
+        data = [{"input_ids": row, "labels": row} for row in tokens]
+        theirs, ours = copy.deepcopy(made[0]), copy.deepcopy(made[0])
+        train("theirs", theirs, moonlight_like(theirs, lr=5e-3))
+        middle = tmp_path / "theirs" / "checkpoint-4"
+        start = type(theirs).from_pretrained(middle)
+        rule = "ns_coefficients=original,ns_dtype=fp32"
+        options = {"optim_args": f"lr=2.5e-3,adamw_betas=0.9|0.95,{rule}", "source": middle / "optimizer.pt"}
+        done = self.convert(made, middle / "optimizer.pt.new", model=middle, **options)
+        assert "A scheduler's state is not converted, and is per group: 3 here, 1 there." in done.stdout
+        (middle / "optimizer.pt.new").replace(middle / "optimizer.pt")
+        schedule = torch.load(middle / "scheduler.pt", weights_only=True)
+        per_group = ("base_lrs", "_last_lr", "lr_lambdas")
+        torch.save({**schedule, **{key: schedule[key] * 3 for key in per_group}}, middle / "scheduler.pt")
+        train("ours", ours, resume=str(middle), optim="muon", adam_beta2=0.95, optim_args=rule)
+        weights = [list(model.parameters()) for model in (start, theirs, ours)]
+        assert relative_difference(*weights) < 1e-5
+
+    def test_a_model_that_cannot_be_made_without_weights(self, made, tmp_path, monkeypatch):
+        from transformers import Qwen3ForCausalLM
+
+        init = Qwen3ForCausalLM.__init__
+
+        def computing(self, config):
+            init(self, config)
+            if torch.empty(0).device.type == "meta":
+                raise NotImplementedError
+
+        monkeypatch.setattr(Qwen3ForCausalLM, "__init__", computing)
+        assert self.convert(made, tmp_path / "out.pt").exit_code == 0
+
+    def test_names_in_a_file(self, made, tmp_path):
+        model, _, _ = made
+        other = copy.deepcopy(model)
+        optimizer = jordan_2025(other)
+        run(other, gradients(other, 1), optimizer)
+        torch.save(optimizer.state_dict(), made[2] / "jordan.pt")
+        names = [n for g in optimizer.param_groups for p in g["params"] for n, q in other.named_parameters() if p is q]
+        (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
+        jordan = {"source": "jordan.pt", "from": "keller-jordan"}
+        refused = self.convert(made, tmp_path / "out.pt", **jordan)
+        assert "say --in-model-order" in refused.stderr
+        for arguments in ["--names", str(tmp_path / "names.txt")], ["--in-model-order"]:
+            done = self.convert(made, tmp_path / f"{arguments[0]}.pt", *arguments, **jordan)
+            assert done.exit_code == 0, done.output
+        one, other = (torch.load(tmp_path / f"{name}.pt")["state"] for name in ("--names", "--in-model-order"))
+        assert all(torch.equal(value, other[i][key]) for i, state in one.items() for key, value in state.items())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"source": "lost.pt"}, r"lost.pt cannot be read as a file of torch.save: .*No such file"),
+            ({"source": "config.json"}, "config.json cannot be read as a file of torch.save"),
+            ({"source": "unsafe.pt"}, "unsafe.pt cannot be read as a file of torch.save: Weights only load failed"),
+            ({"source": "half.pt"}, "half.pt cannot be read as a file of torch.save"),
+            ({"source": "weights.pt"}, "it is not an optimizer's state_dict"),
+            ({"from": "moonlit"}, "'moonlit' is not a format. Valid: torch, llamafactory-v0"),
+            ({"from": "torch"}, "It looks like llamafactory-v0 or llamafactory-v1 or moonlight"),
+            ({"model": "/nowhere"}, "/nowhere does not exist. --model is a model's directory, or its config.json"),
+            ({"optim_args": "momentun=0.9"}, "'momentun' is not an option of muon. Did you mean 'momentum'"),
+            (
+                {"optim_args": "adamw_patterns=up_proj"},
+                r"up_proj.weight \(Muon there, AdamW here\).* or --accept-rerouted",
+            ),
+            ({"momentum_form": "ema"}, "--momentum-form=ema: llamafactory-v0 keeps its momentum as sgd"),
+            ({"names": "/nowhere.txt"}, "No such file or directory: '/nowhere.txt'"),
+        ],
+    )
+    def test_refused(self, made, tmp_path, options, message):
+        folder = made[2]
+        torch.save({"weight": torch.ones(2)}, folder / "weights.pt")
+        torch.save(subprocess.Popen, folder / "unsafe.pt")
+        (folder / "half.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:5000])
+        target = tmp_path / "out.pt"
+        done = self.convert(made, target, **options)
+        assert done.exit_code == 1
+        assert isinstance(done.exception, SystemExit)
+        assert re.search(message, done.stderr), done.stderr
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        "text",
+        ["{}", "{", '{"model_type": "qwen3", "hidden_size": "x"}', '{"model_type": "qwen3", "layer_types": [1]}'],
+    )
+    def test_a_model_that_is_none(self, made, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
+        done = self.convert(made, tmp_path / "out.pt", model=tmp_path)
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+        assert f"{tmp_path}: no model can be made of it" in done.stderr
+        assert not (tmp_path / "out.pt").exists()
+
+    def test_what_is_there_stays(self, made, tmp_path):
+        target = tmp_path / "out.pt"
+        target.write_text("mine")
+        done = self.convert(made, target)
+        assert done.exit_code == 1
+        assert f"{target} exists. Name another TARGET, or say --overwrite" in done.stderr
+        refused = self.convert(made, target, "--overwrite", optim_args="adamw_patterns=up_proj")
+        assert refused.exit_code == 1
+        assert target.read_text() == "mine"
+        source = made[2] / "optimizer.pt"
+        assert "is what is to be converted" in self.convert(made, source, "--overwrite").stderr
+        assert self.convert(made, tmp_path / "no" / "out.pt").exit_code == 1
+        assert self.convert(made, target, "--overwrite").exit_code == 0
+        assert "state" in torch.load(target, weights_only=True)
+
+    def test_a_disk_that_is_full(self, made, tmp_path, monkeypatch):
+        def full(state, path):
+            Path(path).write_text("half of it")
+            raise RuntimeError("[enforce fail at inline_container.cc] . file write failed")
+
+        monkeypatch.setattr(torch, "save", full)
+        done = self.convert(made, tmp_path / "out.pt")
+        assert (done.exit_code, list(tmp_path.iterdir())) == (1, [])
+        assert "file write failed" in done.stderr
+
+    def test_as_a_program(self, made, tmp_path):
+        program = Path(sys.executable).with_name("hf-muon")
+        words = [program, "convert", made[2] / "optimizer.pt", tmp_path / "out.pt", "--model", made[2] / "config.json"]
+        done = subprocess.run([*words, "--from", "llamafactory-v0"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        done = subprocess.run([*words, "--from", "llamafactory-v0"], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "exists" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,278 @@
+"""`hf-muon inspect` and `hf-muon plan`, on configurations as people have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from hf_muon import MuonConfig, route_parameters
+from hf_muon.cli.app import app
+from hf_muon.cli.known_configs import CARDS
+from hf_muon.cli.model_source import model_from, read_source
+from hf_muon.plan.step_plan import plan_step
+from tests.zoo import expected
+
+YAMLS = sorted((Path(__file__).parents[2] / "examples" / "yaml").glob("*.yaml"))
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def as_process(*arguments):
+    program = Path(sys.executable).with_name("hf-muon")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A checkpoint of a small Qwen3 with 6 layers."""
+    sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 6}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
+    folder = tmp_path_factory.mktemp("small")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def training_yaml(tmp_path, small, **keys):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": str(small[1]), "optim": "muon", **keys}))
+    return path
+
+
+class TestInspect:
+    def test_a_checkpoint_as_a_process(self, small):
+        model, folder = small
+        done = as_process("inspect", folder, "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        routes = route_parameters(model)
+        assert [tuple(p[k] for k in ("name", "shape", "route", "reason", "view")) for p in found["parameters"]] == [
+            (r.name, list(r.shape), "muon" if r.use_muon else "adamw", r.reason, r.view) for r in routes
+        ]
+        for side, use_muon in (("muon", True), ("adamw", False)):
+            mine = [r.parameter.numel() for r in routes if r.use_muon is use_muon]
+            assert found[side] == {"parameters": len(mine), "weights": sum(mine)}
+        again = json.loads(call("inspect", folder / "config.json", "--json").stdout)
+        assert {**again, "source": found["source"]} == found
+
+    def test_weights_are_not_needed(self, small, tmp_path):
+        (tmp_path / "config.json").write_text((small[1] / "config.json").read_text())
+        assert all(p.is_meta for p in read_source(str(tmp_path)).model.parameters())
+
+    def test_a_table(self, small):
+        done = call("inspect", small[1])
+        assert done.exit_code == 0
+        row = re.search(r"model\.layers\.\*\.mlp\.up_proj\.weight.*", done.stdout)[0]
+        assert re.split(r" *│ *", row)[1:-1] == ["40x16", "6", "muon", "yes", "hidden matrix"]
+        assert "model.layers.2.mlp.up_proj.weight" in call("inspect", small[1], "--all").stdout
+        assert re.search(r"muon: 42 parameters, [\d,]+ weights \(\d+\.\d%\)", done.stdout)
+
+    def test_how_weights_are_seen(self, tmp_path):
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "vocab_size": 60, **sizes}))
+        found = {p["name"]: p["view"] for p in json.loads(call("inspect", tmp_path, "--json").stdout)["parameters"]}
+        assert found["model.layers.1.mlp.experts.gate_up_proj"] == "transposed, columns 24*(1+1)"
+        assert found["model.layers.1.mlp.experts.down_proj"] == "transposed"
+        assert {view for name, view in found.items() if "experts" not in name} == {""}
+        done = call("inspect", tmp_path)
+        row = re.search(r"model\.layers\.\*\.mlp\.experts\.gate_up_proj .*", done.stdout)[0]
+        reason = "stack of hidden matrices: gate, up"
+        assert re.split(r" *│ *", row)[1:-1] == [
+            *("4x16x48", "2", "muon", "yes", reason, "transposed, columns 24*(1+1)")
+        ]  # fmt: skip
+        done = call("inspect", tmp_path, "--json", "--optim-args", "split_fused=false")
+        assert {p["view"] for p in json.loads(done.stdout)["parameters"]} == {"", "transposed"}
+
+    @pytest.mark.parametrize(
+        "path", [path for path in YAMLS if "accelerate" not in path.name], ids=lambda path: path.name
+    )
+    def test_training_yamls(self, path, small, tmp_path):
+        run = yaml.safe_load(path.read_text())
+        target = tmp_path / path.name
+        key = "model_name_or_path" if "model_name_or_path" in run else "model"
+        target.write_text(path.read_text().replace(str(run[key]), str(small[1])))
+        done = call("inspect", target, "--json")
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        names = {p["name"] for p in found["parameters"] if p["route"] == "muon"}
+        if "lora" in path.name:
+            assert names
+            assert all("lora_" in name for name in names)
+            assert found["frozen"]["weights"] == sum(p.numel() for p in small[0].parameters())
+        elif "freeze" in path.name:
+            assert {re.search(r"\.(\d)\.", name)[1] for name in names} == {"2", "3", "4", "5"}
+            assert found["frozen"]["parameters"] > 0
+        else:
+            assert len(names) == 42
+
+    def test_options_of_the_run_and_of_the_command_line(self, small, tmp_path):
+        path = training_yaml(tmp_path, small, optim_args="adamw_patterns=up_proj", learning_rate="2e-5")
+        reasons = {p["name"]: p["reason"] for p in json.loads(call("inspect", path, "--json").stdout)["parameters"]}
+        assert reasons["model.layers.0.mlp.up_proj.weight"] == "adamw_patterns 'up_proj'"
+        assert read_source(str(path)).config == MuonConfig(lr=2e-5, adamw_patterns="up_proj")
+        assert read_source(str(path), "adamw_patterns=down_proj").config.adamw_patterns == "down_proj"
+
+    def test_llamafactory_v1(self, small, tmp_path):
+        path = tmp_path / "v1.yaml"
+        run = {"model": str(small[1]), "optim_config": {"name": "muon", "wd": 0.1, "momentum": 0.9}}
+        path.write_text(yaml.safe_dump(run))
+        found = read_source(str(path))
+        assert (found.config.weight_decay, found.config.momentum, found.notes) == (0.1, 0.9, [])
+
+    def test_an_adapter(self, small, tmp_path):
+        config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        base = Qwen3ForCausalLM.from_pretrained(small[1])
+        get_peft_model(base, config).save_pretrained(tmp_path)
+        settings = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(small[1])
+        done = call("inspect", tmp_path, "--json", "--optim-args", "lora=muon")
+        assert json.loads(done.stdout)["muon"]["parameters"] == 2 * 7 * 6
+
+    def test_nothing_for_muon_is_told_and_an_error(self, small, tmp_path):
+        done = call("inspect", training_yaml(tmp_path, small, finetuning_type="lora"))
+        assert done.exit_code == 1
+        assert "set lora=muon" in done.stderr
+        assert "name contains 'lora' (lora=muon opts in)" in done.stdout
+
+    def test_another_optimizer_is_said(self, small, tmp_path):
+        done = call("inspect", training_yaml(tmp_path, small, optim="adamw_torch"))
+        assert "says optim: adamw_torch: this is what optim: muon would do" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("nowhere", None, "nowhere does not exist. Name a model's directory or config.json"),
+            ("nobody/nothing", None, r"nobody/nothing is not here and cannot be had from the hub: .*cards qwen3-0.6b"),
+            ("empty/", "", "empty holds no config.json"),
+            ("run.yaml", "a: [", "run.yaml cannot be read as YAML"),
+            ("run.yaml", "- a", "run.yaml does not hold keys and values"),
+            ("run.yaml", "optim: muon", "run.yaml names no model"),
+            ("run.yaml", "model_name_or_path: ./lost", r"run.yaml, its model: ./lost does not exist"),
+            ("run.yaml", "model_name_or_path: SMALL\noptim_args: ns_step=3", "'ns_step' is not an option of muon"),
+            ("run.yaml", "model_name_or_path: SMALL\noptim: muon\nuse_muon: true", "two different optimizers"),
+            ("run.yaml", "model_name_or_path: SMALL\nlora_target: nothing_like_it", "LoRA cannot be added"),
+            ("config.json", "{", "config.json: no model can be made of it"),
+            ("config.json", '{"model_type": "unheard"}', r"config.json: no model can be made of it: .*`unheard`.*\n$"),
+        ],
+    )
+    def test_refused(self, small, tmp_path, monkeypatch, name, content, message):
+        monkeypatch.chdir(tmp_path)
+        if name.endswith("/"):
+            Path(name).mkdir()
+        elif content is not None:
+            Path(name).write_text(content.replace("SMALL", str(small[1])))
+        done = call("inspect", name)
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+        assert re.search(message, done.stderr), done.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["inspect", "nowhere", "--json"], "nowhere does not exist. Name a model's directory"),
+            (["report", "nowhere"], "nowhere does not exist. Name a run's output directory"),
+        ],
+    )
+    def test_refused_as_a_process(self, words, message):
+        done = as_process(*words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(message)
+        assert "Traceback" not in done.stderr
+
+    def test_a_mixture_of_experts_as_a_process(self):
+        """Qwen3-30B-A3B: what the golden table has."""
+        done = as_process("inspect", "qwen3-30b-a3b", "--json")
+        found = json.loads(done.stdout)
+        share = found["muon"]["weights"] / (found["muon"]["weights"] + found["adamw"]["weights"])
+        assert f"muon: {found['muon']['weights']:,} weights, {share:.1%}" in expected("qwen3_moe")
+        assert share > 0.95
+
+    @pytest.mark.parametrize(
+        ("kind", "made"),
+        [("t5", "T5ForConditionalGeneration"), ("whisper", "WhisperForConditionalGeneration"), ("vit", "ViTModel")],
+    )
+    def test_a_configuration_that_names_no_class(self, tmp_path, kind, made):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert type(model_from(tmp_path)).__name__ == made
+
+
+class TestPlan:
+    """Against measured steps: tests/plan/test_step_plan.py."""
+
+    def test_as_a_process(self, small):
+        done = as_process("plan", small[1], "--layout", "hsdp", "--ranks", "8", "--tokens", "4096", "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        plan = plan_step(small[0], MuonConfig(), "hsdp", 8)
+        assert (found["sent_bytes"], found["state_bytes"], found["flops"]) == (
+            plan.sent_bytes,
+            plan.state_bytes,
+            plan.flops,
+        )
+        assert found["share_of_step"] == {"4096": plan.share(4096)}
+
+    @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "zero1", "zero3"])
+    def test_a_table(self, small, layout):
+        done = call("plan", small[1], "--layout", layout, "--ranks", 1 if layout == "single" else 4)
+        assert done.exit_code == 0, done.output
+        assert re.search(r"optimizer state +│ +[\d.]+ kB", done.stdout)
+
+    def test_a_trillion_weights_on_a_thousand_ranks(self):
+        done = call("plan", "kimi-k2", "--ranks", 1024, "--json")
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert 1.0e12 < found["muon_weights"] < 1.03e12
+        assert found["balance"] < 1.05
+        assert sum(found["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
+        assert sum(found["state_bytes"]) == pytest.approx(
+            4 * found["muon_weights"] + 8 * found["adamw_weights"], rel=1e-3
+        )
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["nowhere"], "nowhere does not exist"),
+            (["qwen3-0.6b", "--layout", "megatron"], "layout='megatron' is not valid. Valid: single, ddp"),
+            (["qwen3-0.6b", "--ranks", "0"], "ranks=0 is not valid"),
+            (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "replicas=3 do not divide ranks=8"),
+            (["qwen3-0.6b", "--dtype", "fp8"], "--dtype=fp8 is not valid. Valid: fp32, bf16"),
+            (["qwen3-0.6b", "--device", "tpu"], "--device=tpu is not valid. Valid: gpu, cpu"),
+            (["qwen3-0.6b", "--tokens", "0"], "--tokens=0 is not valid"),
+        ],
+    )
+    def test_refused(self, words, message):
+        done = call("plan", *words)
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+        assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("card", "weights"),
+    [
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("deepseek-v3", 671_026_404_352),
+    ],
+)
+def test_cards_have_as_many_weights_as_the_published_models(card, weights):
+    assert sum(p.numel() for p in model_from(card).parameters()) == weights
+
+
+def test_every_card_makes_a_model():
+    for card in CARDS:
+        assert all(p.is_meta for p in model_from(card).parameters())

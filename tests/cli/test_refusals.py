@@ -1,0 +1,348 @@
+"""`hf-muon inspect` and `plan` of what would be refused when it runs: training files, and quantized checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import transformers
+import yaml
+from accelerate.state import PartialState
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainingArguments
+from typer.testing import CliRunner
+
+from hf_muon.cli.app import app
+from hf_muon.integrations.deepspeed.engine import refuse_config
+from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
+from hf_muon.integrations.transformers.layouts import refuse_unsupported
+from hf_muon.routing.text_config import text_config_of
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+QUANTIZED = {
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The configuration of a small Qwen3, without weights."""
+    sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+    folder = tmp_path_factory.mktemp("small")
+    config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=QUANTIZED)
+def quantized(request, folder, tmp_path):
+    """The same, quantized by one of the methods."""
+    config = json.loads((folder / "config.json").read_text())
+    path = tmp_path / request.param
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZED[request.param]}))
+    return path
+
+
+def write(tmp_path, folder, **keys):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": str(folder), "optim": "muon", **keys}))
+    return path
+
+
+def write_v1(tmp_path, folder, **keys):
+    path = tmp_path / "v1.yaml"
+    path.write_text(yaml.safe_dump({"model": str(folder), "optim_config": {"name": "muon"}, **keys}))
+    return path
+
+
+# --- quantized
+
+
+class TestQuantized:
+    def test_a_checkpoint_has_nothing_to_train(self, quantized):
+        done = call("inspect", quantized, "--json")
+        shown = json.loads(done.stdout)
+        assert (done.exit_code, shown["muon"]["weights"], shown["adamw"]["weights"]) == (1, 0, 0)
+        assert shown["frozen"]["weights"] > 0
+        assert f"is quantized ({quantized.name}" in done.stderr
+        assert "Train LoRA factors over it" in done.stderr
+        planned = call("plan", quantized, "--layout", "single", "--ranks", 1)
+        assert (planned.exit_code, planned.stdout) == (1, "")
+        assert f"is quantized ({quantized.name}" in planned.stderr
+
+    def test_dequantize_shows_what_that_would_give(self, quantized, folder):
+        shown = json.loads(call("inspect", quantized, "--json", "--dequantize").stdout)
+        assert {**shown, "source": ""} == {**json.loads(call("inspect", folder, "--json").stdout), "source": ""}
+        config = json.loads((quantized / "config.json").read_text())
+        config["quantization_config"]["dequantize"] = True
+        (quantized / "config.json").write_text(json.dumps(config))
+        assert json.loads(call("inspect", quantized, "--json").stdout)["muon"] == shown["muon"]
+
+    def test_of_a_run_with_lora_the_factors_are_trained(self, quantized, tmp_path):
+        lora = {"finetuning_type": "lora", "optim_args": "lora=muon"}
+        done = call("inspect", write(tmp_path, quantized, **lora), "--json")
+        assert done.exit_code == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert shown["muon"]["parameters"] == 2 * 2 * 7
+        assert any("quantize" in note for note in shown["notes"])
+
+    def test_a_full_run_is_refused_unless_llamafactory_dequantizes(self, quantized, tmp_path):
+        done = call("inspect", write(tmp_path, quantized))
+        assert (done.exit_code, "its weights cannot be trained" in done.stderr) == (1, True)
+        done = call("inspect", write(tmp_path, quantized, finetuning_type="full"), "--json")
+        assert done.exit_code == (0 if quantized.name == "fp8" else 1), done.stderr
+        assert bool(json.loads(done.stdout)["muon"]["weights"]) is (quantized.name == "fp8")
+
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            {"finetuning_type": "full", "quantization_bit": 4},
+            {"finetuning_type": "full", "quantization_bit": 8, "quantization_method": "hqq"},
+            {"load_in_4bit": True},
+            {"load_in_8bit": True},
+        ],
+    )
+    def test_settings_that_quantize(self, folder, tmp_path, keys):
+        done = call("inspect", write(tmp_path, folder, **keys), "--json")
+        setting = next(f"{key}: {value}" for key, value in keys.items() if key.startswith(("quantization_b", "load")))
+        assert (done.exit_code, json.loads(done.stdout)["muon"]["weights"]) == (1, 0)
+        assert f"remove {setting}" in done.stderr
+        lora = (
+            {"finetuning_type": "lora"}
+            if "finetuning_type" in keys
+            else {"use_peft": True, "lora_target_modules": "all-linear"}
+        )
+        done = call("inspect", write(tmp_path, folder, **{**keys, **lora, "optim_args": "lora=muon"}), "--json")
+        assert (done.exit_code, json.loads(done.stdout)["muon"]["parameters"]) == (0, 2 * 2 * 7)
+
+    @pytest.mark.parametrize("kind", ["oft", "a_type_of_tomorrow"])
+    def test_a_type_of_adapters_that_is_not_known_here(self, folder, tmp_path, kind):
+        """LLaMA-Factory's QOFT trains; which types it refuses is its own to say."""
+        keys = {"finetuning_type": kind, "quantization_bit": 4}
+        done = call("inspect", write(tmp_path, folder, **keys), "--json")
+        assert done.exit_code == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert (shown["muon"]["weights"], shown["adamw"]["weights"]) == (0, 0)
+        assert any(
+            f"finetuning_type {kind} is not known here: what it adds is in no table" in n for n in shown["notes"]
+        )
+        assert any("its own weights are frozen" in note for note in shown["notes"])
+
+    def test_a_freeze_run_is_refused(self, folder, tmp_path):
+        done = call("inspect", write(tmp_path, folder, finetuning_type="freeze", quantization_bit=4))
+        assert (done.exit_code, "its weights cannot be trained" in done.stderr) == (1, True)
+
+    def test_an_empty_section_quantizes_nothing(self, folder, tmp_path):
+        done = call("inspect", write_v1(tmp_path, folder, quant_config={}), "--json")
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["muon"]["weights"] > 0
+
+    @pytest.mark.parametrize("name", ["Musicgen", "MusicgenMelody"])
+    def test_a_model_with_two_text_configurations(self, tmp_path, name):
+        """A text encoder and a decoder: transformers does not choose between them."""
+        text = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 2}
+        decoder = {"vocab_size": 60, "hidden_size": 16, "ffn_dim": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+        audio = {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_size": 8}
+        parts = {"text_encoder": {"model_type": "t5", **text}, "audio_encoder": audio, "decoder": decoder}
+        config = getattr(transformers, f"{name}Config")(**parts, architectures=[f"{name}ForConditionalGeneration"])
+        config.save_pretrained(tmp_path)
+        done = call("inspect", tmp_path, "--json")
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["muon"]["weights"] > 0
+        done = call("plan", tmp_path, "--layout", "fsdp", "--ranks", 2)
+        assert done.exit_code == 0, done.stderr
+        assert text_config_of(config) is config.decoder
+        written = json.loads((tmp_path / "config.json").read_text())
+        for quantized in (written, written["decoder"]):
+            quantized["quantization_config"] = QUANTIZED["gptq"]
+            (tmp_path / "config.json").write_text(json.dumps(written))
+            done = call("inspect", tmp_path)
+            assert (done.exit_code, "is quantized (gptq, 4 bits)" in done.stderr) == (1, True), done.stderr
+            del quantized["quantization_config"]
+
+    def test_llamafactory_v1(self, folder, tmp_path):
+        quant = {"name": "bnb", "quantization_bit": 4}
+        done = call("inspect", write_v1(tmp_path, folder, quant_config=quant))
+        assert (done.exit_code, "quantized by quant_config (bitsandbytes, 4 bits)" in done.stderr) == (1, True)
+
+    def test_an_adapter_over_it(self, folder, quantized, tmp_path):
+        model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder))
+        model.name_or_path = str(quantized)
+        config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+        done = call("inspect", tmp_path / "adapter", "--json", "--optim-args", "lora=muon")
+        assert done.exit_code == 0, done.stderr
+        assert any("quantized" in note for note in json.loads(done.stdout)["notes"])
+
+
+# --- training files
+
+
+REFUSED = [
+    ({"deepspeed": "lost.json"}, "deepspeed: lost.json is not a file, seen from "),
+    ({"deepspeed": "not even a path"}, "cannot be read as a DeepSpeed config"),
+    (
+        {"deepspeed": {**ZERO3, "optimizer": {"type": "AdamW"}}},
+        '"optimizer" (AdamW), which would be used and Muon would not',
+    ),
+    ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not go with DeepSpeed"),
+    ({"use_muon": True}, "use_muon: true and optim: muon are two different optimizers"),
+    ({"use_hyper_parallel": True}, "does not run with use_hyper_parallel: true"),
+    ({"use_galore": True}, "use_galore: true would replace the optimizer"),
+    ({"fsdp": True, "fsdp_config": {"version": 1}}, "does not run under FSDP version 1"),
+    ({"fsdp": "full_shard offload", "fsdp_config": {"version": 2}}, "FSDP2 with its parameters on the CPU (offload)"),
+    ({"deepspeed": 3}, "deepspeed: 3 is neither the path of a JSON file nor a mapping"),
+    ({"fsdp": True, "fsdp_config": {"version": 2, "xla": True}}, "FSDP on XLA"),
+    ({"fsdp": True, "fsdp_config": "lost.json"}, "No such file or directory: 'lost.json'"),
+    ({"parallelism_config": {"cp_size": 2}}, "ParallelismConfig(cp_size)"),
+    ({"parallelism_config": {"sp_size": 2}}, "without DeepSpeed"),
+    (
+        {"parallelism_config": {"sp_size": 2}, "deepspeed": ZERO3, "label_smoothing_factor": 0.1},
+        "label_smoothing_factor is ignored under sequence parallel",
+    ),
+]
+V1 = [
+    ({"dist_config": {"name": "deepspeed"}}, "does not run under dist_config: deepspeed"),
+    ({"dist_config": {"name": "fsdp2", "offload_params": True}}, "offload_params: true"),
+    ({"cp_size": 2}, "cp_size: 2 needs dist_config: {name: fsdp2}"),
+    ({"cp_size": "two"}, "cp_size: two is no number of ranks"),
+    ({"dist_config": "fsdp2"}, "dist_config: fsdp2 is no mapping. Write dist_config: {name: fsdp2}"),
+    ({"optim_config": {"name": "muon", "momentun": 0.9}}, "'momentun' is not an option of muon"),
+    ({"optim_config": {"name": "muon", "wd": 0, "weight_decay": 0}}, "two names of one option"),
+    ({"optim_config": "muon"}, "optim_config: muon is no mapping. Write optim_config: {name: muon}"),
+]
+
+
+class TestTrainingFiles:
+    @pytest.mark.parametrize(("keys", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+    def test_refused(self, folder, tmp_path, keys, message):
+        environment = dict(os.environ)
+        done = call("inspect", write(tmp_path, folder, **keys), "--json")
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+        assert message in done.stderr
+        assert message in json.loads(done.stdout)["refused"][0]
+        assert dict(os.environ) == environment
+
+    @pytest.mark.parametrize(("keys", "message"), V1, ids=lambda value: value if isinstance(value, str) else "")
+    def test_llamafactory_v1_refused(self, folder, tmp_path, keys, message):
+        done = call("inspect", write_v1(tmp_path, folder, **keys))
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+        assert message in done.stderr
+
+    def test_megatron_is_chosen_in_the_environment(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setenv("USE_MCA", "1")
+        done = call("inspect", write(tmp_path, folder, finetuning_type="full"))
+        assert (done.exit_code, "does not run with USE_MCA=1" in done.stderr) == (1, True)
+        assert call("inspect", write(tmp_path, folder)).exit_code == 0  # another script, which does not read it
+
+    def test_every_reason_is_shown_below_the_table(self, folder, tmp_path):
+        keys = {"use_muon": True, "deepspeed": "lost.json", "fsdp": True, "fsdp_config": {"version": 1}}
+        done = call("inspect", write(tmp_path, folder, **keys))
+        assert "model.layers.*.mlp.up_proj.weight" in done.stdout
+        assert done.stderr.count("\n  - ") == 3
+
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            ({"finetuning_type": "freeze", "freeze_trainable_layers": "many"}, "freeze_trainable_layers is 'many'"),
+            ({"finetuning_type": "lora", "lora_rank": "many"}, "the rank of LoRA is 'many', and no integer"),
+        ],
+    )
+    def test_words_where_numbers_belong(self, folder, tmp_path, keys, message):
+        done = call("inspect", write(tmp_path, folder, **keys))
+        assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+
+    def test_the_sentences_are_those_of_the_run(self, folder, tmp_path):
+        fsdp = {"fsdp": True, "fsdp_config": {"version": 1}}
+        with pytest.raises(RuntimeError) as at_run_time:
+            refuse_unsupported(TrainingArguments(str(tmp_path), use_cpu=True, optim="muon", **fsdp))
+        assert str(at_run_time.value) in call("inspect", write(tmp_path, folder, **fsdp)).stderr
+        config = {**ZERO3, "optimizer": {"type": "Muon"}, "expert_parallel": {}}
+        with pytest.raises(RuntimeError) as at_run_time:
+            refuse_config(config)
+        assert str(at_run_time.value) in call("inspect", write(tmp_path, folder, deepspeed=config)).stderr
+        with pytest.raises(ValueError, match="cp_size") as wrong:
+            llamafactory_v1.refuse_unsupported(SimpleNamespace(dist_config={}, cp_size=2))
+        assert str(wrong.value) in call("inspect", write_v1(tmp_path, folder, cp_size=2)).stderr
+
+    def test_of_another_optimizer_it_is_a_note(self, folder, tmp_path):
+        done = call("inspect", write(tmp_path, folder, optim="adamw_torch", use_muon=True, optim_args="rank=8"))
+        assert done.exit_code == 0, done.stderr
+        assert "optim: muon would be refused: use_muon: true" in done.stdout
+
+    def test_an_optimizer_that_nobody_knows(self, folder, tmp_path):
+        done = call("inspect", write(tmp_path, folder, optim="moun"))
+        assert (done.exit_code, "optim: moun is not an optimizer of TrainingArguments" in done.stderr) == (1, True)
+
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            {"deepspeed": ZERO3},
+            {"deepspeed": {**ZERO3, "optimizer": {}}, "optim": None},
+            {"fsdp": True, "fsdp_config": {"version": 2}},
+            {"parallelism_config": {"sp_size": 2}, "deepspeed": ZERO3},
+            {"bf16": True, "tf32": True, "learning_rate": "1e-5", "learning_rate_of_mine": 3, "report_to": "wandb"},
+        ],
+    )
+    def test_not_refused(self, folder, tmp_path, monkeypatch, keys):
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        state = dict(PartialState._shared_state)
+        done = call("inspect", write(tmp_path, folder, **keys))
+        assert done.exit_code == 0, done.stderr
+        assert PartialState._shared_state == state
+
+
+# --- code of a model's own
+
+
+REMOTE = """
+from transformers import PretrainedConfig, PreTrainedModel
+from torch import nn
+
+class NetConfig(PretrainedConfig):
+    model_type = "net_of_mine"
+
+class Net(PreTrainedModel):
+    config_class = NetConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = nn.Linear(6, 4)
+        self.post_init()
+"""
+
+
+class TestRemoteCode:
+    @pytest.fixture
+    def remote(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+        folder = tmp_path / "remote"
+        folder.mkdir()
+        (folder / "net.py").write_text(REMOTE)
+        own = {"AutoConfig": "net.NetConfig", "AutoModelForCausalLM": "net.Net"}
+        config = {"model_type": "net_of_mine", "architectures": ["Net"], "auto_map": own}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    @pytest.mark.parametrize("command", ["inspect", "plan"])
+    def test_nothing_is_asked_or_run_without_the_option(self, remote, command):
+        (remote / "net.py").write_text("raise SystemExit('it has run')")
+        done = CliRunner().invoke(app, [command, str(remote)], input="y\n")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "say --trust-remote-code, which runs it" in done.stderr
+
+    def test_with_the_option(self, remote):
+        done = call("inspect", remote, "--trust-remote-code", "--json")
+        assert done.exit_code == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert (shown["model"], shown["muon"]) == ("Net", {"parameters": 1, "weights": 24})

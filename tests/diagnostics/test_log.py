@@ -1,0 +1,69 @@
+"""What the environment asks for: two features, each with a variable of its own, and the one that both had before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_muon import Muon
+from hf_muon.diagnostics import log as diagnostics
+
+NEW = (diagnostics.REPORT, diagnostics.EVERY)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in (*NEW, *diagnostics.OLD_REPORTS):
+        monkeypatch.delenv(name, raising=False)
+
+
+def asked():
+    return diagnostics.report_wanted(), diagnostics.every_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "report", "every"),
+    [
+        ({}, False, 0),
+        ({"HF_MUON_STEP_REPORT": "1"}, True, 0),
+        ({"HF_MUON_STEP_REPORT": "off"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "50"}, False, 50),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "1"}, False, 1),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "0"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "off"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": "False"}, False, 0),
+        ({"HF_MUON_DIAGNOSTICS_EVERY": " no "}, False, 0),
+        ({"HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "7"}, True, 7),
+        # what the older names have always meant
+        ({"HF_MUON_DIAG": "1"}, True, 0),
+        ({"HF_MUON_DIAG": "yes"}, True, 0),
+        ({"HF_MUON_DIAG": "0"}, False, 0),
+        ({"HF_MUON_DIAG": ""}, False, 0),
+        ({"HF_MUON_DIAG": "50"}, True, 50),
+        ({"LLAMAFACTORY_MUON_DIAG": "1"}, True, 0),
+        ({"LLAMAFACTORY_MUON_DIAG": "50"}, True, 0),
+        # the new ones win
+        ({"HF_MUON_DIAG": "50", "HF_MUON_STEP_REPORT": "0"}, False, 50),
+        ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "0"}, True, 0),
+        ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "off"}, True, 0),
+    ],
+)
+def test_each_variable_has_one_meaning(variables, report, every, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert asked() == (report, every)
+
+
+@pytest.mark.parametrize("text", ["often", "on", "-1", "1.5", "9" * 5000, "\u0663"])
+def test_text_that_is_no_number_of_steps_is_refused(text, monkeypatch):
+    monkeypatch.setenv(diagnostics.EVERY, text)
+    with pytest.raises(ValueError, match=r"HF_MUON_DIAGNOSTICS_EVERY=.* is not valid. Valid: a number of steps, 0"):
+        Muon([torch.nn.Parameter(torch.ones(3, 4))])
+
+
+def test_the_variable_reaches_the_optimizer_and_the_option_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv(diagnostics.EVERY, "3")
+    file = str(tmp_path / "d.jsonl")
+    params = [torch.nn.Parameter(torch.ones(3, 4))]
+    assert Muon(params, diagnostics_file=file).metrics.every == 3
+    assert Muon(params, diagnostics_every=5, diagnostics_file=file).metrics.every == 5

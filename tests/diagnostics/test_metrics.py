@@ -1,0 +1,195 @@
+"""What is measured is right, and measuring changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon, build_optimizer, orthogonalize
+from hf_muon.diagnostics import metrics
+from tests.distributed.training import Model, batches
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained(steps=7, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    optimizer = build_optimizer(model, {"ns_dtype": "fp32", "lr": 5e-3, "weight_decay": 0.1, **options})
+    for step in range(steps):
+        optimizer.zero_grad()
+        tokens = batches(step)
+        logits = model(tokens[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": "false"}, {"dtype": torch.bfloat16}])
+def test_weights_and_random_numbers_do_not_differ_by_a_bit(tmp_path, options):
+    without, _ = trained(**options)
+    after = torch.rand(3)
+    watched, _ = trained(diagnostics_every=2, diagnostics_file=str(tmp_path / "d.jsonl"), **options)
+    assert torch.equal(after, torch.rand(3))
+    assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
+    assert [line["step"] for line in lines_of(tmp_path / "d.jsonl") if line["event"] == "step"] == [2, 4, 6]
+
+
+def test_nothing_is_written_or_kept_without_being_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("", "0", "1"):
+        monkeypatch.setenv("HF_MUON_DIAG", variable)
+        _, optimizer = trained(2)
+        assert optimizer.metrics is None
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("HF_MUON_DIAG", "2")
+    trained(2)
+    assert [path.name for path in tmp_path.iterdir()] == [metrics.FILE]
+
+
+def test_values_are_those_of_the_matrices_themselves(tmp_path):
+    """One step from zero momentum, against formulas in float64 on whole matrices."""
+    weights = [torch.randn(12, 20), torch.randn(20, 12), torch.randn(3, 6, 8)]
+    params = [nn.Parameter(w.clone()) for w in weights]
+    vector = nn.Parameter(torch.randn(7))
+    named = [(f"layers.{i}.w", p) for i, p in enumerate(params)]
+    groups = [{"params": named}, {"params": [("norm.weight", vector)], "use_muon": False, "lr": 0.25}]
+    file = tmp_path / "deep" / "d.jsonl"
+    optimizer = Muon(groups, lr=0.5, ns_dtype="fp32", diagnostics_every=1, diagnostics_file=str(file))
+    grads = [torch.randn_like(w) * 10.0**-i for i, w in enumerate(weights)]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    vector.grad = torch.randn(7)
+    optimizer.step()
+    start, line = lines_of(file)
+    assert [p["name"] for p in start["parameters"]] == [*(name for name, _ in named), "norm.weight"]
+    assert [(p["layer"], p["kind"]) for p in start["parameters"]] == [(0, "w"), (1, "w"), (2, "w"), (None, "norm")]
+    assert (line["step"], line["muon_lr"], line["adamw_lr"]) == (1, 0.5, 0.25)
+    for i, (weight, param, grad) in enumerate(zip(weights, params, grads, strict=True)):
+        moved = (weight - param.detach()).double() / 0.5
+        assert line["update_rms"][i] == pytest.approx(moved.square().mean().sqrt().item(), rel=1e-4)
+        assert line["momentum_rms"][i] == pytest.approx(0.05 * grad.square().mean().sqrt().item(), rel=1e-5)
+        update = (0.05 * 1.95 * grad).reshape(-1, *grad.shape[-2:])
+        singular = torch.linalg.svdvals(update.double())
+        rank = (singular.square().sum(-1) / singular[:, 0].square()).mean().item()
+        assert line["stable_rank"][i] == pytest.approx(rank, rel=0.1)
+        direction = torch.linalg.svdvals(orthogonalize(update, ns_dtype="fp32").double())
+        error = (direction.square() - 1).square().mean(-1).sqrt().mean().item()
+        assert line["orthogonality_error"][i] == pytest.approx(error, rel=1e-3)
+    assert [line[measure][3] for measure in metrics.MEASURES] == [None] * 4
+    assert line["adamw_update_rms"] == [None, None, None, pytest.approx(1, abs=1e-5)]
+
+
+class TestStableRank:
+    @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+    @pytest.mark.parametrize("shape", [(2, 9, 14), (1, 14, 9)])
+    def test_one_large_singular_value(self, shape, scale):
+        a = torch.randn(shape) + 4
+        singular = torch.linalg.svdvals(a.double())
+        expected = (singular.square().sum(-1) / singular[:, 0].square()).float()
+        torch.testing.assert_close(metrics.stable_rank(a * scale), expected, rtol=1e-4, atol=0)
+
+    def test_of_orthogonal_and_zero_matrices(self):
+        q = torch.linalg.qr(torch.randn(8, 5))[0]
+        found = metrics.stable_rank(torch.stack([q, torch.zeros(8, 5)]))
+        torch.testing.assert_close(found, torch.tensor([5.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("names", "places"),
+    [
+        (["model.layers.3.mlp.up_proj.weight"], [(3, "mlp.up_proj")]),
+        (["model.layers.3.mlp.experts.7.up_proj.weight"], [(3, "mlp.experts.*.up_proj")]),
+        (["a.model.layers.0.q.lora_A.default.weight"], [(0, "q.lora_A")]),
+        (["layers.0.qkv.weight[2]", "lm_head.weight"], [(0, "qkv[2]"), (None, "lm_head")]),
+        (["model.layers.1.mlp.experts.gate_up_proj[1]"], [(1, "mlp.experts.gate_up_proj[1]")]),
+        (
+            ["model.encoder.layers.1.fc.weight", "model.decoder.layers.1.fc.weight"],
+            [(1, "encoder.layers fc"), (1, "decoder.layers fc")],
+        ),
+        (["conv1.weight", "layer1.0.conv.weight"], [(None, "conv1"), (0, "conv")]),
+    ],
+)
+def test_layers_and_kinds(names, places):
+    assert metrics.parameters_of(names) == places
+
+
+def test_a_few_parts_of_a_weight_have_numbers_of_their_own_and_of_many_the_mean_stands(tmp_path):
+    weights, grads = [torch.randn(18, 6) for _ in range(2)], [torch.randn(18, 6) for _ in range(2)]
+    views = ["rows 2*(4+5)", "rows 9x2"]
+    file = tmp_path / "d.jsonl"
+    options = {"diagnostics_every": 1, "ns_dtype": "fp32", "adjust_lr_fn": "original", "nesterov": False}
+    params = [nn.Parameter(w) for w in weights]
+    named = [(f"layers.0.{name}.weight", p) for name, p in zip(("qk", "heads"), params, strict=True)]
+    optimizer = Muon([{"params": named, "views": views}], diagnostics_file=str(file), **options)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    start, line = lines_of(file)
+    assert [(p["name"], p["kind"], p["shape"]) for p in start["parameters"]] == [
+        ("layers.0.qk.weight[0]", "qk[0]", [8, 6]),
+        ("layers.0.qk.weight[1]", "qk[1]", [10, 6]),
+        ("layers.0.heads.weight", "heads", [2, 6]),
+    ]
+    directions = [
+        *(orthogonalize(grads[0].view(2, 9, 6)[:, s].reshape(-1, 6), ns_dtype="fp32") for s in (slice(4), slice(4, 9))),
+        orthogonalize(grads[1].view(9, 2, 6), ns_dtype="fp32"),
+    ]
+    for i, direction in enumerate(directions):
+        scale = max(1, direction.size(-2) / 6) ** 0.5
+        assert line["update_rms"][i] == pytest.approx(scale * direction.square().mean().sqrt().item(), rel=1e-4)
+        assert line["orthogonality_error"][i] == pytest.approx(
+            metrics.orthogonality_error(direction.reshape(-1, *direction.shape[-2:])).mean().item(), rel=1e-3
+        )
+
+
+def test_a_refused_step_leaves_no_line(tmp_path):
+    file = tmp_path / "d.jsonl"
+    param = nn.Parameter(torch.ones(4, 6))
+    optimizer = Muon([param], diagnostics_every=1, diagnostics_file=str(file))
+    param.grad = torch.full((4, 6), math.nan)
+    with pytest.raises(RuntimeError, match="not finite"):
+        optimizer.step()
+    assert not file.exists()
+    param.grad = torch.ones(4, 6)
+    optimizer.step()
+    assert [line["event"] for line in lines_of(file)] == ["start", "step"]
+
+
+def test_a_run_that_goes_on_appends_after_half_a_line(tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"event":"step","st')
+    trained(2, diagnostics_every=1, diagnostics_file=str(file))
+    first, *rest = file.read_text().splitlines()
+    assert first == '{"event":"step","st'
+    assert [json.loads(line)["event"] for line in rest] == ["start", "step", "step"]
+
+
+def test_a_file_that_cannot_be_written_ends_diagnostics_and_no_run(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    without, _ = trained(2)
+    with caplog.at_level("WARNING", logger="hf_muon"):
+        watched, _ = trained(2, diagnostics_every=1, diagnostics_file=str(tmp_path / "file" / "d.jsonl"))
+    assert "cannot be written" in caplog.text or not caplog.records
+    assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "value"), [("diagnostics_every", "-1"), ("diagnostics_every", "often")])
+def test_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* Valid: a number of steps, 0 for never"):
+        build_optimizer(Model(), {name: value})
+
+
+def test_time_share(tmp_path, monkeypatch):
+    """The step before a watched one is timed, from its beginning to that of the next."""
+    moments = iter([10.0, 10.5, 12.0, 99.0])
+    monkeypatch.setattr(metrics._Clock, "now", lambda self: next(moments))
+    trained(3, diagnostics_every=3, diagnostics_file=str(tmp_path / "d.jsonl"))
+    line = lines_of(tmp_path / "d.jsonl")[-1]
+    assert (line["step_ms"], line["optimizer_ms"], line["time_share"]) == (2000, 500, 0.25)

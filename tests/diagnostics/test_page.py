@@ -1,0 +1,300 @@
+"""`hf-muon report`: a page from a run's diagnostics, read as text and in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from hf_muon import Muon
+from hf_muon.cli.app import app
+from hf_muon.diagnostics.metrics import FILE
+
+KINDS = ("self_attn.q_proj", "mlp.up_proj</script><b>")
+NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(3) for kind in KINDS]
+PARAMETERS = [
+    *({"name": n, "layer": i // 2, "kind": KINDS[i % 2], "shape": [4, 6]} for i, n in enumerate(NAMES)),
+    {"name": "model.norm.weight", "layer": None, "kind": "model.norm", "shape": []},
+]
+
+
+def step_line(step, scale=1.0):
+    values = [scale * (1 + i) / 10 for i in range(len(NAMES))]
+    return {
+        "event": "step",
+        "step": step,
+        "muon_lr": 1e-3 / step,
+        "adamw_lr": 2e-3 / step,
+        "step_ms": 100.0,
+        "optimizer_ms": 5.0,
+        "time_share": 0.05,
+        **{measure: [*values, None] for measure in ("update_rms", "momentum_rms")},
+        "orthogonality_error": [*values[:2], *[None] * 5],
+        "stable_rank": [*values[:2], *[None] * 5],
+        "adamw_update_rms": [*[None] * 6, 0.7],
+    }
+
+
+def write(folder, steps=(10, 20, 30), extra=()):
+    lines = [{"event": "start", "hf_muon": "1", "torch": "2", "ranks": 4, "every": 10, "parameters": PARAMETERS}]
+    for step in steps:
+        lines += [step_line(step), {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0}]
+    file = folder / FILE
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *extra]))
+    return file
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+
+
+class Page(HTMLParser):
+    """Headings, legends, charts' data and whatever would be loaded from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.titles, self.legends, self.data, self.links, self.tags, self.cells = [], {}, {}, [], [], []
+        self._in = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self._in.append((tag, dict(attributes)))
+        self.links += [value for key, value in attributes if key in ("src", "href", "srcset", "data")]
+
+    def handle_endtag(self, tag):
+        while self._in and self._in.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data):
+        tag, attributes = self._in[-1] if self._in else ("", {})
+        if tag == "h2":
+            self.titles.append(data)
+        elif tag in ("th", "td"):
+            self.cells.append(data)
+        elif tag == "li":
+            self.legends.setdefault(self.titles[-1], []).append(data)
+        elif attributes.get("type") == "application/json":
+            self.data[self.titles[-1]] = {
+                line["name"]: {x: y for _, x, y in line["points"]} for line in json.loads(data)
+            }
+
+
+def test_numbers_are_those_of_the_file(tmp_path):
+    write(tmp_path)
+    done = report(tmp_path)
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "muon_report.html").read_text()
+    found = Page(text)
+    assert found.titles == [
+        "Loss",
+        "Learning rates",
+        "Update RMS by kind",
+        "Update RMS by layer",
+        "Update RMS of the AdamW half",
+        "Orthogonality error by kind",
+        "Momentum by kind",
+        "Stable rank by kind",
+        "Time share of the optimizer",
+        "Gradient norm",
+        "Update RMS by layer and kind",
+    ]
+    assert found.data["Loss"] == {"loss": {10: 1.0, 20: 0.5, 30: pytest.approx(1 / 3, rel=1e-4)}}
+    assert found.data["Learning rates"]["adamw"][20] == 1e-4
+    assert found.data["Update RMS by kind"] == {
+        kind: {step: pytest.approx(mean) for step in (10, 20, 30)} for kind, mean in zip(KINDS, (0.3, 0.4), strict=True)
+    }
+    assert found.data["Update RMS by layer"]["layer 2"][10] == pytest.approx(0.55)
+    assert found.data["Update RMS of the AdamW half"] == {"model.norm": {10: 0.7, 20: 0.7, 30: 0.7}}
+    assert found.data["Time share of the optimizer"]["optimizer step"][10] == 5
+    assert found.legends["Update RMS by kind"] == list(KINDS)
+    assert "rank 0 of 4: what it orthogonalizes" in text
+
+
+def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
+    named = [(f"model.layers.{i}.mlp.gate_up_proj.weight", nn.Parameter(torch.randn(8, 6))) for i in range(2)]
+    options = {"diagnostics_every": 1, "diagnostics_file": str(tmp_path / FILE)}
+    optimizer = Muon([{"params": named, "views": ["rows 4+4"] * 2}], **options)
+    for _, param in named:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert report(tmp_path).exit_code == 0
+    found = Page((tmp_path / "muon_report.html").read_text())
+    kinds = ["mlp.gate_up_proj[0]", "mlp.gate_up_proj[1]"]
+    assert list(found.data["Update RMS by kind"]) == kinds
+    assert list(found.data["Update RMS by layer"]) == ["layer 0", "layer 1"]
+    assert [cell for cell in found.cells if "." not in cell or cell in kinds] == [*kinds, "0", "1"]
+    assert len(found.cells) == len(kinds) + 2 * 3
+
+
+def test_the_page_needs_nothing_else_and_names_cannot_break_out(tmp_path):
+    write(tmp_path)
+    report(tmp_path)
+    text = (tmp_path / "muon_report.html").read_text()
+    found = Page(text)
+    assert found.links == []
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert "b" not in found.tags
+    assert text.count("</script>") == found.tags.count("script")
+
+
+def test_of_steps_taken_again_the_later_ones_count(tmp_path):
+    """A run that was killed after step 30 and has gone on from step 10."""
+    start = {"event": "start", "hf_muon": "1", "torch": "2", "ranks": 2, "every": 10, "parameters": PARAMETERS}
+    write(tmp_path, extra=[start, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}])
+    found = json.loads(report(tmp_path, "--json").stdout)
+    assert found["steps"] == [10, 20, 30]
+    assert found["update_rms"] == pytest.approx(3 * 0.35)
+    report(tmp_path)
+    data = Page((tmp_path / "muon_report.html").read_text()).data
+    assert data["Update RMS by kind"][KINDS[0]] == {10: 0.3, 20: 0.6, 30: 0.9}
+    assert data["Loss"]["loss"][20] == 7
+
+
+def test_long_runs_are_thinned_by_means(tmp_path):
+    write(tmp_path, steps=range(1, 2001))
+    report(tmp_path)
+    page = tmp_path / "muon_report.html"
+    assert page.stat().st_size < 500_000
+    loss = Page(page.read_text()).data["Loss"]["loss"]
+    assert len(loss) == 500
+    assert loss[8] == pytest.approx(sum(10 / step for step in range(5, 9)) / 4, rel=1e-4)
+    assert max(loss) == 2000
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"event":"step","st', "line 8 cannot be read: Unterminated string"),
+        ("[]", "line 8 cannot be read: it is no object, but a list"),
+        ('{"event":"dance"}', "line 8 cannot be read: event 'dance' is not known"),
+        ('{"event":"step"}', "line 8 cannot be read: it has no 'step'"),
+        ('{"event":"step","step":40,"update_rms":[1]}', "step 40 has numbers for 1 parameters of 7"),
+        ('{"event":"log","step":"often"}', "line 8 cannot be read: invalid literal"),
+        ('{"event":"log","step":40,"loss":NaN}', "NaN is not a number of JSON; hf_muon writes null in its place"),
+        ('{"event":"step","step":40,"muon_lr":-Infinity}', "-Infinity is not a number of JSON"),
+        ('{"event":"step","step":40,"muon_lr":1e-3,"update_rms":[1e999,1,1,1,1,1,1]}', "1e999 is not a number of JSON"),
+        (
+            '{"event":"step","step":40,"muon_lr":1e-3,"update_rms":["x",1,1,1,1,1,1]}',
+            "could not convert string to float",
+        ),
+        ('{"event":"log","step":40,"grad_norm":2,"loss":1' + "0" * 400 + "}", "line 8 cannot be read: int too large"),
+        ('{"event":"start","torch":NaN,"parameters":[]}', "NaN is not a number of JSON"),
+        ('{"event":"start","parameters":[{"name":"a","layer":"low","kind":"b"}]}', "invalid literal for int()"),
+        ("[" * 100000, "line 8 cannot be read: maximum recursion depth"),
+        ('{"event":"start","parameters":[{}]}', "line 8 cannot be read: it has no 'name'"),
+    ],
+)
+def test_broken_lines(tmp_path, line, message):
+    file = write(tmp_path)
+    whole = report(tmp_path, "--json").stdout
+    with file.open("a") as out:
+        out.write(line)
+    done = report(tmp_path)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert message in done.stderr
+    assert "--skip-broken leaves such lines out" in done.stderr
+    assert not (tmp_path / "muon_report.html").exists()
+    assert report(tmp_path, "--json", "--skip-broken").stdout == whole
+
+
+def test_refused(tmp_path):
+    file = tmp_path / "run" / FILE
+    for path, message in (
+        ("lost", "lost does not exist. Name a run's output directory"),
+        (".", f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50"),
+    ):
+        done = report(tmp_path / path)
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+        assert message in done.stderr
+    file.parent.mkdir()
+    file.write_text("")
+    assert "holds no watched step yet" in report(file.parent).stderr
+    write(file.parent)
+    assert "is not a directory" in report(file, "--out", tmp_path / "no" / "page.html").stderr
+    assert f"{tmp_path} is a directory. Name the page itself" in report(file, "--out", tmp_path).stderr
+
+
+def test_as_a_process(tmp_path):
+    write(tmp_path)
+    program = Path(sys.executable).with_name("hf-muon")
+    words = [program, "report", tmp_path, "--out", tmp_path / "page.html"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'page.html'} (" in done.stdout
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium: the one named by HF_MUON_CHROMIUM, beside python, on the path, or playwright's own."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = (shutil.which(name, path=path) for name in ("chromium", "chromium-browser", "google-chrome"))
+    named = os.environ.get("HF_MUON_CHROMIUM") or next(filter(None, found), None)
+    with playwright.sync_playwright() as driver:
+        if named is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip("no browser: tests/get_chromium has found none (HF_MUON_CHROMIUM may name one)")
+        opened = driver.chromium.launch(executable_path=named, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+def test_in_a_browser(browser, tmp_path):
+    write(tmp_path, steps=range(10, 110, 10))
+    assert report(tmp_path).exit_code == 0
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    complaints, requests = [], []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto((tmp_path / "muon_report.html").as_uri())
+    assert page.title() == f"Muon: {tmp_path.name}"
+    figures = page.locator("figure")
+    assert figures.count() == 11
+    # Every line is drawn, and inside of its chart.
+    for i in range(figures.count()):
+        figure = figures.nth(i)
+        box = figure.bounding_box()
+        assert box["width"] > 300
+        assert box["height"] > 50
+        for line in figure.locator("polyline").all():
+            inner = line.bounding_box()
+            assert box["x"] <= inner["x"] < inner["x"] + inner["width"] <= box["x"] + box["width"] + 1
+            assert inner["width"] > 0.8 * (box["width"] - 100)
+    loss = figures.nth(0)
+    assert loss.locator("h2").inner_text() == "Loss"
+    assert loss.locator(".tip").is_hidden()
+    box = loss.locator("svg").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 15, box["y"] + box["height"] / 2)
+    assert loss.locator(".tip").inner_text().split("\n") == ["step 100", "loss  0.1"]
+    page.mouse.move(5, 5)
+    assert loss.locator(".tip").is_hidden()
+    table = page.locator("table")
+    assert table.locator("tbody tr").count() == 3
+    assert table.locator("tbody tr").nth(2).inner_text().split() == ["2", "0.5", "0.6"]
+    colours = [cell.evaluate("cell => getComputedStyle(cell).backgroundColor") for cell in table.locator("td").all()]
+    strengths = [float(re.search(r"[\d.]+(?=\)$)", colour)[0]) for colour in colours]
+    assert strengths == sorted(strengths)
+    assert math.isclose(strengths[-1], 0.55, abs_tol=0.01)
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("file:")] == []
+    # Read on a phone, nothing is cut off.
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380

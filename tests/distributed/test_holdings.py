@@ -1,0 +1,91 @@
+"""What travels to an owner, against the least that could travel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hf_muon.distributed.exchange import _Bucket
+from hf_muon.distributed.holdings import Holdings
+from hf_muon.distributed.units import MatrixRange, Unit
+from hf_muon.storage.regions import regions
+from tests.distributed.cases import given_gradients
+from tests.distributed.test_layouts import assert_equal
+
+MESHES = [(2,), (4,), (2, 2)]
+placement = st.one_of(
+    st.just(Replicate()),
+    st.builds(Shard, st.integers(0, 2)),
+    st.builds(_StridedShard, st.integers(0, 2), split_factor=st.integers(1, 2)),
+)
+
+
+def elements(block):
+    """The elements of the unit's batch that a block holds."""
+    matrices = range(block.matrices.start, block.matrices.stop)
+    rows, columns = (
+        [i for first, last in ranges for i in range(first, last)] for ranges in (block.rows, block.columns)
+    )
+    return frozenset(itertools.product(matrices, rows, columns))
+
+
+def least(blocks, owner, wanted):
+    """The fewest elements that other ranks must send, over all sets of blocks from which the owner has everything."""
+    sets = [(rank, elements(block)) for rank, block in blocks if rank != owner]
+    own = frozenset().union(*(elements(block) for rank, block in blocks if rank == owner))
+    best = math.inf
+    for chosen in itertools.product((False, True), repeat=len(sets)):
+        sent = [held for taken, (_, held) in zip(chosen, sets, strict=True) if taken]
+        if own.union(*sent) == wanted:
+            best = min(best, sum(map(len, sent)))
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_what_is_sent_is_the_least_from_which_the_owner_has_everything(data):
+    mesh = data.draw(st.sampled_from(MESHES))
+    ranks, stacks = math.prod(mesh), data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    stored = {
+        i: regions((stack, 2, 3), mesh, data.draw(st.lists(placement, min_size=len(mesh), max_size=len(mesh))))
+        for i, stack in enumerate(stacks)
+    }
+    storage = Holdings(stored, ranks)
+    unit = Unit((2, 3), tuple(MatrixRange(i, 0, stack) for i, stack in enumerate(stacks)))
+    blocks = [(rank, block) for rank in range(ranks) for block in storage.blocks(unit, rank)]
+    wanted = frozenset(itertools.product(range(unit.count), range(2), range(3)))
+    for owner in range(ranks):
+        buckets = [_Bucket([(unit, owner)], storage, rank) for rank in range(ranks)]
+        # All ranks say the same about whether there is anything to send, and how much.
+        assert buckets[owner].receive == [bucket.send[owner] for bucket in buckets]
+        assert [bucket.arrive[owner] for bucket in buckets] == buckets[owner].leave
+        assert storage.pattern(unit).sent_to(owner).tolist() == buckets[owner].receive
+        arrived = [element for _, block in buckets[owner].incoming for element in elements(block)]
+        assert sorted(arrived) == sorted(wanted)
+        travels = sum(buckets[owner].receive) - buckets[owner].receive[owner]
+        assert {bucket.gathers for bucket in buckets} == {travels > 0}
+        assert {bucket.returns for bucket in buckets} == {sum(buckets[owner].leave) > buckets[owner].leave[owner]}
+        if len(blocks) <= 12:
+            assert travels == least(blocks, owner, wanted)
+
+
+# Stacks and matrices of one shape that share units, whole on every rank and cut, in turns.
+SHARED_UNITS = [((14, 3, 13), ""), ((17, 3, 13), ""), ((3, 13), ""), ((6, 13), "rows 3+3"), ((9, 3, 13), "")]
+
+
+@pytest.mark.parametrize("layout", ["mixed", "mixed-turned"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("max_bucket_bytes", [1, 2**26])
+def test_replicated_and_sharded_matrices_share_a_unit(pools, layout, ranks, max_bucket_bytes):
+    options = {"steps": 2, "viewed": SHARED_UNITS, "max_bucket_bytes": max_bucket_bytes}
+    expected = given_gradients(0, "single", **options)
+    found = pools[ranks].run(given_gradients, layout=layout, **options)
+    assert_equal(found, expected)
+    assert all(torch.equal(a, b) for one, two in zip(*found[:2], strict=True) for a, b in zip(one, two, strict=True))

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_muon.distributed import exchange
+from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
+from hf_muon.math.cost import segments
+from hf_muon.math.newton_schulz import newton_schulz
+from hf_muon.storage.regions import regions
+
+
+def llama_70b():
+    """Sizes: Grattafiori et al., The Llama 3 Herd of Models, table 3; 8 key and value heads of 128."""
+    width, inner, kv = 8192, 28672, 1024
+    return [(width, width), (kv, width), (kv, width), (width, width), *[(inner, width)] * 2, (width, inner)] * 80
+
+
+def qwen3_235b_a22b():
+    """Sizes: Qwen3 Technical Report, table 2; experts stacked and gate and up fused, as transformers stores them."""
+    width, experts, inner = 4096, 128, 1536
+    attention = [(64 * 128, width), (4 * 128, width), (4 * 128, width), (width, 64 * 128)]
+    return [*attention, (experts, 2 * inner, width), (experts, width, inner)] * 94
+
+
+def units_of(shapes):
+    return make_units(shapes, [None] * len(shapes))
+
+
+def loads(units, owners, ranks):
+    load = [0] * ranks
+    for unit, owner in zip(units, owners, strict=True):
+        load[owner] += unit.cost
+    return load
+
+
+def lower_bound(units, ranks):
+    """No schedule is shorter: all the work shared out evenly, or the largest unit."""
+    return max(sum(unit.cost for unit in units) / ranks, max(unit.cost for unit in units))
+
+
+def holders_of(units, shapes, ranks, placement):
+    where = {shape: regions(shape, (ranks,), [placement]) for shape in set(shapes)}
+    storage = exchange.Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
+    return [storage.pattern(unit).holders for unit in units]
+
+
+class TestUnits:
+    @given(
+        st.lists(
+            st.sampled_from([(4, 6), (6, 4), (3, 4, 6), (1, 9), (0, 5), (2, 0, 3), (7, 9, 1), (2048, 2048)]),
+            max_size=40,
+        ),
+        st.data(),
+    )
+    def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
+        kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
+        seen = Counter()
+        for unit in make_units(shapes, kinds):
+            assert len({kinds[param] for param, _, _ in unit.runs}) == 1
+            for param, start, stop in unit.runs:
+                assert tuple(shapes[param][-2:]) == unit.shape
+                seen.update((param, k) for k in range(start, stop))
+        wanted = Counter(
+            (i, k)
+            for i, shape in enumerate(shapes)
+            if torch.Size(shape).numel()
+            for k in range(shape[0] if len(shape) == 3 else 1)
+        )
+        assert seen == wanted
+
+    def test_small_matrices_of_a_shape_stay_together_as_long_as_there_is_enough_to_share_out(self):
+        assert [unit.count for unit in units_of([(16, 16)] * 80)] == [10] * 8
+        assert [unit.count for unit in units_of([(16, 16)] * 5)] == [1] * 5
+
+    def test_large_matrices_stand_alone(self):
+        assert all(unit.count == 1 for unit in units_of([(4096, 4096)] * 100))
+
+    def test_a_stack_is_cut_where_a_unit_is_full(self):
+        assert units_of([(12, 4, 4), (12, 4, 4)]) == [
+            Unit((4, 4), (MatrixRange(param, k, k + 3),)) for param in (0, 1) for k in range(0, 12, 3)
+        ]
+
+    def test_what_a_kind_is_cut_into_does_not_depend_on_the_other_kinds_order(self):
+        shapes = [(8, 8)] * 32
+        apart = make_units(shapes, ["a"] * 16 + ["b"] * 16)
+        mixed = make_units(shapes, ["a", "b"] * 16)
+        assert [unit.count for unit in apart] == [unit.count for unit in mixed]
+
+    def test_only_keeps_the_runs_of_active_parameters(self):
+        unit = Unit((2, 3), (MatrixRange(0, 0, 4), MatrixRange(1, 0, 1), MatrixRange(5, 2, 3)))
+        assert unit.only({0, 5}) == Unit((2, 3), (MatrixRange(0, 0, 4), MatrixRange(5, 2, 3)))
+        assert unit.only(set()).runs == ()
+        assert unit.only({0, 1, 5}) == unit
+
+    def test_cost_is_in_proportion_to_the_products(self):
+        for shape in [(24, 40), (40, 24), (32, 32), (4, 100), (64, 90), (64, 100), (200, 70)]:
+            lengths = segments(shape, 5, torch.bfloat16)
+            with FlopCounterMode(display=False) as counter:
+                newton_schulz(torch.randn(2, *shape), ((1.0, 1.0, 1.0),) * 5, torch.float32, lengths=lengths)
+            assert counter.get_total_flops() == Unit(shape, (MatrixRange(0, 0, 2),)).cost
+
+
+class TestOwners:
+    @pytest.mark.parametrize("ranks", [8, 64, 256, 1024])
+    @pytest.mark.parametrize("model", [llama_70b, qwen3_235b_a22b])
+    def test_no_rank_has_more_than_five_percent_over_the_least_possible(self, model, ranks):
+        shapes = model()
+        units = units_of(shapes)
+        for holders in ((), holders_of(units, shapes, ranks, Shard(0))):
+            makespan = max(loads(units, assign_owners(units, ranks, holders), ranks))
+            least = lower_bound(units, ranks)
+            if (model, ranks) == (llama_70b, 256):
+                # 240 large matrices and 160 of 3/8 their cost: some rank has one of each, or four of the small ones.
+                costs = sorted({unit.cost for unit in units})
+                least = min(costs[-1] + costs[-2], 4 * costs[-2])
+            assert makespan <= 1.05 * least
+
+    @given(
+        st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=60),
+        st.integers(1, 12),
+    )
+    def test_what_a_rank_has_over_an_even_share_is_less_than_a_unit(self, shapes, ranks):
+        units = units_of(shapes)
+        load = loads(units, assign_owners(units, ranks), ranks)
+        if units:
+            largest = max(unit.cost for unit in units)
+            assert max(load) <= sum(load) / ranks + (1 - 1 / ranks) * largest + 1e-6 * largest
+
+    def test_the_answer_is_the_same_every_time(self):
+        units = units_of(qwen3_235b_a22b())
+        assert assign_owners(units, 64) == assign_owners(list(units), 64)
+
+    def test_a_unit_that_one_rank_stores_stays_there(self):
+        units = units_of([(64, 64)] * 6)
+        holders = [(2,), (1,), (2,), (0,), (1,), (0,)]
+        assert assign_owners(units, 3, holders) == [2, 1, 2, 0, 1, 0]
+
+    def test_a_rank_that_stores_everything_does_not_do_everything(self):
+        units = units_of([(64, 64)] * 8)
+        owners = assign_owners(units, 4, [(3,)] * 8)
+        assert sorted(Counter(owners).items()) == [(rank, 2) for rank in range(4)]
+
+    def test_that_all_ranks_store_a_unit_says_nothing(self):
+        units = units_of([(64, 64)] * 8)
+        everywhere = [tuple(range(4))] * 8
+        assert assign_owners(units, 4, everywhere) == assign_owners(units, 4)
+
+    def test_experts_stored_whole_do_not_travel(self):
+        shapes = qwen3_235b_a22b()
+        units = units_of(shapes)
+        holders = holders_of(units, shapes, 64, Shard(0))
+        owners = assign_owners(units, 64, holders)
+        stayed = sum(owner in holding for owner, holding in zip(owners, holders, strict=True))
+        assert stayed == sum(map(bool, holders)) == 94 * 2 * 128
+
+    def test_replicas_share_what_all_of_them_store(self):
+        shapes = [(64, 64)] * 8
+        units = units_of(shapes)
+        owners = assign_owners(units, 4, holders_of(units, shapes, 4, Replicate()))
+        assert sorted(Counter(owners).values()) == [2, 2, 2, 2]
+
+    def test_nothing_to_own(self):
+        assert assign_owners([], 4) == []
+
+    def test_a_thousand_matrices_on_a_thousand_ranks_take_less_than_a_second(self):
+        shapes = llama_70b()[:500] + [(4096 + i, 4096) for i in range(500)]
+        begin = time.process_time()
+        units = units_of(shapes)
+        owners = assign_owners(units, 1024, [(i % 1024,) for i in range(len(units))])
+        assert time.process_time() - begin < 1
+        assert len(owners) == 1000

@@ -1,0 +1,78 @@
+"""Which files of a checkpoint are damaged; `tests/e2e/test_trainer_layouts.py` resumes from such checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hf_muon.integrations.checkpoint_files import damaged_files, earlier_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with what Trainer may save, one process or FSDP2."""
+    folder = tmp_path / "checkpoint-20"
+    folder.mkdir()
+    for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt"):
+        torch.save({"x": torch.arange(1000.0), "y": [1, 2]}, folder / name)
+    dcp.save(
+        {"x": torch.arange(1000.0), "y": torch.arange(500.0), "step": 3},
+        checkpoint_id=folder / "optimizer_0",
+        no_dist=True,
+    )
+    return folder
+
+
+def test_undamaged(checkpoint):
+    assert damaged_files(checkpoint) == []
+
+
+def test_empty(tmp_path):
+    assert damaged_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin", "scheduler.pt", "optimizer_0/__0_0.distcp"])
+@pytest.mark.parametrize("part", [0, 0.3, 0.9])
+def test_cut_off(checkpoint, name, part):
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content[: int(part * len(content))])
+    (told,) = damaged_files(checkpoint)
+    assert told.startswith(f"{checkpoint / name} is cut off")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "optimizer_0/__0_0.distcp"])
+def test_one_bit_of_one_number(checkpoint, name):
+    """Loading alone does not see it: the number is still a number."""
+    content = bytearray((checkpoint / name).read_bytes())
+    place = content.index(torch.tensor([300.0, 301.0]).numpy().tobytes())
+    content[place] ^= 1
+    (checkpoint / name).write_bytes(content)
+    (told,) = damaged_files(checkpoint)
+    assert told.startswith(f"{checkpoint / name} has changed since it was written (checksum of ")
+
+
+def test_missing_shard_and_damaged_metadata(checkpoint):
+    (checkpoint / "optimizer_0" / "__0_0.distcp").unlink()
+    assert damaged_files(checkpoint) == [f"{checkpoint}/optimizer_0/__0_0.distcp is missing"]
+    (checkpoint / "optimizer_0" / ".metadata").write_bytes(b"nothing")
+    (told,) = damaged_files(checkpoint)
+    assert told.startswith(f"{checkpoint}/optimizer_0/.metadata cannot be read")
+
+
+def test_earlier_checkpoint(checkpoint):
+    assert earlier_checkpoint(checkpoint) is None
+    for name in ("checkpoint-3", "checkpoint-10", "checkpoint-30", "checkpoint-best"):
+        (checkpoint.parent / name).mkdir()
+    assert earlier_checkpoint(checkpoint) == checkpoint.parent / "checkpoint-10"
+    assert earlier_checkpoint(checkpoint.parent / "checkpoint-best") is None
+
+
+def test_without_checksums_what_can_be_read_is_not_damaged(checkpoint):
+    """torch writes zeros in their places."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": torch.arange(1000.0)}, checkpoint / "optimizer.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert damaged_files(checkpoint) == []

@@ -1,0 +1,246 @@
+"""Gradients and options that a step cannot compute with are refused before weights or moments are touched."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon, build_optimizer
+from hf_muon.optimizer.gradients import largest
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+def stepped(dtype=torch.float32, **options):
+    model = net(dtype)
+    optimizer = build_optimizer(model, lr=0.01, **options)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def assert_refused(model, optimizer, message):
+    weights = [param.detach().clone() for param in model.parameters()]
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=message) as error:
+        optimizer.step()
+    assert "weights and moments are as they were" in str(error.value)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    after = optimizer.state_dict()
+    assert [group["step"] for group in after["param_groups"]] == [group["step"] for group in before["param_groups"]]
+    for i, state in before["state"].items():
+        assert all(torch.equal(value, after["state"][i][key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_large_gradients_of_changing_sign_are_refused_or_keep_weights_finite(momentum_dtype, nesterov):
+    for size in (LARGEST, 2e38, 1e38, LARGEST / 4, 1e37):
+        weight = nn.Parameter(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))
+        optimizer = Muon([weight], nesterov=nesterov, momentum_dtype=momentum_dtype)
+        for sign in (1, -1, -1, 1):
+            weight.grad = torch.full((4, 32), sign * size)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                assert size > LARGEST / 4
+                assert "parameter 0 (4, 32) has a gradient as large as" in str(error)  # noqa: PT017
+            assert weight.isfinite().all()
+            assert all(moment.float().isfinite().all() for moment in optimizer.state.get(weight, {}).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_adamw_moments_stay_finite_up_to_the_limit(dtype):
+    """torch's AdamW would keep an infinite second moment, with which a weight never moves again."""
+    weight = nn.Parameter(torch.randn(6, dtype=dtype))
+    optimizer = Muon([{"params": [weight], "use_muon": False}])
+    for sign in (1, -1, 1):
+        limit = largest(optimizer.param_groups[0], weight, optimizer.state.get(weight))
+        weight.grad = torch.full((6,), sign * limit * 0.98, dtype=dtype)
+        optimizer.step()
+    assert all(moment.isfinite().all() for moment in optimizer.state[weight].values())
+    limit = largest(optimizer.param_groups[0], weight, optimizer.state.get(weight))
+    weight.grad = torch.full((6,), 1.02 * limit, dtype=dtype)
+    with pytest.raises(RuntimeError, match="has a gradient as large as"):
+        optimizer.step()
+
+
+def test_large_gradients_that_a_step_can_take_are_taken():
+    """The sum of their squares overflows, which is no reason to refuse them."""
+    weight = nn.Parameter(torch.zeros(300, 300))
+    optimizer = Muon([weight], lr=0.1)
+    weight.grad = torch.full((300, 300), 8e37)
+    optimizer.step()
+    assert weight.isfinite().all()
+    assert weight.any()
+
+
+@pytest.mark.parametrize("where", ["0.weight", "1.bias", "2.weight"])
+def test_finite_gradients_that_are_too_large_name_their_parameter(where):
+    model, optimizer = stepped()
+    dict(model.named_parameters())[where].grad.view(-1)[0] = 3e38
+    assert_refused(model, optimizer, rf"{where} \(.*\) has a gradient as large as 3e\+38; above .* would overflow")
+
+
+def mixed(param, dtype):
+    param.grad = None
+    param.grad_dtype = None  # newer torch takes any dtype then
+    param.grad = torch.randn(param.shape, dtype=dtype)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+def test_gradients_of_another_dtype_than_their_parameter():
+    model, optimizer = stepped(torch.bfloat16)
+    mixed(model[0].bias, torch.float32)
+    assert_refused(model, optimizer, r"0.bias \(7,\) is stored in torch.bfloat16, and its gradient in torch.float32")
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+def test_muon_takes_gradients_of_another_dtype_as_they_are():
+    """Its momentum is fp32, which an fp32 gradient of bf16 weights reaches without rounding."""
+    (weight,), twin = (nn.Parameter(torch.zeros(5, 7, dtype=torch.bfloat16)) for _ in range(1)), None
+    twin = nn.Parameter(torch.zeros(5, 7))
+    mixed(weight, torch.float32)
+    twin.grad = weight.grad.clone()
+    ours, theirs = Muon([weight]), Muon([twin])
+    ours.step()
+    theirs.step()
+    assert torch.equal(ours.state[weight]["momentum_buffer"], theirs.state[twin]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64])
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_parameters_of_dtypes_that_cannot_be_stepped(dtype, use_muon):
+    param = nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)
+    with pytest.raises(RuntimeError, match=rf"parameter 0 \(4, 4\) has dtype {dtype} .* dense tensors in float32"):
+        Muon([{"params": [param], "use_muon": use_muon}])
+
+
+@pytest.mark.parametrize("lr", [float("nan"), -1.0, float("inf")])
+def test_a_tensor_is_checked_like_a_number(lr):
+    weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"lr=tensor\(.*\) is not valid. Valid: a number of at least 0"):
+        Muon([weight], lr=torch.tensor(lr))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", float("nan")),
+        ("lr", -1.0),
+        ("lr", torch.tensor(float("nan"))),
+        ("lr", torch.tensor(-1.0)),
+        ("lr", None),
+        ("weight_decay", float("inf")),
+        ("momentum", 1.5),
+        ("adamw_betas", (0.9, 1.0)),
+        ("adamw_eps", -1e-8),
+        ("ns_steps", 0),
+    ],
+)
+@pytest.mark.parametrize("group", [0, 1])
+def test_options_that_were_changed_on_the_way(name, value, group):
+    """By a scheduler, a hook, or a hand in `param_groups`."""
+    model, optimizer = stepped()
+    optimizer.param_groups[group][name] = value
+    assert_refused(model, optimizer, rf"{name}=.* is not valid")
+
+
+@pytest.mark.parametrize("lr", [numpy.float32(0.01), numpy.float64(0.01), numpy.int64(1), 1, torch.tensor(0.01)])
+def test_a_schedule_may_write_numbers_of_any_kind(lr):
+    model, optimizer = stepped()
+    twin, other = stepped()
+    optimizer.param_groups[0]["lr"], other.param_groups[0]["lr"] = lr, float(lr)
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_a_schedule_may_end_a_rounding_error_below_zero(form):
+    """LinearLR computes each rate from the one before; torch's AdamW goes on, and so does a run that resumes."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    theirs = nn.Parameter(torch.ones(3))
+    ours = nn.Parameter(torch.ones(3))
+    optimizer = Muon([{"params": [weight]}, {"params": [ours], "use_muon": False}], lr=form(1e-3), ns_dtype="fp32")
+    adamw = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.0)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, end_factor=0.0) for o in (optimizer, adamw)]
+    for _ in range(8):
+        for param in (weight, ours, theirs):
+            param.grad = torch.ones_like(param)
+        for each in (optimizer, adamw, *schedules):
+            each.step()
+    assert -1e-12 < optimizer.param_groups[0]["lr"] < 0
+    assert torch.allclose(ours, theirs)
+    before = weight.detach().clone()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.0, 0.0], abs=1e-12)
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("lr", "checked"), [(-4.4e-21, 0.0), (-0.9e-12, 0.0), (0.0, 0.0)])
+def test_a_rounding_error_below_zero_is_zero(lr, checked):
+    assert str(abs(Muon([nn.Parameter(torch.ones(3, 3))], lr=lr).param_groups[0]["lr"])) == str(checked)
+
+
+@pytest.mark.parametrize("lr", [-1.1e-12, -1e-8])
+def test_a_negative_rate_is_refused(lr):
+    with pytest.raises(ValueError, match=r"lr=.* is not valid"):
+        Muon([nn.Parameter(torch.ones(3, 3))], lr=lr)
+
+
+@pytest.mark.parametrize("size", [300, 3000])
+@pytest.mark.parametrize("shape", [(6,), (3, 40), (300, 500)])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_fp16_gradients_that_torch_takes_are_taken(size, shape, contiguous, foreach):
+    def parameter():
+        whole = torch.ones(2 * shape[0], *shape[1:], dtype=torch.float16)
+        return nn.Parameter(whole[: shape[0]] if contiguous else whole[::2])
+
+    ours, theirs = parameter(), parameter()
+    optimizer = Muon([{"params": [ours], "use_muon": False}], lr=1e-3)
+    adamw = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.0, foreach=foreach)
+    for sign in (1, -1):
+        for param in (ours, theirs):
+            param.grad = torch.full_like(param, sign * size)
+        optimizer.step()
+        adamw.step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[ours][key].isfinite().all()
+        assert torch.equal(optimizer.state[ours][key], adamw.state[theirs][key])
+
+
+def test_fp16_gradients_that_fill_the_second_moment_are_refused_in_time():
+    """torch's AdamW gets an infinite one after a few of them."""
+    ours, theirs = (nn.Parameter(torch.ones(5, dtype=torch.float16)) for _ in range(2))
+    optimizer = Muon([{"params": [ours], "use_muon": False}], lr=1e-3)
+    adamw = torch.optim.AdamW([theirs], lr=1e-3)
+    taken = 0
+    for _ in range(20):
+        theirs.grad = torch.full_like(theirs, 3000)
+        adamw.step()
+        ours.grad = torch.full_like(ours, 3000)
+        try:
+            optimizer.step()
+            taken += 1
+        except RuntimeError as error:
+            assert "has a gradient as large as 3e+03" in str(error)  # noqa: PT017
+    assert adamw.state[theirs]["exp_avg_sq"].isinf().all()
+    assert optimizer.state[ours]["exp_avg_sq"].isfinite().all()
+    assert taken >= 6
+    ours.grad = torch.full_like(ours, 240)
+    optimizer.step()
+    assert optimizer.state[ours]["exp_avg_sq"].isfinite().all()

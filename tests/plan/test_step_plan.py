@@ -1,0 +1,63 @@
+"""A plan, made in one process, against what ranks measure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_muon import MuonConfig, route_parameters
+from hf_muon.plan.step_plan import plan_step
+from tests.plan.plan_cases import Several, measured
+
+
+def test_the_model_has_weights_of_every_kind():
+    views = {route.view for route in route_parameters(Several()) if route.view}
+    assert views == {"rows 10+10+10", "flat, rows 2x4", "transposed"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "options"),
+    [
+        ("ddp", 2, {}),
+        ("ddp", 4, {"comm_dtype": "bf16"}),
+        ("fsdp", 2, {"ns_steps": 3, "momentum_dtype": "int8"}),
+        ("fsdp", 4, {"comm_dtype": "bf16", "max_bucket_bytes": 4096}),
+        ("hsdp", 4, {"momentum_dtype": "bf16"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, options, dtype):
+    found = pools[ranks].run(measured, layout=layout, dtype=dtype, **options)
+    config = MuonConfig.from_mapping({"ns_dtype": "fp32", **options})
+    with torch.device("meta"):
+        model = Several()
+    plan = plan_step(model, config, layout, ranks, dtype=getattr(torch, dtype))
+    for quantity in ("sent_bytes", "flops", "state_bytes"):
+        assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
+
+
+@pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])
+def test_one_process(momentum_dtype):
+    found = measured(0, "single", momentum_dtype=momentum_dtype)
+    plan = plan_step(Several(), MuonConfig(ns_dtype="fp32", momentum_dtype=momentum_dtype), "single", 1)
+    assert (plan.flops, plan.state_bytes, plan.sent_bytes) == ([found["flops"]], [found["state_bytes"]], [0])
+    assert plan.balance == 1
+
+
+def test_int8_momentum_in_flat_partitions():
+    with pytest.raises(RuntimeError, match=r"is a partition of DeepSpeed ZeRO, .* momentum_dtype=int8 .* Use bf16"):
+        plan_step(Several(), MuonConfig(momentum_dtype="int8"), "zero2", 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "replicas", "message"),
+    [
+        ("fdsp", 2, 1, "layout='fdsp' is not valid. Valid: single, ddp, fsdp"),
+        ("fsdp", 0, 1, "ranks=0 is not valid"),
+        ("single", 2, 1, "layout=single is one process, and ranks=2"),
+        ("hsdp", 4, 3, "replicas=3 do not divide ranks=4"),
+    ],
+)
+def test_refused(layout, ranks, replicas, message):
+    with pytest.raises(ValueError, match=message):
+        plan_step(Several(), MuonConfig(), layout, ranks, replicas=replicas)

@@ -1,0 +1,102 @@
+"""Index arithmetic, against torch's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hf_muon.storage.partitions import partition_bounds
+from hf_muon.storage.regions import FlatRegion, Region, chunk, cut, length, regions, whole
+
+placements = st.one_of(
+    st.builds(Replicate),
+    st.builds(Shard, st.integers(0, 2)),
+    st.builds(_StridedShard, st.integers(0, 2), split_factor=st.integers(1, 4)),
+)
+meshes = st.lists(st.tuples(st.integers(1, 4), placements), min_size=1, max_size=3)
+
+
+def indices(region):
+    """The indices that a region holds, as tuples."""
+    return list(itertools.product(*([i for a, b in ranges for i in range(a, b)] for ranges in region.dims)))
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
+def test_regions_are_where_torch_puts_them(shape, axes):
+    utils = pytest.importorskip("torch.distributed.tensor._utils")
+    mesh_shape, placed = [size for size, _ in axes], [placement for _, placement in axes]
+    found = regions(shape, mesh_shape, placed)
+    for coordinate, region in zip(itertools.product(*map(range, mesh_shape)), found, strict=True):
+        local, offset = utils._compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placed)
+        assert region.shape == tuple(local)
+        if math.prod(local):
+            assert indices(region)[0] == tuple(offset)
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
+def test_regions_hold_everything_once_for_each_replica(shape, axes):
+    found = regions(shape, [size for size, _ in axes], [placement for _, placement in axes])
+    replicas = math.prod(size for size, placement in axes if placement.is_replicate())
+    held = sorted(index for region in found for index in indices(region))
+    assert held == sorted(list(itertools.product(*map(range, shape))) * replicas)
+
+
+def test_a_strided_shard_leaves_room_for_a_later_axis():
+    """FSDP2 over tensor parallel: rows are cut by the second axis, and each part by the first."""
+    found = regions((11, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    assert [region.dims[0] for region in found] == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
+
+
+def test_strided_alone_holds_several_ranges():
+    found = regions((8, 3), (2,), (_StridedShard(0, split_factor=2),))
+    assert [region.dims[0] for region in found] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+    assert found[0].numel == 12
+
+
+def test_ranges():
+    ranges = ((2, 5), (7, 9))
+    assert length(ranges) == 5
+    assert cut(ranges, 1, 4) == ((3, 5), (7, 8))
+    assert cut(ranges, 4, 9) == ((8, 9),)
+    assert cut(ranges, 5, 9) == ()
+    assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
+    assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.data())
+def test_the_parts_of_a_slice_are_boxes_that_hold_its_elements(stack, m, n, data):
+    total = stack * m * n
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    first = data.draw(st.integers(0, stack - 1))
+    last = data.draw(st.integers(first + 1, stack))
+    region = FlatRegion((m, n), start, stop)
+    assert region.numel == stop - start
+    found = {}
+    parts = list(region.parts(first, last))
+    assert len(parts) <= 5
+    for part in parts:
+        box = itertools.product(
+            range(part.first + first, part.first + first + part.count),
+            *([i for a, b in ranges for i in range(a, b)] for ranges in (part.rows, part.columns)),
+        )
+        held = range(part.local.start, part.local.stop)
+        assert part.stored == (part.numel,)
+        found.update(zip(held, [(b * m + row) * n + column for b, row, column in box], strict=True))
+    inside = [element for element in range(start, stop) if first * m * n <= element < last * m * n]
+    assert found == {element - start: element for element in inside}
+
+
+@given(st.integers(0, 30), st.integers(1, 12), st.integers(1, 4), st.integers(0, 20))
+def test_partitions_hold_every_element_once(numel, size, ranks, offset):
+    bounds = partition_bounds(numel, size, ranks, offset)
+    flat = [i - offset for i in range(size * ranks)]
+    for rank, (first, last) in enumerate(bounds):
+        held = [i for i in flat[rank * size : (rank + 1) * size] if 0 <= i < numel]
+        assert list(range(first, last)) == held
