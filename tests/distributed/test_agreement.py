@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_muon.distributed import agreement
+from hf_muon.distributed import groups as groups_module
 from tests.distributed.cases import pipeline
 from tests.distributed.pool import Pool
 
@@ -82,9 +83,9 @@ TWICE = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (2, 3)}
 def check(monkeypatch, world, groups):
     ranks = Ranks(world, groups)
     with monkeypatch.context() as patch:
-        patch.setattr(agreement, "dist", ranks)
-        patch.setattr(agreement, "_gather", ranks.gather)
-        found = ranks.run(lambda own: agreement.connected(own[::-1] if ranks.rank.number % 2 else own))
+        patch.setattr(groups_module, "dist", ranks)
+        patch.setattr(groups_module, "gather", ranks.gather)
+        found = ranks.run(lambda own: groups_module.connected(own[::-1] if ranks.rank.number % 2 else own))
     expected = components(world, groups)
     most = {rank: max(sum(r in g for g in groups.values()) for r in expected[rank]) for rank in range(world)}
     alone = {rank for rank in range(world) if not any(rank in members for members in groups.values())}
@@ -107,8 +108,8 @@ def test_any_groups(groups):
 def test_bits_are_packed_and_unpacked():
     for count in (0, 1, 61, 62, 63, 130):
         bits = [bool(bit) for bit in torch.randint(2, (count,)).tolist()]
-        packed = agreement._packed(bits)
-        assert agreement._unpacked(packed, count) == bits
+        packed = agreement.packed(bits)
+        assert agreement.unpacked(packed, count) == bits
         assert all(0 <= number < 2**62 for number in packed)
 
 
