@@ -28,12 +28,12 @@ def directions(updates, units, active=None):
     found, buckets = [torch.zeros_like(u) for u in updates], []
     for pieces, some in executor.directions(
         range(len(updates)) if active is None else active,
-        lambda pieces: [piece.of(updates[piece.param]) for piece in pieces],
+        lambda pieces: [piece.of(updates[piece.matrix]) for piece in pieces],
         newton_schulz,
     ):
-        buckets.append([piece.param for piece in pieces])
+        buckets.append([piece.matrix for piece in pieces])
         for piece, direction in zip(pieces, some, strict=True):
-            piece.of(found[piece.param]).copy_(direction)
+            piece.of(found[piece.matrix]).copy_(direction)
     return found, newton_schulz.batches, buckets
 
 
