@@ -31,7 +31,7 @@ FLOORS = {
     "diagnostics": ["log charts", "metrics", "page"],
     "storage": ["tensors views", "regions", "dtensor shared", "partitions"],
     "distributed": ["agreement units", "groups executor", "holdings", "local exchange", "select"],
-    "routing": ["parameters parts text_config", "fused_rules", "fused", "model_facts kinds outputs", "route"],
+    "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "route"],
     "optimizer": [
         "state copies empty_steps",
         "state_check gradients",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.routing.text_config import text_config_of
+from hf_muon.routing.model_facts import text_config_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -48,11 +48,18 @@ def _is_on(text: str) -> bool:
     return text not in ("", "0", "false", "off", "no")
 
 
-def is_rank_zero() -> bool:
-    """Whether this process is the one that speaks; known from the launcher before process groups exist."""
+def has_process_group() -> bool:
+    """Return whether this process is in torch.distributed's default process group, also for a torch without one."""
     import torch
 
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process is the one that logs; before process groups exist, the launcher's RANK decides."""
+    import torch
+
+    if has_process_group():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 

@@ -272,14 +272,13 @@ class Metrics:
     def _start(self, watch: Watch) -> None:
         """What the lists of later lines are about, once, and again where that changes."""
         self._started, self._names = True, list(watch.shapes)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._write(
             {
                 "event": "start",
                 "time": time.time(),
                 "hf_muon": sys.modules["hf_muon"].__version__,
                 "torch": torch.__version__,
-                "ranks": torch.distributed.get_world_size() if distributed else 1,
+                "ranks": torch.distributed.get_world_size() if diagnostics.has_process_group() else 1,
                 "every": self.every,
                 "parameters": [
                     {"name": name, "layer": layer, "kind": kind, "shape": list(watch.shapes[name])}

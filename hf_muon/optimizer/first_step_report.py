@@ -157,6 +157,6 @@ def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: 
 
 
 def _world() -> str:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not diagnostics.has_process_group():
         return "one process, no process group"
     return f"{torch.distributed.get_world_size()} processes, {torch.distributed.get_backend()}"

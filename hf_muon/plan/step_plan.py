@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from hf_muon.build import groups_of
 from hf_muon.config import COMM_DTYPES, MuonConfig
+from hf_muon.diagnostics.log import has_process_group
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.math import cost as forms
 from hf_muon.math.momentum import state_bytes
 from hf_muon.math.newton_schulz import NS_DTYPES
 from hf_muon.optimizer.preflight import StepLayout
+from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.routing.route import Route, route_parameters
-from hf_muon.routing.text_config import text_config_of
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Slice, partition_bounds
 from hf_muon.storage.regions import Region
@@ -181,7 +182,7 @@ def _stored(
     """Param groups as a framework stores them, partitions of ZeRO, and the group over which plain ones are copied."""
     import torch.distributed as dist
 
-    alone = not (dist.is_available() and dist.is_initialized())
+    alone = not has_process_group()
     if alone or layout == "ddp":
         stand_ins = [nn.Parameter(_empty(route.shape, dtype)) for route in routes]
         return _groups(routes, stand_ins, config), None, None if alone else dist.group.WORLD
@@ -349,7 +350,7 @@ def _model_flops(model: nn.Module) -> int:
     Of experts those that a token goes to are counted, and an input embedding is looked up, not multiplied.
     """
     config = text_config_of(getattr(model, "config", None))
-    experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
+    experts = next(iter(expert_counts(config)), 0)
     chosen = next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), experts)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     looked_up = (
@@ -366,5 +367,4 @@ def _model_flops(model: nn.Module) -> int:
     return total
 
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")

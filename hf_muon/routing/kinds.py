@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_muon.routing.fused import layout_of
+from hf_muon.routing.model_facts import expert_counts
 from hf_muon.routing.parameters import ModelParameter
 from hf_muon.routing.parts import WeightLayout
 from hf_muon.storage.tensors import shape_of
@@ -18,7 +19,6 @@ _GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 STATE_SPACE = ("A_log", "D", "dt_bias")
 # Names of learned vectors that stand in a table, where the parameter is not a module's `weight`.
 TABLE = re.compile(r"(^|_)(pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_experts", "moe_num_experts", "n_routed_experts")
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 _TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -53,7 +53,7 @@ def view_of_kernel(place: ModelParameter) -> str:
 
 def not_hidden_matrices(place: ModelParameter) -> str | None:
     """Shapes that are no matrix, and stacks that are none, or none that can be told apart."""
-    counts = [count for name in _EXPERT_COUNTS if isinstance(count := getattr(place.owner, name, None), int)]
+    counts = expert_counts(place.owner)
     if place.is_kernel:
         return None
     if len(place.shape) == 3 and is_matrix(place.shape):

@@ -10,6 +10,8 @@ from torch import nn
 
 from hf_muon.routing.parameters import EMBEDDING_TYPES, ModelParameter
 
+# What modules and configs call the number of experts of a layer.
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts")
 # What configs call the sizes of vocabularies and of sets of labels.
 _VOCABULARY = re.compile(r"(^|_)(vocab_size|num_labels|num_classes|num_embeddings|codebook_size|n_vocab)$")
 # What they call the numbers that are predicted for a token, a frame or a step.
@@ -82,3 +84,26 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, int]]:
         values = {**getattr(config, "__dict__", {}), "num_labels": getattr(config, "num_labels", None)}
         yield from ((name, n) for name, n in values.items() if isinstance(n, int) and n > 1)
         waiting += [value for value in values.values() if hasattr(value, "model_type")]
+
+
+def expert_counts(owner: Any) -> list[int]:
+    """Return the numbers of experts that a module or a configuration names, the usual name first."""
+    return [count for name in _EXPERT_COUNTS if isinstance(count := getattr(owner, name, None), int)]
+
+
+def text_config_of(config: Any) -> Any:
+    """Return the part of a configuration that describes the text model, or the configuration itself if it has none.
+
+    If several parts describe text models, return that of the decoder.
+
+    Args:
+        config: of the model, as transformers' AutoConfig reads it.
+    """
+    if not hasattr(config, "get_text_config"):
+        return config
+    for options in ({}, {"decoder": True}):
+        try:
+            return config.get_text_config(**options)
+        except ValueError:  # MusicGen has a text encoder and a decoder, and transformers does not choose
+            continue
+    return config

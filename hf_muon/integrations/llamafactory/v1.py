@@ -203,9 +203,10 @@ def _refuse_partial_gradients(model: nn.Module) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    from hf_muon.diagnostics.log import has_process_group
     from hf_muon.storage.tensors import is_dtensor
 
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (has_process_group() and dist.get_world_size() > 1):
         return
     if any(is_dtensor(param) for param in model.parameters()):
         return

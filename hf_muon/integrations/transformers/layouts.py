@@ -124,7 +124,9 @@ def replicate_group(model: nn.Module | None) -> ProcessGroup | None:
         return None
     import torch.distributed as dist
 
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    from hf_muon.diagnostics.log import has_process_group
+
+    return dist.group.WORLD if has_process_group() else None
 
 
 def _accelerator_state() -> Any:

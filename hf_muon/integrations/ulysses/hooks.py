@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.routing.text_config import text_config_of
+from hf_muon.routing.model_facts import text_config_of
 
 if TYPE_CHECKING:
     import torch

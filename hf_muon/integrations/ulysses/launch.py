@@ -25,7 +25,7 @@ from hf_muon.integrations.transformers.overrides import (
     read_settings,
 )
 from hf_muon.integrations.ulysses.hooks import model_complaints
-from hf_muon.routing.text_config import text_config_of
+from hf_muon.routing.model_facts import text_config_of
 
 ENGINES = ("hf", "llamafactory")
 
