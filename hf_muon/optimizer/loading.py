@@ -1,15 +1,18 @@
-"""Loading a state dict: checked by all ranks, given to torch, then stored as parameters are; or nothing changed."""
+"""Loading a state dict: checked by all ranks, then stored like the parameters; or nothing is changed."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics import log as diagnostics
@@ -32,7 +35,6 @@ from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
-Load = Callable[[dict[str, Any]], None]
 
 
 class Notice(NamedTuple):
@@ -40,6 +42,30 @@ class Notice(NamedTuple):
 
     level: int
     text: str
+
+
+def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
+    """Return a state dict as the optimizer's own pre-hooks leave it, in the manner of `torch.optim.Optimizer`.
+
+    If a hook fails on one rank, the other ranks refuse the load; they wait in `check` for this one.
+    """
+    if not isinstance(state_dict, Mapping):
+        return state_dict  # `check` refuses it
+    state_dict = dict(state_dict)
+    try:
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            result = hook(optimizer, state_dict)
+            state_dict = state_dict if result is None else result
+    except Exception as error:
+        consensus.complaints_of_all(optimizer.param_groups, [f"a hook failed: {type(error).__name__}: {error}"])
+        raise
+    return state_dict
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that users have registered for the end of a load."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
 
 
 def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) -> tuple[dict[str, Any], list[Notice]]:
@@ -77,11 +103,6 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
     _agree(groups, transfers)
     state_dict = _completed(groups, state_dict, notices)
     return state_dict, notices + list(_changes(groups, state_dict))
-
-
-def tell_other_ranks(groups: Sequence[Group], error: BaseException) -> None:
-    """Have the other ranks refuse what this one could not even check; they wait in `check` for it."""
-    consensus.complaints_of_all(groups, [f"a hook failed: {type(error).__name__}: {error}"])
 
 
 def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:
@@ -205,56 +226,49 @@ def changed_views(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str
 # --- into the optimizer
 
 
-def own_options(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return what of the param groups a checkpoint does not replace.
-
-    The model decides which matrices parameters are seen as, and moments depend neither on that nor on how this run
-    keeps momentum.
-    """
-    return [{"views": group.get("views"), "momentum_dtype": group["momentum_dtype"]} for group in groups]
-
-
 @torch.no_grad()
-def restore_(
-    groups: Sequence[dict[str, Any]],
-    state: Mapping[Tensor, dict[str, Any]],
-    state_dict: Mapping[str, Any],
-    own: Sequence[Group],
-) -> None:
-    """Store loaded moments as the step needs them, in memory of their own, and options in their canonical form.
+def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Replace an optimizer's moments and options by those that `check` has returned.
 
-    `Optimizer.load_state_dict` casts moments to the parameters' dtype; momentum is kept as `momentum_dtype` says,
-    whatever was saved. Whole tensors of sharded parameters are cut.
-
-    Args:
-        groups: param groups, as torch has loaded them.
-        state: of their parameters, as torch has loaded it.
-        state_dict: what `check` has returned.
-        own: as by `own_options`.
+    `Optimizer.load_state_dict` would cast moments to the parameters' dtype. Here momentum is kept as this run's
+    `momentum_dtype` says, whatever was saved, and whole tensors of sharded parameters are cut. All tensors are copies.
     """
-    for group, kept in zip(groups, own, strict=True):
-        group.update({name: check_option(name, group[name]) for name in GROUP_OPTIONS if name in group})
-        group["momentum_dtype"] = kept["momentum_dtype"]
-        group.pop("views", None)
-        if kept["views"] is not None:
-            group["views"] = kept["views"]
+    groups = [
+        _restored_group(group, saved)
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ]
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
-            loaded, original = state.get(param), state_dict["state"].get(key)
-            if not loaded or not original:
-                continue
-            if group["use_muon"]:
-                loaded.clear()  # the cast copies, before the next ones are made
-                loaded.update(kept_momentum(param, original, momentum_choice(group)))
-                continue
-            for name in STATE_KEYS[False]:
-                value = original[name]
-                loaded[name] = None  # the cast copy, before the next one is made
-                if name == "step":
-                    loaded[name] = _counter(value)
-                    continue
-                value = stored_like(param, value)
-                loaded[name] = value.to(device=param.device, dtype=state_dtype(param, name), copy=True)
+            if moments := state_dict["state"].get(key):
+                state[param] = _restored_moments(group, param, moments)
+    optimizer.__setstate__({"state": state, "param_groups": groups})
+
+
+def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
+    """Return a param group with the options of the checkpoint, in their canonical form.
+
+    Parameters, `views` and `momentum_dtype` stay this run's: the model decides which matrices a parameter is seen as,
+    and moments depend neither on that nor on how this run keeps momentum.
+    """
+    restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
+    restored.update({name: check_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
+    own = {key: group[key] for key in ("params", "views", "momentum_dtype") if group.get(key) is not None}
+    names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
+    return {**restored, **own, **names}
+
+
+def _restored_moments(group: Group, param: Tensor, moments: Mapping[str, Any]) -> dict[str, Any]:
+    if group["use_muon"]:
+        return dict(kept_momentum(param, moments, momentum_choice(group)))
+    restored = {}
+    for name in STATE_KEYS[False]:
+        if name == "step":
+            restored[name] = _counter(moments[name])
+        else:
+            value = stored_like(param, moments[name])
+            restored[name] = value.to(device=param.device, dtype=state_dtype(param, name), copy=True)
+    return restored
 
 
 def _counter(value: Any) -> Tensor:

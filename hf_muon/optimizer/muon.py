@@ -401,6 +401,7 @@ class Muon(Optimizer):
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + "\n  - ".join(lost[:10]))
         return super().state_dict()
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, as in torch, after checking all of it.
 
@@ -412,30 +413,15 @@ class Muon(Optimizer):
             ValueError: state of another optimizer, of other parameters or another routing, or with moments missing;
                 every complaint at once, on all ranks alike, and nothing was changed.
         """
-        before = {"state": self.state, "param_groups": self.param_groups}  # torch replaces both
-        own = loading.own_options(self.param_groups)
-        checked: dict[str, Any] = {}
-        notices: list[loading.Notice] = []
-        agreed = False
-
-        def check(optimizer: Optimizer, state_dict: Any) -> dict[str, Any]:
-            nonlocal agreed, checked, notices
-            agreed = True
-            checked, notices = loading.check(self.param_groups, state_dict, accept_rerouted=self.accept_rerouted)
-            return checked
-
-        # Registered last, so that it sees what the user's own hooks have made of the state.
-        handle = self.register_load_state_dict_pre_hook(check)
+        state_dict = loading.run_pre_hooks(self, state_dict)
+        checked, notices = loading.check(self.param_groups, state_dict, accept_rerouted=self.accept_rerouted)
+        previous = {"state": self.state, "param_groups": self.param_groups}
         try:
-            super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else check(self, state_dict))
-            loading.restore_(self.param_groups, self.state, checked, own)
-        except BaseException as error:
-            self.__dict__.update(before)
-            if not agreed and isinstance(error, Exception):
-                loading.tell_other_ranks(self.param_groups, error)
+            loading.restore_(self, checked)
+            loading.run_post_hooks(self)
+        except BaseException:
+            self.__dict__.update(previous)
             raise
-        finally:
-            handle.remove()
         loading.log(notices)
 
     def __getstate__(self) -> dict[str, Any]:

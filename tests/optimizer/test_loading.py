@@ -422,3 +422,19 @@ def test_a_hook_that_fails_changes_nothing(where):
     with pytest.raises(KeyError, match="of the user"):
         optimizer.load_state_dict(other)
     assert equal(optimizer.state_dict(), before)
+
+
+def test_hooks_run_around_the_load():
+    """Pre-hooks decide what is loaded, post-hooks find the momentum as this run keeps it."""
+    _, optimizer = stepped(torch.bfloat16)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, into = made(torch.bfloat16)
+    dtypes = []
+    into.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.update(state="replaced by the next hook"))
+    into.register_load_state_dict_pre_hook(lambda _, state_dict: copy.deepcopy(saved))
+    into.register_load_state_dict_post_hook(
+        lambda loaded: dtypes.append(loaded.state_dict()["state"][0]["momentum_buffer"].dtype)
+    )
+    into.load_state_dict({})
+    assert dtypes == [torch.float32]
+    assert equal(into.state_dict(), saved)
