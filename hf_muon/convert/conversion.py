@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hf_muon.convert import formats as foreign
 from hf_muon.convert.formats import HALF, Slot
-from hf_muon.convert.names import as_matrix, few, names_of
+from hf_muon.convert.names import as_matrix, names_of
+from hf_muon.diagnostics.log import first_few
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import state_check
@@ -125,16 +126,16 @@ def convert_state_dict(
                 continue
             state[key] = _zero(param, use_muon)
     if untrained := [name for name, slot in by_name.items() if slot.state]:
-        complaints.append(f"{few(untrained)}: trained there and not here. Train the same parameters")
+        complaints.append(f"{first_few(untrained)}: trained there and not here. Train the same parameters")
     if rerouted and not accept_rerouted:
-        listed = few([f"{name} ({why})" for name, why in rerouted.items()])
+        listed = first_few([f"{name} ({why})" for name, why in rerouted.items()])
         complaints.append(
             f"{listed}: the moments of one half are of no use to the other. Route them as there (muon_patterns, "
             "adamw_patterns), or accept_rerouted: they start from zero then"
         )
     if missing and not accept_missing:
         complaints.append(
-            f"{few(list(missing))}: no moments in the source. It may be the state of one rank of several, or its "
+            f"{first_few(missing)}: no moments in the source. It may be the state of one rank of several, or its "
             "AdamW half may have a state of its own (adamw). If nothing is lost, accept_missing: they start from zero"
         )
     foreign.refuse(source, complaints)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_muon.diagnostics.log import first_few
+
 HALF = {True: "Muon", False: "AdamW"}
 
 
@@ -133,8 +135,7 @@ def known(source: str) -> Format:
 def refuse(source: str, complaints: Iterable[str]) -> None:
     """Raise a ValueError with all complaints, if there are any."""
     if lines := list(complaints):
-        lines = [*lines[:10], *([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])]
-        raise ValueError(f"This state cannot be converted from {source}:\n  - " + "\n  - ".join(lines))
+        raise ValueError(f"This state cannot be converted from {source}:\n  - " + first_few(lines, 10, "\n  - "))
 
 
 def read(state_dict: Any, source: str | None, first_group: int = 0) -> list[Slot]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_muon.convert.formats import HALF, Slot, known, refuse
+from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -56,7 +57,7 @@ def _parameters(model: nn.Module, optimizer: Muon) -> dict[str, nn.Parameter]:
     }
     params = {ours.get(id(param), name): param for name, param in model.named_parameters()}
     if strange := [name for name in ours.values() if name not in params]:
-        raise ValueError(f"The optimizer is not over this {type(model).__name__}, which lacks {few(strange)}")
+        raise ValueError(f"The optimizer is not over this {type(model).__name__}, which lacks {first_few(strange)}")
     return params
 
 
@@ -113,10 +114,10 @@ def _names_by_shape(slots: Sequence[Slot], params: Mapping[str, nn.Parameter], s
         found = here.get(shape, [])
         places = [f"group {n} ({HALF[use_muon]})" for n, use_muon in sorted({slots[i].place for i in indices})]
         if len(found) != len(indices):
-            here_too = f"{len(found)} ({few(found, 3)})" if found else "none"
+            here_too = f"{len(found)} ({first_few(found, 3)})" if found else "none"
             complaints.append(f"it has {len(indices)} parameters of shape {shape}, this model {here_too}")
         elif len(places) > 1:
-            complaints.append(f"{few(found, 3)}: {' and '.join(places)} have this shape {shape}; which is which?")
+            complaints.append(f"{first_few(found, 3)}: {' and '.join(places)} have this shape {shape}; which is which?")
         for i, name in zip(indices, found, strict=False):
             names[i] = name
     if complaints:
@@ -128,7 +129,3 @@ def _names_by_shape(slots: Sequence[Slot], params: Mapping[str, nn.Parameter], s
 def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
     """What some Muons flatten a momentum of more than two dims to."""
     return tuple(shape) if len(shape) < 3 else (shape[0], torch.Size(shape[1:]).numel())
-
-
-def few(items: Sequence[str], limit: int = 10) -> str:
-    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")

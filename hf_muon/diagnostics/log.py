@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 
 REPORT = "HF_MUON_STEP_REPORT"
 EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
@@ -75,3 +76,10 @@ def logger() -> logging.Logger:
         log.addHandler(handler)
         log.propagate = False  # logging configured later would write everything a second time
     return log
+
+
+def first_few(items: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
+    """Join the first few items and count the rest, as in "a, b, and 3 more"."""
+    items = list(items)
+    rest = [f"and {len(items) - limit} more"] if len(items) > limit else []
+    return separator.join(items[:limit] + rest)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS
+from hf_muon.diagnostics.log import first_few
 from hf_muon.math.newton_schulz import compute_dtype
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer import state as checkpoint
@@ -36,8 +37,7 @@ STORED_OTHERWISE = (
 def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
     """Raise if there are complaints."""
     if complaints:
-        lines = [*complaints[:10], *([f"and {len(complaints) - 10} more"] if len(complaints) > 10 else [])]
-        raise RuntimeError(head + ":\n  - " + "\n  - ".join(lines) + advice)
+        raise RuntimeError(head + ":\n  - " + first_few(complaints, 10, "\n  - ") + advice)
 
 
 def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None) -> list[str]:

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS, check_option
-from hf_muon.diagnostics import log as diagnostics
+from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.optimizer import consensus
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     STATE_KEYS,
     describe,
-    few,
     has_own,
     kept_momentum,
     momentum_choice,
@@ -122,7 +121,7 @@ def _agree(groups: Sequence[Group], transfers: Sequence[str]) -> None:
     digest = hashlib.blake2b("\n".join(transfers).encode(), digest_size=8).hexdigest()
     if len(consensus.complaints_of_all(groups, [digest])) > 1:
         differing = [line for line in consensus.complaints_of_all(groups, transfers) if "[rank" in line]
-        refuse_load([f"the ranks hold different states: {'; '.join(differing[:4])}"])
+        refuse_load([f"the ranks hold different states: {first_few(differing, 4, '; ')}"])
 
 
 def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: list[Notice]) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name != "momentum_dtype"}
         if own:
-            notices.append(Notice(logging.WARNING, f"the checkpoint does not say {few(list(own))}; this run's stay"))
+            notices.append(Notice(logging.WARNING, f"the checkpoint does not say {first_few(own)}; this run's stay"))
         known = {key: value for key, value in saved.items() if key != "differentiable"}  # torch's own, always false
         known["step"] = steps_of(saved["step"])
         known["params"] = list(saved["params"])
@@ -145,7 +144,7 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     state = {key: {name: found[name] for name in keys[key]} for key, found in moments.items() if has_own(found)}
     unknown = {str(name): None for found in moments.values() for name in found or () if name not in ALL_STATE_KEYS}
     if unknown:
-        text = f"{few(list(unknown))} in the state of parameters, which Muon does not keep, is left out"
+        text = f"{first_few(unknown)} in the state of parameters, which Muon does not keep, is left out"
         notices.append(Notice(logging.WARNING, text))
     others = len(state_dict["state"].keys() - keys.keys())
     if others:
@@ -220,7 +219,7 @@ def changed_views(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str
         for i, (mine, other) in enumerate(zip(views_of(group), views_of(saved), strict=True))
         if group["use_muon"] and mine != other
     ]
-    return few(changes)
+    return first_few(changes)
 
 
 # --- into the optimizer
@@ -314,12 +313,12 @@ def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Map
                 state[key] = {kind: zero_state(param, kind, choice) for kind in state_keys(there, param)}
             elif key in state_dict["state"]:
                 state[key] = state_dict["state"][key]
-    notice = Notice(logging.WARNING, f"moments start from zero for {few(moved)}, whose routing changed")
+    notice = Notice(logging.WARNING, f"moments start from zero for {first_few(moved)}, whose routing changed")
     return {**state_dict, "state": state, "param_groups": rerouted}, [notice]
 
 
 def log(notices: Sequence[Notice]) -> None:
     """Log notices on rank 0."""
-    if diagnostics.is_rank_zero():
+    if is_rank_zero():
         for notice in notices:
-            diagnostics.logger().log(notice.level, "%s", notice.text)
+            logger().log(notice.level, "%s", notice.text)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.diagnostics.log import first_few
 from hf_muon.math.momentum import Quantized, is_quantized, momentum_dtype, scale_shape
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
@@ -40,7 +41,7 @@ def describe(group: Mapping[str, Any], index: int) -> str:
     names = group.get("param_names")
     param = group["params"][index]
     if names and len(names) != len(group["params"]):
-        return f"partition {index}, of {param.numel()} elements, of {few(names)}"
+        return f"partition {index}, of {param.numel()} elements, of {first_few(names)}"
     return f"{names[index]} {shape_of(param)}" if names else f"parameter {index} {shape_of(param)}"
 
 
@@ -62,8 +63,9 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
                 )
     if lost and group.get("step"):
         yield (
-            f"the optimizer has taken {group['step']} steps and its moments are gone: {few(lost)}. They were dropped "
-            "on the way (an empty load template, or parameters that were replaced); load a checkpoint that has them"
+            f"the optimizer has taken {group['step']} steps and its moments are gone: {first_few(lost)}. They were "
+            "dropped on the way (an empty load template, or parameters that were replaced); load a checkpoint that has "
+            "them"
         )
 
 
@@ -86,12 +88,6 @@ def _unlike(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None
         return None
     words = [f"stored as {place[0]}" if place else "a plain tensor" for place in stored]
     return f"is {words[0]}, the parameter {words[1]}"
-
-
-def few(items: Sequence[str], limit: int = 5) -> str:
-    """Join the first few of some words, and count the rest."""
-    shown = ", ".join(items[:limit])
-    return f"{shown} and {len(items) - limit} more" if len(items) > limit else shown
 
 
 def state_dtype(param: Tensor, key: str, choice: str = "auto") -> torch.dtype:

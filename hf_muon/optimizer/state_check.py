@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     STATE_KEYS,
     blocks_complaint,
     describe,
-    few,
     has_own,
     momentum_choice,
     state_dtype,
@@ -212,13 +212,15 @@ def _moved(groups: Sequence[Group], saved_groups: Sequence[Group]) -> list[str]:
     extra = [name for name in there if name not in here]
     changed = [name for name in here if name in there and here[name] != there[name]]
     if missing:
-        complaints.append(f"it does not have {few(missing)} ({len(there)} parameters, this optimizer {len(here)})")
+        complaints.append(
+            f"it does not have {first_few(missing)} ({len(there)} parameters, this optimizer {len(here)})"
+        )
     if extra:
-        complaints.append(f"it has {few(extra)}, which this optimizer does not train")
+        complaints.append(f"it has {first_few(extra)}, which this optimizer does not train")
     if changed:
         routes = [f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed]
         complaints.append(
-            f"the routing changed for {few(routes)}; accept_rerouted=True loads it with their moments at zero"
+            f"the routing changed for {first_few(routes)}; accept_rerouted=True loads it with their moments at zero"
         )
     return complaints
 
@@ -240,11 +242,11 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
         # torch leaves the scales of a template beside a momentum without any.
         known = {*keys, "momentum_scale"} if saved["use_muon"] else set(keys)
         if moments and (extra := sorted((moments.keys() & ALL_STATE_KEYS) - known)):
-            yield f"{describe(group, i)}: its state holds {few(extra)}, which {_half(saved)} does not keep"
+            yield f"{describe(group, i)}: its state holds {first_few(extra)}, which {_half(saved)} does not keep"
     # A state saved before the first step is empty; half a state, or none after steps, means that moments were lost.
     anything = any(has_own(state.get(key)) for key in saved["params"])
     if absent and (steps_of(saved["step"]) or anything):
-        yield f"moments are missing: {few([f'{name} lacks {keys}' for name, keys in absent])}"
+        yield f"moments are missing: {first_few([f'{name} lacks {keys}' for name, keys in absent])}"
 
 
 def _half(group: Group) -> str:

@@ -67,3 +67,11 @@ def test_the_variable_reaches_the_optimizer_and_the_option_wins(tmp_path, monkey
     params = [torch.nn.Parameter(torch.ones(3, 4))]
     assert Muon(params, diagnostics_file=file).metrics.every == 3
     assert Muon(params, diagnostics_every=5, diagnostics_file=file).metrics.every == 5
+
+
+def test_first_few():
+    names = ["a", "b", "c"]
+    assert diagnostics.first_few(names) == diagnostics.first_few(names, 3) == "a, b, c"
+    assert diagnostics.first_few(dict.fromkeys(names), 1) == "a, and 2 more"
+    assert diagnostics.first_few(names, 2, "\n  - ") == "a\n  - b\n  - and 1 more"
+    assert diagnostics.first_few([]) == ""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.diagnostics.log import first_few
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.distributed.groups import root_group
 from hf_muon.integrations.deepspeed.files import (
@@ -33,7 +34,6 @@ from hf_muon.integrations.deepspeed.partitions import is_swapped
 from hf_muon.integrations.deepspeed.saving import OURS, binder, replaced, swap_folder
 from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
-from hf_muon.optimizer.state import few
 from hf_muon.optimizer.state_check import load_complaints
 
 WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
@@ -118,7 +118,7 @@ def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
     Raises:
         RuntimeError: the parameters.
     """
-    names = few(list(differing_masters(engine)))
+    names = first_few(differing_masters(engine))
     texts = exchange_texts(_ranks(optimizer), [names] if names else [])
     if any(texts):
         raise RuntimeError(
@@ -212,8 +212,8 @@ def _complaints_of_files(
             advice = options_to_set(engine.config, content.get("ds_config"))
             advice = advice or "Resume with the model and the DeepSpeed config that wrote it"
             yield (
-                f"{folder} has {few(names, 3)} elsewhere in the fp32 partitions than this run. {advice}, or start from "
-                f"the weights alone ({WEIGHTS}) without the optimizer"
+                f"{folder} has {first_few(names, 3)} elsewhere in the fp32 partitions than this run. {advice}, or "
+                f"start from the weights alone ({WEIGHTS}) without the optimizer"
             )
             return
         state = saved["zero"].get("base_optimizer_state", saved["zero"].get("optimizer_state_dict"))
