@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.routing.model_facts import text_config_of
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -64,6 +62,8 @@ def model_complaints(config: Any, size: int, implementation: str | None) -> Iter
         size: ranks that share a sequence.
         implementation: of attention.
     """
+    from hf_muon.routing.model_facts import text_config_of
+
     text = text_config_of(config)
     heads = int(getattr(text, "num_attention_heads", None) or 0)
     shared = int(getattr(text, "num_key_value_heads", None) or heads)

@@ -25,7 +25,6 @@ from hf_muon.integrations.transformers.overrides import (
     read_settings,
 )
 from hf_muon.integrations.ulysses.hooks import model_complaints
-from hf_muon.routing.model_facts import text_config_of
 
 ENGINES = ("hf", "llamafactory")
 
@@ -198,6 +197,8 @@ def _flash_complaints(run: Run, attention: str) -> Iterator[str]:
 
 def _model_complaints(run: Run, key: str, attention: str, length_key: str) -> Iterator[str]:
     from transformers import AutoConfig
+
+    from hf_muon.routing.model_facts import text_config_of
 
     path = run.get(key)
     if not path:
