@@ -1,9 +1,11 @@
 # Each target makes what it needs and can be run first.
-#   make demo   a real training run with optim: muon, beside AdamW
-#   make test   the tests, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
-#   make lint   ruff and mypy
-#   make bench  the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
-#   make golden the tables in tests/golden, written anew: look at the diff
+#   make demo      a real training run with optim: muon, beside AdamW
+#   make quick     tests of what needs torch and transformers alone, on the newest stack
+#   make test      every promise of the README, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
+#   make test-all  every test
+#   make lint      ruff and mypy
+#   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
+#   make golden    the tables in tests/golden, written anew: look at the diff
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,16 +17,13 @@ PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 PYTEST := -m pytest -n 2 --dist loadgroup --durations 20
-# What needs torch alone, which is the same in LLaMA-Factory's stack; DeepSpeed 0.18.4 is tested there as people run it.
-TESTED := chaos distributed deepspeed math storage diagnostics optimizer/test_muon.py $(addsuffix .py,$(addprefix test_, \
-	benchmarks bounds config promises))
 
 # What must not be missing in CI; see tests/promises.py.
 NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,trl
 DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
 LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 
-.PHONY: install async_io chromium demo test lint golden bench clean
+.PHONY: install async_io chromium demo quick test rest test-all lint golden bench clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made chromium
@@ -76,17 +75,22 @@ bench: $(BENCHMARKS)/.made
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
 
-test:
+# tests/tiers.py says which tests a tier has on each stack; `rest` is what `test` leaves out of `test-all`.
+quick: $(VENV)/.made
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) --tier quick
+
+test: TIER := first
+rest: TIER := rest
+test-all: TIER := all
+test rest test-all:
 	@$(MAKE) --no-print-directory -j3 install
 	@echo "== the newest stack"
-	OMP_NUM_THREADS=1 $(NEWEST_HAS) $(VENV)/bin/python $(PYTEST)
+	OMP_NUM_THREADS=1 $(NEWEST_HAS) $(VENV)/bin/python $(PYTEST) --tier $(TIER)
 	@echo "== DeepSpeed"
 	DS=$(abspath $(DS)) && . tests/deepspeed/async_io_env && \
-		OMP_NUM_THREADS=1 $(DS_HAS) $(DS)/bin/python $(PYTEST) tests/deepspeed tests/e2e/test_deepspeed.py
+		OMP_NUM_THREADS=1 $(DS_HAS) $(DS)/bin/python $(PYTEST) --tier $(TIER) tests/deepspeed tests/e2e/test_deepspeed.py
 	@echo "== the stack of LLaMA-Factory 0.9.5"
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF_HAS) $(LF)/bin/python $(PYTEST) $(addprefix --ignore=tests/,$(TESTED))
-	@# What DeepSpeed 0.18.4 does with gradients, and 0.19 does not: ZeRO-2 with CPU offload and accumulation.
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) tests/deepspeed/test_gradients.py -k "2-cpu-4 or own_flag"
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF_HAS) $(LF)/bin/python $(PYTEST) --tier $(TIER)
 
 lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .

@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from tests.distributed.pool import Pool
 from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
+from tests.tiers import keep_tier, pytest_addoption  # noqa: F401  hook
 
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("ci")
@@ -33,8 +34,9 @@ def _skip_gpu(request: pytest.FixtureRequest) -> None:
         pytest.skip("no CUDA device")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs all tests that use pools of ranks, so that these are started once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run all tests that use pools of ranks in one worker of pytest-xdist, so that these are started once."""
+    keep_tier(config, items)
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -39,6 +39,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.extended(but="^torch first|^transformers first")
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_the_name_is_accepted_whatever_was_imported_first(order):
     code = f"{order}\nargs = {ARGUMENTS}\nfrom transformers import Trainer\n"
@@ -90,11 +91,13 @@ assert [m.value for m in OptimizerNames].count("muon") == 1
     run(code)
 
 
+@pytest.mark.extended
 def test_uninstall_before_anything_is_imported():
     code = f"import torch, hf_muon; hf_muon.uninstall()\nfrom transformers import TrainingArguments\n{ARGUMENTS}"
     assert "muon is not a valid OptimizerNames" in run(code, check=False).stderr
 
 
+@pytest.mark.extended
 def test_uninstall_while_transformers_waits():
     """transformers.training_args imports torch in its middle, so that its patch waits for the first attribute."""
     code = f"import transformers.training_args as m\nimport hf_muon; hf_muon.uninstall()\n{ORDERS['torch first']}\n"
@@ -126,6 +129,7 @@ assert args.optim == "muon" and type(args.optim).__name__ == "OptimizerNames"
     run(code)
 
 
+@pytest.mark.extended
 def test_steps_aside_for_a_transformers_with_its_own_muon():
     code = """
 import hf_muon; hf_muon.uninstall()
@@ -168,6 +172,7 @@ def test_a_broken_package_does_not_break_import_torch(tmp_path):
     assert "broken" not in done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "again",
     [
@@ -181,6 +186,7 @@ def test_a_reloaded_transformers_is_patched_again(again):
     run(code + f"from transformers.training_args import TrainingArguments\n{ARGUMENTS}")
 
 
+@pytest.mark.extended
 def test_source_of_patched_modules_is_found():
     code = "import inspect, transformers.training_args as m; assert 'class OptimizerNames' in inspect.getsource(m)"
     run("import torch\n" + code)
@@ -211,11 +217,13 @@ assert type(transformers.training_args) is type(sys), "the awaiting class stayed
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("first", ["import torch", "import transformers"])
 def test_the_first_threads_know_the_name(first):
     run(f"{first}\n{THREADS}")
 
 
+@pytest.mark.extended
 def test_threads_that_import_all_hooked_modules_do_not_wait_for_one_another():
     """transformers and accelerate import one another in circles, and may fail by themselves then; nobody waits."""
     code = """
@@ -258,6 +266,7 @@ print("\\n" + json.dumps(seen))
 """
 
 
+@pytest.mark.extended
 def test_other_optimizers_are_what_they_are_without_us():
     """Every name of transformers' own gives the same class, arguments and groups, or the same error."""
     on, off = (run(OPTIMIZERS, HF_MUON_AUTOLOAD=value).stdout.strip().splitlines()[-1] for value in ("1", "0"))

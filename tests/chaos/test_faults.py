@@ -44,6 +44,7 @@ def checkpoints(tmp_path_factory):
     return {layout: str(folder / layout) for layout in LAYOUTS}
 
 
+@pytest.mark.extended(but="killed-step-ddp|killed-save-fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints, layout, kind, phase, tmp_path):
@@ -68,6 +69,7 @@ def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints,
         assert_equal(result, straight[layout])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_rounds_of_save_kill_and_resume_are_the_uninterrupted_run(layout, tmp_path):
     rounds, how = 20, LAYOUTS[layout]

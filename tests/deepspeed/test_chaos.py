@@ -28,6 +28,7 @@ def seeds_of(cell):
     return [seed for seed in range(FIRST, FIRST + MODELS) if (seed + CELLS.index(cell)) % len(CELLS) in tried]
 
 
+@pytest.mark.extended(but="^1$")
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_stage_gives_the_bits_of_one_process(ranks, cell):
     seeds = seeds_of(cell)

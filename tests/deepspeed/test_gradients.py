@@ -44,6 +44,7 @@ def assert_equal(found, expected):
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.extended(but="^(2-cpu|3)-4")
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
@@ -54,6 +55,7 @@ def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
             assert_equal(weights, reference(pattern, accumulate))
 
 
+@pytest.mark.extended(but="2")
 @pytest.mark.parametrize("cell", ["1-cpu", "2-cpu"])
 def test_a_deepspeed_that_forgets_micro_batches(ranks, cell):
     for found in ranks.run(forgetful, patterns=list(REACHED), accumulate=4, **CELLS[cell]):
@@ -61,6 +63,7 @@ def test_a_deepspeed_that_forgets_micro_batches(ranks, cell):
             assert_equal(weights, reference(pattern, 4))
 
 
+@pytest.mark.extended(but="2-cpu")
 @pytest.mark.parametrize("zero", [{}, CPU], ids=["2", "2-cpu"])
 def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
     """With `reduce_scatter`, DeepSpeed loses some of them, with any optimizer."""
@@ -71,6 +74,7 @@ def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
             assert_equal(weights, reference(pattern, **options))
 
 
+@pytest.mark.extended(but="^(2|3)$")
 @pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
 def test_what_a_step_does_not_reach_does_not_count_when_gradients_are_clipped(ranks, cell):
     pattern = "odd steps never"
@@ -83,6 +87,7 @@ def test_what_a_step_does_not_reach_does_not_count_when_gradients_are_clipped(ra
         assert (found[name] - weight).norm() < 10 * (rounded[name] - weight).norm(), name
 
 
+@pytest.mark.extended(but="^2$")
 @pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
 def test_gradients_of_a_step_that_overflowed_do_not_stay(ranks, cell):
     """Step 2 reaches the branch and overflows, step 3 does not reach it."""
@@ -91,6 +96,7 @@ def test_gradients_of_a_step_that_overflowed_do_not_stay(ranks, cell):
         assert_equal(found[pattern], reference(pattern, **options))
 
 
+@pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_sums_in_fp32_of_a_step_that_overflowed_do_not_stay(ranks, stage):
     """With the optimizer offloaded; DeepSpeed alone skips all steps from then on."""
@@ -100,6 +106,7 @@ def test_sums_in_fp32_of_a_step_that_overflowed_do_not_stay(ranks, stage):
         assert_equal(found["always"], reference("always", **options))
 
 
+@pytest.mark.extended(but="^2$")
 @pytest.mark.parametrize("cell", ["2", "2-cpu", "3", "3-cpu"])
 def test_gradients_that_were_dropped_do_not_stay(ranks, cell):
     """As where a loss that is not finite is left out: backward, zero_grad, and the next batch."""
@@ -107,6 +114,7 @@ def test_gradients_that_were_dropped_do_not_stay(ranks, cell):
         assert_equal(one, other)
 
 
+@pytest.mark.extended(but="^(2|3)$")
 @pytest.mark.parametrize("cell", STAGES)
 def test_deepspeeds_own_flag_on_parameters(ranks, cell):
     """Its model of partial training, all of whose matrices carry `use_muon`: the table and the output stay AdamW's."""

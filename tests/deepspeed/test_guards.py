@@ -73,6 +73,7 @@ def test_an_offloaded_optimizer_that_is_not_ours(ranks):
     )
 
 
+@pytest.mark.extended(but="2$|^2")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("fault", "words"),
@@ -107,6 +108,7 @@ def test_model_parallelism_and_other_engines():
     assert "PipelineEngine" in _engine_complaint(type("PipelineEngine", (), {})())
 
 
+@pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_partitions_without_a_matrix(ranks, stage):
     """One small matrix: nothing of it lies on the second rank, or nothing but a part of one row."""

@@ -69,12 +69,14 @@ def assert_survived(ranks, saved, folder, victim, stage, timeout, **options):
     return error
 
 
+@pytest.mark.extended(but="2-save-0.0|3-load-0.1")
 @pytest.mark.parametrize(("stage", "phase", "victim", "part"), drawn())
 def test_a_rank_that_is_killed(ranks, saved, stage, phase, victim, part, tmp_path):
     print(f"seed {SEED}")
     assert_survived(ranks, saved, tmp_path / "run", victim, stage, 60, phase=phase, part=part, how="killed")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("stage", "phase", "part"), [(2, "save", 0.5), (3, "load", 0.3)])
 def test_a_rank_that_is_stopped(ranks, saved, stage, phase, part, tmp_path):
     """The others wait for it until the group's time-out, which is half of the pool's."""
@@ -82,6 +84,7 @@ def test_a_rank_that_is_stopped(ranks, saved, stage, phase, part, tmp_path):
     assert "imed out" in error
 
 
+@pytest.mark.extended
 def test_twenty_deaths_on_the_way_are_the_uninterrupted_run(ranks, saved, tmp_path):
     draw, folder = random.Random(SEED), tmp_path / "run"
     shutil.copytree(saved[2][0], folder)

@@ -52,6 +52,7 @@ def saved(ranks, tmp_path_factory):
     return folders
 
 
+@pytest.mark.extended(but="1")
 @pytest.mark.parametrize("others", [1, 4])
 def test_another_number_of_ranks_is_refused_with_what_to_do(fresh, saved, others):
     pool = fresh(others)
@@ -61,6 +62,7 @@ def test_another_number_of_ranks_is_refused_with_what_to_do(fresh, saved, others
             assert "Resume on 2 ranks, or start from the weights alone" in found
 
 
+@pytest.mark.extended(but="2$")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("how", "words"),
@@ -86,6 +88,7 @@ def test_one_advice_in_one_error(ranks, saved, tmp_path):
     assert text.count("Resume ") == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["optim", "model"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_files_of_older_versions_tell_their_names_too(ranks, saved, stage, kind, tmp_path):
@@ -98,6 +101,7 @@ def test_files_of_older_versions_tell_their_names_too(ranks, saved, stage, kind,
     ranks.run(train, stage=stage, first=2, last=2, load=str(older))
 
 
+@pytest.mark.extended(but="2-3")
 @pytest.mark.parametrize(("there", "here"), [(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)])
 def test_another_stage_is_refused_as_that(ranks, saved, there, here):
     name = "1 or 2" if there == 2 else there
@@ -118,6 +122,7 @@ def test_another_precision_is_refused_as_that(ranks, saved, dtype, tmp_path):
 ROUND_ROBIN = {"round_robin_gradients": True}
 
 
+@pytest.mark.extended(but="saved-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("there", "here"), [(ROUND_ROBIN, {}), ({}, ROUND_ROBIN)], ids=["saved", "resumed"])
 def test_partitions_in_another_order_are_refused_with_the_option_to_set(ranks, there, here, dtype, tmp_path):
@@ -137,6 +142,7 @@ def test_other_sub_groups_are_refused_with_the_option_to_set(ranks, saved):
         assert "Set zero_optimization.sub_group_size to 1000000000, as it was" in text
 
 
+@pytest.mark.extended(but="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masters_that_are_not_the_models_are_seen_after_a_load(ranks, dtype, tmp_path):
     """Of a group of AdamW, where nothing in the files tells of it."""
@@ -148,11 +154,13 @@ def test_masters_that_are_not_the_models_are_seen_after_a_load(ranks, dtype, tmp
     assert re.search(r"fp32 master weights of some parameters are not .*: .*norm.weight.* \[rank 1\]", one)
 
 
+@pytest.mark.extended(but="3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_can_be_loaded_as_soon_as_it_is_saved(ranks, stage, tmp_path):
     assert ranks.run(loaded_at_once, stage=stage, save=str(tmp_path)) == [True, True]
 
 
+@pytest.mark.extended(but="2$|^2")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("how", "victim", "words"),
@@ -187,6 +195,7 @@ def test_where_there_is_no_checkpoint_deepspeed_says_so(ranks, tmp_path):
 ALONE = {"load_optimizer_states": False, "load_module_only": True}
 
 
+@pytest.mark.extended(but="^2")
 @pytest.mark.parametrize(
     ("stage", "names"), [(0, [0]), (0, [1]), (0, [0, 1]), (2, [0]), (2, [1]), (3, [0]), (3, [0, 1])], ids=str
 )
@@ -215,6 +224,7 @@ def test_a_rank_needs_its_own_files_alone(ranks, saved, tmp_path):
     assert ranks.run(own_files_only, load=[str(folder) for folder in folders]) == [True, True]
 
 
+@pytest.mark.extended(but="all")
 @pytest.mark.parametrize("arguments", [{}, {"load_optimizer_states": False}], ids=["all", "alone"])
 def test_weights_of_a_rank_that_are_missing(ranks, saved, arguments, tmp_path):
     folder = shutil.copytree(saved[3], tmp_path / "copy")
@@ -225,6 +235,7 @@ def test_weights_of_a_rank_that_are_missing(ranks, saved, arguments, tmp_path):
     assert f"{file.name} is missing. Resume from the checkpoint before it [rank 1]" in one
 
 
+@pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_state_that_one_rank_cannot_make_is_an_error_of_all(ranks, stage, tmp_path):
     (one, _), (other, seconds) = ranks.run(failed_state, stage=stage, save=str(tmp_path))
@@ -246,6 +257,7 @@ def test_a_checkpoint_that_is_overwritten_in_vain_is_told(ranks, tmp_path):
         assert latest == "global_step1"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_torchs_older_format_resumes_exactly(ranks, stage, tmp_path):
     """It has no checksums, and cannot be mapped into memory."""

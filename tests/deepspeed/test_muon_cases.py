@@ -103,12 +103,14 @@ def assert_one_process(found, configs, dtype=torch.float32, steps=5):
             assert not torch.equal(weight, start[name])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_its_configs(ranks, stage):
     for found in ranks.run(in_zero, configs=CONFIGS, stage=stage):
         assert_one_process(found, CONFIGS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_in_bf16_loaded_by_the_engine_that_wrote_it(ranks, stage, tmp_path):
     options = {"dtype": torch.bfloat16, "steps": 6}
@@ -117,6 +119,7 @@ def test_a_checkpoint_in_bf16_loaded_by_the_engine_that_wrote_it(ranks, stage, t
         assert_one_process(found, configs, **options)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offloaded_as_not(ranks, stage):
     configs = [(0.01, 32, 5)]

@@ -31,6 +31,7 @@ def on_disk(folder, **options):
     return {"stage": 3, "wide": True, "zero": {"offload_optimizer": offload, "sub_group_size": 262144}}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clipping", [None, 0.3], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -47,6 +48,7 @@ def test_nvme_trains_as_memory_and_as_one_process(ranks, accumulate, clipping, d
         assert_close(one, reference, times=4 * TIMES, **options)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_equal_gradients_nvme_gives_the_bits_of_one_process(ranks, kind, dtype, tmp_path):
@@ -56,6 +58,7 @@ def test_given_equal_gradients_nvme_gives_the_bits_of_one_process(ranks, kind, d
         assert found["dtypes"] == ["torch.float32"]
 
 
+@pytest.mark.extended(but="plain-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(ranks, kind, dtype, tmp_path):

@@ -26,6 +26,7 @@ def entries(report):
     return found
 
 
+@pytest.mark.extended(but="2-cpu|^3$")
 @pytest.mark.parametrize("cell", ["1", "2", "2-cpu", "3", "3-cpu", "3-sub-groups"])
 def test_an_entry_for_each_kind_of_both_halves(ranks, cell):
     options = {"stage": 3, "zero": {**CPU, "sub_group_size": 300}} if cell == "3-sub-groups" else STAGES[cell]

@@ -41,6 +41,7 @@ def by_hand(accumulation=1, max_grad_norm=0.05, moved=None, **options):
     return {name: param.detach() for name, param in network.named_parameters()}
 
 
+@pytest.mark.extended(but="-2$")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trainer_equals_a_loop_by_hand(ranks, name, accumulation, tmp_path):
@@ -51,6 +52,7 @@ def test_trainer_equals_a_loop_by_hand(ranks, name, accumulation, tmp_path):
         assert not beyond_rounding(found["weights"], by_hand(accumulation), controls)
 
 
+@pytest.mark.extended(but="zero1|zero3_offload")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resume_is_exact(ranks, name, tmp_path):
     options = {"config": config_of(name), "save_strategy": "steps", "save_steps": 3, "bf16": True}
@@ -61,6 +63,7 @@ def test_resume_is_exact(ranks, name, tmp_path):
         assert all(torch.equal(one["weights"][n], w) for n, w in other["weights"].items())
 
 
+@pytest.mark.extended(but="zero2")
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_lora(ranks, name, tmp_path):
     options = {"config": config_of(name), "lora": True, "optim_args": "lora=muon,ns_dtype=fp32"}

@@ -74,6 +74,7 @@ def assert_same_state(one, other):
             assert torch.equal(mine[key], value), key
 
 
+@pytest.mark.extended(but="^[0-3](-cpu)?-float32|bf16-optimizer-bf")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
@@ -99,6 +100,7 @@ def test_given_equal_gradients_every_stage_gives_the_bits_of_one_process(ranks, 
         assert found["dtypes"] == ["torch.float32"]
 
 
+@pytest.mark.extended(but="2-cpu")
 @pytest.mark.parametrize("name", ["0", "1", "2-cpu", "3", "3-cpu"])
 def test_weights_that_are_several_matrices_and_transposed_ones(ranks, name):
     expected = reference(dtype="float32", viewed=True, adjust_lr_fn="original")
@@ -107,6 +109,7 @@ def test_weights_that_are_several_matrices_and_transposed_ones(ranks, name):
         assert_equal(found, expected)
 
 
+@pytest.mark.extended(but="1")
 @pytest.mark.parametrize("name", ["0", "1", "2-cpu", "3", "3-cpu"])
 def test_bf16_momentum_is_rounded_as_in_one_process_and_resumed(ranks, name, tmp_path):
     options = {"same_data": True, "momentum_dtype": "bf16", **STAGES[name]}
@@ -122,6 +125,7 @@ def test_bf16_momentum_is_rounded_as_in_one_process_and_resumed(ranks, name, tmp
         assert_same_state(found, wanted)
 
 
+@pytest.mark.extended(but="4-clipped")
 @pytest.mark.parametrize("clipping", [None, 0.3], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", STAGES)
@@ -132,6 +136,7 @@ def test_every_stage_trains_as_one_process(ranks, stage, accumulate, clipping):
     assert_close(one, **options)
 
 
+@pytest.mark.extended(but="2-1-clipped")
 @pytest.mark.parametrize("clipping", [None, 0.3], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", STAGES)
@@ -143,6 +148,7 @@ def test_bf16_is_within_the_noise_of_one_process(ranks, stage, accumulate, clipp
     assert_close(one, times=2, **options)
 
 
+@pytest.mark.extended(but="^3$")
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "1"])
 def test_bf16_stages_give_the_same_bits(ranks, stage):
     """Of two ranks, whose gradients have one sum whatever its order."""
@@ -156,6 +162,7 @@ def test_a_clipped_direction_would_be_seen():
     assert distance(wrong, clipped) > 0.5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,6 +191,7 @@ def assert_resumes(ranks, path, saved, last, **options):
     return straight
 
 
+@pytest.mark.extended(but="^0-float32|2-cpu-float32|3-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
@@ -200,6 +208,7 @@ def test_resume_is_exact(ranks, options, dtype, tmp_path):
             assert_same_state(other, straight[0])
 
 
+@pytest.mark.extended(but="^2$")
 @pytest.mark.parametrize("stage", ["1", "2", "2-cpu", "3", "3-cpu"])
 def test_a_step_that_overflows_leaves_everything_as_it_was(ranks, stage):
     """As fp16's loss scaling has it; on a CPU DeepSpeed does the same for bf16, and has no fp16."""
@@ -211,6 +220,7 @@ def test_a_step_that_overflows_leaves_everything_as_it_was(ranks, stage):
         assert_same_state(one, other)
 
 
+@pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_to_fp32_finds_the_weights(ranks, stage, tmp_path):
     found = ranks.run(consolidated, path=str(tmp_path), stage=stage)[0]
@@ -225,6 +235,7 @@ def parameters_of(file):
     return watched, [line["step"] for line in steps]
 
 
+@pytest.mark.extended(but="2")
 @pytest.mark.parametrize("kind", ["1", "2", "3-cpu"])
 def test_metrics_change_nothing_and_have_the_names_of_one_process(ranks, kind, tmp_path):
     file = tmp_path / "lines.jsonl"
@@ -240,6 +251,7 @@ def test_metrics_change_nothing_and_have_the_names_of_one_process(ranks, kind, t
     assert steps == [2, 4]  # the last one, too, although ZeRO steps partition by partition
 
 
+@pytest.mark.extended(but="3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage, monkeypatch):
     found = ranks.run(cost, stage=stage)

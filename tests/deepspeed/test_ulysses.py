@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended(but="plain")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_equals_one_process(ranks, name, kind, tmp_path):
     found = ranks.run(train, folder=str(tmp_path), config=config_of(name), kind=kind, **EXACT)
@@ -63,6 +64,7 @@ def test_equals_one_process(ranks, name, kind, tmp_path):
     assert_close(found[0], "losses", "grads", "weights", *norms, kind=kind)
 
 
+@pytest.mark.extended(but="zero1")
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero3"])
 def test_bf16(ranks, name, tmp_path):
     found = ranks.run(train, folder=str(tmp_path), config=config_of(name), bf16=True, **EXACT)
@@ -71,6 +73,7 @@ def test_bf16(ranks, name, tmp_path):
     assert_close(found[0], "grads", "norms", dtype=torch.bfloat16, times=2)
 
 
+@pytest.mark.extended
 def test_newton_schulz_in_bf16(ranks, tmp_path):
     options = {"optim_args": "ns_dtype=bf16", "max_grad_norm": 1e3}
     found = ranks.run(train, folder=str(tmp_path), config=config_of("zero2"), **options)
@@ -78,6 +81,7 @@ def test_newton_schulz_in_bf16(ranks, tmp_path):
     assert_close(found[0], "weights", ns_dtype="bf16")
 
 
+@pytest.mark.extended(but="zero2")
 @pytest.mark.parametrize("name", STAGES)
 def test_clipping(ranks, name, tmp_path):
     options = {"optim_args": "ns_dtype=fp32", "max_grad_norm": 0.05}
@@ -85,6 +89,7 @@ def test_clipping(ranks, name, tmp_path):
     assert_close(found[0], "weights", max_grad_norm=0.05)
 
 
+@pytest.mark.extended(but="zero1")
 @pytest.mark.parametrize("name", STAGES)
 def test_what_upstream_gives(ranks, name, tmp_path):
     """Below ZeRO-3 twice the gradient. Where this fails, a version has mended it, and nothing is corrected any more."""

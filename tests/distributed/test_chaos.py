@@ -28,6 +28,7 @@ def runs_of(ranks):
     ]
 
 
+@pytest.mark.extended(but="2-0")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_layout_gives_the_bits_of_one_process(pools, ranks, part):

@@ -30,6 +30,7 @@ def run(pools):
     return run
 
 
+@pytest.mark.extended(but="fsdp-4-fsdp-2|fsdp-2-single|ddp-2-hsdp-4-sharded")
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize(("layout", "ranks", "other", "others"), MOVES)
 def test_from_layout_to_layout(run, layout, ranks, other, others, full, tmp_path):

@@ -25,6 +25,7 @@ def fresh():
         pool.close(kill=True)
 
 
+@pytest.mark.extended(but="save-fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("phase", ["step", "save"])
 def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_resumes(fresh, pools, layout, phase, tmp_path):

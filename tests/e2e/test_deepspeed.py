@@ -143,6 +143,7 @@ def factory_alone(tiny_model: Path, llamafactory_data: Path, tmp_path_factory: p
     return factory_run("llamafactory_qwen3_zero2.yaml", (tiny_model, llamafactory_data), folder, None)
 
 
+@pytest.mark.extended(but="z2-")
 @needs("llamafactory")
 @pytest.mark.parametrize(
     ("name", "example"),
@@ -196,6 +197,7 @@ def trainer_alone(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPa
     return trainer_run("trainer_qwen3_zero2.yaml", tiny_model, texts, tmp_path_factory.mktemp("alone"), None)
 
 
+@pytest.mark.extended(but="^zero3$")
 @pytest.mark.skipif(
     importlib.util.find_spec("llamafactory") is not None, reason="run with the newest versions, beside tests/deepspeed"
 )

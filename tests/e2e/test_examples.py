@@ -116,6 +116,7 @@ def test_trainer_script_does_not_know_muon() -> None:
 # --- LLaMA-Factory
 
 
+@pytest.mark.extended(but="full|lora")
 @pytest.mark.slow
 @needs("llamafactory")
 @pytest.mark.parametrize("name", LLAMAFACTORY_SFT)
@@ -127,6 +128,7 @@ def test_llamafactory_sft(name: str, tiny_model: Path, llamafactory_data: Path, 
     assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / name)["learning_rate"]}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @needs("llamafactory")
 def test_llamafactory_pretrain_equals_a_plain_loop(
@@ -185,6 +187,7 @@ def test_llamafactory_fsdp2(
 # --- LLaMA-Factory v1
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @needs("llamafactory")
 def test_llamafactory_v1_in_one_process_and_with_fsdp2(
@@ -221,6 +224,7 @@ def test_llamafactory_v1_ulysses_files_differ_in_the_place_of_their_keys_alone()
     assert moved == {"cp_mode": "ulysses", "cp_size": 2}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @needs("llamafactory")
 def test_llamafactory_v1_reads_the_ulysses_file_of_its_layout(tmp_path: Path) -> None:
@@ -314,6 +318,7 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, rounding: dic
     assert_resumed(tmp_path / "resumed" / "checkpoint-4", straight)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.skipif(
     ACCELERATE_VERSION < (1, 13), reason="no HSDP here, and transformers takes no state_dict_type from fsdp_config"

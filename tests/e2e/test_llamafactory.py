@@ -120,6 +120,7 @@ def test_two_processes_agree_with_one(
     assert_close(weights(output), weights(straight), weights(tiny_model), rounding)
 
 
+@pytest.mark.extended
 def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
     settings = LORA | {"optim_args": "lora=muon", "loraplus_lr_ratio": 4.0, "save_steps": 3}
     output, _ = factory.train("lora_plus", settings)
@@ -230,6 +231,7 @@ torch.save(optimizer.state_dict(), sys.argv[2] + "/optimizer.pt")
 """
 
 
+@pytest.mark.extended
 def test_ppo_gets_our_optimizer(tiny_model: Path, tmp_path: Path) -> None:
     python("-c", PPO, tiny_model, tmp_path, cwd=tmp_path)
     inner = "pretrained_model."

@@ -120,6 +120,7 @@ def test_resumed_run_equals_the_uninterrupted_one(name: str, runs: Runs) -> None
     assert distance(runs.weights(f"{name}_dropped"), runs.weights(name), weights(runs.model)) > 1e-2
 
 
+@pytest.mark.extended
 def test_resumed_run_equals_the_uninterrupted_one_in_one_process(runs: Runs) -> None:
     path = runs.yaml("one_resumed", {"resume_from_checkpoint": str(runs.folder / "one" / "checkpoint-2")})
     printed = llamafactory_v1(path, {}, cwd=runs.folder)

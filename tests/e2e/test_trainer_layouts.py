@@ -201,11 +201,26 @@ ACCELERATE_CONFIG = {
 }
 
 
-class Stages:
-    """Starts of processes, each once in a test session, however many workers pytest has."""
+# The cases that tests of the first tier need; the processes of a stage run no others there.
+FIRST = {
+    *("one", "one_resumed", "one_moved_0", "one_moved_1", "one_even", "one_even_moved_0", "one_even_moved_1"),
+    *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
+    *("fp16", "offload", "tp", "native_tp", "hsdp", "hsdp_resumed", "two_to_four_sharded"),
+    *("launched", "launched_resumed"),
+}
 
-    def __init__(self, folder: Path) -> None:
+
+class Stages:
+    """Starts of processes, each once in a test session, however many workers pytest has.
+
+    Args:
+        folder: where the processes write, the same for all workers.
+        first: run the cases of `FIRST` alone.
+    """
+
+    def __init__(self, folder: Path, *, first: bool = False) -> None:
         self.folder = folder
+        self.first = first
         folder.mkdir(exist_ok=True)
 
     def result(self, stage: str, name: str) -> Result:
@@ -233,7 +248,8 @@ class Stages:
         return self.start(four(), *TORCHRUN, "--nproc-per-node", "4")
 
     def _launched(self) -> str:
-        self.run("four")
+        if not self.first:
+            self.run("four")
         config = self.folder / "accelerate.yaml"
         config.write_text(yaml.safe_dump(ACCELERATE_CONFIG), encoding="utf-8")
         command = [BIN / "accelerate", "launch", "--config_file", config, "--main_process_port", "0", worker.__file__]
@@ -282,17 +298,19 @@ class Stages:
             return run(command, cwd=self.folder, PYTHONPATH=str(ROOT))
 
     def write(self, cases: list[Case]) -> Path:
+        if self.first:
+            cases = [case for case in cases if case["name"] in FIRST]
         path = self.folder / f"{cases[0]['name']}.json"
         path.write_text(json.dumps(cases), encoding="utf-8")
         return path
 
 
 @pytest.fixture(scope="session")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stages:
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # each worker has a folder of its own in it
-    return Stages(base / "layouts")
+    return Stages(base / "layouts", first=request.config.getoption("--tier") == "first")
 
 
 Get = Callable[[str], Result]
@@ -392,6 +410,7 @@ def test_one_process_learns(get: Get) -> None:
     assert losses[worker.STEPS] < 0.95 * losses[1]
 
 
+@pytest.mark.extended(but="^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp)-one")
 @pytest.mark.parametrize(
     ("name", "reference", "kind", "storage"),
     [
@@ -422,6 +441,7 @@ def test_layout_equals_one_process(name: str, reference: str, kind: str, storage
     assert_same_run(found, get(reference), start_of(even=reference == "one_even"), controls_of(reference, get))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("layout", "option"),
     [
@@ -437,6 +457,7 @@ def test_option_equals_one_process(layout: str, option: str, get: Get) -> None:
     assert_same_run(get(f"{layout}_{option}"), get(reference), start, controls_of(reference, get))
 
 
+@pytest.mark.extended
 def test_ddp_shares_the_work_and_the_others_do_not_by_a_group(get: Get) -> None:
     assert get("ddp")["group"]
     assert get("four_ddp")["group"]
@@ -444,11 +465,13 @@ def test_ddp_shares_the_work_and_the_others_do_not_by_a_group(get: Get) -> None:
     assert not get("fsdp")["group"]
 
 
+@pytest.mark.extended
 @needs_native
 def test_parameters_cut_by_transformers_are_no_replicas(get: Get) -> None:
     assert not any(get(name)["group"] for name in ("native_fsdp", "native_tp", "tp", "native_hsdp", "native_fsdp_tp"))
 
 
+@pytest.mark.extended
 def test_further_fsdp_settings_change_nothing(get: Get) -> None:
     assert_identical(get("fsdp_settings"), get("fsdp"))
 
@@ -456,6 +479,7 @@ def test_further_fsdp_settings_change_nothing(get: Get) -> None:
 # --- mixed precision
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
@@ -475,6 +499,7 @@ def test_bf16_agrees_within_its_rounding(name: str, reference: str, get: Get) ->
     assert distance(found, expected, start) < 4 * distance(get("one_bf16"), get("one"), start_of())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -500,6 +525,7 @@ def test_fp16_skips_a_step_on_all_ranks(get: Get) -> None:
 # --- resuming
 
 
+@pytest.mark.extended(but="^(one|ddp|fsdp|fsdp_sharded|launched|hsdp)$")
 @pytest.mark.parametrize(
     "name",
     [
@@ -513,6 +539,7 @@ def test_resumed_run_is_the_uninterrupted_one(name: str, get: Get) -> None:
     assert_identical(get(f"{name}_resumed"), get(name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
 def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
     dropped, straight = get(f"{name}_dropped"), get(name)
@@ -521,6 +548,7 @@ def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
     assert distance(dropped, straight, start_of()) > 0.1
 
 
+@pytest.mark.extended(but="two_to_four_sharded")
 @pytest.mark.parametrize(
     "name",
     [
@@ -533,6 +561,7 @@ def test_resumed_run_on_another_number_of_processes(name: str, get: Get) -> None
     assert_same_run(get(name), get("one"), start_of(), controls_of("one", get))
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(LOADS_SHARDS, reason="accelerate loads sharded moments")
 def test_moments_that_accelerate_forgets_are_missed(stages: Stages) -> None:
     error = stages.result("two", "fsdp_sharded_resumed")["error"]
@@ -544,6 +573,7 @@ def test_moments_that_accelerate_forgets_are_missed(stages: Stages) -> None:
 # --- what goes wrong
 
 
+@pytest.mark.extended(but="fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_all_ranks_refuse_a_gradient_that_is_not_finite_on_one(layout: str, stages: Stages) -> None:
     name = f"{layout}_poisoned"
@@ -557,12 +587,14 @@ def test_offload_is_refused_by_name(stages: Stages) -> None:
     assert "does not run under FSDP2 with its parameters on the CPU (offload)" in error
 
 
+@pytest.mark.extended
 @needs_native
 def test_trainer_itself_does_not_save_what_transformers_has_cut(stages: Stages) -> None:
     """Else rank 0's piece of the moments would be taken for the whole."""
     assert "Resuming is not supported for models sharded at load time" in stages.result("two", "native_saving")["error"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "file"), [("damaged_ddp", "optimizer.pt"), ("damaged_sharded", "optimizer_0/__1_0.distcp")]
 )
@@ -573,6 +605,7 @@ def test_damaged_checkpoint_is_named_with_the_one_before_it(name: str, file: str
     assert f"the one before it, {folder}/checkpoint-{worker.SAVE_STEP}, and remove this one" in error
 
 
+@pytest.mark.extended
 def test_damaged_checkpoint_that_one_rank_reads(stages: Stages) -> None:
     """A full state dict is read by rank 0 alone."""
     stages.run("damaged")
@@ -581,6 +614,7 @@ def test_damaged_checkpoint_that_one_rank_reads(stages: Stages) -> None:
     assert f"RuntimeError: This checkpoint is damaged: {damaged} is cut off" in printed
 
 
+@pytest.mark.extended
 def test_checkpoint_before_a_damaged_one_resumes(get: Get) -> None:
     assert_identical(get("undamaged"), get("fsdp"))
 

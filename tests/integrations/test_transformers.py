@@ -643,6 +643,7 @@ class TestProcesses:
         weights = run_script(tmp_path / "weights.pt", "muon", str(BATCH // 2), launcher=launcher)
         assert_close(weights)
 
+    @pytest.mark.extended
     def test_adamw_runs_are_untouched(self, tmp_path):
         on = run_script(tmp_path / "on.pt", "adamw_torch")
         off = run_script(tmp_path / "off.pt", "adamw_torch", HF_MUON_AUTOLOAD="0")

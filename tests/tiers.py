@@ -1,0 +1,92 @@
+"""Which tests run on which stack, and in which tier.
+
+`make test` runs the first tier and `make test-all` everything; without `--tier`, pytest runs what its arguments name. A
+test that is too long for the first tier is marked `extended`. A parametrized test with `extended(but="expression")`
+keeps the cases in the first tier whose ids match that regular expression.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+TIERS = {
+    "quick": "what needs torch and transformers alone, in one process",
+    "first": "every promise of the README at least once",
+    "rest": "what the first tier leaves out",
+    "all": "both",
+}
+
+# Tests of DeepSpeed and of LLaMA-Factory; elsewhere they would skip.
+DEEPSPEED = ("tests/deepspeed/", "tests/e2e/test_deepspeed.py")
+LLAMAFACTORY = ("tests/e2e/test_llamafactory", "tests/e2e/test_v1_ulysses.py")
+# What depends on torch alone is tested once, on the newest stack: all stacks have the same torch.
+TORCH_ALONE = (
+    *("tests/chaos/", "tests/diagnostics/", "tests/distributed/", "tests/math/", "tests/storage/"),
+    *("tests/optimizer/test_muon.py", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
+    *("tests/test_imports.py", "tests/test_packaging.py", "tests/test_promises.py"),
+)
+# What DeepSpeed 0.18.4 does with gradients and later versions do not, which no other stack can show.
+OLD_DEEPSPEED = re.compile(r"tests/deepspeed/test_gradients\.py::.*(2-cpu-4|own_flag)")
+# What the first tier runs of the older versions: LLaMA-Factory itself, the hooks, the Trainer, and the routes.
+OLDER_VERSIONS_FIRST = (
+    *("tests/e2e/test_llamafactory", "tests/e2e/test_examples.py", "tests/e2e/test_deepspeed.py"),
+    *("tests/integrations/", "tests/routing/test_golden.py", "tests/test_autoload.py", "tests/deepspeed/"),
+)
+
+
+def stack() -> str:
+    """Return the name of the stack that is installed here."""
+    packages = (name for name in ("llamafactory", "deepspeed") if importlib.util.find_spec(name))
+    return next(packages, "newest")
+
+
+def belongs(nodeid: str, name: str) -> bool:
+    """Return whether a stack runs a test."""
+    if name == "deepspeed":
+        return nodeid.startswith(DEEPSPEED)
+    if name == "llamafactory":
+        left_out = nodeid.startswith((*TORCH_ALONE, "tests/deepspeed/"))
+        return not left_out or OLD_DEEPSPEED.match(nodeid) is not None
+    return not nodeid.startswith((*DEEPSPEED, *LLAMAFACTORY))
+
+
+def is_extended(item: pytest.Item) -> bool:
+    """Return whether a mark leaves this case of a test out of the first tier."""
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    return any(not re.search(mark.kwargs.get("but", "(?!)"), case) for mark in item.iter_markers("extended"))
+
+
+def is_first(item: pytest.Item, name: str) -> bool:
+    """Return whether the first tier of a stack has a test that belongs to the stack."""
+    return not is_extended(item) and (name != "llamafactory" or item.nodeid.startswith(OLDER_VERSIONS_FIRST))
+
+
+def is_quick(item: pytest.Item, name: str) -> bool:
+    """Return whether a test of the first tier starts no process, or none that takes long."""
+    ranks = "pools" in getattr(item, "fixturenames", ())
+    return is_first(item, name) and not ranks and not item.get_closest_marker("slow")
+
+
+def select(items: list[pytest.Item], tier: str, name: str) -> list[pytest.Item]:
+    """Return the tests of a tier on a stack."""
+    here = [item for item in items if belongs(item.nodeid, name)]
+    if tier == "quick":
+        return [item for item in here if is_quick(item, name)]
+    return [item for item in here if tier == "all" or is_first(item, name) is (tier == "first")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "; ".join(f"{tier}: {meaning}" for tier, meaning in TIERS.items())
+    parser.addoption("--tier", choices=list(TIERS), help=f"run the tests of one tier on this stack ({words})")
+
+
+def keep_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that are not of the tier that is asked for."""
+    if tier := config.getoption("--tier"):
+        selected = select(items, tier, stack())
+        if left_out := [item for item in items if item not in set(selected)]:
+            config.hook.pytest_deselected(items=left_out)
+        items[:] = selected
