@@ -56,7 +56,6 @@ def main() -> None:
         for turn in range(given.rounds + 2):
             for side, some in times.items():
                 optimizer.metrics = metrics if side == "watched" else None
-                optimizer._watch = None
                 taken = seconds(optimizer.step, device)
                 if turn >= 2:
                     some.append(taken)

@@ -104,7 +104,6 @@ class Watch:
         self.step = step
         self.rates: dict[str, float] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.stepped: set[int] = set()  # partitions of ZeRO, by id
         self._keys: list[tuple[str, str, int]] = []
         self._values: list[Tensor] = []
 

@@ -1,21 +1,21 @@
-"""One error on all ranks, or none: what ranks make of their complaints together, before weights or moments move."""
+"""Agreement of all ranks before a step: the same parameters to step, or the same error, before anything is changed."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS
-from hf_muon.diagnostics.log import first_few
 from hf_muon.math.newton_schulz import compute_dtype
 from hf_muon.optimizer import gradients
-from hf_muon.optimizer import state as checkpoint
-from hf_muon.optimizer.preflight import REFUSED, StepLayout
+from hf_muon.optimizer.layout import StepLayout
+from hf_muon.optimizer.preflight import REFUSED, refuse
+from hf_muon.optimizer.state import describe
 from hf_muon.storage.shared import Shared
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
@@ -23,56 +23,53 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
+State = Mapping[Tensor, Mapping[str, Any]]
 
-PARTING = (
+DIVERGING = (
     "{name} has a gradient on rank {having} and none on rank {lacking}, which store the same part of it: replicas "
-    "would part. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True)"
+    "would diverge. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True)"
 )
-STORED_OTHERWISE = (
+STORED_DIFFERENTLY = (
     "{name} has a gradient that is stored as {stored}, and not as the parameter, on rank {having}, but not on rank "
     "{lacking}: redistribute it on every rank"
 )
 
 
-def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
-    """Raise if there are complaints."""
-    if complaints:
-        raise RuntimeError(head + ":\n  - " + first_few(complaints, 10, "\n  - ") + advice)
-
-
 def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None) -> list[str]:
-    """Return what ranks say, once each, with the ranks that say it where not all do.
+    """Return each text of the ranks once, followed by the ranks that it comes from unless it comes from all of them.
 
     Args:
         texts: of each rank.
-        ranks: their numbers; None where they are those of all ranks.
+        ranks: their numbers; None for 0, 1, 2, ...
     """
-    speakers: dict[str, list[int]] = {}
+    origins: dict[str, list[int]] = {}
     for rank, lines in zip(ranks or range(len(texts)), texts, strict=True):
         for line in lines:
-            speakers.setdefault(line, []).append(rank)
-    return [line if len(who) == len(texts) else f"{line} [rank {_listed(who)}]" for line, who in speakers.items()]
+            origins.setdefault(line, []).append(rank)
+    return [line if len(of) == len(texts) else f"{line} [rank {_listed(of)}]" for line, of in origins.items()]
 
 
 def agree(
     groups: Sequence[Group],
-    state: Mapping[Tensor, Mapping[str, Any]],
+    state: State,
     layout: StepLayout,
     complaints: Sequence[str],
     *,
     may_be_idle: bool = False,
+    refusal: str = REFUSED,
 ) -> list[list[int]] | None:
-    """Return which parameters of each group to step, the same on all ranks; or raise the same error on all of them.
+    """Return the parameters of each group to step, or raise an error, the same on all ranks.
 
-    A sharded parameter is stepped where any rank has a gradient for it; a rank without one has a part that is zero.
-    A step in which nothing is wrong, and all ranks have the same gradients, takes one collective of a few numbers.
+    A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
+    If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
 
     Args:
         groups: param groups.
         state: of their parameters.
         layout: of these groups.
-        complaints: what speaks against the step, on this rank.
+        complaints: why this rank cannot take the step.
         may_be_idle: whether to look for gradients that are all zero.
+        refusal: how the error begins.
 
     Returns:
         Indices for each group, or None for an idle step.
@@ -80,20 +77,15 @@ def agree(
     Raises:
         RuntimeError: every complaint of every rank.
     """
-    stop = functools.partial(refuse, head=layout.head)
-    params = [param for group in groups for param in group["params"]]
-    bits = [param.grad is not None for param in params]
-    if not layout.talking:
+    stop = functools.partial(refuse, head=refusal)
+    if not layout.process_groups:
         stop(complaints)
-        flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
-        if not has_data(flags):  # of fake tensors, by which memory is estimated
-            return _by_group(groups, bits)
-        bad, moves = flags.tolist()
-        if bad:
-            stop(gradients.bad_names(groups, state), gradients.NOT_FINITE)
-        return _by_group(groups, bits) if moves else None
+        return _check_alone(groups, state, stop, may_be_idle=may_be_idle)
 
     from hf_muon.distributed import agreement
+
+    params = [param for group in groups for param in group["params"]]
+    bits = [param.grad is not None for param in params]
 
     complaints = list(complaints)
     options: list[str] = []
@@ -107,39 +99,55 @@ def agree(
     root = layout.root
     assert root is not None
     home = local_of(params[0]).device
-    heard = agreement.exchange_words(
+    reports = agreement.exchange_words(
         root, home, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
     )
     ranks = _ranks(root)
 
-    def all_say(texts: Sequence[str]) -> list[str]:
+    def of_all_ranks(texts: Sequence[str]) -> list[str]:
         return together(agreement.exchange_texts(root, texts), ranks)
 
-    if any(said.complains for said in heard):
-        stop(all_say(complaints))
-    if len({said.fingerprint for said in heard}) > 1:
+    if any(report.complains for report in reports):
+        stop(of_all_ranks(complaints))
+    if len({report.fingerprint for report in reports}) > 1:
         stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
-    if any(said.flags[0] for said in heard):
+    if any(report.flags[0] for report in reports):
         names = gradients.bad_names(groups, state) if flags[0].item() else []
-        stop(all_say(names), gradients.NOT_FINITE)
-    if len({said.gradients for said in heard}) > 1:
+        stop(of_all_ranks(names), gradients.NOT_FINITE)
+    if len({report.gradients for report in reports}) > 1:
         # All ranks have as many parameters: the layouts that they agree on have a line for each.
-        of_ranks = agreement.exchange_bits(root, home, [*bits, *map(_travels, stored)])
-        has = {rank: row[: len(bits)] for rank, row in zip(ranks, of_ranks, strict=True)}
-        parting = list(_parting(groups, layout, has))
-        if any(any(row[len(bits) :]) for row in of_ranks):
+        rows = agreement.exchange_bits(root, home, [*bits, *map(_needs_others, stored)])
+        has = {rank: row[: len(bits)] for rank, row in zip(ranks, rows, strict=True)}
+        differences = list(_diverging(groups, layout, has))
+        if any(any(row[len(bits) :]) for row in rows):
             texts = dict(zip(ranks, agreement.exchange_texts(root, stored), strict=True))
-            parting += _stored_otherwise(groups, layout, texts)
-        stop(all_say(parting))
+            differences += _stored_differently(groups, layout, texts)
+        stop(of_all_ranks(differences))
         bits = [
             mine if place is None else any(has[rank][k] for rank in _ranks(place.group))
-            for k, (mine, place) in enumerate(zip(bits, itertools.chain(*layout.places), strict=True))
+            for k, (mine, place) in enumerate(
+                zip(bits, itertools.chain.from_iterable(work.shared for work in layout.works), strict=True)
+            )
         ]
-    return _by_group(groups, bits) if any(said.flags[1] for said in heard) else None
+    return _by_group(groups, bits) if any(report.flags[1] for report in reports) else None
+
+
+def _check_alone(
+    groups: Sequence[Group], state: State, stop: Callable[..., None], *, may_be_idle: bool
+) -> list[list[int]] | None:
+    """Do what `agree` does in a process that is alone with its parameters and has no complaints."""
+    bits = [param.grad is not None for group in groups for param in group["params"]]
+    flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
+    if not has_data(flags):  # of fake tensors, by which memory is estimated
+        return _by_group(groups, bits)
+    bad, moves = flags.tolist()
+    if bad:
+        stop(gradients.bad_names(groups, state), gradients.NOT_FINITE)
+    return _by_group(groups, bits) if moves else None
 
 
 def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:
-    """The complaints of all ranks that store parameters together as DTensors; otherwise this rank's own."""
+    """Return the complaints of all ranks that store DTensors together; without DTensors, this rank's own."""
     meshes = [param.device_mesh for group in groups for param in group["params"] if is_dtensor(param)]
     if not meshes:
         return list(complaints)
@@ -151,7 +159,7 @@ def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> lis
 
 
 def _ranks(group: ProcessGroup) -> list[int]:
-    """The ranks of a group as all ranks count them."""
+    """Return the global ranks of a group."""
     import torch.distributed as dist
 
     return dist.get_process_group_ranks(group)
@@ -171,13 +179,13 @@ def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
 
 def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
     lines = []
-    for k, (group, devices, places) in enumerate(zip(groups, layout.devices, layout.places, strict=True)):
+    for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
         values = {name: float(group[name]) if name == "lr" else group[name] for name in GROUP_OPTIONS}
-        if any(place is not None for place in places):  # a rank's own parameters are stepped when it has gradients
+        if any(place is not None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
             values["step"] = group["step"]
         lines += [f"{name}={value!r} in param group {k}" for name, value in values.items()]
         if group["use_muon"]:
-            types = sorted({device.type for device in devices})
+            types = sorted({device.type for device in work.devices})
             lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
     return lines
 
@@ -187,61 +195,66 @@ def _difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
         if len(set(lines)) > 1:
             other = next(i for i, line in enumerate(lines) if line != lines[0])
             return f"the ranks disagree: rank {ranks[0]} has {lines[0]}, rank {ranks[other]} has {lines[other]}"
-    raise AssertionError("fingerprints differ, and what they are made from does not")
+    raise AssertionError("fingerprints differ, but not the lines that they were computed from")
 
 
 def _stored(param: Tensor) -> str:
-    """How a gradient is stored, where other ranks are needed to store it as the parameter; "" where there is none."""
+    """Return how a gradient is stored if it takes communication to store it like the parameter.
+
+    Otherwise return `_IN_PLACE`, or "" without a gradient.
+    """
     grad = param.grad
     if grad is None:
         return ""
     if not is_dtensor(grad) or grad.placements == param.placements:  # type: ignore[attr-defined]
-        return _AT_ITS_PLACE
+        return _IN_PLACE
     pairs = zip(grad.placements, param.placements, strict=True)  # type: ignore[attr-defined]
-    if all(placement == wanted or placement.is_replicate() for placement, wanted in pairs):
-        return _AT_ITS_PLACE
+    if all(placement == own or placement.is_replicate() for placement, own in pairs):
+        return _IN_PLACE
     return str(grad.placements)  # type: ignore[attr-defined]
 
 
-_AT_ITS_PLACE = "="
+_IN_PLACE = "="
 
 
-def _travels(stored: str) -> bool:
-    return stored not in ("", _AT_ITS_PLACE)
+def _needs_others(stored: str) -> bool:
+    return stored not in ("", _IN_PLACE)
 
 
 def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[tuple[int, str, Shared]]:
-    """The place among all parameters, the description and the storage of each parameter that ranks share."""
+    """Yield the index among all parameters, the description and the storage of each parameter that ranks share."""
     k = 0
-    for group, places in zip(groups, layout.places, strict=True):
-        for i, place in enumerate(places):
+    for group, work in zip(groups, layout.works, strict=True):
+        for i, place in enumerate(work.shared):
             if place is not None:
-                yield k, checkpoint.describe(group, i), place
+                yield k, describe(group, i), place
             k += 1
 
 
-def _parting(groups: Sequence[Group], layout: StepLayout, has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
-    """Whose replicas would part: ranks that store the same, of which some have a gradient and others none."""
+def _diverging(groups: Sequence[Group], layout: StepLayout, has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
+    """Complain of ranks that store the same region of a parameter, of which some have a gradient and others none."""
     for k, name, place in _shared(groups, layout):
         ranks = _ranks(place.group)
         for region in dict.fromkeys(place.regions):
             alike = [rank for rank, other in zip(ranks, place.regions, strict=True) if other == region and region.numel]
-            having, lacking = ([rank for rank in alike if has[rank][k] is wanted] for wanted in (True, False))
+            having = [rank for rank in alike if has[rank][k]]
+            lacking = [rank for rank in alike if not has[rank][k]]
             if having and lacking:
-                yield PARTING.format(name=name, having=_listed(having), lacking=_listed(lacking))
+                yield DIVERGING.format(name=name, having=_listed(having), lacking=_listed(lacking))
                 break
 
 
-def _stored_otherwise(
+def _stored_differently(
     groups: Sequence[Group], layout: StepLayout, stored: Mapping[int, Sequence[str]]
 ) -> Iterator[str]:
-    """Whose gradients would be redistributed by some ranks only, which would wait for the others."""
+    """Complain of gradients that only some ranks would redistribute, which would wait for the others forever."""
     for k, name, place in _shared(groups, layout):
         texts = {rank: stored[rank][k] for rank in _ranks(place.group)}
-        text = next((text for text in texts.values() if _travels(text)), None)
+        text = next((text for text in texts.values() if _needs_others(text)), None)
         if text is not None and len(set(texts.values())) > 1:
-            having, lacking = ([rank for rank in texts if (texts[rank] == text) is wanted] for wanted in (True, False))
-            yield STORED_OTHERWISE.format(name=name, stored=text, having=_listed(having), lacking=_listed(lacking))
+            having = [rank for rank in texts if texts[rank] == text]
+            lacking = [rank for rank in texts if texts[rank] != text]
+            yield STORED_DIFFERENTLY.format(name=name, stored=text, having=_listed(having), lacking=_listed(lacking))
 
 
 def _listed(ranks: Sequence[int]) -> str:

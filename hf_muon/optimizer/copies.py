@@ -32,12 +32,12 @@ def carried(optimizer: Any) -> dict[str, Any]:
     """Return the attributes that a copy takes over.
 
     Raises:
-        RuntimeError: DeepSpeed steps with this optimizer, and would not with the copy.
+        RuntimeError: a framework steps this optimizer on flat partitions, and would not step the copy.
     """
-    if optimizer.partitions is not None:
+    if optimizer.partitioned.partitions is not None:
         raise RuntimeError(
-            "A Muon that DeepSpeed steps with cannot be copied or pickled: its parameters are partitions of the "
-            "engine. Save with engine.save_checkpoint"
+            f"A Muon that {optimizer.partitioned.framework} steps with cannot be copied or pickled: its parameters are "
+            "flat partitions of the engine. Save with engine.save_checkpoint"
         )
     group = optimizer.replicate_group
     options = {name: getattr(optimizer, name) for name in OPTIMIZER_OPTIONS}

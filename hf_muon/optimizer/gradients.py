@@ -1,4 +1,4 @@
-"""Gradients before a step: whether they fit their parameters, and hold numbers that a step can compute with."""
+"""Checks of gradients before a step: that they fit their parameters, and that moments stay finite with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.momentum import update_dtype
-from hf_muon.optimizer import state as checkpoint
+from hf_muon.optimizer.state import describe
 from hf_muon.storage.tensors import STEPPED_DTYPES, class_complaint, has_data, is_dtensor, local_of
 
 Group = Mapping[str, Any]
@@ -23,9 +23,9 @@ NOT_FINITE = (
 
 
 def local_grad(param: Tensor) -> Tensor:
-    """Return this rank's part of a parameter's gradient, stored as the parameter is; zeros where it has none.
+    """Return this rank's part of a parameter's gradient, stored like the parameter; zeros without a gradient.
 
-    A gradient with other placements (tensor parallel embeddings and norms have such) is redistributed first.
+    A gradient with other placements, as of tensor parallel embeddings and norms, is redistributed first.
     """
     grad = param.grad
     if grad is None:
@@ -40,8 +40,8 @@ def complaint(group: Group, param: Tensor) -> str | None:
     grad = param.grad
     if grad is None:
         return None
-    if words := class_complaint(param):  # one that was frozen when its storage was looked at
-        return words
+    if complaint_of_class := class_complaint(param):  # it was frozen when the layout was made
+        return complaint_of_class
     if grad.layout != torch.strided:
         return "has a sparse gradient; build its embedding with sparse=False"
     if is_dtensor(grad) != is_dtensor(param):
@@ -68,12 +68,12 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def flags(groups: Sequence[Group], state: State, *, may_be_idle: bool) -> Tensor:
-    """Return ``(2,)`` int64, not read from the device: any entry that cannot be stepped; any that is not zero.
+    """Return two flags, ``(2,)`` int64, still on the device: any entry that cannot be stepped; any that is not zero.
 
     Args:
         groups: param groups.
         state: of their parameters.
-        may_be_idle: whether to look for the second one, which is 1 otherwise.
+        may_be_idle: whether to compute the second flag, which is 1 otherwise.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
     unread = False
@@ -96,32 +96,33 @@ def _with_gradient(groups: Sequence[Group]) -> list[tuple[Group, Tensor]]:
 def largest(group: Group, param: Tensor, moments: Mapping[str, Any] | None = None) -> float:
     """Return the largest magnitude of a gradient with which every moment of its parameter stays finite.
 
-    Momentum moves by the difference of two gradients; a quarter leaves room for rounding. AdamW's second moment becomes
-    ``beta2 * exp_avg_sq + (1 - beta2) * grad**2``, computed in fp32 for half precision. In fp16 it leaves room for a
-    few large gradients, not for many: there, `exp_avg_sq` is read on a CPU. On an accelerator each would be waited for.
+    Momentum moves by the difference of two gradients; a quarter of the dtype's range leaves room for rounding. AdamW's
+    second moment becomes ``beta2 * exp_avg_sq + (1 - beta2) * grad**2``, computed in fp32 for half precision
+    parameters. fp16 has room for a few large gradients in a row, not for many, so on a CPU the limit follows
+    `exp_avg_sq`. On an accelerator that would synchronize with the device once for each parameter.
 
     Args:
         group: of the parameter.
-        param: that has a gradient.
+        param: a parameter with a gradient.
         moments: its state; None before the first step.
     """
     if group["use_muon"]:
         return torch.finfo(update_dtype(param, group.get("momentum_dtype", "auto"))).max / 4
-    kept = torch.finfo(param.dtype).max
+    top = torch.finfo(param.dtype).max
     if param.dtype is not torch.float16:
-        return 0.99 * math.sqrt(kept)
+        return 0.99 * math.sqrt(top)
     decay = group["adamw_betas"][1]
-    held = local_of(moments["exp_avg_sq"]) if moments and "exp_avg_sq" in moments else None
-    at_hand = held is not None and held.device.type == "cpu" and held.numel() and has_data(held)
-    height = float(held.max()) if held is not None and at_hand else 0.0
-    # However high it stands, an average does not rise beyond what it is an average of.
-    room = max(0.99 * kept - decay * height, 0.9 * (1 - decay) * kept)
-    return 0.99 * min(kept / 4, math.sqrt(room / (1 - decay)))
+    second = local_of(moments["exp_avg_sq"]) if moments and "exp_avg_sq" in moments else None
+    is_readable = second is not None and second.device.type == "cpu" and second.numel() and has_data(second)
+    level = float(second.max()) if second is not None and is_readable else 0.0
+    # An average never exceeds the largest of the values that it averages.
+    room = max(0.99 * top - decay * level, 0.9 * (1 - decay) * top)
+    return 0.99 * min(top / 4, math.sqrt(room / (1 - decay)))
 
 
 def _too_large(grads: list[Tensor], limit: float) -> Tensor:
-    """Return a flag: whether any entry is NaN, or larger than the limit."""
-    # The 2-norm is the faster one on a CPU, but gradients within the limit may have one that is not.
+    """Return a flag: any entry is NaN, or larger than the limit."""
+    # On a CPU the 2-norm is faster than the maximum, and bounds it; only where it exceeds the limit, take the maximum.
     if grads[0].device.type == "cpu" and _all_within(torch._foreach_norm(grads), limit):
         return torch.zeros((), dtype=torch.bool)
     return _all_within(torch._foreach_norm(grads, float("inf")), limit).logical_not()
@@ -139,28 +140,27 @@ def _any(bits: Sequence[Tensor]) -> Tensor:
 
 
 def bad_names(groups: Sequence[Group], state: State) -> list[str]:
-    """Name the parameters whose gradients cannot be stepped, each with what it holds."""
+    """Return the parameters whose gradients cannot be stepped, each with the reason."""
     stepped = [(g, p) for g, p in _with_gradient(groups) if local_of(p.grad).numel() and has_data(local_of(p.grad))]  # type: ignore[arg-type]
-    seen = {p: _seen(local_of(p.grad), largest(g, p, state.get(p))) for g, p in stepped}  # type: ignore[arg-type]
-    endless = [param for param, words in seen.items() if words == _ENDLESS]
-    if len(endless) == len(stepped) > 1:
+    reasons = {p: _too_large_reason(local_of(p.grad), largest(g, p, state.get(p))) for g, p in stepped}  # type: ignore[arg-type]
+    if len(stepped) > 1 and all(reason == _NOT_FINITE for reason in reasons.values()):
         everything = f"every parameter (clipping by a norm that is not finite spreads it), {len(stepped)} in all,"
-        return [f"{everything} {_ENDLESS}"]
+        return [f"{everything} {_NOT_FINITE}"]
     return [
-        f"{checkpoint.describe(group, i)} {words}"
+        f"{describe(group, i)} {reason}"
         for group in groups
         for i, param in enumerate(group["params"])
-        if (words := seen.get(param))
+        if (reason := reasons.get(param))
     ]
 
 
-_ENDLESS = "has a gradient that is not finite"
+_NOT_FINITE = "has a gradient that is not finite"
 
 
-def _seen(grad: Tensor, limit: float) -> str | None:
+def _too_large_reason(grad: Tensor, limit: float) -> str | None:
     norm = float(torch.linalg.vector_norm(grad, float("inf")))
     if not math.isfinite(norm):
-        return _ENDLESS
+        return _NOT_FINITE
     if norm > limit:
         return f"has a gradient as large as {norm:.2g}; above {limit:.2g} its moments would overflow"
     return None

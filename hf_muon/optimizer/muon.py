@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,29 +10,27 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option, unknown_option
-from hf_muon.diagnostics import log as diagnostics
-from hf_muon.diagnostics import metrics
-from hf_muon.distributed.executor import Executor
+from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option
+from hf_muon.diagnostics import log
+from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
 from hf_muon.math import update
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
-from hf_muon.optimizer import consensus, copies, empty_steps, gradients, loading, preflight
-from hf_muon.optimizer import first_step_report as step_report
+from hf_muon.optimizer import consensus, copies, loading, preflight
 from hf_muon.optimizer import state as checkpoint
-from hf_muon.optimizer.step import Watched, adamw_step, muon_step
-from hf_muon.storage import views
-from hf_muon.storage.partitions import Partitions
-from hf_muon.storage.tensors import has_data, local_of, shape_of, storage_complaint
+from hf_muon.optimizer.empty_steps import warn_of_empty_step
+from hf_muon.optimizer.first_step_report import FirstStepReport
+from hf_muon.optimizer.groups import check_group, with_checked_options
+from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
+from hf_muon.optimizer.partitioned import PartitionedStep
+from hf_muon.optimizer.step import adamw_step, muon_step
+from hf_muon.optimizer.watching import StepWatch, can_watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 Group = dict[str, Any]
-
-# What torch's schedulers keep in param groups, and the tag that people give them.
-_FOREIGN_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "name")
 
 
 class Muon(Optimizer):
@@ -159,15 +157,13 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def _begin(self) -> None:
-        """Set what an optimizer, or a copy of one, has not before its first step."""
-        self.partitions: Partitions | None = None
-        self.being_wrapped = False
-        self.wrapped_views: Mapping[Tensor, views.View] = {}
-        every = self.diagnostics_every or diagnostics.every_from_environment()
-        self.metrics = metrics.Metrics(every, self.diagnostics_file) if every and diagnostics.is_rank_zero() else None
-        self._watch: metrics.Watch | None = None
-        self._watched_step = 0
-        self._layouts: dict[tuple[int, ...], preflight.StepLayout] = {}
+        """Set what an optimizer, or a copy of one, does not have before its first step."""
+        self.partitioned = PartitionedStep()
+        every = self.diagnostics_every or log.every_from_environment()
+        self.metrics = Metrics(every, self.diagnostics_file) if every and log.is_rank_zero() else None
+        self._report = FirstStepReport()
+        self._warned_of_empty_step = False
+        self._layouts = Layouts()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; checked before it is added.
@@ -176,46 +172,20 @@ class Muon(Optimizer):
             ValueError: an unknown or invalid option, or a Muon group with something that is not a matrix.
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
-        own = dict(param_group)
-        if not own.get("differentiable"):
-            own.pop("differentiable", None)  # of groups that torch has loaded in an older version
-        for name in own:
-            if name in GROUP_OPTIONS:
-                own[name] = check_option(name, own[name])
-            elif name not in ("params", "param_names", "use_muon", "views", "step", *_FOREIGN_KEYS):
-                raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
-        if not isinstance(own.get("use_muon", True), bool):
-            raise ValueError(f"use_muon={own['use_muon']!r} is not valid. Valid: true or false")
-        before = len(self.param_groups)
-        super().add_param_group(own)
-        if not any(param in self.state for param in own["params"]):
-            own["step"] = 0  # of a loaded optimizer's group, perhaps, whose moments are not here
+        group = with_checked_options(param_group)
+        count = len(self.param_groups)
+        super().add_param_group(group)
+        if not any(param in self.state for param in group["params"]):
+            group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
         try:
-            self._check_group(self.param_groups[before])
+            check_group(self.param_groups[count])
         except Exception:
-            del self.param_groups[before:]
+            del self.param_groups[count:]
             raise
-
-    def _check_group(self, group: Group) -> None:
-        for key, none in (("views", ", '' for none"), ("param_names", "")):
-            if complaint := views.texts_complaint(group.get(key), len(group["params"])):
-                raise ValueError(f"{key}: {complaint}; give each one{none}")
-        for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
-            complaint = storage_complaint(param) or checkpoint.blocks_complaint(group, param)
-            if complaint:
-                raise RuntimeError(f"{checkpoint.describe(group, i)} {complaint}")
-            if group["use_muon"] and (complaint := views.complaint(view, shape_of(param))):
-                raise ValueError(
-                    f"{checkpoint.describe(group, i)} {complaint}: Muon steps (m, n) matrices and (B, m, n) stacks of "
-                    "matrices. Put it into a group with use_muon=False, or let build_optimizer(model) decide"
-                )
-        complaint = preflight.hyperparameter_complaint(group)
-        if complaint:
-            raise ValueError(complaint)
 
     def init_state(self) -> None:
         """Create the state that is missing, zero moments, for every parameter. Steps and loads do it by themselves."""
-        consensus.refuse(
+        preflight.refuse(
             [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
         )
         for group in self.param_groups:
@@ -242,80 +212,7 @@ class Muon(Optimizer):
                 elif state[key].dtype != dtype or state[key].device != device:
                     state[key] = state[key].to(device=device, dtype=dtype)
 
-    def reset_layouts(self) -> None:
-        """Look anew at how parameters are stored, as after `partitions` or `replicate_group` were set."""
-        self._layouts.clear()
-
-    def _layout(self) -> preflight.StepLayout:
-        """How the parameters that now stand in the param groups are stored."""
-        key = tuple(id(param) for group in self.param_groups for param in group["params"])
-        layout = self._layouts.get(key)
-        if layout is None or layout.key != preflight.storage_key(self.param_groups):
-            if self.partitions is None:  # otherwise ZeRO puts in one partition after the other
-                self._layouts.clear()
-            layout = self._layouts[key] = preflight.StepLayout(
-                self.param_groups,
-                self.replicate_group,
-                self.max_bucket_bytes,
-                COMM_DTYPES[self.comm_dtype],
-                self.partitions,
-                self.offload_compute,
-            )
-        return layout
-
-    def _preflight(self) -> list[tuple[Group, list[int], list[preflight.Matrix], list[Executor]]]:
-        """The groups to step, the indices of their parameters, which are the same on all ranks, and how.
-
-        Raises:
-            RuntimeError: every complaint of every rank at once, before weights or moments are touched.
-        """
-        layout = self._layout()
-        complaints = list(layout.complaints)
-        may_be_idle = False
-        with layout.guarded(complaints):
-            self._clear_gradients_of_others()
-            complaints += self._complaints(layout)
-            # torch.distributed.checkpoint makes moments to load into by such a step, which is not to count as one.
-            may_be_idle = not (complaints or self.state) and all(float(g["lr"]) == 0 for g in self.param_groups)
-            if not may_be_idle:
-                step_report.tell_once(self, layout, self.partitions)
-            self._begin_watch()
-        with step_report.told_if_refused(self):
-            active = consensus.agree(self.param_groups, self.state, layout, complaints, may_be_idle=may_be_idle)
-        if active is None:
-            self.init_state()
-            return []
-        if self.partitions is None and not any(active):
-            empty_steps.warn_once(self)
-        return [
-            (group, indices, matrices, executors)
-            for group, indices, matrices, executors in zip(
-                self.param_groups, active, layout.matrices, layout.executors, strict=True
-            )
-            if indices
-        ]
-
-    def _complaints(self, layout: preflight.StepLayout) -> list[str]:
-        """What speaks against a step, on this rank."""
-        complaints: list[str] = []
-        for group, devices in zip(self.param_groups, layout.devices, strict=False):  # fewer where the layout is refused
-            complaints += checkpoint.state_complaints(group, self.state)
-            if complaint := preflight.hyperparameter_complaint(group, devices):
-                complaints.append(complaint)
-            for i, param in enumerate(group["params"]):
-                if complaint := gradients.complaint(group, param):
-                    complaints.append(f"{checkpoint.describe(group, i)} {complaint}")
-        return complaints
-
-    def _begin_watch(self) -> None:
-        self._watch = None
-        if self.metrics is not None and self._has_data():
-            # ZeRO-3 empties the groups that it does not step now, and has stepped some of them already.
-            first = next(group for group in self.param_groups if group["params"])
-            self._watched_step = first["step"] + 1
-            self._watch = self.metrics.begin(self._watched_step, local_of(first["params"][0]).device)
-
-    @_disable_dynamo  # compiled, products and sums would be rounded otherwise, differently on each rank
+    @_disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Parameters without a gradient on any rank stay as they are, and so do their moments.
@@ -331,63 +228,78 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.being_wrapped:
-            self._step_of_wrapper()
+        if self.partitioned.is_expected:
+            self.partitioned.check_creates_state_only(self.param_groups)
+            self.init_state()
             return loss
-        for group, indices, matrices, executors in self._preflight():
-            self._reconcile_state(group)
-            number = group["step"] + 1  # the same for all parts of a group
-            if self._is_last(group):
-                group["step"] = number
-            if group["use_muon"]:
-                work = (number, indices, matrices, executors, self.max_batch_bytes)
-                muon_step(group, self.state, *work, self._watched())
-            else:
-                adamw_step(group, self.state, indices, self._watched())
-        if self.metrics is not None:
-            self.metrics.end(self._watched_step, whole=self._all_stepped())
+        layout = self._layout()
+        indices_of_groups, watch = self._preflight(layout)
+        for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
+            if indices:
+                self._step_group(group, work, indices, watch)
+        complete = self.partitioned.completes_step(self.param_groups)
+        if watch is not None:
+            watch.end(complete=complete)
         return loss
 
-    def _has_data(self) -> bool:
-        """Whether there is something to measure; estimators of memory step on the meta device, or fake tensors."""
-        return all(has_data(local_of(param)) for group in self.param_groups for param in group["params"][:1])
-
-    def _watched(self) -> Watched | None:
-        return None if self._watch is None else Watched(self._watch, self.param_groups, self.partitions is not None)
-
-    def _all_stepped(self) -> bool:
-        """Whether a watched step is over; ZeRO takes it partition by partition."""
-        if self.partitions is None or self._watch is None:
-            return True
-        self._watch.stepped.update(id(param) for group in self.param_groups for param in group["params"])
-        return self._watch.stepped.issuperset(map(id, self.partitions))
-
-    def _clear_gradients_of_others(self) -> None:
-        """Zeros where a partition has no gradient, in place of what lies in that memory."""
-        for group in self.param_groups if self.partitions else ():
-            for param in group["params"]:
-                partition = (self.partitions or {}).get(param)
-                if partition is not None and partition.without_gradient is not None and param.grad is not None:
-                    for elements in partition.without_gradient():
-                        param.grad[elements].zero_()
-
-    def _is_last(self, group: Group) -> bool:
-        """Whether all of a group has been stepped after this; ZeRO-3 puts in one part of a group after the other."""
-        parts = (
-            [self.partitions[param] for param in group["params"] if param in self.partitions] if self.partitions else []
+    def _layout(self) -> StepLayout:
+        """Return how the parameters that now stand in the param groups are stored."""
+        return self._layouts.of(
+            self.param_groups,
+            self.replicate_group,
+            self.partitioned.partitions,
+            max_bucket_bytes=self.max_bucket_bytes,
+            comm_dtype=COMM_DTYPES[self.comm_dtype],
+            offload_compute=self.offload_compute,
         )
-        return all(part.last for part in parts)
 
-    def _step_of_wrapper(self) -> None:
-        """A step with zero gradients, by which DeepSpeed has optimizers make their state while it is set up."""
-        for group in self.param_groups:
-            for i, param in enumerate(group["params"]):
-                if param.grad is not None and bool(local_of(param.grad).any()):
-                    raise RuntimeError(
-                        f"{checkpoint.describe(group, i)} is stepped before it is known how DeepSpeed stores it. The "
-                        "attempt to start DeepSpeed has failed; start it again"
-                    )
-        self.init_state()
+    def _preflight(self, layout: StepLayout) -> tuple[list[list[int]], StepWatch | None]:
+        """Check a step before it changes anything, together with the other ranks.
+
+        Returns:
+            For each group the indices of the parameters to step, which are the same on all ranks, and what watches the
+            step.
+
+        Raises:
+            RuntimeError: every complaint of every rank at once, before weights or moments are touched.
+        """
+        groups, watch = self.param_groups, None
+        complaints = list(layout.complaints)
+        may_be_idle = False
+        with layout.guarded(complaints):
+            self.partitioned.clear_stale_gradients(groups)
+            complaints += preflight.step_complaints(groups, self.state, layout)
+            may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
+            if not may_be_idle:
+                self._report.add(groups, layout, self.partitioned.partitions)
+            if self.metrics is not None and can_watch(groups):
+                watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
+        try:
+            indices = consensus.agree(
+                groups, self.state, layout, complaints, may_be_idle=may_be_idle, refusal=self.partitioned.refusal
+            )
+        except RuntimeError:
+            self._report.log_incomplete()
+            raise
+        if indices is None:
+            self.init_state()
+            return [[] for _ in groups], watch
+        if not any(indices) and self.partitioned.partitions is None and not self._warned_of_empty_step:
+            self._warned_of_empty_step = True
+            warn_of_empty_step([param for group in groups for param in group["params"]])
+        return indices, watch
+
+    def _step_group(self, group: Group, work: GroupWork, indices: list[int], watch: StepWatch | None) -> None:
+        """Step some parameters of a group."""
+        self._reconcile_state(group)
+        number = group["step"] + 1  # the same for all partitions of a group
+        if self.partitioned.completes_group(group):
+            group["step"] = number
+        group_watch = None if watch is None else watch.of_group(group, work)
+        if group["use_muon"]:
+            muon_step(group, work, indices, self.state, number, self.max_batch_bytes, group_watch)
+        else:
+            adamw_step(group, indices, self.state, group_watch)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as in torch.
@@ -399,7 +311,7 @@ class Muon(Optimizer):
         lost = [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
         if lost:
             raise RuntimeError(
-                "This optimizer's state cannot be saved:\n  - " + diagnostics.first_few(lost, 10, "\n  - ")
+                "This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - ")
             )
         return super().state_dict()
 

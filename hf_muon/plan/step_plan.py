@@ -24,7 +24,7 @@ from hf_muon.distributed.local import LocalExecutor
 from hf_muon.math import cost as forms
 from hf_muon.math.momentum import state_bytes
 from hf_muon.math.newton_schulz import NS_DTYPES
-from hf_muon.optimizer.preflight import StepLayout
+from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.routing.route import Route, route_parameters
 from hf_muon.storage import views
@@ -282,7 +282,7 @@ def _work(
         rows = forms.rows_at_once(min(unit.shape), ns_dtype, "cuda")
         return unit.count * forms.flops(unit.shape, forms.segments(unit.shape, config.ns_steps, ns_dtype), rows)
 
-    for executor in (executor for executors in layout.executors for executor in executors):
+    for executor in (executor for work in layout.works for executor in work.executors):
         if isinstance(executor, LocalExecutor):
             own = sum(cost(unit) for unit in executor.units)
             flops = [found + own for found in flops]
@@ -322,9 +322,9 @@ def _state(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> 
     known: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # elements and bytes of momentum, by who stores what
     own = torch.zeros(ranks, dtype=torch.int64)
     adamw = torch.zeros(ranks, dtype=torch.int64)
-    for group, places in zip(groups, layout.places, strict=True):
+    for group, work in zip(groups, layout.works, strict=True):
         choice = group["momentum_dtype"]
-        for param, place in zip(group["params"], places, strict=True):
+        for param, place in zip(group["params"], work.shared, strict=True):
             if place is None or not place.regions:  # whole, or a partition, which has one size everywhere
                 numel = torch.full((ranks,), param.numel())
                 momentum = torch.full((ranks,), state_bytes(param, choice, param.shape))

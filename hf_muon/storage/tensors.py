@@ -109,6 +109,23 @@ def storage_complaint(param: Tensor) -> str | None:
     return None
 
 
+def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
+    """Say why a parameter can only be stepped by the framework that stores it; None where that is not so.
+
+    Args:
+        param: not a flat partition that the optimizer knows.
+        is_matrix: whether the parameter has been a matrix, or a stack of matrices.
+    """
+    if hasattr(param, "ds_id"):
+        return "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step()"
+    if is_matrix and len(shape_of(param)) < 2:
+        return (
+            f"has been replaced by a tensor of shape {shape_of(param)}, in which nothing tells the matrices apart. "
+            "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare"
+        )
+    return None
+
+
 def _is_strided(placement: Any) -> bool:
     # Private in torch, and a sibling of Shard or a subclass of it by version.
     return type(placement).__name__ == "_StridedShard"

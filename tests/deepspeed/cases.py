@@ -272,7 +272,8 @@ def train(
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
             if name in names:
                 weights[name] = param.detach().clone()
-    places = optimizer.partitions or optimizer.state  # a load leaves states in the order of the param groups
+    # A load leaves states in the order of the param groups.
+    places = optimizer.partitioned.partitions or optimizer.state
     state = [{k: v.clone() for k, v in optimizer.state[param].items()} for param in places]
     steps = [group["step"] for group in optimizer.param_groups]
     dtypes = sorted({str(v.dtype) for s in state for v in s.values()})
@@ -311,7 +312,7 @@ def complaint(rank, fault, stage=2, **options):
             name = "fp16_groups" if stage == 3 else "bit16_groups_flat"
             setattr(wrapper, name + "_", wrapper.__dict__.pop(name))
         elif fault == "moved" and rank == 1:
-            flat = next(iter(optimizer.partitions))
+            flat = next(iter(optimizer.partitioned.partitions))
             flat.data.copy_(flat.data.roll(1))
         if fault in ("swapped", "subclass", "renamed", "moved"):
             attach(engine, optimizer)
@@ -339,7 +340,9 @@ def sent(rank, stage, zero=None):
     engine.backward(loss_of(engine, batches(0)[:4]))
     with Counted() as counted:
         engine.step()
-    held = [part for flat, part in optimizer.partitions.items() if "momentum_buffer" in optimizer.state[flat]]
+    held = [
+        part for flat, part in optimizer.partitioned.partitions.items() if "momentum_buffer" in optimizer.state[flat]
+    ]
     updates = sum(4 * math.prod(part.shape) for partition in held for part in partition.slices)
     engine.destroy()
     return counted.bytes, updates

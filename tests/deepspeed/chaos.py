@@ -122,7 +122,7 @@ def differences_of(engine, optimizer, expected):
         with deepspeed.zero.GatheredParameters([held.weight], enabled=hasattr(held.weight, "ds_id")):
             if not torch.equal(held.weight.detach(), expected[i]["weight"].to(held.weight.dtype)):
                 yield f"weight of parameter {i}"
-    for flat, partition in (optimizer.partitions or {}).items():
+    for flat, partition in (optimizer.partitioned.partitions or {}).items():
         for part in partition.slices:
             i = int(part.name.split(".")[1])
             first, last = part.bounds[partition.rank]

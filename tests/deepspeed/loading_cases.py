@@ -28,7 +28,7 @@ def refused_load(rank, load, error=ValueError, arguments=None, **options):
     def held():
         params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
         moments = [value for state in optimizer.state.values() for value in state.values()]
-        return [*params, *(optimizer.partitions or ()), *moments]
+        return [*params, *(optimizer.partitioned.partitions or ()), *moments]
 
     before = [tensor.detach().clone() for tensor in held()]
     text = None

@@ -39,7 +39,7 @@ def step(factor=1.0):
 
 def held():
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    return [tensor.detach().clone().cpu() for tensor in (*optimizer.partitions, *moments)]
+    return [tensor.detach().clone().cpu() for tensor in (*optimizer.partitioned.partitions, *moments)]
 
 
 step()

@@ -35,7 +35,7 @@ def test_an_entry_for_each_kind_of_both_halves(ranks, cell):
     assert report.startswith("the first step of Muon, as rank 0 sees it (2 processes, gloo):")
     found = entries(report)
     assert set(found) == {"first.weight", "last.weight", "branch.weight", "branch.bias"}
-    stored = "a slice in a flat partition of DeepSpeed ZeRO on each of 2 ranks, float32, cpu"
+    stored = "a slice in a flat ZeRO partition on each of 2 ranks, float32, cpu"
     assert found["first.weight"]["parameter"] == f"(26, 18), {stored}"
     assert found["first.weight"]["seen"] == "rows 20+6"
     assert "slices of ZeRO's partitions travel to one owner of 2 ranks" in found["last.weight"]["step"]

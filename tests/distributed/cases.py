@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import Muon
-from hf_muon.optimizer import first_step_report as step_report
+from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.storage.regions import regions
 
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
@@ -225,7 +225,7 @@ def counted_step(rank, layout, shapes=DEEP, **options):
     optimizer = Muon(params, ns_dtype="fp32", **options)
     with Counted() as counted:
         optimizer.step()
-    rounds = [getattr(executor, "_planned", (0, []))[1] for executor in optimizer._layout().executors[0]]
+    rounds = [getattr(executor, "_planned", (0, []))[1] for executor in optimizer._layout().works[0].executors]
     return {
         "flops": counted.flops,
         "bytes": counted.bytes,
@@ -276,7 +276,7 @@ def complaint(rank, layout, fault):
         elif fault == "step":
             optimizer.param_groups[1]["step"] = 7
         elif fault == "report":
-            step_report.tell_once, tell_once = _fail, step_report.tell_once
+            FirstStepReport.add, add = _fail, FirstStepReport.add
     if fault == "partial":  # as tensor parallel backward passes leave some
         if rank == 1:
             params[1].grad = None
@@ -296,7 +296,7 @@ def complaint(rank, layout, fault):
         return None, True
     finally:
         if rank == 1 and fault == "report":
-            step_report.tell_once = tell_once
+            FirstStepReport.add = add
     if fault in ("state", "placements"):
         return text, True
     after = whole_state(params, optimizer)

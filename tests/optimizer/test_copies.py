@@ -109,8 +109,8 @@ def test_a_process_group_is_shared_by_copies_and_in_no_pickle():
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled])
 def test_what_deepspeed_steps_with_is_not_copied(way):
     optimizer = stepped()
-    optimizer.partitions = {}
+    optimizer.partitioned.partitions, optimizer.partitioned.framework = {}, "DeepSpeed"
     with pytest.raises(RuntimeError, match=r"DeepSpeed steps with cannot be copied.*engine.save_checkpoint"):
         way(optimizer)
-    optimizer.partitions = None
+    optimizer.partitioned.partitions = None
     way(optimizer)

@@ -45,7 +45,7 @@ def test_one_process(momentum_dtype):
 
 
 def test_int8_momentum_in_flat_partitions():
-    with pytest.raises(RuntimeError, match=r"is a partition of DeepSpeed ZeRO, .* momentum_dtype=int8 .* Use bf16"):
+    with pytest.raises(RuntimeError, match=r"is a flat ZeRO partition, .* momentum_dtype=int8 .* Use bf16"):
         plan_step(Several(), MuonConfig(momentum_dtype="int8"), "zero2", 2)
 
 

@@ -46,7 +46,7 @@ def muon_of(arguments: Mapping[str, Any]) -> Muon:
             f"optimizer is {value}, and hf_muon.integrations.deepspeed.initialize starts DeepSpeed with Muon. Give "
             "optimizer=hf_muon.build_optimizer(model), or call deepspeed.initialize for another optimizer"
         )
-    if optimizer.partitions is not None:
+    if optimizer.partitioned.partitions is not None:
         raise ValueError("this Muon steps another DeepSpeed engine already. Build one for each engine")
     params_of_model = {id(param) for param in model.parameters()}
     foreign = [

@@ -22,7 +22,7 @@ from hf_muon.integrations.deepspeed.partitions import read_partitions, version
 from hf_muon.integrations.deepspeed.saving import write_latest_last
 from hf_muon.integrations.ulysses.hooks import refuse_uncorrected
 from hf_muon.optimizer.muon import Muon
-from hf_muon.storage.views import parse, views_of
+from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -180,15 +180,9 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     # accelerate puts DeepSpeedCPUAdam in the place of an offloaded optimizer without a word.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
-    optimizer.wrapped_views = {
-        param: parse(view)
-        for group in optimizer.param_groups
-        for param, view in zip(group["params"], views_of(group), strict=True)
-    }
     hide_name(optimizer)
-    optimizer.being_wrapped = True  # it stays so where DeepSpeed fails, and a step says that
+    expect_partitions(optimizer, "DeepSpeed")
     yield
-    optimizer.being_wrapped = False
 
 
 # --- what DeepSpeed has made of it
@@ -228,13 +222,12 @@ def attach(engine: Any, optimizer: Muon) -> None:
     if complaint := _engine_complaint(engine):
         raise RuntimeError(f"Muon does not run with {complaint}")
     refuse_uncorrected(getattr(engine, "mpu", None), optimizer)
-    optimizer.partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
-    if optimizer.partitions is None:  # ZeRO-0: whole parameters, or their fp32 copies, on every rank
-        optimizer.replicate_group = _group_of(engine)
-    else:
+    partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
+    if partitions is not None:
         mend_gradients(wrapper)
     hide_name(optimizer)
-    optimizer.reset_layouts()
+    # In ZeRO-0 every rank has whole parameters, or fp32 copies of them.
+    attach_partitions(optimizer, partitions, replicate_group=_group_of(engine))
     check_before_loading(engine, optimizer)
     write_latest_last(engine)
 

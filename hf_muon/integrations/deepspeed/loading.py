@@ -71,7 +71,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
             if swapping:
                 _restore_swapped(engine.optimizer, optimizer, saved["zero"])
             elif (
-                optimizer.partitions is None
+                optimizer.partitioned.partitions is None
                 and hasattr(engine.optimizer, "refresh_fp32_params")
                 and not _moments(values)
             ):
@@ -105,8 +105,8 @@ def _latest(folder: Any) -> str | None:
 
 
 def _ranks(optimizer: Muon) -> torch.distributed.ProcessGroup:
-    if optimizer.partitions:
-        return root_group([partition.group for partition in optimizer.partitions.values()])
+    if optimizer.partitioned.partitions:
+        return root_group([partition.group for partition in optimizer.partitioned.partitions.values()])
     group = optimizer.replicate_group or torch.distributed.group.WORLD
     assert group is not None
     return group
@@ -180,7 +180,7 @@ def _complaints_of_files(
     Raises:
         DamagedError: one is missing, or its bytes are not as they were written.
     """
-    folder, partitioned = Path(where, tag), optimizer.partitions is not None
+    folder, partitioned = Path(where, tag), optimizer.partitioned.partitions is not None
     by_rank = engine.zero_optimization_stage() == 3  # in the other stages all ranks read one file of weights
     own = engine._get_ckpt_name(where, tag)
     has_own = by_rank and Path(own).is_file()  # not where fewer ranks have written it

@@ -57,7 +57,7 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     reader = _reader(wrapper)
     if reader is None:
         return None
-    seen = wrapper.optimizer.wrapped_views
+    seen = wrapper.optimizer.partitioned.views
     names: dict[Tensor, tuple[str, View | None]] = {
         param: (f"a parameter of shape {shape_of(param)} outside the model", view) for param, view in seen.items()
     }

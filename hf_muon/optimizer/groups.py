@@ -1,0 +1,91 @@
+"""Param groups: which keys they may hold, and the checks of a group before it is added and before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_muon.config import GROUP_OPTIONS, check_option, unknown_option
+from hf_muon.math.coefficients import resolve
+from hf_muon.math.newton_schulz import compute_dtype
+from hf_muon.optimizer.state import blocks_complaint, describe
+from hf_muon.storage import views
+from hf_muon.storage.tensors import shape_of, storage_complaint
+
+SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+"""Numbers that torch's schedulers keep in param groups."""
+
+FOREIGN_KEYS = (*SCHEDULER_KEYS, "name")
+"""Keys of param groups that are not Muon's: those of schedulers, and the tag that people give a group."""
+
+OWN_KEYS = ("params", "param_names", "use_muon", "views", "step")
+"""Keys of param groups besides the options."""
+
+
+def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a param group with its options in their canonical form.
+
+    Raises:
+        ValueError: an unknown key, or an option that is not valid.
+    """
+    group = dict(param_group)
+    if not group.get("differentiable"):
+        group.pop("differentiable", None)  # torch writes it into groups that an older version has saved
+    for name in group:
+        if name in GROUP_OPTIONS:
+            group[name] = check_option(name, group[name])
+        elif name not in (*OWN_KEYS, *FOREIGN_KEYS):
+            raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
+    if not isinstance(group.get("use_muon", True), bool):
+        raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false")
+    return group
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise unless every parameter of a complete group can be stepped.
+
+    Raises:
+        ValueError: a Muon group with something that is not a matrix, views or names that do not fit the parameters, or
+            options that do not go together.
+        RuntimeError: a parameter stored in a way that this version cannot step.
+    """
+    for key, how_to_omit in (("views", ", '' for none"), ("param_names", "")):
+        if complaint := views.texts_complaint(group.get(key), len(group["params"])):
+            raise ValueError(f"{key}: {complaint}; give each one{how_to_omit}")
+    for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
+        if complaint := storage_complaint(param) or blocks_complaint(group, param):
+            raise RuntimeError(f"{describe(group, i)} {complaint}")
+        if group["use_muon"] and (complaint := views.complaint(view, shape_of(param))):
+            raise ValueError(
+                f"{describe(group, i)} {complaint}: Muon steps (m, n) matrices and (B, m, n) stacks of matrices. Put "
+                "it into a group with use_muon=False, or let build_optimizer(model) decide"
+            )
+    if complaint := hyperparameter_complaint(group):
+        raise ValueError(complaint)
+
+
+def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.device] | None = None) -> str | None:
+    """Say why the options of a group cannot work, alone, together, or on a device; None where they can.
+
+    Schedulers, hooks and users write into groups between steps, so every step checks them again.
+
+    Args:
+        group: the param group.
+        devices: on which its matrices are orthogonalized; None before that is known.
+    """
+    if devices is None:
+        # Skip the CPU when an accelerator exists: the model may not have been moved yet.
+        skips_cpu = torch.accelerator.is_available()
+        devices = [d for d in {param.device for param in group["params"]} if d.type != "cpu" or not skips_cpu]
+    try:
+        for name in GROUP_OPTIONS:
+            check_option(name, group.get(name))
+        resolve(group["ns_coefficients"], group["ns_steps"])
+        if group["use_muon"]:
+            for device in devices:
+                compute_dtype(group["ns_dtype"], device.type, device.index)
+    except ValueError as error:
+        return str(error)
+    return None

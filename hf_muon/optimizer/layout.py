@@ -1,0 +1,325 @@
+"""How the parameters of an optimizer are stored, and what each param group's step works on because of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_muon.distributed.executor import Executor
+from hf_muon.distributed.select import compute_device, model_device, select_executors, shared
+from hf_muon.math.momentum import update_dtype
+from hf_muon.optimizer.state import blocks_complaint, describe
+from hf_muon.storage import views
+from hf_muon.storage.partitions import Partition, Partitions
+from hf_muon.storage.regions import Stored
+from hf_muon.storage.shared import Shared, alone
+from hf_muon.storage.tensors import is_dtensor, local_of, shape_of, storage_complaint, unattached_complaint
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group = Mapping[str, Any]
+
+
+class Matrix(NamedTuple):
+    """A matrix ``(m, n)`` or a stack ``(B, m, n)`` of a Muon group.
+
+    Attributes:
+        param: the position in the group of the parameter, or flat partition, that stores it.
+        shape: of the whole, as it is stored.
+        transposed: whether it is stored as ``(in, out)``.
+        elements: of a flat partition, those of the matrix's parameter; None outside of partitions.
+        name: of its parameter in a flat partition.
+    """
+
+    param: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+    elements: slice | None = None
+    name: str = ""
+
+    @property
+    def out_in(self) -> tuple[int, int]:
+        """Fan-out and fan-in."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return the slice of a flat partition that stores the matrix's parameter; outside of partitions, `local`."""
+        return local if self.elements is None else local[self.elements]
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """What a step of one param group works on.
+
+    Positions of matrices are those in `matrices`; `Matrix.param` leads from there to the parameters.
+
+    Attributes:
+        shared: for each parameter, the ranks that store it together; None where this process stores it alone.
+        matrices: of a Muon group; empty for an AdamW group.
+        executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
+    """
+
+    shared: list[Shared | None]
+    matrices: list[Matrix] = field(default_factory=list)
+    executors: list[Executor] = field(default_factory=list)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices on which matrices are orthogonalized."""
+        return sorted({executor.device for executor in self.executors}, key=str)
+
+
+class StepLayout:
+    """How the parameters of all groups are stored, and what follows from it for a step.
+
+    A layout sends nothing, but may create process groups, once for a set of ranks: one for the ranks of each device
+    mesh of two or more axes, and, when `root` is first read, one for all ranks of a step that no existing group
+    matches. All of these ranks must do so together.
+
+    Attributes:
+        key: of the storage that the layout was made for, as by `storage_key`.
+        process_groups: over which parameters are stored; none where this process stores all parameters alone.
+        works: for each group, what its step works on. Empty where `complaints` came too early.
+        complaints: why parameters cannot be stepped as they are stored.
+        lines: what must be the same on all ranks, in words.
+        digest: a hash of `lines`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        replicate_group: ProcessGroup | None,
+        max_bucket_bytes: int,
+        comm_dtype: torch.dtype | None,
+        partitions: Partitions | None = None,
+        offload_compute: str = "auto",
+    ) -> None:
+        self.key = storage_key(groups, replicate_group, partitions)
+        partitions = partitions or {}
+        self.process_groups = _process_groups(groups, replicate_group, partitions)
+        self.works: list[GroupWork] = []
+        self.complaints: list[str] = []
+        self.lines: list[str] = []
+        with self.guarded(self.complaints):
+            stored = [_who_stores(group, replicate_group, partitions, self.complaints) for group in groups]
+            for group, ranks in zip(groups, stored, strict=True):
+                work = GroupWork(ranks)
+                if group["use_muon"] and not self.complaints:
+                    placed = list(_placed_matrices(group, ranks, partitions, offload_compute))
+                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype)
+                    work = GroupWork(ranks, [place.matrix for place in placed], executors)
+                self.works.append(work)
+            self.lines = [
+                _sizes_line(groups),
+                f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}, offload_compute={offload_compute}",
+                *(_parameter_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))),
+            ]
+        self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+    @property
+    def root(self) -> ProcessGroup | None:
+        """The group of all ranks that take part in a step; None where this process is alone with its parameters."""
+        if not self.process_groups:
+            return None
+        from hf_muon.distributed.groups import root_group
+
+        return root_group(self.process_groups)
+
+    @contextmanager
+    def guarded(self, complaints: list[str]) -> Iterator[None]:
+        """Turn an error into a complaint where other ranks wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if not self.process_groups:
+                raise
+            complaints.append(f"{type(error).__name__}: {error}")
+
+
+class Layouts:
+    """The layouts of an optimizer: one, or one for each partition that a framework puts into the param groups."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, ...], StepLayout] = {}
+
+    def of(
+        self,
+        groups: Sequence[Group],
+        replicate_group: ProcessGroup | None,
+        partitions: Partitions | None,
+        **options: Any,
+    ) -> StepLayout:
+        """Return the layout of the parameters that now stand in the groups, made when their storage has changed.
+
+        Args:
+            groups: param groups.
+            replicate_group: over which plain parameters are replicated.
+            partitions: flat partitions that stand in the place of parameters; None where there are none.
+            **options: of `StepLayout`.
+        """
+        ids = tuple(id(param) for group in groups for param in group["params"])
+        layout = self._layouts.get(ids)
+        if layout is None or layout.key != storage_key(groups, replicate_group, partitions):
+            if partitions is None:
+                self._layouts.clear()
+            layout = StepLayout(groups, replicate_group, partitions=partitions, **options)
+            self._layouts[ids] = layout
+        return layout
+
+
+def storage_key(
+    groups: Sequence[Group], replicate_group: ProcessGroup | None = None, partitions: Partitions | None = None
+) -> list[Any]:
+    """Return what a `StepLayout` depends on, to compare."""
+    # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
+    texts = [(str(group.get("views")), str(group.get("momentum_dtype"))) for group in groups]
+    params = [
+        (
+            id(param),
+            param.shape,
+            param.dtype,
+            param.device,
+            (param.placements, id(param.device_mesh)) if is_dtensor(param) else None,
+        )
+        for group in groups
+        for param in group["params"]
+    ]
+    return [id(replicate_group), id(partitions), *texts, *params]
+
+
+def _process_groups(
+    groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions
+) -> list[ProcessGroup]:
+    """Return the process groups over which parameters are stored, each once, in the same order on all ranks."""
+    params = [param for group in groups for param in group["params"]]
+    process_groups = [partitions[param].group for param in params if param in partitions]
+    if any(map(is_dtensor, params)):
+        from hf_muon.distributed.groups import mesh_groups
+
+        process_groups += mesh_groups(param.device_mesh for param in params if is_dtensor(param))
+    has_plain = any(param not in partitions and not is_dtensor(param) for param in params)
+    if has_plain and replicate_group is not None and replicate_group.size() > 1:
+        process_groups.append(replicate_group)
+    return list(dict.fromkeys(process_groups))
+
+
+# --- who stores a parameter
+
+
+def _who_stores(
+    group: Group, replicate_group: ProcessGroup | None, partitions: Partitions, complaints: list[str]
+) -> list[Shared | None]:
+    """Return who stores each parameter of a group together, and add to `complaints` why some cannot be stepped."""
+    ranks: list[Shared | None] = []
+    for i, param in enumerate(group["params"]):
+        partition = partitions.get(param)
+        complaint = _complaint(group, param, partition)
+        if complaint:
+            complaints.append(f"{describe(group, i)} {complaint}")
+        if partition is not None:
+            ranks.append(Shared(partition.group, ()))
+        else:
+            ranks.append(None if complaint else shared(param, replicate_group))
+    return ranks
+
+
+def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str | None:
+    """Say why a parameter cannot be stepped as it is stored; None where it can."""
+    if complaint := storage_complaint(param):
+        return complaint
+    if partition is not None:
+        if group["use_muon"] and group.get("momentum_dtype") == "int8":
+            return (
+                "is a flat ZeRO partition, which cuts matrices anywhere, and momentum_dtype=int8 keeps a scale for "
+                "every 64 elements of a row. Use bf16"
+            )
+        return None
+    if complaint := unattached_complaint(param, is_matrix=group["use_muon"]) or blocks_complaint(group, param):
+        return complaint
+    if is_dtensor(param):
+        from hf_muon.distributed.groups import backend_complaint
+        from hf_muon.storage.dtensor import mesh_complaint
+
+        return mesh_complaint(param) or backend_complaint(param)  # type: ignore[arg-type]
+    return None
+
+
+# --- where matrices lie
+
+
+class _PlacedMatrix(NamedTuple):
+    """A matrix, the regions of it that ranks store, and the devices of the model and of Newton-Schulz."""
+
+    matrix: Matrix
+    stored: Shared | Stored
+    model_device: torch.device
+    device: torch.device
+
+
+def _placed_matrices(
+    group: Group, ranks: Sequence[Shared | None], partitions: Partitions, offload_compute: str
+) -> Iterator[_PlacedMatrix]:
+    """Yield the matrices of a Muon group, in the order of its parameters."""
+    for i, (param, place, text) in enumerate(zip(group["params"], ranks, views.views_of(group), strict=True)):
+        partition = partitions.get(param)
+        if partition is not None:
+            yield from _matrices_of_partition(i, param, partition, offload_compute)
+            continue
+        shape, view, home = shape_of(param), views.parse(text), model_device(param)
+        device = compute_device(local_of(param).device, home, offload_compute)
+        stored: Sequence[Shared | Stored] = place.seen_as(view, shape) if place else alone(view, shape)
+        for one, part in zip(view.shapes(shape), stored, strict=True):
+            yield _PlacedMatrix(Matrix(i, one, view.transposed), part, home, device)
+
+
+def _matrices_of_partition(
+    index: int, flat: Tensor, partition: Partition, offload_compute: str
+) -> Iterator[_PlacedMatrix]:
+    """Yield the matrices of whose parameters a flat partition holds slices, in the order of the slices."""
+    device = compute_device(flat.device, partition.device, offload_compute)
+    for part in partition.slices:
+        elements = part.elements(partition.rank)
+        shapes = part.view.shapes(part.shape)
+        for shape, stored in zip(shapes, part.shared(partition.group), strict=True):
+            matrix = Matrix(index, shape, part.view.transposed, elements, part.name)
+            yield _PlacedMatrix(matrix, stored, partition.device, device)
+
+
+def _executors(
+    group: Group, placed: Sequence[_PlacedMatrix], max_bucket_bytes: int, comm_dtype: torch.dtype | None
+) -> list[Executor]:
+    momentum_dtype = group.get("momentum_dtype", "auto")
+    return select_executors(
+        [place.matrix.shape for place in placed],
+        [place.stored for place in placed],
+        [update_dtype(group["params"][place.matrix.param], momentum_dtype) for place in placed],
+        [place.device for place in placed],
+        [place.model_device for place in placed],
+        max_bucket_bytes=max_bucket_bytes,
+        comm_dtype=comm_dtype,
+    )
+
+
+# --- what must be the same on all ranks
+
+
+def _sizes_line(groups: Sequence[Group]) -> str:
+    sizes = [len(group["params"]) for group in groups]
+    return f"{sum(sizes)} parameters, in param groups of {' and '.join(map(str, sizes))}"
+
+
+def _parameter_line(group: Group, index: int, view: str) -> str:
+    param = group["params"][index]
+    # The mesh by its shape, not by its ranks: those differ between the submeshes of one mesh.
+    stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
+    route = "Muon" if group["use_muon"] else "AdamW"
+    seen = f", seen as {view!r}" if view else ""
+    return f"{describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{seen}"

@@ -1,0 +1,140 @@
+"""Steps on flat partitions, by which a framework (ZeRO) replaces parameters, and which it steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from hf_muon.optimizer.preflight import REFUSED
+from hf_muon.optimizer.state import describe
+from hf_muon.storage.partitions import Partition, Partitions
+from hf_muon.storage.tensors import local_of
+from hf_muon.storage.views import View, parse, views_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group = Mapping[str, Any]
+
+
+class PartitionedStep:
+    """The protocol between a `Muon` and a framework that replaces its parameters by flat partitions.
+
+    1. `expect_partitions`, before the framework takes the optimizer. Until step 2 it may take steps with zero gradients
+       only, by which it has optimizers create their state.
+    2. `attach_partitions`, when the framework has replaced the parameters: which slices of which parameters each flat
+       tensor holds. Nothing is attached where it has left them whole.
+    3. `Muon.step`, for all partitions at once or for one after the other: the framework puts those to step into the
+       param groups, and leaves the other groups empty.
+
+    Every `Muon` has one. For an optimizer that no framework wraps it has nothing to do.
+
+    Attributes:
+        framework: its name, for errors.
+        partitions: by the flat tensors in param groups; None where parameters are stepped as they are.
+        views: how the parameters were seen when the framework took them; flat tensors have no views.
+        is_expected: whether partitions are still to be attached.
+    """
+
+    def __init__(self) -> None:
+        self.framework = ""
+        self.partitions: Partitions | None = None
+        self.views: Mapping[Tensor, View] = {}
+        self.is_expected = False
+        self._stepped: set[int] = set()
+
+    @property
+    def refusal(self) -> str:
+        """How the error of a step that is refused begins."""
+        if not self.partitions:
+            return REFUSED
+        return "Muon refuses this step; partitions stepped before it have moved, the rest is as it was"
+
+    def check_creates_state_only(self, groups: Sequence[Group]) -> None:
+        """Raise if the framework takes a step with gradients before partitions are attached.
+
+        Raises:
+            RuntimeError: a gradient that is not zero.
+        """
+        for group in groups:
+            for i, param in enumerate(group["params"]):
+                if param.grad is not None and bool(local_of(param.grad).any()):
+                    raise RuntimeError(
+                        f"{describe(group, i)} is stepped before it is known how {self.framework} stores it. The "
+                        f"attempt to start {self.framework} has failed; start it again"
+                    )
+
+    def clear_stale_gradients(self, groups: Sequence[Group]) -> None:
+        """Write zeros where a partition has no gradient in this step: its memory holds something else."""
+        for param, partition in self._standing(groups):
+            if partition.without_gradient is not None and param.grad is not None:
+                for elements in partition.without_gradient():
+                    param.grad[elements].zero_()
+
+    def completes_group(self, group: Group) -> bool:
+        """Return whether a whole group has been stepped when its partitions that stand in it now have been."""
+        return all(partition.last for _, partition in self._standing([group]))
+
+    def completes_step(self, groups: Sequence[Group]) -> bool:
+        """Count the partitions in the groups as stepped, and return whether now all of this step's are."""
+        if not self.partitions:
+            return True
+        params = {id(param) for group in groups for param in group["params"]}
+        if params & self._stepped:  # the step before was refused on the way
+            self._stepped.clear()
+        self._stepped |= params
+        if not self._stepped.issuperset(map(id, self.partitions)):
+            return False
+        self._stepped.clear()
+        return True
+
+    def _standing(self, groups: Sequence[Group]) -> list[tuple[Tensor, Partition]]:
+        """Return the partitions that stand in the groups now."""
+        partitions = self.partitions or {}
+        params = [param for group in groups for param in group["params"]] if partitions else []
+        return [(param, partitions[param]) for param in params if param in partitions]
+
+
+class Partitionable(Protocol):
+    """What of a `Muon` the framework changes."""
+
+    param_groups: list[dict[str, Any]]
+    partitioned: PartitionedStep
+    replicate_group: ProcessGroup | None
+
+
+def expect_partitions(optimizer: Partitionable, framework: str) -> None:
+    """Have an optimizer take no step but those that create state, until `attach_partitions`.
+
+    Where the framework fails to start in between, later steps say so.
+
+    Args:
+        optimizer: a `Muon` over the model's parameters.
+        framework: its name, for errors.
+    """
+    partitioned = optimizer.partitioned
+    partitioned.framework = framework
+    partitioned.views = {
+        param: parse(view)
+        for group in optimizer.param_groups
+        for param, view in zip(group["params"], views_of(group), strict=True)
+    }
+    partitioned.is_expected = True
+
+
+def attach_partitions(
+    optimizer: Partitionable, partitions: Partitions | None, replicate_group: ProcessGroup | None = None
+) -> None:
+    """Have an optimizer step what a framework has made of its parameters.
+
+    Args:
+        optimizer: a `Muon` that the framework steps with.
+        partitions: by the flat tensors that stand in its param groups; None where parameters have stayed whole.
+        replicate_group: the ranks that store whole parameters alike; not used for partitions.
+    """
+    optimizer.partitioned.partitions = partitions
+    optimizer.partitioned.is_expected = False
+    if partitions is None:
+        optimizer.replicate_group = replicate_group

@@ -1,0 +1,112 @@
+"""What metrics are shown of a step. Nothing is sent, and nothing that the step goes on with is written to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hf_muon.diagnostics.metrics import MOST_PARTS, Metrics, Watch
+from hf_muon.distributed.executor import Piece
+from hf_muon.optimizer.layout import GroupWork
+from hf_muon.storage.tensors import has_data, local_of
+
+if TYPE_CHECKING:
+    from hf_muon.distributed.units import Unit
+
+Group = Mapping[str, Any]
+
+
+class StepWatch:
+    """A step that metrics time, and measure where a line of metrics is due.
+
+    Args:
+        metrics: of the optimizer.
+        groups: all param groups.
+        partitioned: whether flat partitions stand in them.
+    """
+
+    def __init__(self, metrics: Metrics, groups: Sequence[Group], *, partitioned: bool) -> None:
+        # A framework that steps one partition after the other empties the other groups.
+        first = next(group for group in groups if group["params"])
+        self._metrics = metrics
+        self._groups = groups
+        self._partitioned = partitioned
+        self._step = first["step"] + 1
+        self._watch = metrics.begin(self._step, local_of(first["params"][0]).device)
+
+    def of_group(self, group: Group, work: GroupWork) -> GroupWatch | None:
+        """Return what measures the step of a group; None where this step is only timed."""
+        return None if self._watch is None else GroupWatch(self._watch, group, work, self._names(group))
+
+    def end(self, *, complete: bool) -> None:
+        """End the step, or a part of it where it is not complete."""
+        self._metrics.end(self._step, whole=complete)
+
+    def _names(self, group: Group) -> list[str]:
+        """Return a name for each parameter of a group."""
+        names = list(group.get("param_names") or [])
+        if self._partitioned:
+            return [f"{len(names)} parameters, weight decay {group['weight_decay']:g}"] * len(group["params"])
+        if names:
+            return names
+        number = next(k for k, other in enumerate(self._groups) if other is group)
+        return [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+
+
+class GroupWatch:
+    """The step of one param group as metrics see it, under the names of its parameters.
+
+    Args:
+        watch: takes the measures.
+        group: the param group.
+        work: of the group.
+        names: of its parameters.
+    """
+
+    def __init__(self, watch: Watch, group: Group, work: GroupWork, names: Sequence[str]) -> None:
+        self._watch = watch
+        self._group = group
+        self._parameters = names
+        self._names = _numbered([matrix.name or names[matrix.param] for matrix in work.matrices])
+        if group["use_muon"]:
+            shapes = {k: matrix.shape for k, matrix in enumerate(work.matrices)}
+            watch.muon(dict(enumerate(self._names)), shapes, float(group["lr"]))
+
+    def orthogonalized(self, unit: Unit, updates: Tensor, directions: Tensor) -> None:
+        """Measure whole matrices ``(B, m, n)`` and their directions, on the rank that has orthogonalized them."""
+        counts = [(self._names[run.matrix], run.stop - run.start) for run in unit.runs]
+        self._watch.orthogonalized(counts, updates, directions)
+
+    def directions(self, pieces: Sequence[Piece], directions: Sequence[Tensor], scales: Sequence[float]) -> None:
+        """Measure directions before the weights move by them."""
+        for piece, direction, scale in zip(pieces, directions, scales, strict=True):
+            self._watch.direction(self._names[piece.matrix], direction, scale)
+
+    def momentum(self, matrix: int, buffer: Tensor) -> None:
+        """Measure what this rank stores of a matrix's momentum."""
+        self._watch.momentum(self._names[matrix], buffer)
+
+    def adamw(self, param: int, moments: Mapping[str, Tensor]) -> None:
+        """Measure what this rank stores of a parameter's moments."""
+        local = {key: local_of(value) for key, value in moments.items()}
+        options = (self._group["adamw_betas"], self._group["adamw_eps"], float(self._group["lr"]))
+        self._watch.adamw(self._parameters[param], local, *options)
+
+
+def can_watch(groups: Sequence[Group]) -> bool:
+    """Return whether there is something to measure: estimators of memory step fake tensors, or on the meta device."""
+    return all(has_data(local_of(param)) for group in groups for param in group["params"][:1])
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Return the names of matrices, with numbers where a few matrices have the same parameter."""
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        numbered.append(f"{name}[{seen[name]}]" if 1 < counts[name] <= MOST_PARTS else name)
+        seen[name] += 1
+    return numbered
