@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,33 @@ def test_imports_go_downward(name, path):
             top = imported.split(".")[0]
             allowed = OUTSIDE.union(*(ALSO[home] for home in ALSO if f"{name}.".startswith(f"{home}.")))
             assert top in allowed, f"{name} imports {imported}"
+
+
+FRAMEWORKS = re.compile(r"deepspeed|^ds_|transformers|accelerate\b|llama.?factory|trainer", re.IGNORECASE)
+FRAMEWORK_FREE = ("math", "storage", "distributed", "optimizer")
+# It recognizes the tensors that frameworks leave behind, and tells users whose they are.
+MAY_NAME_FRAMEWORKS = {"storage.tensors"}
+
+
+def words_of(tree):
+    """Yield identifiers, imports and string literals, without docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "module"):
+            if isinstance(word := getattr(node, field, None), str):
+                yield word
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [each for each in modules() if each[0].split(".")[0] in FRAMEWORK_FREE],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_frameworks_are_named_in_integrations_only(name, path):
+    named = {word for word in words_of(ast.parse(path.read_text())) if FRAMEWORKS.search(word)}
+    assert bool(named) == (name in MAY_NAME_FRAMEWORKS), named
 
 
 def loaded_after(code):

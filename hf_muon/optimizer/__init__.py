@@ -1,7 +1,8 @@
-"""class Muon, and what one step, one load and one copy of it need.
+"""`Muon`, and what a step, a load and a copy of it need.
 
-The room imports every room below it, and names no framework: integrations call it. Others use `Muon`, and of a group's
-state what `state` says.
+The room imports every room below it and names no framework. Others use `Muon`; integrations also use
+`partitioned.attach_partitions` and what `state`, `state_check` and `consensus` say of checkpoints, the planner
+`layout.StepLayout`.
 """
 
 from hf_muon.optimizer.muon import Muon

@@ -310,9 +310,7 @@ class Muon(Optimizer):
         """
         lost = [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
         if lost:
-            raise RuntimeError(
-                "This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - ")
-            )
+            raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
         return super().state_dict()
 
     @_disable_dynamo
