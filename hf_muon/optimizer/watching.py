@@ -104,9 +104,9 @@ def can_watch(groups: Sequence[Group]) -> bool:
 def _numbered(names: Sequence[str]) -> list[str]:
     """Return the names of matrices, with numbers where a few matrices have the same parameter."""
     counts = Counter(names)
-    seen: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
     numbered = []
     for name in names:
-        numbered.append(f"{name}[{seen[name]}]" if 1 < counts[name] <= MOST_PARTS else name)
-        seen[name] += 1
+        numbered.append(f"{name}[{numbers[name]}]" if 1 < counts[name] <= MOST_PARTS else name)
+        numbers[name] += 1
     return numbered
