@@ -28,7 +28,7 @@ ROOMS = [
 ]
 # The same inside a room, where that has more than one file.
 FLOORS = {
-    "math": ["coefficients", "cost momentum", "gram update", "newton_schulz"],
+    "math": ["coefficients rounding", "cost momentum", "gram update", "newton_schulz"],
     "diagnostics": ["log charts", "metrics", "page"],
     "storage": ["tensors views", "regions", "dtensor shared", "partitions"],
     "distributed": ["agreement units", "groups executor", "holdings", "local exchange", "select"],

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math.momentum import store_bf16_
-
 # Elements that AdamW steps at once on a CPU: what it makes of them on the way stays in a cache.
 _ADAMW_ELEMENTS = 2**18
 
@@ -32,40 +30,6 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
     if adjust_lr_fn == "rms_to_rms":
         return math.sqrt(rows / columns)
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)}")
-
-
-def muon_updates(
-    grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, momentum: float, nesterov: bool, step: int = 0
-) -> list[Tensor]:
-    """Move the momentum buffers (exponential moving average) and return what is to be orthogonalized.
-
-    Without ``nesterov`` the updates are the buffers themselves: do not write into them. Buffers in bf16 are moved in
-    fp32, from which the updates are made, and rounded stochastically by the number of the step.
-    """
-    if any(buffer.dtype is torch.bfloat16 for buffer in momentum_buffers):
-        return [
-            _rounded_update(grad, buffer, momentum, nesterov, step)
-            for grad, buffer in zip(grads, momentum_buffers, strict=True)
-        ]
-    grads = [grad.to(buffer.dtype) for grad, buffer in zip(grads, momentum_buffers, strict=True)]
-    buffers = list(momentum_buffers)
-    if not buffers:
-        return []
-    torch._foreach_lerp_(buffers, grads, 1 - momentum)
-    return look_ahead(grads, buffers, momentum=momentum) if nesterov else buffers
-
-
-def look_ahead(grads: Sequence[Tensor], buffers: Sequence[Tensor], *, momentum: float) -> list[Tensor]:
-    """Nesterov's updates, from buffers that have moved."""
-    return list(torch._foreach_lerp(list(grads), list(buffers), momentum))
-
-
-def _rounded_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: bool, step: int) -> Tensor:
-    exact = buffer.float()
-    grad = grad.float()
-    exact.lerp_(grad, 1 - momentum)
-    store_bf16_(buffer, exact, step)
-    return grad.lerp(exact, momentum) if nesterov else exact
 
 
 def apply_directions_(

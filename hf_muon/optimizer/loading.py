@@ -20,10 +20,10 @@ from hf_muon.optimizer import consensus
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     STATE_KEYS,
+    converted_momentum,
     describe,
     has_own,
-    kept_momentum,
-    momentum_choice,
+    momentum_dtype_of,
     state_dtype,
     state_keys,
     stored_like,
@@ -205,8 +205,8 @@ def changed_momentum(groups: Sequence[Group], saved_groups: Sequence[Group]) -> 
         f"{there} in the checkpoint, {here} here"
         for group, saved in zip(groups, saved_groups, strict=True)
         if group["use_muon"]
-        and (there := momentum_choice(saved).replace("auto", "fp32"))
-        != (here := momentum_choice(group).replace("auto", "fp32"))
+        and (there := momentum_dtype_of(saved).replace("auto", "fp32"))
+        != (here := momentum_dtype_of(group).replace("auto", "fp32"))
     }
     return "; ".join(sorted(changes))
 
@@ -259,7 +259,7 @@ def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
 
 def _restored_moments(group: Group, param: Tensor, moments: Mapping[str, Any]) -> dict[str, Any]:
     if group["use_muon"]:
-        return dict(kept_momentum(param, moments, momentum_choice(group)))
+        return dict(converted_momentum(param, moments, momentum_dtype_of(group)))
     restored = {}
     for name in STATE_KEYS[False]:
         if name == "step":
@@ -309,8 +309,8 @@ def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Map
         for name, key, param in zip(group["param_names"], keys, group["params"], strict=True):
             if name in moved:
                 there = {**options, "use_muon": group["use_muon"]}
-                choice = momentum_choice(there)
-                state[key] = {kind: zero_state(param, kind, choice) for kind in state_keys(there, param)}
+                dtype = momentum_dtype_of(there)
+                state[key] = {kind: zero_state(param, kind, dtype) for kind in state_keys(there, param)}
             elif key in state_dict["state"]:
                 state[key] = state_dict["state"][key]
     notice = Notice(logging.WARNING, f"moments start from zero for {first_few(moved)}, whose routing changed")

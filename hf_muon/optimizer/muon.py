@@ -196,17 +196,17 @@ class Muon(Optimizer):
         fused = not group["use_muon"] and update.uses_fused_adamw(group["params"])
         for param in group["params"]:
             state = self.state[param]
-            choice = group["momentum_dtype"]
+            momentum_dtype = group["momentum_dtype"]
             keys = checkpoint.state_keys(group, param)
             if "momentum_buffer" in state and ("momentum_scale" in state) != ("momentum_scale" in keys):
-                kept = checkpoint.kept_momentum(param, state, choice)
+                converted = checkpoint.converted_momentum(param, state, momentum_dtype)
                 state.clear()
-                state.update(kept)
+                state.update(converted)
             for key in keys:
                 if key not in state:
-                    state[key] = checkpoint.zero_state(param, key, choice)
+                    state[key] = checkpoint.zero_state(param, key, momentum_dtype)
                 device = torch.device("cpu") if key == "step" and not fused else param.device
-                dtype = checkpoint.state_dtype(param, key, choice)
+                dtype = checkpoint.state_dtype(param, key, momentum_dtype)
                 if not torch.is_tensor(state[key]):
                     state[key] = torch.as_tensor(state[key], dtype=dtype, device=device)
                 elif state[key].dtype != dtype or state[key].device != device:

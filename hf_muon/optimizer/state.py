@@ -1,4 +1,7 @@
-"""The state of a parameter: its keys, dtypes and zeros, and what is wrong with one that a step would use."""
+"""The state of a parameter: its keys, dtypes and zeros, and why a step cannot use one.
+
+How momentum is stored is known to :mod:`hf_muon.math.momentum` alone.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +12,35 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.math.momentum import Quantized, is_quantized, momentum_dtype, scale_shape
+from hf_muon.math import momentum
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
-"""State of a parameter by `use_muon`; momentum that is kept as int8 has a `momentum_scale` besides."""
+"""State keys of a parameter by `use_muon`; momentum that is stored as int8 has a `momentum_scale` too."""
 
-ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], "momentum_scale"})
-"""What a user keeps beside these in the state of a parameter is neither looked at nor loaded."""
+ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], *momentum.STATE_KEYS})
+"""Other keys, which users may add to the state of a parameter, are neither read nor loaded."""
 
 
-def state_keys(group: Mapping[str, Any], param: Tensor, choice: str | None = None) -> tuple[str, ...]:
-    """State of a parameter of a group; `choice` is another `momentum_dtype` than the group's."""
-    keys = STATE_KEYS[bool(group["use_muon"])]
-    quantized = group["use_muon"] and is_quantized(choice or momentum_choice(group), param.shape)
-    return (*keys, "momentum_scale") if quantized else keys
+def state_keys(group: Mapping[str, Any], param: Tensor, momentum_dtype: str | None = None) -> tuple[str, ...]:
+    """Return the state keys of a parameter of a group, or those it would have with another `momentum_dtype`."""
+    if not group["use_muon"]:
+        return STATE_KEYS[False]
+    return momentum.state_keys(momentum_dtype or momentum_dtype_of(group), param.shape)
 
 
 def has_own(state: Any) -> bool:
-    """Whether a parameter's state holds anything of Muon's or AdamW's."""
+    """Return whether a parameter's state has any key of Muon or AdamW."""
     return isinstance(state, Mapping) and not ALL_STATE_KEYS.isdisjoint(state)
 
 
-def momentum_choice(group: Mapping[str, Any]) -> str:
-    """Return the `momentum_dtype` of a group; states of older versions do not say, and have it in fp32."""
+def momentum_dtype_of(group: Mapping[str, Any]) -> str:
+    """Return the `momentum_dtype` of a group; states of older versions lack the option, and are in fp32."""
     return str(group.get("momentum_dtype", "auto"))
 
 
 def describe(group: Mapping[str, Any], index: int) -> str:
-    """A parameter by name where the group has names, else by position and shape."""
+    """Return the name and shape of a parameter, or its position and shape if the group has no names."""
     names = group.get("param_names")
     param = group["params"][index]
     if names and len(names) != len(group["params"]):
@@ -46,17 +49,17 @@ def describe(group: Mapping[str, Any], index: int) -> str:
 
 
 def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[str]:
-    """What is wrong with the live state of a group: moments lost on the way, or of a parameter that has changed."""
+    """Return why a group cannot be stepped with its state: moments are missing, or do not fit their parameter."""
     lost = []
     for i, param in enumerate(group["params"]):
-        found = state.get(param, {})
-        # Momentum in another dtype than the group's is converted before the step, and needs what its own dtype does.
-        keys = state_keys(group, param, _dtype_of(found) if found else None)
-        missing = [key for key in keys if key not in found]
+        moments = state.get(param, {})
+        # Momentum in another dtype than the group's is converted before the step, and needs the keys of its own dtype.
+        keys = state_keys(group, param, momentum.stored_dtype(moments) if moments else None)
+        missing = [key for key in keys if key not in moments]
         if missing:
             lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
-        for key in (found.keys() & ALL_STATE_KEYS) - {"step", *missing}:
-            if (complaint := _unlike(found[key], param, state_shape(param, key))) is not None:
+        for key in (moments.keys() & ALL_STATE_KEYS) - {"step", *missing}:
+            if (complaint := _mismatch(moments[key], param, state_shape(param, key))) is not None:
                 yield (
                     f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
                     "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint"
@@ -69,18 +72,13 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
         )
 
 
-def _dtype_of(state: Mapping[str, Any]) -> str:
-    buffer = state.get("momentum_buffer")
-    return "int8" if torch.is_tensor(buffer) and buffer.dtype is torch.int8 else "auto"
-
-
 def state_shape(param: Tensor, key: str) -> tuple[int, ...]:
-    """Return the shape of a moment; AdamW's `step` has none."""
-    return scale_shape(param.shape) if key == "momentum_scale" else tuple(param.shape)
+    """Return the shape of a moment; `step`, which is a scalar, has no part in this."""
+    return momentum.state_shape(key, param.shape)
 
 
-def _unlike(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None:
-    """How a moment differs from what its parameter's would be."""
+def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None:
+    """Return how a moment differs in shape or placements from what its parameter needs."""
     if tuple(moment.shape) != shape:
         return f"has shape {tuple(moment.shape)}"
     stored = [(t.placements, t.device_mesh) if is_dtensor(t) else None for t in (moment, param)]  # type: ignore[attr-defined]
@@ -90,27 +88,27 @@ def _unlike(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None
     return f"is {words[0]}, the parameter {words[1]}"
 
 
-def state_dtype(param: Tensor, key: str, choice: str = "auto") -> torch.dtype:
-    """The dtype in which a state is kept; `choice` is the group's `momentum_dtype`."""
-    if key in ("step", "momentum_scale"):
-        return torch.float32
-    return momentum_dtype(param, choice) if key == "momentum_buffer" else param.dtype
+def state_dtype(param: Tensor, key: str, momentum_dtype: str = "auto") -> torch.dtype:
+    """Return the dtype of a parameter's state, in a group with this `momentum_dtype`."""
+    if key in momentum.STATE_KEYS:
+        return momentum.state_dtype(key, param, momentum_dtype)
+    return torch.float32 if key == "step" else param.dtype
 
 
-def zero_state(param: Tensor, key: str, choice: str = "auto") -> Tensor:
-    """A state before the first step, stored like the parameter; `choice` is the group's `momentum_dtype`."""
+def zero_state(param: Tensor, key: str, momentum_dtype: str = "auto") -> Tensor:
+    """Return a parameter's state before the first step, stored like the parameter."""
     if key == "step":
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant, which fake tensors know the value of
-    dtype = state_dtype(param, key, choice)
-    if key == "momentum_scale" or dtype is torch.int8:
+    dtype = state_dtype(param, key, momentum_dtype)
+    if key in momentum.STATE_KEYS and momentum.is_quantized(momentum_dtype, param.shape):
         local = local_of(param)
-        zeros = torch.zeros(state_shape(local, key), dtype=dtype, device=local.device)
+        zeros = torch.zeros(state_shape(local, key), dtype=dtype, device=local.device)  # contiguous
         return wrapped_like(param, zeros, state_shape(param, key))
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """What this rank has of a tensor of some shape, stored like the parameter."""
+    """Return the tensor of this shape of which this rank stores `local`, with the placements of a parameter."""
     if not is_dtensor(param):
         return local
     from hf_muon.storage import dtensor
@@ -119,43 +117,41 @@ def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
-    """Why a parameter's momentum cannot be kept as its group says."""
-    if not (group["use_muon"] and is_quantized(momentum_choice(group), param.shape) and is_dtensor(param)):
+    """Return why a parameter's momentum cannot be stored in its group's `momentum_dtype`."""
+    quantized = group["use_muon"] and momentum.is_quantized(momentum_dtype_of(group), param.shape)
+    if not (quantized and is_dtensor(param)):
         return None
     from hf_muon.storage.dtensor import blocks_complaint
 
     return blocks_complaint(param)  # type: ignore[arg-type]
 
 
-def kept_momentum(param: Tensor, state: Mapping[str, Tensor], choice: str) -> dict[str, Tensor]:
-    """Momentum in the dtype of a choice, in memory of its own.
+def converted_momentum(param: Tensor, state: Mapping[str, Tensor], momentum_dtype: str) -> dict[str, Tensor]:
+    """Return momentum as a group with this `momentum_dtype` stores it, in memory of its own.
 
     Args:
-        param: stored as the result will be.
-        state: `momentum_buffer`, with `momentum_scale` where that holds codes; whole, or stored like the parameter.
-        choice: one of `MOMENTUM_DTYPES`.
+        param: the parameter; the result is stored like it.
+        state: the momentum, whole or stored like the parameter.
+        momentum_dtype: one of `MOMENTUM_DTYPES`.
     """
-    state = {key: value for key, value in state.items() if key in ("momentum_buffer", "momentum_scale")}
-    to_int8 = is_quantized(choice, param.shape)
-    if to_int8 or ("momentum_scale" in state and any(map(is_dtensor, state.values()))):
+    state = {key: state[key] for key in momentum.STATE_KEYS if key in state}
+    keys = momentum.state_keys(momentum_dtype, param.shape)
+    from_blocks, to_blocks = momentum.SCALE in state, momentum.SCALE in keys
+    # Whole int8 momentum that is not to be int8 is decoded first: here its blocks may be cut.
+    if to_blocks or (from_blocks and any(map(is_dtensor, state.values()))):
         state = {key: stored_like(param, value) for key, value in state.items()}
-    if "momentum_scale" in state and to_int8:
-        dtypes = {"momentum_buffer": torch.int8, "momentum_scale": torch.float32}
-        return {key: _copied(param, value, dtypes[key]) for key, value in state.items()}
-    buffer = state["momentum_buffer"]
-    if "momentum_scale" in state:
-        kept = Quantized(local_of(buffer).to(torch.int8), local_of(state["momentum_scale"]))
-        values = kept.values() if kept.codes.numel() else kept.codes.float()
+    if from_blocks and to_blocks:
+        return {key: _copied(param, value, state_dtype(param, key, momentum_dtype)) for key, value in state.items()}
+    buffer = state[momentum.BUFFER]
+    if from_blocks:
+        values = momentum.decoded({key: local_of(value) for key, value in state.items()})
         buffer = wrapped_like(param, values, param.shape) if is_dtensor(buffer) else values
-    if not to_int8:
-        return {
-            "momentum_buffer": _copied(param, stored_like(param, buffer), state_dtype(param, "momentum_buffer", choice))
-        }
-    made = {key: zero_state(param, key, choice) for key in ("momentum_buffer", "momentum_scale")}
-    if local_of(param).numel():
-        kept = Quantized(*(local_of(value) for value in made.values()))
-        kept.store_(local_of(buffer).to(kept.codes.device, torch.float32))
-    return made
+    if not to_blocks:
+        dtype = state_dtype(param, momentum.BUFFER, momentum_dtype)
+        return {momentum.BUFFER: _copied(param, stored_like(param, buffer), dtype)}
+    zeros = {key: zero_state(param, key, momentum_dtype) for key in keys}
+    momentum.encode_({key: local_of(zero) for key, zero in zeros.items()}, local_of(buffer))
+    return zeros
 
 
 def _copied(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,7 +160,7 @@ def _copied(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored_like(param: Tensor, value: Tensor) -> Tensor:
-    """Return a whole tensor, or one with other placements, stored like a parameter. DTensors may be sent."""
+    """Return a tensor, whole or with other placements, stored like a parameter. DTensors may need communication."""
     if not is_dtensor(param):
         return value
     if is_dtensor(value):

@@ -18,7 +18,7 @@ from hf_muon.optimizer.state import (
     blocks_complaint,
     describe,
     has_own,
-    momentum_choice,
+    momentum_dtype_of,
     state_dtype,
     state_keys,
     state_shape,
@@ -278,7 +278,7 @@ def _unfit(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
             )
         if odd:
             return f"is stored as {odd[0]}, as terms of a sum"
-    kept = state_dtype(param, name, momentum_choice(saved))
+    kept = state_dtype(param, name, momentum_dtype_of(saved))
     return _unfit_numbers(name, local_of(value.detach()), 127 if codes else torch.finfo(kept).max, codes)
 
 

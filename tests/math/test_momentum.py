@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hf_muon import Muon, MuonConfig, orthogonalize
-from hf_muon.math.momentum import BLOCK, MOMENTUM_DTYPES, Quantized, momentum_dtype, round_to_bf16, scale_shape
+from hf_muon.math.momentum import BLOCK, MOMENTUM_DTYPES, Quantized, buffer_dtype, scale_shape
+from hf_muon.math.rounding import round_to_bf16
 
 # Several blocks in a row, a part of one, a stack, and rows that are too short for a scale.
 SHAPES = [(24, 150), (16, 40), (3, 10, 70), (20, 8)]
@@ -252,7 +253,7 @@ def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_said(there, here
         values = kept["momentum_buffer"].float()
         if "momentum_scale" in kept:
             values = Quantized(kept["momentum_buffer"], kept["momentum_scale"]).values()
-        assert state["momentum_buffer"].dtype is momentum_dtype(param, here)
+        assert state["momentum_buffer"].dtype is buffer_dtype(param, here)
         if "momentum_scale" in state:
             expected = Quantized(torch.zeros_like(state["momentum_buffer"]), torch.zeros_like(state["momentum_scale"]))
             expected.store_(values)
@@ -280,7 +281,7 @@ def test_a_dtype_that_is_changed_on_the_way_is_converted():
     for choice in ("bf16", "int8", "fp32"):
         optimizer.param_groups[0]["momentum_dtype"] = choice
         stepped(optimizer, params, 1)
-        assert optimizer.state[params[0]]["momentum_buffer"].dtype is momentum_dtype(params[0], choice)
+        assert optimizer.state[params[0]]["momentum_buffer"].dtype is buffer_dtype(params[0], choice)
     assert twin.state[twin.param_groups[0]["params"][0]]["momentum_buffer"].dtype is torch.int8
 
 
