@@ -39,7 +39,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	@echo "== making $(VENV): the newest supported stack (some minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt torch
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,trl,browser]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,trl,report,browser]"
 	@touch $@
 
 $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt

@@ -29,7 +29,7 @@ ROOMS = [
 # The same inside a room, where that has more than one file.
 FLOORS = {
     "math": ["coefficients rounding", "cost momentum", "gram update", "newton_schulz"],
-    "diagnostics": ["log charts", "metrics", "page"],
+    "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["tensors views", "regions", "dtensor shared", "partitions"],
     "distributed": ["agreement units", "groups executor", "holdings", "local exchange", "select"],
     "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "route"],
@@ -86,6 +86,7 @@ def is_package(name):
 OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
 ALSO = {
     "cli": {"typer", "rich"},
+    "diagnostics.charts": {"plotly"},
     "cli.app": {"hf_muon"},
     "cli.quantized": {"peft"},
     "cli.model_source": {"transformers", "peft"},

@@ -21,7 +21,8 @@ def report(
 ) -> None:
     """Write one HTML page about a run: loss, rates, updates, momentum, orthogonality, time. It needs no network."""
     try:
-        from hf_muon.diagnostics.page import diagnostics_of, read_run, render, summary
+        from hf_muon.diagnostics.page import render, summary
+        from hf_muon.diagnostics.run_file import diagnostics_of, read_run
 
         file = diagnostics_of(run)
         found = read_run(file, skip_broken=skip_broken)

@@ -66,7 +66,7 @@ def is_rank_zero() -> bool:
 
 
 def logger() -> logging.Logger:
-    """The package's logger. Where nobody has configured logging it writes to stderr, as transformers' does."""
+    """Return the package's logger, which writes to stderr unless the user has configured logging, as transformers' does."""
     log = logging.getLogger("hf_muon")
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)

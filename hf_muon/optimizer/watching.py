@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_muon.diagnostics.metrics import MOST_PARTS, Metrics, Watch
+from hf_muon.diagnostics.metrics import Metrics
+from hf_muon.diagnostics.names import MOST_PARTS
+from hf_muon.diagnostics.watch import Watch
 from hf_muon.distributed.executor import Piece
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.storage.tensors import has_data, local_of

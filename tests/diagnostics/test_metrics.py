@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer, orthogonalize
-from hf_muon.diagnostics import metrics
+from hf_muon.diagnostics import metrics, watch
+from hf_muon.diagnostics.measures import MEASURES, orthogonality_error, stable_rank
+from hf_muon.diagnostics.names import layers_and_kinds
 from tests.distributed.training import Model, batches
 
 
@@ -82,7 +84,7 @@ def test_values_are_those_of_the_matrices_themselves(tmp_path):
         direction = torch.linalg.svdvals(orthogonalize(update, ns_dtype="fp32").double())
         error = (direction.square() - 1).square().mean(-1).sqrt().mean().item()
         assert line["orthogonality_error"][i] == pytest.approx(error, rel=1e-3)
-    assert [line[measure][3] for measure in metrics.MEASURES] == [None] * 4
+    assert [line[measure][3] for measure in MEASURES] == [None] * 4
     assert line["adamw_update_rms"] == [None, None, None, pytest.approx(1, abs=1e-5)]
 
 
@@ -93,11 +95,11 @@ class TestStableRank:
         a = torch.randn(shape) + 4
         singular = torch.linalg.svdvals(a.double())
         expected = (singular.square().sum(-1) / singular[:, 0].square()).float()
-        torch.testing.assert_close(metrics.stable_rank(a * scale), expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(stable_rank(a * scale), expected, rtol=1e-4, atol=0)
 
     def test_of_orthogonal_and_zero_matrices(self):
         q = torch.linalg.qr(torch.randn(8, 5))[0]
-        found = metrics.stable_rank(torch.stack([q, torch.zeros(8, 5)]))
+        found = stable_rank(torch.stack([q, torch.zeros(8, 5)]))
         torch.testing.assert_close(found, torch.tensor([5.0, 0.0]))
 
 
@@ -117,7 +119,7 @@ class TestStableRank:
     ],
 )
 def test_layers_and_kinds(names, places):
-    assert metrics.parameters_of(names) == places
+    assert layers_and_kinds(names) == places
 
 
 def test_a_few_parts_of_a_weight_have_numbers_of_their_own_and_of_many_the_mean_stands(tmp_path):
@@ -145,7 +147,7 @@ def test_a_few_parts_of_a_weight_have_numbers_of_their_own_and_of_many_the_mean_
         scale = max(1, direction.size(-2) / 6) ** 0.5
         assert line["update_rms"][i] == pytest.approx(scale * direction.square().mean().sqrt().item(), rel=1e-4)
         assert line["orthogonality_error"][i] == pytest.approx(
-            metrics.orthogonality_error(direction.reshape(-1, *direction.shape[-2:])).mean().item(), rel=1e-3
+            orthogonality_error(direction.reshape(-1, *direction.shape[-2:])).mean().item(), rel=1e-3
         )
 
 
@@ -189,7 +191,7 @@ def test_refused(name, value):
 def test_time_share(tmp_path, monkeypatch):
     """The step before a watched one is timed, from its beginning to that of the next."""
     moments = iter([10.0, 10.5, 12.0, 99.0])
-    monkeypatch.setattr(metrics._Clock, "now", lambda self: next(moments))
+    monkeypatch.setattr(watch.Clock, "now", lambda self: next(moments))
     trained(3, diagnostics_every=3, diagnostics_file=str(tmp_path / "d.jsonl"))
     line = lines_of(tmp_path / "d.jsonl")[-1]
     assert (line["step_ms"], line["optimizer_ms"], line["time_share"]) == (2000, 500, 0.25)

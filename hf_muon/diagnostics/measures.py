@@ -1,0 +1,80 @@
+"""Measures of updates and directions. Inputs are not written to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank")
+ADAMW_MEASURE = "adamw_update_rms"
+_POWER_STEPS = 12
+_CHUNK = 2**22  # elements of AdamW's moments to widen at a time
+
+
+def orthogonality_error(directions: Tensor) -> Tensor:
+    """Return how far directions are from orthogonal: ``||X X^T - I||_F / sqrt(s)`` over the short side `s`.
+
+    Args:
+        directions: ``(B, m, n)``, whole; not written to.
+
+    Returns:
+        ``(B,)``, fp32: the root mean square of ``singular value^2 - 1``. For an all-zero matrix it is 1.
+    """
+    x = directions.float()
+    x = x.mT if x.size(-2) > x.size(-1) else x
+    with torch.autocast(x.device.type, enabled=False):
+        gram = x @ x.mT
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    error: Tensor = torch.linalg.vector_norm(gram, dim=(-2, -1)) / math.sqrt(gram.size(-1))
+    return error
+
+
+def stable_rank(updates: Tensor) -> Tensor:
+    """Return the stable rank ``||A||_F^2 / ||A||_2^2``, between 1 and the rank.
+
+    Power iteration approaches the spectral norm from below.
+
+    Args:
+        updates: ``(B, m, n)``, whole; not written to.
+
+    Returns:
+        ``(B,)``, fp32; 0 for an all-zero matrix.
+    """
+    a = updates.float()
+    a = a.mT if a.size(-2) < a.size(-1) else a  # (B, l, s)
+    largest = a.abs().amax(dim=(-2, -1), keepdim=True)
+    a = a / torch.where(largest > 0, largest, 1.0)  # so that squares neither overflow nor underflow
+    # A generator of its own leaves the run's random numbers alone.
+    start = torch.randn(a.size(-1), generator=torch.Generator().manual_seed(0)).to(a.device)
+    v = start.expand(len(a), -1).unsqueeze(-1)  # (B, s, 1)
+    top = torch.zeros(len(a), device=a.device)
+    with torch.autocast(a.device.type, enabled=False):
+        for _ in range(_POWER_STEPS):
+            v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
+            u = a @ v
+            top = u.square().sum(dim=(-2, -1))
+            v = a.mT @ u
+    whole = torch.linalg.vector_norm(a, dim=(-2, -1)).square()
+    return torch.where(top > 0, whole / top.clamp_min(1e-30), 0.0)
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares of a tensor, in fp32."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm.float().square()
+
+
+def adamw_sum_of_squares(
+    exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, betas: Sequence[float], eps: float
+) -> Tensor:
+    """Return the sum of squares of AdamW's update, without weight decay and before the learning rate multiplies it."""
+    count = step.to(exp_avg.device)
+    first, second = 1 - betas[0] ** count, 1 - betas[1] ** count
+    total = torch.zeros((), device=exp_avg.device)
+    chunks = [torch.split(moment.reshape(-1), _CHUNK) for moment in (exp_avg, exp_avg_sq)]
+    for m, v in zip(*chunks, strict=True):
+        total += sum_of_squares((m.float() / first) / ((v.float() / second).sqrt() + eps))
+    return total
