@@ -66,7 +66,7 @@ def is_rank_zero() -> bool:
 
 
 def logger() -> logging.Logger:
-    """Return the package's logger, which writes to stderr unless the user has configured logging, as transformers' does."""
+    """Return the logger of hf_muon, which writes to stderr unless the user configures logging, as transformers does."""
     log = logging.getLogger("hf_muon")
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
