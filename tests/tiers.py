@@ -12,6 +12,8 @@ import re
 
 import pytest
 
+from tests.readme import TESTS
+
 TIERS = {
     "quick": "what needs torch and transformers alone, in one process",
     "first": "every promise of the README at least once",
@@ -25,14 +27,16 @@ LLAMAFACTORY = ("tests/e2e/test_llamafactory", "tests/e2e/test_v1_ulysses.py")
 # What depends on torch alone is tested once, on the newest stack: all stacks have the same torch.
 TORCH_ALONE = (
     *("tests/chaos/", "tests/diagnostics/", "tests/distributed/", "tests/math/", "tests/storage/"),
-    *("tests/optimizer/test_muon.py", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
-    *("tests/test_imports.py", "tests/test_packaging.py", "tests/test_promises.py"),
+    *("tests/optimizer/", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
+    *("tests/test_imports.py", "tests/test_packaging.py", "tests/test_promises.py", "tests/test_tiers.py"),
 )
+# It has accelerate prepare an optimizer.
+OF_ACCELERATE = "tests/optimizer/test_loading.py"
 # What DeepSpeed 0.18.4 does with gradients and later versions do not, which no other stack can show.
 OLD_DEEPSPEED = re.compile(r"tests/deepspeed/test_gradients\.py::.*(2-cpu-4|own_flag)")
 # What the first tier runs of the older versions: LLaMA-Factory itself, the hooks, the Trainer, and the routes.
 OLDER_VERSIONS_FIRST = (
-    *("tests/e2e/test_llamafactory", "tests/e2e/test_examples.py", "tests/e2e/test_deepspeed.py"),
+    *("tests/e2e/test_llamafactory", "tests/e2e/test_examples.py::test_llamafactory", "tests/e2e/test_deepspeed.py"),
     *("tests/integrations/", "tests/routing/test_golden.py", "tests/test_autoload.py", "tests/deepspeed/"),
 )
 
@@ -48,8 +52,9 @@ def belongs(nodeid: str, name: str) -> bool:
     if name == "deepspeed":
         return nodeid.startswith(DEEPSPEED)
     if name == "llamafactory":
-        left_out = nodeid.startswith((*TORCH_ALONE, "tests/deepspeed/"))
-        return not left_out or OLD_DEEPSPEED.match(nodeid) is not None
+        if nodeid.startswith("tests/deepspeed/"):
+            return OLD_DEEPSPEED.match(nodeid) is not None
+        return nodeid.startswith(OF_ACCELERATE) or not nodeid.startswith(TORCH_ALONE)
     return not nodeid.startswith((*DEEPSPEED, *LLAMAFACTORY))
 
 
@@ -83,10 +88,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=list(TIERS), help=f"run the tests of one tier on this stack ({words})")
 
 
+def lost(collected: list[pytest.Item], selected: list[pytest.Item], name: str) -> list[str]:
+    """Return the promises of the README whose files were collected, and of which a stack's first tier has no test."""
+    files = {item.nodeid.partition("::")[0] for item in collected}
+    there = {item.nodeid.partition("[")[0] for item in selected}
+    older = name == "llamafactory"
+    return sorted(
+        test
+        for test in TESTS - there
+        if test.partition("::")[0] in files
+        and belongs(test, name)
+        and (not older or test.startswith(OLDER_VERSIONS_FIRST))
+    )
+
+
 def keep_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that are not of the tier that is asked for."""
     if tier := config.getoption("--tier"):
-        selected = select(items, tier, stack())
+        name = stack()
+        selected = select(items, tier, name)
+        whole = not any("::" in argument for argument in config.args)
+        if tier == "first" and whole and (missing := lost(items, selected, name)):
+            raise pytest.UsageError(f"promised in README.md, and not in the first tier of {name}: {', '.join(missing)}")
         if left_out := [item for item in items if item not in set(selected)]:
             config.hook.pytest_deselected(items=left_out)
         items[:] = selected

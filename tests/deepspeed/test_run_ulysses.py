@@ -44,23 +44,38 @@ def launch(settings, output, cwd, *flags, fails=False, **variables):
     return run(words, cwd=cwd, fails=fails, **variables)
 
 
+@pytest.fixture(scope="module")
+def straight(settings, tmp_path_factory):
+    """What an uninterrupted run has printed, and its folder."""
+    folder = tmp_path_factory.mktemp("straight")
+    return launch(settings, folder / "straight", folder, NPROC="2"), folder / "straight"
+
+
+def losses(folder):
+    state = json.loads((folder / "checkpoint-15/trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "loss" in entry], state["log_history"]
+
+
 @pytest.mark.slow
-def test_trains_stops_and_resumes_to_the_same_weights(settings, tmp_path):
-    told = launch(settings, tmp_path / "straight", tmp_path, NPROC="2")
-    assert "gradients 2 times as large as they are" in told
-    interrupt(tmp_path / "straight", after=13, destination=tmp_path / "resumed")
+def test_trains_by_the_script(straight):
+    printed, folder = straight
+    assert "gradients 2 times as large as they are" in printed
+    logged, _ = losses(folder)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_stops_and_resumes_to_the_same_weights(settings, straight, tmp_path):
+    _, folder = straight
+    interrupt(folder, after=13, destination=tmp_path / "resumed")
     launch(settings, tmp_path / "resumed", tmp_path, "--nproc", "2", "--sp-size", "2")
-    states = [json.loads((tmp_path / name / "checkpoint-15/trainer_state.json").read_text()) for name in NAMES]
-    straight, resumed = ([entry for entry in state["log_history"] if "loss" in entry] for state in states)
-    assert any(MARK in entry for entry in states[1]["log_history"])
-    assert straight == resumed
-    assert straight[-1]["loss"] < straight[0]["loss"]
-    here, there = (weights(tmp_path / name) for name in NAMES)
+    logged, entries = losses(tmp_path / "resumed")
+    assert any(MARK in entry for entry in entries)
+    assert logged == losses(folder)[0]
+    here, there = weights(tmp_path / "resumed"), weights(folder)
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in there)
-
-
-NAMES = ("straight", "resumed")
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ from tests.e2e.harness import (
     weights,
 )
 
-pytestmark = [pytest.mark.slow, needs("deepspeed")]
+# One worker makes the runs without DeepSpeed that others are compared with.
+pytestmark = [pytest.mark.slow, needs("deepspeed"), pytest.mark.xdist_group("e2e_deepspeed")]
 
 JSON = ROOT / "examples" / "deepspeed"
 TRAIN = ROOT / "examples" / "train.py"

@@ -23,6 +23,7 @@ from tests.e2e.harness import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
+    pytest.mark.xdist_group("llamafactory"),  # one worker makes the run that others are compared with
 ]
 
 BASE = {

@@ -27,6 +27,7 @@ from tests.e2e.harness import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
+    pytest.mark.xdist_group("llamafactory_v1"),  # one worker makes the runs that its tests look at
 ]
 
 MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
