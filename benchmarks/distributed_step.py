@@ -37,12 +37,12 @@ from sides import STEPS, Setting, gathered, ours, prepare, sides, stored, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_muon.config import MAX_BUCKET_BYTES
+from hf_muon.config import MuonConfig
 from hf_muon.math import cost as forms
 from hf_muon.math.newton_schulz import compute_dtype, newton_schulz
 
 OURS, REDUNDANT = "hf_muon", "full_tensor"
-BUCKETS = (MAX_BUCKET_BYTES, 16 * 2**20, 2 * 2**20)
+BUCKETS = (MuonConfig.max_bucket_bytes, 16 * 2**20, 2 * 2**20)
 
 
 def llama(layers: int, width: int) -> list[tuple[int, int]]:

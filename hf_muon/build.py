@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig
+from hf_muon.config import MUON_OPTIONS, MuonConfig
 from hf_muon.diagnostics import log as diagnostics
 from hf_muon.optimizer.muon import Muon
-from hf_muon.options import shown
+from hf_muon.options.declaration import quoted
 from hf_muon.routing.route import Route, frozen, is_lora, route_parameters, table
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def build_optimizer(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"build_optimizer takes a torch.nn.Module, not {shown(model)}: structure decides what is a hidden matrix. "
+            f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: structure decides what is a hidden matrix. "
             "Parameters alone go to hf_muon.Muon"
         )
     config = _as_config(config).replace(options)
@@ -60,13 +60,13 @@ def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
     if isinstance(config, MuonConfig):
         return config
     if not isinstance(config, (Mapping, type(None))):
-        raise ValueError(f"config is a MuonConfig or a mapping of its options, not {shown(config)}")
+        raise ValueError(f"config is a MuonConfig or a mapping of its options, not {quoted(config)}")
     return MuonConfig.from_mapping(config or {})
 
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
     """The arguments of `Muon` that a config holds."""
-    return {name: getattr(config, name) for name in (*GROUP_OPTIONS, *OPTIMIZER_OPTIONS)}
+    return {name: getattr(config, name) for name in MUON_OPTIONS}
 
 
 def groups_of(routes: Sequence[Route], config: MuonConfig) -> list[dict[str, Any]]:

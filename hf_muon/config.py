@@ -1,4 +1,4 @@
-"""Everything a user can say, in one frozen dataclass: typed, checked, the same in Python, YAML and `optim_args`."""
+"""Every option of muon, in one frozen dataclass: declared once, checked, the same in Python, YAML and `optim_args`."""
 
 from __future__ import annotations
 
@@ -7,133 +7,268 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
-from hf_muon.options import (
-    COMM_DTYPES,
-    GROUP_OPTIONS,
-    MAX_BUCKET_BYTES,
-    OPTIMIZER_OPTIONS,
-    OPTIONS,
-    check_option,
-    shown,
-    unknown_option,
-)
+from hf_muon.math.momentum import MOMENTUM_DTYPES
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES, NS_DTYPES
+from hf_muon.math.update import ADJUST_LR_FNS
+from hf_muon.options import types
+from hf_muon.options.declaration import check_value, documented, option, options_of, quoted, unknown_option
 
 __all__ = [
     "COMM_DTYPES",
     "GROUP_OPTIONS",
-    "MAX_BUCKET_BYTES",
+    "MUON_OPTIONS",
     "OPTIMIZER_OPTIONS",
     "OPTIONS",
     "MuonConfig",
     "check_option",
-    "parse_optim_args",
-    "text_of",
     "unknown_option",
 ]
+
+COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+_JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
+_LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """What a user can say about Muon and its AdamW half.
+    """Options of Muon, and of the AdamW that steps the parameters that are not hidden matrices.
+
+    Each field declares an option: its default, its type, its meaning and its source. The rest follows from the fields:
+    how text is read, the checks, the defaults of `Muon`, what its copies carry, docstrings, and the README's table.
 
     Attributes:
-        lr: learning rate of both halves, unless one has its own.
-        weight_decay: decoupled weight decay; norms and biases in the AdamW half have none.
-        muon_lr: learning rate of the Muon half, if it differs from `lr`.
-        adamw_lr: learning rate of the AdamW half, if it differs from `lr`.
-        adamw_weight_decay: weight decay of the AdamW half, if it differs from `weight_decay`.
-        momentum: decay of the exponential moving average of the gradients.
-        nesterov: whether the update looks one step ahead along the average.
-        momentum_dtype: how the average is kept between steps: `auto` (fp32), `fp32`, `bf16` (stochastic rounding) or
-            `int8` (a scale for every 64 elements of a row).
-        ns_coefficients: Newton-Schulz preset `polar_express`, `original`, `you_jiacheng`, `cans`, or three numbers.
-        ns_steps: Newton-Schulz steps.
-        ns_dtype: dtype of the Newton-Schulz products: `auto`, `bf16`, `fp16` or `fp32`.
-        adjust_lr_fn: scale of a direction by its shape: `match_rms_adamw`, `original` or `rms_to_rms`.
-        adamw_betas: AdamW's averaging coefficients.
-        adamw_eps: AdamW's denominator term.
-        muon_patterns: regular expressions of parameter names that go to Muon against the rules.
-        adamw_patterns: regular expressions of parameter names that go to AdamW; they win over `muon_patterns`.
-        optim_target_modules: restricts Muon to these modules, as in `TrainingArguments`.
-        lora: where LoRA factors go, `adamw` or `muon`.
-        split_fused: orthogonalize fused projections part by part; otherwise as the one matrix that they are stored as.
-        per_head: orthogonalize query, key and value projections head by head.
-        max_bucket_bytes: bound on the bytes of updates and directions that a rank holds at once in a distributed step.
-        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes, their updates
-            and directions among them.
-        comm_dtype: dtype in which updates travel between ranks: `fp32`, which is exact, or `bf16`.
-        offload_compute: where momentum that is offloaded to the CPU is orthogonalized: `auto` (on the accelerator that
-            the model computes on), `cpu` or `accelerator`.
-        accept_rerouted: resume from checkpoints in which parameters were on the other side, Muon or AdamW, with
-            their moments at zero.
-        diagnostics_every: steps from one line of metrics to the next, on rank 0; 0 for none.
-        diagnostics_file: where these lines go.
+        {options}
 
     Raises:
-        ValueError: a value that is not valid, by name, with the valid ones.
+        ValueError: a value is not valid; the message names the option and its valid values.
     """
 
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    muon_lr: float | None = None
-    adamw_lr: float | None = None
-    adamw_weight_decay: float | None = None
-    momentum: float = 0.95
-    nesterov: bool = True
-    momentum_dtype: str = "auto"
-    ns_coefficients: str | tuple[float, float, float] = "polar_express"
-    ns_steps: int = 5
-    ns_dtype: str = "auto"
-    adjust_lr_fn: str = "match_rms_adamw"
-    adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_eps: float = 1e-8
-    muon_patterns: str | Sequence[str] | None = None
-    adamw_patterns: str | Sequence[str] | None = None
-    optim_target_modules: str | Sequence[str] | None = None
-    lora: str = "adamw"
-    split_fused: bool = True
-    per_head: bool = False
-    max_bucket_bytes: int = MAX_BUCKET_BYTES
-    max_batch_bytes: int = MAX_BATCH_BYTES
-    comm_dtype: str = "fp32"
-    offload_compute: str = "auto"
-    accept_rerouted: bool = False
-    diagnostics_every: int = 0
-    diagnostics_file: str | None = None
+    lr: float = option(
+        1e-3, types.learning_rate(), "Learning rate.", scope="group", fallback="`learning_rate`", source="torch"
+    )
+    weight_decay: float = option(
+        0.0,
+        types.non_negative(),
+        "Decoupled weight decay, applied as `1 - lr * weight_decay`. `build_optimizer` gives none to norms and biases.",
+        scope="group",
+        fallback="`weight_decay`",
+        source="torch, transformers",
+    )
+    muon_lr: float | None = option(
+        None,
+        types.non_negative(),
+        "Learning rate of the Muon groups. The scheduler scales it together with that of the AdamW groups.",
+        fallback="`lr`",
+    )
+    adamw_lr: float | None = option(
+        None,
+        types.non_negative(),
+        "Learning rate of the AdamW groups. The scheduler scales it together with that of the Muon groups.",
+        fallback="`lr`",
+    )
+    adamw_weight_decay: float | None = option(
+        None,
+        types.non_negative(),
+        "Weight decay of the AdamW groups. Norms and biases keep none.",
+        fallback="`weight_decay`",
+    )
+    momentum: float = option(
+        0.95,
+        types.number("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "Decay of the moving average of the gradients.",
+        scope="group",
+        source=f"{_JORDAN}, torch",
+    )
+    nesterov: bool = option(
+        True,
+        types.flag(),
+        "Use Nesterov momentum: the update looks one step ahead along the average.",
+        scope="group",
+        source=f"{_JORDAN}, torch",
+    )
+    momentum_dtype: str = option(
+        "auto",
+        types.choice(MOMENTUM_DTYPES),
+        "Dtype in which momentum is stored: `auto` (fp32), `fp32`, `bf16` (stochastic rounding) or `int8` (a scale for "
+        "every 64 elements of a row). Steps compute in fp32.",
+        scope="group",
+        source="[2110.02861](https://arxiv.org/abs/2110.02861), [2509.23106](https://arxiv.org/abs/2509.23106), "
+        "[docs](docs/momentum.md)",
+    )
+    ns_coefficients: str | Sequence[float] = option(
+        "polar_express",
+        types.coefficients(),
+        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng` or `cans`, or three "
+        "numbers, `a|b|c`.",
+        scope="group",
+        source=f"[2505.16932](https://arxiv.org/abs/2505.16932), {_JORDAN}, "
+        "[You](https://x.com/YouJiacheng/status/1905861218138804534), [2506.10935](https://arxiv.org/abs/2506.10935)",
+    )
+    ns_steps: int = option(
+        5,
+        types.integer("an integer from 1 to 99", lambda x: 1 <= x < 100),
+        "Number of Newton-Schulz steps.",
+        scope="group",
+        source=f"{_JORDAN}, torch",
+    )
+    ns_dtype: str = option(
+        "auto",
+        types.choice(tuple(NS_DTYPES)),
+        "Dtype of the Newton-Schulz matrix products: `auto` (bf16 where the hardware has it, else fp32), `bf16`, "
+        "`fp16` (not on a CPU) or `fp32`.",
+        scope="group",
+    )
+    adjust_lr_fn: str = option(
+        "match_rms_adamw",
+        types.choice(ADJUST_LR_FNS),
+        "Scale of a direction by the shape of its matrix: `match_rms_adamw` 0.2 * sqrt(max(out, in)), `original` "
+        "sqrt(max(1, out / in)) or `rms_to_rms` sqrt(out / in).",
+        scope="group",
+        source=f"{_LIU}, {_JORDAN}, [2310.17813](https://arxiv.org/abs/2310.17813)",
+    )
+    adamw_betas: tuple[float, float] = option(
+        (0.9, 0.999),
+        types.betas(),
+        "Decay rates of AdamW's moving averages.",
+        scope="group",
+        fallback="`adam_beta1`, `adam_beta2`",
+        source="torch",
+    )
+    adamw_eps: float = option(
+        1e-8,
+        types.non_negative(),
+        "Term added to AdamW's denominator.",
+        scope="group",
+        fallback="`adam_epsilon`",
+        source="torch",
+    )
+    muon_patterns: str | Sequence[str] | None = option(
+        None,
+        types.patterns(),
+        "Regular expressions, joined by `|`. Matrices whose names match go to Muon even if the rules say AdamW.",
+    )
+    adamw_patterns: str | Sequence[str] | None = option(
+        None,
+        types.patterns(),
+        "Regular expressions, joined by `|`. Parameters whose names match go to AdamW; they win over `muon_patterns`.",
+    )
+    optim_target_modules: str | Sequence[str] | None = option(
+        None,
+        types.patterns(split=False),
+        "Restrict Muon to these modules, as in TrainingArguments.",
+        fallback="TrainingArguments' own",
+        source="transformers",
+    )
+    lora: str = option("adamw", types.choice(("adamw", "muon")), "Optimizer of LoRA factors, `adamw` or `muon`.")
+    split_fused: bool = option(
+        True,
+        types.flag(),
+        "Orthogonalize each part of a fused projection by itself; if false, the projection as one matrix.",
+    )
+    per_head: bool = option(False, types.flag(), "Orthogonalize query, key and value projections head by head.")
+    max_bucket_bytes: int = option(
+        256 * 2**20,
+        types.integer("a positive number of bytes", lambda x: x > 0),
+        "Upper limit, per rank, for the bytes of updates and directions in flight during a distributed step, without "
+        "the temporary memory of Newton-Schulz. Matrices that exceed it are communicated without overlap.",
+        scope="optimizer",
+    )
+    max_batch_bytes: int = option(
+        MAX_BATCH_BYTES,
+        types.integer("a positive number of bytes", lambda x: x > 0),
+        "Upper limit for the temporary memory of Newton-Schulz in bytes, updates and directions included. Matrices of "
+        "one shape are processed in batches that fit; a single larger matrix goes alone.",
+        scope="optimizer",
+    )
+    comm_dtype: str = option(
+        "fp32",
+        types.choice(tuple(COMM_DTYPES)),
+        "Dtype in which updates and directions travel between ranks: `fp32` (exact) or `bf16` (half the bytes).",
+        scope="optimizer",
+    )
+    offload_compute: str = option(
+        "auto",
+        types.choice(("auto", "cpu", "accelerator")),
+        "Where to orthogonalize momentum that is offloaded to the CPU: `auto` (on the accelerator if the model "
+        "computes on one, else on the CPU), `cpu` or `accelerator`.",
+        scope="optimizer",
+    )
+    accept_rerouted: bool = option(
+        False,
+        types.flag(),
+        "Load checkpoints in which some parameters belonged to the other optimizer, Muon or AdamW; their moments start "
+        "from zero. If false, such a checkpoint is refused.",
+        scope="optimizer",
+    )
+    diagnostics_every: int = option(
+        0,
+        types.integer("a number of steps, 0 for never", lambda x: x >= 0),
+        "Number of steps between two lines of metrics, which rank 0 writes; 0 for none, unless "
+        "`HF_MUON_DIAGNOSTICS_EVERY` is set. The weights stay bit-identical.",
+        scope="optimizer",
+        source="[docs](docs/command-line.md#diagnostics)",
+    )
+    diagnostics_file: str | None = option(
+        None,
+        types.path(),
+        "File to which the lines of metrics are appended.",
+        scope="optimizer",
+        fallback="`muon_diagnostics.jsonl`, under a Trainer in `output_dir`",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            object.__setattr__(self, field.name, check_option(field.name, value))
+            value = check_value(field.name, field.metadata["option"], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
         resolve(self.ns_coefficients, self.ns_steps)
         if self.per_head and not self.split_fused:
             raise ValueError("per_head=true goes head by head, and split_fused=false keeps parts together: drop one")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all options."""
+        """Return the names of all options."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> MuonConfig:
         """Read options as a YAML file or a command line gives them.
 
-        Numbers and flags may be text: PyYAML reads `1e-5` as a string, and `optim_args` holds nothing but strings.
+        Numbers and flags may be text: PyYAML reads `1e-5` as a string, and `optim_args` holds only strings.
 
         Raises:
-            ValueError: an unknown option, or a value that cannot be read or is out of range.
+            ValueError: an option is unknown, or a value cannot be read or is out of range.
         """
         return cls().replace(mapping)
 
     def replace(self, mapping: Mapping[str, Any]) -> MuonConfig:
         """Return a copy with other values, read as by `from_mapping`."""
         if not isinstance(mapping, Mapping):
-            raise ValueError(f"options of muon are a mapping of names to values, not {shown(mapping)}")
+            raise ValueError(f"options of muon are a mapping of names to values, not {quoted(mapping)}")
         return dataclasses.replace(self, **{name: _read(name, value) for name, value in mapping.items()})
+
+
+OPTIONS = options_of(MuonConfig)
+GROUP_OPTIONS = {name: option for name, option in OPTIONS.items() if option.scope == "group"}
+"""The hyperparameters that a param group of `Muon` holds, besides `use_muon`."""
+OPTIMIZER_OPTIONS = {name: option for name, option in OPTIONS.items() if option.scope == "optimizer"}
+"""The options that `Muon` holds as a whole."""
+MUON_OPTIONS = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}
+"""The options among the arguments of `Muon`."""
+
+documented(OPTIONS)(MuonConfig)
+
+
+def check_option(name: str, value: Any) -> Any:
+    """Return the canonical form of a value.
+
+    Raises:
+        ValueError: the option does not take the value; the message names the valid ones.
+    """
+    return check_value(name, OPTIONS[name], value)
 
 
 def _read(name: Any, value: Any) -> Any:
@@ -141,63 +276,9 @@ def _read(name: Any, value: Any) -> Any:
         raise unknown_option(name, MuonConfig.names())
     if not isinstance(value, str):
         return value
-    option = OPTIONS[name]
+    option_type = OPTIONS[name].type
     try:
-        return option.parse(value)
+        return option_type.parse(value)
     except (ValueError, KeyError):
-        shown = value if len(value) <= 200 else f"{value[:200]}..."
-        raise ValueError(f"{name}={shown} cannot be read. Valid: {option.valid}") from None
-
-
-def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Split `optim_args`, `"momentum=0.9,ns_steps=6"`, as transformers does: blanks dropped, commas between items.
-
-    A mapping of names to values, as a YAML file may hold it, says the same.
-
-    Raises:
-        ValueError: an item that is not `name=value`, an unknown name, or a name given twice.
-    """
-    if isinstance(text, Mapping):
-        for name in text:
-            if name not in OPTIONS:
-                raise unknown_option(name, MuonConfig.names())
-        return dict(text)
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f'optim_args={shown(text)} is neither text, "name=value,name=value", nor a mapping')
-    options: dict[str, Any] = {}
-    for item in (text or "").replace(" ", "").split(","):
-        if not item and not text:
-            continue
-        name, equals, value = item.partition("=")
-        if not (name and equals and value) or "=" in value:
-            raise ValueError(
-                f"optim_args: {shown(item)} is not of the form name=value. Items are joined by commas, lists by |, and "
-                f"a value cannot hold a comma or an equals sign. Valid names: {', '.join(MuonConfig.names())}"
-            )
-        if name not in OPTIONS:
-            raise unknown_option(name, MuonConfig.names())
-        if name in options:
-            raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r}")
-        options[name] = value
-    return options
-
-
-def text_of(options: Mapping[str, Any]) -> str:
-    """Return options as the text of `optim_args`, which transformers splits again.
-
-    Raises:
-        ValueError: a value that such a text cannot hold.
-    """
-    items = []
-    for name, value in options.items():
-        if value is None:
-            continue
-        several = isinstance(value, Sequence) and not isinstance(value, str)
-        text = "|".join(map(str, value)) if several else str(value)
-        if not text or set(text) & set(" ,="):
-            raise ValueError(
-                f"optim_args: {name}={shown(value)} holds a blank, a comma or an equals sign, at which transformers "
-                "splits. Write a pattern with \\s, \\x2c or \\x3d in their place"
-            )
-        items.append(f"{name}={text}")
-    return ",".join(items)
+        text = value if len(value) <= 200 else f"{value[:200]}..."
+        raise ValueError(f"{name}={text} cannot be read. Valid: {option_type.valid}") from None

@@ -1,15 +1,21 @@
+"""MuonConfig: its defaults and checks, what `optim_args` and YAML say, and what follows from its declarations."""
+
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import re
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_muon import MuonConfig
-from hf_muon.config import OPTIONS, parse_optim_args
+from hf_muon import Muon, MuonConfig
+from hf_muon.config import MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
+from hf_muon.optim_args import parse_optim_args
+from tests import option_table
 
 
 def test_defaults():
@@ -19,8 +25,38 @@ def test_defaults():
     assert config.lora == "adamw"
 
 
-def test_every_option_can_be_said_everywhere():
-    assert set(MuonConfig.names()) == set(OPTIONS)
+def test_the_readme_holds_todays_table():
+    readme = option_table.README.read_text()
+    assert readme == option_table.with_table(readme), "README.md is outdated: run `python -m tests.option_table`"
+
+
+def test_an_outdated_readme_is_noticed():
+    readme = option_table.README.read_text()
+    assert option_table.with_table(readme.replace("`ns_steps`", "`ns_step`")) == readme
+    with pytest.raises(AssertionError, match="lacks the lines"):
+        option_table.with_table("")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_docstrings_and_errors_follow_from_the_declaration(name):
+    option = OPTIONS[name]
+    words = " ".join(inspect.getdoc(MuonConfig).split())
+    assert f" {name}: {option.meaning}" in words
+    assert (f" {name}: {option.meaning}" in " ".join(inspect.getdoc(Muon).split())) is (option.scope != "model")
+    assert all(f"`{word}`" in option.meaning for word in option.type.choices)
+    with pytest.raises(ValueError, match=re.escape(f"Valid: {option.type.valid}")):
+        MuonConfig(**{name: object()})
+
+
+def test_arguments_of_muon_are_the_options_that_it_holds():
+    arguments = dict(inspect.signature(Muon).parameters)
+    assert set(arguments) == {"params", "replicate_group", *MUON_OPTIONS}
+    wider = {"lr": "float | Tensor"}
+    types = {field.name: field.type for field in dataclasses.fields(MuonConfig)}
+    for name in MUON_OPTIONS:
+        assert arguments[name].default == OPTIONS[name].default == getattr(MuonConfig, name)
+        assert arguments[name].annotation == wider.get(name, types[name])
+    assert all(Muon.__annotations__[name] == types[name] for name in OPTIMIZER_OPTIONS)
 
 
 def test_optim_args_are_typed():
@@ -77,8 +113,8 @@ def test_frozen():
         ("adamw_lr=nan", "adamw_lr=nan is not valid"),
         ("ns_coefficients=quintic", "Valid: polar_express, original, you_jiacheng, cans, or three numbers"),
         ("ns_coefficients=you_jiacheng,ns_steps=3", "exactly 5 steps"),
-        ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto or bf16 or fp16 or fp32"),
-        ("adjust_lr_fn=none", "Valid: match_rms_adamw or original or rms_to_rms"),
+        ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto, bf16, fp16 or fp32"),
+        ("adjust_lr_fn=none", "Valid: match_rms_adamw, original or rms_to_rms"),
         ("lora=yes", "lora='yes' is not valid. Valid: adamw or muon"),
     ],
 )

@@ -16,11 +16,11 @@ ROOT = Path(hf_muon.__file__).parent
 
 # Lowest first: a room imports only from lines above its own.
 ROOMS = [
-    ["_autoload", "patterns", "math", "diagnostics"],
+    ["_autoload", "math", "diagnostics"],
     ["storage"],
     ["distributed", "options"],
     ["config"],
-    ["routing"],
+    ["optim_args", "routing"],
     ["optimizer"],
     ["build", "convert"],
     ["plan", "integrations"],
@@ -31,6 +31,7 @@ FLOORS = {
     "math": ["coefficients rounding", "cost momentum", "gram update", "newton_schulz"],
     "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["tensors views", "regions", "dtensor shared", "partitions"],
+    "options": ["patterns", "types", "declaration"],
     "distributed": ["agreement units", "groups executor", "holdings", "local exchange", "select"],
     "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "route"],
     "optimizer": [

@@ -13,7 +13,8 @@ import yaml
 from torch import nn
 
 from hf_muon import Muon, MuonConfig, build_optimizer
-from hf_muon.config import OPTIONS, parse_optim_args, text_of
+from hf_muon.config import OPTIONS
+from hf_muon.optim_args import parse_optim_args, text_of
 
 SEED, ROUNDS = 20261122, 2000
 # What Python says by itself of a wrong type: no sentence for the user.

@@ -63,8 +63,8 @@ def convert(
 
         from hf_muon.build import build_optimizer
         from hf_muon.cli.model_source import model_from
-        from hf_muon.config import parse_optim_args
         from hf_muon.convert.conversion import convert_state_dict
+        from hf_muon.optim_args import parse_optim_args
 
         state, beside = _load(source), None if adamw is None else _load(adamw)
         listed = None if names is None else names.read_text(encoding="utf-8").split()
@@ -122,6 +122,7 @@ def _save(state: Mapping[str, Any], target: Path, overwrite: bool) -> None:
 
 
 def _report(done: Conversion, target: Path, source_groups: int) -> None:
+    from hf_muon.options.declaration import as_text
     from hf_muon.routing.parameters import folded
 
     moments = dict.fromkeys(done.carried[True], "momentum_buffer")
@@ -144,11 +145,5 @@ def _report(done: Conversion, target: Path, source_groups: int) -> None:
             f"A scheduler's state is not converted, and is per group: {len(groups)} here, {source_groups} there."
         )
     if done.other_options:
-        text = ",".join(f"{name}={_as_optim_arg(value)}" for name, value in done.other_options.items())
+        text = ",".join(f"{name}={as_text(value)}" for name, value in done.other_options.items())
         console.print(f'SOURCE was written with other options. To go on with them: --optim-args "{text}"', markup=False)
-
-
-def _as_optim_arg(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "|".join(map(_as_optim_arg, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

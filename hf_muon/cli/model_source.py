@@ -17,7 +17,7 @@ from hf_muon.cli.quantized import (
     quantization_of_checkpoint,
     quantization_of_run,
 )
-from hf_muon.config import MuonConfig, parse_optim_args
+from hf_muon.config import MuonConfig
 from hf_muon.integrations.transformers.hooks import NAME
 from hf_muon.integrations.transformers.training_file import (
     is_llamafactory,
@@ -27,6 +27,7 @@ from hf_muon.integrations.transformers.training_file import (
     refusals,
     unknown_optimizer,
 )
+from hf_muon.optim_args import parse_optim_args
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,10 +1,10 @@
-"""What `copy.deepcopy` and pickle carry of a `Muon` besides what torch does, and what they refuse."""
+"""Copies and pickles of a `Muon`: what they carry beside what torch does, and what they refuse."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_muon.config import OPTIMIZER_OPTIONS, MuonConfig
+from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -13,7 +13,7 @@ _GROUP = "replicate_group"
 
 
 class _OfThisProcess:
-    """A process group: copies share it, and no pickle can hold it."""
+    """A process group, which copies share and pickles cannot hold."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -29,7 +29,7 @@ class _OfThisProcess:
 
 
 def carried(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes that a copy takes over.
+    """Return the attributes that a copy takes over: the options of the optimizer and its `replicate_group`.
 
     Raises:
         RuntimeError: a framework steps this optimizer on flat partitions, and would not step the copy.
@@ -45,9 +45,11 @@ def carried(optimizer: Any) -> dict[str, Any]:
 
 
 def complete_(optimizer: Any) -> None:
-    """Give a copy its attributes; pickles of older versions do not hold them."""
-    for name in OPTIMIZER_OPTIONS:
-        optimizer.__dict__.setdefault(name, getattr(MuonConfig, name))
+    """Give a copy its attributes. Options that a pickle of an older version lacks get their defaults."""
+    for name, option in OPTIMIZER_OPTIONS.items():
+        optimizer.__dict__.setdefault(name, option.default)
+    for name, option in GROUP_OPTIONS.items():
+        optimizer.defaults.setdefault(name, option.default)
     group = optimizer.__dict__.get(_GROUP)
     optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group
     for param_group in optimizer.param_groups:

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MAX_BUCKET_BYTES, check_option
+from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
 from hf_muon.math import update
-from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer import consensus, copies, loading, preflight
 from hf_muon.optimizer import state as checkpoint
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
@@ -25,6 +24,7 @@ from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.step import adamw_step, muon_step
 from hf_muon.optimizer.watching import StepWatch, can_watch
+from hf_muon.options.declaration import documented
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 
 
+@documented(MUON_OPTIONS)
 class Muon(Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz for matrices, AdamW for the rest, in one optimizer.
 
@@ -59,36 +60,9 @@ class Muon(Optimizer):
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
             `use_muon` and each of the options below.
-        lr: learning rate.
-        weight_decay: decoupled weight decay, applied as ``1 - lr * weight_decay``.
-        momentum: decay of the moving average of the gradients.
-        nesterov: look one step ahead along the average.
-        momentum_dtype: how the average is kept between steps: `auto` (fp32), `fp32`, `bf16` (2 bytes a weight, rounded
-            stochastically) or `int8` (a byte a weight, and four for every 64 of a row). A step computes in fp32.
-        ns_coefficients: `polar_express`, `original`, `you_jiacheng`, `cans`, or three numbers.
-        ns_steps: Newton-Schulz steps.
-        ns_dtype: `auto` (bf16 where the hardware has it, else fp32), `bf16`, `fp16` or `fp32`.
-        adjust_lr_fn: scale by shape: `match_rms_adamw` 0.2*sqrt(max(out, in)), `original` sqrt(max(1, out/in)),
-            `rms_to_rms` sqrt(out/in).
-        adamw_betas: AdamW's averaging coefficients.
-        adamw_eps: AdamW's denominator term.
-        max_bucket_bytes: bound on the bytes of updates and directions that a rank has under way at once, beside what
-            orthogonalizing one matrix takes (or 16 MiB of small ones). Matrices so large that those of all ranks do
-            not fit are not overlapped with communication; a larger bound lets them be.
-        max_batch_bytes: bound on the bytes that orthogonalizing matrices of one shape together takes, updates and
-            directions among them; more go one part after the other, and one matrix always goes. In one process a step
-            takes no more than this, or than one matrix does.
-        comm_dtype: dtype in which updates and directions travel: `fp32`, which is exact, or `bf16`.
-        offload_compute: where momentum that lives on the CPU is orthogonalized: `auto` (on the accelerator, there and
-            back, where the model computes on one and has offloaded the momentum; else on the CPU), `cpu` or
-            `accelerator`.
-        accept_rerouted: load checkpoints in which some parameters were on the other side, Muon or AdamW; their moments
-            start from zero. Refused by name otherwise.
+        {options}
         replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from
             torch.distributed being initialized.
-        diagnostics_every: steps from one line of metrics to the next, written by rank 0; 0 for none, or for what
-            HF_MUON_DIAGNOSTICS_EVERY says. Weights do not differ by a bit for it.
-        diagnostics_file: where these lines go; `muon_diagnostics.jsonl` if it is not said.
 
     A copy (``copy.deepcopy``, pickle) carries all options, but writes no metrics, not even with `diagnostics_every`:
     its lines would stand among the original's. Build a new optimizer with a file of its own for them, and load the
@@ -103,56 +77,46 @@ class Muon(Optimizer):
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
     """
 
+    # What a type checker has to know of the options that `__init__` sets by name.
+    max_bucket_bytes: int
+    max_batch_bytes: int
+    comm_dtype: str
+    offload_compute: str
+    accept_rerouted: bool
+    diagnostics_every: int
+    diagnostics_file: str | None
+
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: str | Sequence[float] = "polar_express",
-        ns_steps: int = 5,
-        ns_dtype: str = "auto",
-        adjust_lr_fn: str = "match_rms_adamw",
-        adamw_betas: tuple[float, float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
+        lr: float | Tensor = MuonConfig.lr,
+        weight_decay: float = MuonConfig.weight_decay,
+        momentum: float = MuonConfig.momentum,
+        nesterov: bool = MuonConfig.nesterov,
+        ns_coefficients: str | Sequence[float] = MuonConfig.ns_coefficients,
+        ns_steps: int = MuonConfig.ns_steps,
+        ns_dtype: str = MuonConfig.ns_dtype,
+        adjust_lr_fn: str = MuonConfig.adjust_lr_fn,
+        adamw_betas: tuple[float, float] = MuonConfig.adamw_betas,
+        adamw_eps: float = MuonConfig.adamw_eps,
         *,
-        momentum_dtype: str = "auto",
-        max_bucket_bytes: int = MAX_BUCKET_BYTES,
-        max_batch_bytes: int = MAX_BATCH_BYTES,
-        comm_dtype: str = "fp32",
-        offload_compute: str = "auto",
-        accept_rerouted: bool = False,
+        momentum_dtype: str = MuonConfig.momentum_dtype,
+        max_bucket_bytes: int = MuonConfig.max_bucket_bytes,
+        max_batch_bytes: int = MuonConfig.max_batch_bytes,
+        comm_dtype: str = MuonConfig.comm_dtype,
+        offload_compute: str = MuonConfig.offload_compute,
+        accept_rerouted: bool = MuonConfig.accept_rerouted,
         replicate_group: ProcessGroup | None = None,
-        diagnostics_every: int = 0,
-        diagnostics_file: str | None = None,
+        diagnostics_every: int = MuonConfig.diagnostics_every,
+        diagnostics_file: str | None = MuonConfig.diagnostics_file,
     ) -> None:
-        defaults: Group = {
-            "use_muon": True,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "momentum_dtype": momentum_dtype,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "adjust_lr_fn": adjust_lr_fn,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-        }
-        for name in GROUP_OPTIONS:
-            defaults[name] = check_option(name, defaults[name])
-        self.max_bucket_bytes: int = check_option("max_bucket_bytes", max_bucket_bytes)
-        self.max_batch_bytes: int = check_option("max_batch_bytes", max_batch_bytes)
-        self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
-        self.offload_compute: str = check_option("offload_compute", offload_compute)
+        arguments = dict(locals())
+        options = {name: check_option(name, arguments[name]) for name in MUON_OPTIONS}
+        self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
         if self.offload_compute == "accelerator":
             accelerator()
-        self.accept_rerouted: bool = check_option("accept_rerouted", accept_rerouted)
         self.replicate_group = replicate_group
-        self.diagnostics_every: int = check_option("diagnostics_every", diagnostics_every)
-        self.diagnostics_file: str | None = check_option("diagnostics_file", diagnostics_file)
+        defaults = {"use_muon": True, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
         super().__init__(params, defaults)
 

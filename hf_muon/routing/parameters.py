@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,6 +23,13 @@ MAGNITUDE = "magnitude of weight norm"
 def folded(name: str) -> str:
     """A name in which the numbers of layers are stars, so that layers are told together."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def examples(names: Iterable[str], limit: int = 4) -> str:
+    """Return a few of some names for an error, with one layer for all."""
+    distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+    step = max(1, len(distinct) // limit)
+    return ", ".join(distinct[::step][:limit]) or "nothing"
 
 
 @dataclass(frozen=True)

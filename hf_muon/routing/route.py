@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_muon.config import MuonConfig
-from hf_muon.patterns import compile_patterns, examples
+from hf_muon.options.patterns import compile_patterns
 from hf_muon.routing.fused import heads_of
 from hf_muon.routing.kinds import (
     STATE_SPACE,
@@ -38,6 +38,7 @@ from hf_muon.routing.parameters import (
     EMBEDDING_TYPES,
     MAGNITUDE,
     ModelParameter,
+    examples,
     folded,
     matrices_of,
     parameters_of,

@@ -54,7 +54,7 @@ def test_an_accelerator_that_is_not_there_is_an_error():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match=r"offload_compute='gpu' is not valid\. Valid: auto or cpu or accelerator"):
+    with pytest.raises(ValueError, match=r"offload_compute='gpu' is not valid\. Valid: auto, cpu or accelerator"):
         MuonConfig(offload_compute="gpu")
 
 

@@ -304,5 +304,5 @@ def test_groups_may_differ():
 @pytest.mark.parametrize("made_by", [lambda **o: Muon(weights(), **o), MuonConfig, MuonConfig.from_mapping])
 def test_what_is_not_valid_lists_what_is(made_by):
     options = {"momentum_dtype": "fp8"}
-    with pytest.raises(ValueError, match=r"momentum_dtype='fp8' is not valid. Valid: auto or fp32 or bf16 or int8"):
+    with pytest.raises(ValueError, match=r"momentum_dtype='fp8' is not valid. Valid: auto, fp32, bf16 or int8"):
         made_by(options) if made_by == MuonConfig.from_mapping else made_by(**options)

@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.config import OPTIMIZER_OPTIONS, MuonConfig
+from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS
 
-OTHER = {
-    "max_bucket_bytes": 12345,
-    "max_batch_bytes": 54321,
-    "comm_dtype": "bf16",
-    "offload_compute": "cpu",
-    "accept_rerouted": True,
-    "diagnostics_every": 3,
-    "diagnostics_file": "elsewhere.jsonl",
-}
+
+def other_value(option):
+    """Return a value of an option that is not its default."""
+    if option.type.choices:
+        return next(word for word in option.type.choices if word not in (option.default, "accelerator"))
+    return {bool: lambda: not option.default, int: lambda: option.default + 3, type(None): lambda: "elsewhere.jsonl"}[
+        type(option.default)
+    ]()
+
+
+OTHER = {name: other_value(option) for name, option in OPTIMIZER_OPTIONS.items()}
 
 
 def stepped(**options):
@@ -49,10 +51,8 @@ def pickled(optimizer):
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled, copy.copy])
 def test_every_option_is_carried_over(way, tmp_path):
-    """Also those that are added some day: the test knows another value of each."""
     other = {**OTHER, "diagnostics_file": str(tmp_path / "elsewhere.jsonl")}
-    assert other.keys() == OPTIMIZER_OPTIONS.keys()
-    assert all(value != getattr(MuonConfig, name) for name, value in other.items())
+    assert all(value != OPTIMIZER_OPTIONS[name].default for name, value in other.items())
     optimizer = stepped(**other)
     twin = way(optimizer)
     assert {name: getattr(twin, name) for name in other} == other
@@ -87,6 +87,23 @@ def test_a_copy_steps_alike(way, momentum_dtype):
         run(optimizer, seed)
         run(twin, seed)
     assert all(torch.equal(a, b) for a, b in zip(params(optimizer), params(twin), strict=True))
+
+
+@pytest.mark.parametrize("name", [*GROUP_OPTIONS, *OPTIMIZER_OPTIONS])
+def test_a_pickle_that_lacks_an_option_gets_its_default(name):
+    """As a pickle does that was written before the option existed."""
+    optimizer = stepped()
+    state = optimizer.__getstate__()
+    state.pop(name, None)
+    state["defaults"] = {key: value for key, value in state["defaults"].items() if key != name}
+    state["param_groups"] = [{k: v for k, v in group.items() if k != name} for group in state["param_groups"]]
+    old = Muon.__new__(Muon)
+    old.__setstate__(state)
+    if name in OPTIMIZER_OPTIONS:
+        assert getattr(old, name) == OPTIMIZER_OPTIONS[name].default
+    else:
+        assert [group[name] for group in old.param_groups] == [GROUP_OPTIONS[name].default] * 2
+    run(old, 1)
 
 
 def test_a_load_does_not_reset_options():

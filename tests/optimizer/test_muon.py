@@ -295,7 +295,7 @@ def test_param_groups_carry_every_hyperparameter(name):
         ([(4, 4)], {"ns_steps": 0}, "ns_steps=0 is not valid"),
         ([(4, 4)], {"ns_coefficients": "cans", "ns_steps": 6}, "at most 5 steps"),
         ([(4, 4)], {"ns_dtype": "fp16"}, "does not run on a CPU"),
-        ([(4, 4)], {"adjust_lr_fn": "none"}, "Valid: match_rms_adamw or original or rms_to_rms"),
+        ([(4, 4)], {"adjust_lr_fn": "none"}, "Valid: match_rms_adamw, original or rms_to_rms"),
         ([(4, 4)], {"adamw_betas": (0.9, 1.0)}, "adamw_betas="),
     ],
 )

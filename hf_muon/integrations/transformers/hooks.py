@@ -62,7 +62,7 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
     @functools.wraps(post_init)
     def checked_post_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
         if self.optim == NAME:
-            from hf_muon.config import text_of
+            from hf_muon.optim_args import text_of
 
             refuse_old_versions()
         post_init(self, *args, **kwargs)
@@ -254,7 +254,8 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
     Raises:
         ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range.
     """
-    from hf_muon.config import MuonConfig, parse_optim_args
+    from hf_muon.config import MuonConfig
+    from hf_muon.optim_args import parse_optim_args
 
     config = MuonConfig.from_mapping(
         {

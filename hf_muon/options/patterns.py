@@ -1,16 +1,16 @@
-"""Regular expressions of names, as users give them."""
+"""Regular expressions of names, as users write them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[str]]:
-    """Return a list of patterns compiled, or the alternatives of one.
+    """Return compiled patterns: those of a sequence, or the alternatives of one text.
 
     Raises:
-        ValueError: one that is no regular expression, or empty.
+        ValueError: a pattern is empty, or is not a regular expression.
     """
     if patterns is None:
         return []
@@ -31,7 +31,7 @@ def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[st
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Split at each ``|`` outside of brackets, so that each alternative is known to match something."""
+    """Split at each ``|`` outside brackets, so that each alternative can be tested for a match."""
     pieces, depth, in_class, current = [], 0, False, ""
     escaped = False
     for character in pattern:
@@ -49,9 +49,3 @@ def _alternatives(pattern: str) -> list[str]:
             continue
         current += character
     return [*pieces, current]
-
-
-def examples(names: Iterable[str], limit: int = 4) -> str:
-    distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-    step = max(1, len(distinct) // limit)
-    return ", ".join(distinct[::step][:limit]) or "nothing"

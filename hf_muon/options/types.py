@@ -1,0 +1,186 @@
+"""The types of options: numbers, flags, choices, patterns and others, each with its check and its parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_muon.math.coefficients import PRESETS
+from hf_muon.options.patterns import compile_patterns
+from hf_muon.storage.tensors import has_data
+
+_RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
+
+
+class InvalidError(Exception):
+    """The option does not take this value. The message may add a reason that the valid values do not show."""
+
+
+@dataclass(frozen=True)
+class OptionType:
+    """The values that an option takes.
+
+    Attributes:
+        valid: these values in words, for errors.
+        check: returns the canonical form of a value, or raises `InvalidError`.
+        parse: reads a value from text, as `optim_args` and YAML hold it; `check` follows.
+        choices: the words that the option takes, if it takes words.
+    """
+
+    valid: str
+    check: Callable[[Any], Any]
+    parse: Callable[[str], Any]
+    choices: tuple[str, ...] = ()
+
+
+def number(valid: str, accepts: Callable[[float], bool]) -> OptionType:
+    """Return the type of a finite number."""
+
+    def check(value: Any) -> float:
+        # numpy's scalars are real numbers, too.
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise InvalidError
+        number = float(value)
+        if not (math.isfinite(number) and accepts(number)):
+            raise InvalidError
+        return number
+
+    return OptionType(valid, check, float)
+
+
+def non_negative() -> OptionType:
+    """Return the type of a number of at least 0."""
+    return number("a number of at least 0", lambda x: x >= 0)
+
+
+def learning_rate() -> OptionType:
+    """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
+    rate = number("a number of at least 0", lambda x: x > -_RATE_ROUNDING)
+
+    def check(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
+            if value.numel() != 1 or value.is_complex():
+                raise InvalidError
+            if has_data(value):
+                rate.check(value.item())
+            return value
+        return max(rate.check(value), 0.0)
+
+    return dataclasses.replace(rate, check=check)
+
+
+def integer(valid: str, accepts: Callable[[int], bool]) -> OptionType:
+    """Return the type of an integer."""
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not accepts(int(value)):
+            raise InvalidError
+        return int(value)
+
+    return OptionType(valid, check, int)
+
+
+def flag() -> OptionType:
+    """Return the type of a truth value."""
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+    def check(value: Any) -> bool:
+        is_numpy_bool = getattr(getattr(value, "dtype", None), "kind", "") == "b" and not value.shape
+        if not (isinstance(value, bool) or is_numpy_bool):
+            raise InvalidError
+        return bool(value)
+
+    return OptionType("true or false", check, lambda text: words[text.lower()])
+
+
+def choice(values: Sequence[str]) -> OptionType:
+    """Return the type of one word out of several."""
+    *others, last = values
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise InvalidError
+        return str(value)
+
+    return OptionType(f"{', '.join(others)} or {last}", check, str, tuple(values))
+
+
+def path() -> OptionType:
+    """Return the type of a file's path."""
+
+    def check(value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise InvalidError
+        return str(os.fspath(value))
+
+    return OptionType("the path of a file", check, str)
+
+
+def betas() -> OptionType:
+    """Return the type of AdamW's two decay rates."""
+
+    def check(value: Any) -> tuple[float, ...]:
+        betas = _floats(value, 2)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise InvalidError
+        return betas
+
+    return OptionType("two numbers from 0 to below 1, written 0.9|0.95", check, _parse_floats)
+
+
+def coefficients() -> OptionType:
+    """Return the type of Newton-Schulz coefficients: a preset's name, or three numbers."""
+
+    def check(value: Any) -> str | tuple[float, ...]:
+        if isinstance(value, str):
+            if value not in PRESETS:
+                raise InvalidError
+            return value
+        return _floats(value, 3)
+
+    def parse(text: str) -> Any:
+        return _parse_floats(text) if "|" in text else text
+
+    valid = f"{', '.join(PRESETS)}, or three numbers, written 3.4445|-4.775|2.0315"
+    return OptionType(valid, check, parse, tuple(PRESETS))
+
+
+def patterns(*, split: bool = True) -> OptionType:
+    """Return the type of regular expressions.
+
+    Args:
+        split: whether the alternatives of one text count as several expressions.
+    """
+
+    def check(value: Any) -> str | tuple[str, ...]:
+        is_text = isinstance(value, str)
+        if not is_text and not (isinstance(value, Sequence) and all(isinstance(x, str) and x for x in value)):
+            raise InvalidError
+        if not value:
+            raise InvalidError
+        try:
+            compile_patterns([value] if is_text and not split else value)
+        except ValueError as error:
+            raise InvalidError(str(error)) from None
+        return value if is_text else tuple(value)
+
+    return OptionType("a regular expression, or several joined by |", check, str)
+
+
+def _floats(value: Any, count: int) -> tuple[float, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
+        raise InvalidError
+    if any(isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(float(x)) for x in value):
+        raise InvalidError
+    return tuple(float(x) for x in value)
+
+
+def _parse_floats(text: str) -> list[float]:
+    return [float(x) for x in text.split("|")]
