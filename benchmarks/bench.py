@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> None:
     from setting import Setting
     from timing import Clock, Gemm
 
-    from hf_muon.math.newton_schulz import compute_dtype
+    from hf_muon.math.precision import compute_dtype
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from deepspeed_sides import ADAMW, NATIVE, NATIVE_STANDARD, OURS
 from meters import Ledger, newton_schulz_flops, peak_extra_bytes, spread
 
-from hf_muon.math import cost as forms
+from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.newton_schulz import newton_schulz
 
@@ -75,7 +75,7 @@ def products(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
 
     functions: dict[str, Callable[[], Any]] = {
         "Newton-Schulz s": lambda: newton_schulz(
-            matrix, coefficients, torch.float32, lengths=(1,) * sides.STEPS, rows=forms.Rows(min(shape), min(shape))
+            matrix, coefficients, torch.float32, lengths=(1,) * sides.STEPS, rows=cost.BlockRows(min(shape), min(shape))
         ),
         "products s": bare,
     }

@@ -38,8 +38,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_muon.config import MuonConfig
-from hf_muon.math import cost as forms
-from hf_muon.math.newton_schulz import compute_dtype, newton_schulz
+from hf_muon.math import cost
+from hf_muon.math.newton_schulz import newton_schulz
+from hf_muon.math.precision import compute_dtype
 
 OURS, REDUNDANT = "hf_muon", "full_tensor"
 BUCKETS = (MuonConfig.max_bucket_bytes, 16 * 2**20, 2 * 2**20)
@@ -254,8 +255,8 @@ def _parted(params: dict[str, list[nn.Parameter]], before: list[nn.Parameter]) -
 
 
 def _flops_of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
-    rows = forms.rows_at_once(min(shape), dtype, device.type)
-    return forms.flops(shape, forms.segments(shape, STEPS, dtype), rows)
+    rows = cost.block_rows(min(shape), dtype, device.type)
+    return cost.flops(shape, cost.segments(shape, STEPS, dtype), rows)
 
 
 def _work_of(shape: tuple[int, int], setting: Setting, device: torch.device) -> int:

@@ -17,7 +17,7 @@ from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor, nn
 
 from hf_muon import build_optimizer, route_parameters
-from hf_muon.math import cost as forms
+from hf_muon.math import cost
 
 OURS, TORCH, LLAMAFACTORY, ADAMW = "hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "fused AdamW"
 BOUNDED = "hf_muon, bounded"
@@ -183,8 +183,8 @@ def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
 def _needed(param: Tensor, setting: Setting) -> int:
     """Bytes that orthogonalizing one of a parameter's matrices takes, and some for numbers."""
     shape = param.shape[-2:]
-    rows = forms.rows_at_once(min(shape), setting.dtype, setting.device.type)
-    working = forms.working_bytes(shape, forms.segments(shape, STEPS, setting.dtype), setting.dtype, rows)
+    rows = cost.block_rows(min(shape), setting.dtype, setting.device.type)
+    working = cost.working_bytes(shape, cost.segments(shape, STEPS, setting.dtype), setting.dtype, rows)
     return 4 * math.prod(shape) + working + 2**16
 
 

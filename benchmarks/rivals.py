@@ -52,7 +52,7 @@ class Side:
     def band(self) -> tuple[float, float]:
         """What a preset promises; of others, what their steps make of ``[1e-3, 1]`` in exact arithmetic."""
         if self.preset:
-            return PRESETS[self.preset].band
+            return PRESETS[self.preset].singular_range
         values = torch.logspace(-3, 0, 200_001, dtype=torch.float64)
         for a, b, c in self.coefficients:
             values = values * (a + values**2 * (b + c * values**2))

@@ -11,7 +11,8 @@ import torch
 
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import MOMENTUM_DTYPES
-from hf_muon.math.newton_schulz import MAX_BATCH_BYTES, NS_DTYPES
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.update import ADJUST_LR_FNS
 from hf_muon.options import types
 from hf_muon.options.declaration import check_value, documented, option, options_of, quoted, unknown_option

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_muon.math.newton_schulz import compute_dtype
+from hf_muon.math.precision import compute_dtype
 
 BENCH = Path(__file__).parent.parent / "benchmarks" / "bench.py"
 # Columns that hold a number wherever a side runs.

@@ -28,7 +28,7 @@ ROOMS = [
 ]
 # The same inside a room, where that has more than one file.
 FLOORS = {
-    "math": ["coefficients rounding", "cost momentum", "gram update", "newton_schulz"],
+    "math": ["adamw coefficients cost precision rounding update", "momentum products", "gram", "newton_schulz"],
     "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["tensors views", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],

@@ -156,7 +156,7 @@ if seen["accepted"]:
     except RuntimeError as error:
         seen.update(accepted=False, stage="versions", error=str(error))
 if seen["stage"] != "torch":
-    from hf_muon.math.newton_schulz import compute_dtype
+    from hf_muon.math.precision import compute_dtype
     devices = {"cpu": ("cpu",), **({"cuda": ("cuda", 0)} if torch.cuda.is_available() else {})}
     seen["dtypes"] = {name: str(compute_dtype("auto", *of)).removeprefix("torch.") for name, of in devices.items()}
 print(json.dumps(seen))

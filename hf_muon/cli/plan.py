@@ -49,7 +49,7 @@ def plan(
             raise ValueError(f"--tokens={tokens} is not valid: expected at least 1")
 
         from hf_muon.cli.model_source import read_source
-        from hf_muon.math.newton_schulz import NS_DTYPES
+        from hf_muon.math.precision import NS_DTYPES
         from hf_muon.plan.step_plan import plan_step
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_muon.math import cost as forms
+from hf_muon.math import cost
 
 # Beyond this many elements a product fills the hardware by itself, and batching buys nothing.
 _BATCH_ELEMENTS = 2**22
@@ -49,7 +49,7 @@ class Unit:
     @property
     def cost(self) -> int:
         """FLOPs of five Newton-Schulz steps in bf16; units are compared by it, whatever steps they take."""
-        return self.count * forms.flops(self.shape, forms.segments(self.shape, 5, torch.bfloat16))
+        return self.count * cost.flops(self.shape, cost.segments(self.shape, 5, torch.bfloat16))
 
     def only(self, active: Collection[int]) -> Unit:
         """The unit without the parameters that are not stepped."""

@@ -1,7 +1,7 @@
 """Newton-Schulz coefficients as data, each preset with its source.
 
-A step with coefficients ``(a, b, c)`` maps every singular value ``s`` to ``a*s + b*s**3 + c*s**5``. The band of a
-preset is what its steps make of the singular values in ``[1e-3, 1]`` of a matrix of Frobenius norm one.
+A step with coefficients ``(a, b, c)`` maps every singular value ``s`` to ``a*s + b*s**3 + c*s**5``. The range of a
+preset holds what its steps map ``[1e-3, 1]`` to, the singular values of a matrix of Frobenius norm one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class Preset:
 
     Attributes:
         steps: one ``(a, b, c)`` per step.
-        band: smallest and largest singular value after five steps, for inputs in ``[1e-3, 1]``.
+        singular_range: smallest and largest singular value after five steps, for inputs in ``[1e-3, 1]``.
         source: where the numbers were published.
-        repeat_last: whether more steps than listed repeat the last one; otherwise the number of steps is fixed.
-        truncates: whether fewer steps than listed are the best choice for that number, too.
-        band_of_four: the same band after four steps, which cost a fifth less; None where five are meant.
+        repeat_last: whether the last step is repeated if more steps are asked for than listed.
+        truncates: whether the first steps alone are a good choice if fewer are asked for than listed.
+        singular_range_of_four: the same after four steps, which cost a fifth less; None if the preset needs five.
     """
 
     steps: tuple[Triple, ...]
-    band: tuple[float, float]
+    singular_range: tuple[float, float]
     source: str
     repeat_last: bool = False
     truncates: bool = False
-    band_of_four: tuple[float, float] | None = None
+    singular_range_of_four: tuple[float, float] | None = None
 
 
 def _with_margin(steps: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
@@ -57,15 +57,15 @@ PRESETS: dict[str, Preset] = {
             ),
             (1.875, -1.25, 0.375),
         ),
-        band=(0.846, 1.141),
+        singular_range=(0.846, 1.141),
         source="https://arxiv.org/abs/2505.16932",
         repeat_last=True,
         truncates=True,
-        band_of_four=(0.422, 1.561),
+        singular_range_of_four=(0.422, 1.561),
     ),
     "original": Preset(
         steps=((3.4445, -4.7750, 2.0315),),
-        band=(0.470, 1.203),
+        singular_range=(0.470, 1.203),
         source="https://kellerjordan.github.io/posts/muon/",
         repeat_last=True,
         truncates=True,
@@ -78,12 +78,12 @@ PRESETS: dict[str, Preset] = {
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
-        band=(0.474, 1.146),
+        singular_range=(0.474, 1.146),
         source="https://x.com/YouJiacheng/status/1905861218138804534",
     ),
     # Grishina, Smirnov, Rakhuba: Accelerating Newton-Schulz iteration for orthogonalization via Chebyshev-type
-    # polynomials. Each step is optimal given the ones before, from [1e-3, 1] on. At the upper end of its range a step
-    # is so steep that half precision falls off it; hence the margin.
+    # polynomials. Each step is optimal given the ones before, for inputs in [1e-3, 1]. At the upper end of its range a
+    # step is so steep that rounding in bf16 leaves the range; hence the margin.
     "cans": Preset(
         steps=_with_margin(
             (
@@ -95,19 +95,19 @@ PRESETS: dict[str, Preset] = {
             ),
             1.02,
         ),
-        band=(0.826, 1.114),
+        singular_range=(0.826, 1.114),
         source="https://arxiv.org/abs/2506.10935",
         truncates=True,
-        band_of_four=(0.420, 1.546),
+        singular_range_of_four=(0.420, 1.546),
     ),
 }
 
 
 def resolve(ns_coefficients: str | Sequence[float], ns_steps: int) -> tuple[Triple, ...]:
-    """The ``(a, b, c)`` of each of ``ns_steps`` steps.
+    """Return the ``(a, b, c)`` of each of ``ns_steps`` steps.
 
     Args:
-        ns_coefficients: a preset's name, or three numbers used in every step.
+        ns_coefficients: name of a preset, or three numbers for every step.
         ns_steps: number of steps, at least one.
 
     Raises:

@@ -1,11 +1,11 @@
-"""How an orthogonalization is computed, from shapes alone: its form, its FLOPs, its memory.
+"""How a matrix is orthogonalized, from its shape and dtype alone: the form, its FLOPs, its memory.
 
-With ``R = X X^T`` of ``s x s``, a Newton-Schulz step is ``X <- W X``, ``W = a I + b R + c R^2``. The *standard form*
-makes ``R`` anew in every step. The *Gram form* goes several steps on small matrices alone, ``R <- W R W`` and
-``Q <- W Q``, and then applies ``Q`` to ``X`` once. Such a run of steps is a *segment*; the standard form has segments
-of one step.
+With the Gram matrix ``R = X X^T`` of ``s x s``, a Newton-Schulz step is ``X <- W X``, ``W = a I + b R + c R^2``. The
+*standard form* computes a new ``R`` in every step. The *Gram form* takes several steps on small matrices alone,
+``R <- W R W`` and ``Q <- W Q``, and then multiplies ``X`` by ``Q`` once. Such a group of steps is a *segment*; the
+standard form has segments of one step.
 
-Nothing here depends on how many matrices stand together, or on which rank: the same matrix takes the same way anywhere.
+Nothing here depends on the batch size or the rank: the same matrix is always computed in the same way.
 
 Source: Zhang, Amsel, Chen, Dao, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/.
 """
@@ -17,77 +17,76 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-# Steps on one Gram matrix. Each multiplies what rounding has put below zero by a^2, some 70 in the first step and 16 in
-# the next ones, and far below zero the polynomial is far too large. A new Gram matrix has no such past. bf16 rounds so
-# much that two steps already take singular values out of the band, by 0.1: it keeps the standard form.
-_LONGEST = {torch.bfloat16: 1}
-_LONGEST_OTHERWISE = 3
-# Below this, matrices are too small for FLOPs to matter, and rounding averages out less in a product.
-_LEAST = 64
-# A symmetric product is computed about so many rows at a time, from the least size for which that is faster: fewer rows
-# save more FLOPs, and are slower for each of them. Figures for fp32 are measured, the others are estimates.
-_ROWS = {
+# The longest segment. Rounding makes some eigenvalues of R slightly negative; each step amplifies them by about a^2
+# (70, then 16) until the polynomial diverges. Recomputing R = X X^T resets them. bf16 rounds so much that two steps
+# already move singular values out of the range of the preset, by 0.1: it keeps the standard form.
+_LONGEST_SEGMENT = {torch.bfloat16: 1}
+_LONGEST_SEGMENT_OF_OTHERS = 3
+# Smaller matrices keep the standard form: FLOPs matter little, and rounding errors average out less in short products.
+_SMALLEST_GRAM = 64
+# For symmetric products: the smallest size for which computing them in blocks of rows is faster, and the approximate
+# rows of a block, for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower.
+# The figures for fp32 are measured, the others are estimates.
+_BLOCK_ROWS = {
     ("cpu", torch.float32): (384, (192, 128)),
     ("cpu", torch.bfloat16): (2048, (1024, 1024)),
 }
-_ROWS_OTHERWISE = (4096, (2048, 2048))
-# With more of them, calls would be what takes time.
-_MOST_BLOCKS = 12
-# Blocks have a multiple of so many rows. Rows are longer than they need be by as many elements: those whose length is a
-# power of two share few lines of a cache.
+_BLOCK_ROWS_OF_OTHERS = (4096, (2048, 2048))
+# More blocks would spend their time in calls.
+_MAX_BLOCKS = 12
+# Blocks have a multiple of 16 rows, and rows are padded by 16 elements: power-of-two strides cause cache-set conflicts.
 _VECTOR = 16
 
 
-class Rows(NamedTuple):
-    """How many rows of a symmetric product are computed in one go: of ``X X^T``, and of products of small matrices."""
+class BlockRows(NamedTuple):
+    """Rows of a symmetric product in each block: of ``X X^T``, and of products of small matrices."""
 
     gram: int
     small: int
 
 
 def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The lengths of the segments in which a matrix takes its steps.
+    """Return the lengths of the segments in which a matrix takes its steps.
 
     In units of ``s^3``, for sides ``s`` and ``alpha s``, a segment of ``n`` steps takes ``4 alpha + 8 n - 6`` FLOPs in
-    the Gram form and ``n (4 alpha + 2)`` in the standard form: whatever ``n``, the Gram form is for matrices beyond
-    ``alpha = 3/2``. bf16, which rounds more, has segments of one step.
+    the Gram form and ``n (4 alpha + 2)`` in the standard form. For any ``n`` the Gram form is cheaper from
+    ``alpha = 3/2`` on. bf16, which rounds more, has segments of one step.
 
     Args:
-        shape: of the matrix, ``(..., m, n)``.
-        steps: Newton-Schulz steps.
-        dtype: of the products.
+        shape: shape of the matrix, ``(..., m, n)``.
+        steps: number of Newton-Schulz steps.
+        dtype: dtype of the products.
     """
     short, long = min(shape[-2:]), max(shape[-2:])
-    gram = short >= _LEAST and 2 * long > 3 * short
-    longest = _LONGEST.get(dtype, _LONGEST_OTHERWISE) if gram else 1
-    whole, rest = divmod(steps, longest)
-    return (longest,) * whole + (rest,) * bool(rest)
+    gram = short >= _SMALLEST_GRAM and 2 * long > 3 * short
+    longest = _LONGEST_SEGMENT.get(dtype, _LONGEST_SEGMENT_OF_OTHERS) if gram else 1
+    count, rest = divmod(steps, longest)
+    return (longest,) * count + (rest,) * bool(rest)
 
 
-def rows_at_once(size: int, dtype: torch.dtype, device_type: str) -> Rows:
-    """Rows of symmetric products ``(size, size)`` to compute in one go; `size` where parts of it would take longer.
+def block_rows(size: int, dtype: torch.dtype, device_type: str) -> BlockRows:
+    """Return the rows of a block in symmetric products ``(size, size)``; `size` where one block is faster.
 
-    Compiled functions cannot write into a part of a matrix, and compute all of it.
+    Compiled functions use one block, because they cannot write into a part of a matrix.
     """
-    least, rows = _ROWS.get((device_type, dtype), _ROWS_OTHERWISE)
-    if size < least or torch.compiler.is_compiling():
-        return Rows(size, size)
-    blocks = (min(round(size / about), _MOST_BLOCKS) for about in rows)
-    return Rows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))
+    smallest, rows = _BLOCK_ROWS.get((device_type, dtype), _BLOCK_ROWS_OF_OTHERS)
+    if size < smallest or torch.compiler.is_compiling():
+        return BlockRows(size, size)
+    blocks = (min(round(size / about), _MAX_BLOCKS) for about in rows)
+    return BlockRows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))
 
 
-def flops(shape: Sequence[int], lengths: Sequence[int], rows: Rows | None = None) -> int:
-    """Multiplications and additions in the products of an orthogonalization.
+def flops(shape: Sequence[int], lengths: Sequence[int], rows: BlockRows | None = None) -> int:
+    """Return the multiplications and additions in the products of an orthogonalization.
 
     Args:
-        shape: of the matrix, ``(..., m, n)``.
-        lengths: of its segments.
-        rows: of symmetric products that are computed in one go; None for all of them.
+        shape: shape of the matrix, ``(..., m, n)``.
+        lengths: lengths of its segments.
+        rows: rows of the blocks of symmetric products; None for one block.
     """
     short, long = min(shape[-2:]), max(shape[-2:])
-    rows = rows or Rows(short, short)
+    rows = rows or BlockRows(short, short)
     total = 0
     for steps in lengths:
         # R; R^2 in each step, three more from one step to the next; Q X.
@@ -97,35 +96,31 @@ def flops(shape: Sequence[int], lengths: Sequence[int], rows: Rows | None = None
 
 
 def _entries(size: int, rows: int) -> int:
-    """Entries of a symmetric product that are computed: those left of the end of their block on the diagonal."""
+    """Return how many entries of a symmetric product are computed: in each block, those up to its diagonal end."""
     return sum((min(start + rows, size) - start) * min(start + rows, size) for start in range(0, size, rows))
 
 
 def described(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type: str) -> str:
-    """How a matrix is orthogonalized, in words."""
+    """Describe in words how a matrix is orthogonalized."""
     lengths = segments(shape, steps, dtype)
     size = min(shape[-2:])
     form = "standard form" if max(lengths) == 1 else f"Gram form, {'+'.join(map(str, lengths))} steps"
-    return form + (", symmetric products by half" if rows_at_once(size, dtype, device_type).small < size else "")
+    return form + (", symmetric products by half" if block_rows(size, dtype, device_type).small < size else "")
 
 
-def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: Rows) -> int:
-    """Bytes that orthogonalizing one matrix takes, its direction among them."""
+def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: BlockRows) -> int:
+    """Return the bytes that orthogonalizing one matrix allocates, including its direction."""
     short, long = min(shape[-2:]), max(shape[-2:])
     normalizing = short * long * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
-    iterating = (2 * short * long + small_matrices(lengths) * short * _row_length(short, rows)) * dtype.itemsize
-    return max(normalizing, iterating)
+    small = small_matrices(lengths) * short * row_length(short, rows)
+    return max(normalizing, (2 * short * long + small) * dtype.itemsize)
 
 
 def small_matrices(lengths: Sequence[int]) -> int:
-    """Matrices of ``s x s`` that are held at once."""
+    """Return how many matrices of ``s x s`` the segments need at once."""
     return 2 if max(lengths) == 1 else 4
 
 
-def small_matrix(x: Tensor, size: int, rows: Rows) -> Tensor:
-    """Memory for a matrix ``(B, size, size)`` beside each ``(B, m, n)`` of `x`."""
-    return x.new_empty(x.size(0), size, _row_length(size, rows))[..., :size]
-
-
-def _row_length(size: int, rows: Rows) -> int:
+def row_length(size: int, rows: BlockRows) -> int:
+    """Return the stride between rows of a matrix ``s x s``, in elements."""
     return size + (_VECTOR if rows.small < size else 0)

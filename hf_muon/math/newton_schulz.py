@@ -1,9 +1,11 @@
-"""Orthogonalization of whole matrices by Newton-Schulz iteration. No process groups here."""
+"""Newton-Schulz orthogonalization of whole matrices: ``U S V^T`` to ``U S' V^T``, with ``S'`` near one.
+
+`newton_schulz_step` is the formula. `newton_schulz` repeats it, in the form that takes the fewest FLOPs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,69 +14,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.math import cost as forms
+from hf_muon.math import cost
 from hf_muon.math.coefficients import Triple, resolve
-from hf_muon.math.gram import polynomial_of_gram, symmetric_
+from hf_muon.math.gram import polynomial_of_gram
+from hf_muon.math.precision import compute_dtype
+from hf_muon.math.products import Workspace
 
 MAX_BATCH_BYTES = 512 * 2**20
-# What is taken from the diagonal of a Gram matrix whose singular values have grown.
+# What is subtracted from the diagonal of a Gram matrix whose eigenvalues are near one.
 _SHIFT = 0.75
 
-NS_DTYPES: dict[str, torch.dtype | None] = {
-    "auto": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 
+def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace) -> Tensor:
+    """Return ``a X + b R X + c R^2 X`` with ``R = X X^T``: every singular value ``s`` becomes ``a s + b s^3 + c s^5``.
 
-@functools.lru_cache(maxsize=1)
-def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware; emulated bf16 is some hundred times slower than fp32."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        found = capabilities()
-        return any(found.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-    return any(getattr(torch.cpu, probe, bool)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-
-
-@functools.lru_cache(maxsize=64)
-def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = None) -> torch.dtype:
-    """The dtype Newton-Schulz runs in on a device.
-
-    ``auto`` is bf16 where the hardware multiplies it and fp32 where it does not.
-
-    Raises:
-        ValueError: an unknown ``ns_dtype``, or fp16 on a CPU.
+    Args:
+        x: ``(B, m, n)``, with singular values up to about one; may be overwritten by the next step.
+        coefficients: ``(a, b, c)``.
+        work: where the products are computed.
     """
-    if ns_dtype not in NS_DTYPES:
-        raise ValueError(f"ns_dtype={ns_dtype!r} is not valid. Valid: {', '.join(NS_DTYPES)}")
-    if ns_dtype == "fp16" and device_type == "cpu":
-        raise ValueError("ns_dtype=fp16 does not run on a CPU, where fp16 has no fast product. Use auto, bf16 or fp32")
-    chosen = NS_DTYPES[ns_dtype]
-    if chosen is not None:
-        return chosen
-    if device_type == "cpu":
-        has_bf16 = _cpu_has_bf16()
-    elif device_type == "cuda":
-        # Device index matters: one machine may hold cards of different generations.
-        has_bf16 = torch.version.hip is not None or torch.cuda.get_device_capability(device_index)[0] >= 8
-    elif device_type == "xpu":
-        has_bf16 = torch.xpu.is_bf16_supported()
-    else:
-        has_bf16 = False
-    return torch.bfloat16 if has_bf16 else torch.float32
+    a, b, c = coefficients
+    r = work.gram_of(x)  # R = X X^T        (B, m, m)
+    p = work.quadratic(b, c, r)  # P = b R + c R^2  (B, m, m)
+    return work.apply(a, p, x)  # a X + P X        (B, m, n)
+
+
+def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace) -> Tensor:
+    """Return ``X`` after several steps, computed in the Gram form.
+
+    Args:
+        x: see `newton_schulz_step`.
+        coefficients: ``(a, b, c)`` of each step.
+        shift: multiple of the identity to subtract from ``R``, for precision.
+        work: where the products are computed.
+    """
+    r = work.gram_of(x, shift)
+    q, p = polynomial_of_gram(r, shift, coefficients, work.small, work.rows.small)
+    return work.apply(q, p, x)
 
 
 def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each matrix of ``(B, m, n)`` divided by its Frobenius norm, in fp32 (fp64 for fp64), then in `dtype`; contiguous.
+    """Divide each matrix of ``(B, m, n)`` by its Frobenius norm, in fp32 (fp64 for fp64); contiguous, in `dtype`.
 
-    A power of two goes first. That step is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares in the
-    norm neither overflow nor vanish. Zero stays zero.
+    It is divided by a power of two first. That is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares
+    in the norm neither overflow nor vanish. Zero stays zero.
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
     tiny = torch.finfo(wide).tiny
-    # Without a copy for the absolute values.
+    # The largest absolute value, without a copy for absolute values.
     ends = (matrices.amin(dim=(-2, -1), keepdim=True).neg(), matrices.amax(dim=(-2, -1), keepdim=True))
     largest = torch.maximum(*ends).to(wide).clamp_(min=tiny)
     power = torch.frexp(largest).mantissa.div_(largest).clamp_(min=tiny)
@@ -93,60 +80,51 @@ def newton_schulz(
     dtype: torch.dtype,
     *,
     lengths: Sequence[int] | None = None,
-    rows: forms.Rows | None = None,
+    rows: cost.BlockRows | None = None,
 ) -> Tensor:
-    """Newton-Schulz iteration on a batch.
+    """Take Newton-Schulz steps on a batch, from its normalized matrices.
 
     Args:
         matrices: ``(B, m, n)``, any floating dtype and scale; not written to.
         coefficients: ``(a, b, c)`` of each step.
-        dtype: the dtype of the products.
-        lengths: how many steps are taken on one Gram matrix, from the first on; :mod:`hf_muon.math.cost` by default.
-        rows: how many rows of symmetric products are computed in one go; :mod:`hf_muon.math.cost` by default.
+        dtype: dtype of the products.
+        lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
+        rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
 
     Returns:
-        ``(B, m, n)`` in ``dtype``, singular values in the band of the coefficients.
+        ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
     """
-    tall = matrices.size(-2) > matrices.size(-1)
-    # TF32, which a GPU may make of fp32, has no more bits than fp16.
-    few_bits = dtype.itemsize < 4 or matrices.device.type != "cpu"
-    lengths = lengths or forms.segments(matrices.shape, len(coefficients), dtype)
-    with _without_autocast(matrices.device.type):
-        x = _normalized(matrices, dtype)  # (B, m, n)
-        count, size = x.size(0), min(x.shape[1:])
-        rows = rows or forms.rows_at_once(size, dtype, x.device.type)
-        spare = torch.empty_like(x)
-        gram, *small = (forms.small_matrix(x, size, rows) for _ in range(forms.small_matrices(lengths)))
-        taken = 0
+    device = matrices.device.type
+    # On a GPU fp32 products may use TF32, which has as few significant bits as fp16.
+    low_precision = dtype.itemsize < 4 or device != "cpu"
+    lengths = lengths or cost.segments(matrices.shape, len(coefficients), dtype)
+    rows = rows or cost.block_rows(min(matrices.shape[1:]), dtype, device)
+    with _without_autocast(device):
+        x = _normalized(matrices, dtype)
+        work = Workspace(x, lengths, rows, low_precision=low_precision)
+        start = 0
         for length in lengths:
-            steps = coefficients[taken : taken + length]
-            # Most singular values are near one by then. With few bits their squares are rounded less without it.
-            shift = _SHIFT if few_bits and taken and length == 2 else 0.0
-            taken += length
-            identity = torch.eye(size, dtype=dtype, device=x.device).expand(count, -1, -1) if shift else None
-            wide, long = (x.mT, x) if tall else (x, x.mT)  # the Gram matrix is the smaller of the two
-            symmetric_(gram, wide, long, add=identity, beta=-shift, rows=rows.gram)
-            q, polynomial = polynomial_of_gram(gram, shift, steps, small, rows.small)
-            # (q I + P) X, or X (q I + P) in place of transposing.
-            factors = (x, polynomial) if tall else (polynomial, x)
-            if few_bits:
-                torch.baddbmm(x, *factors, beta=q, out=spare)
+            steps = coefficients[start : start + length]
+            if length == 1:
+                x = newton_schulz_step(x, steps[0], work)
             else:
-                polynomial.diagonal(dim1=-2, dim2=-1).add_(q)  # which has bits enough, and spares a copy of x
-                torch.bmm(*factors, out=spare)
-            x, spare = spare, x
+                # After the first segment most eigenvalues of R are near one. In low precision R - 3/4 I keeps more of
+                # their significant bits.
+                shift = _SHIFT if low_precision and start and length == 2 else 0.0
+                x = newton_schulz_segment(x, steps, shift, work)
+            start += length
     return x
 
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """`newton_schulz` with its options bound: whole matrices ``(B, m, n)`` to their directions, in `dtype`.
+    """`newton_schulz` with its options: whole matrices ``(B, m, n)`` to their directions, in `dtype`.
 
     Attributes:
         coefficients: ``(a, b, c)`` of each step.
-        dtype: the dtype of the products.
-        max_batch_bytes: bound on what orthogonalizing holds, the input and the result among it; larger batches go in
-            parts. One matrix always goes.
+        dtype: dtype of the products.
+        max_batch_bytes: upper limit for the memory of an orthogonalization, including its input and result. Larger
+            batches are split; a single larger matrix goes alone.
     """
 
     coefficients: tuple[Triple, ...]
@@ -154,14 +132,15 @@ class Orthogonalizer:
     max_batch_bytes: int = MAX_BATCH_BYTES
 
     def __call__(self, matrices: Tensor) -> Tensor:
-        lengths = forms.segments(matrices.shape, len(self.coefficients), self.dtype)
-        rows = forms.rows_at_once(min(matrices.shape[1:]), self.dtype, matrices.device.type)
-        held = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
-        room = max(1, (self.max_batch_bytes - held) // forms.working_bytes(matrices.shape, lengths, self.dtype, rows))
-        if matrices.size(0) <= room:
+        lengths = cost.segments(matrices.shape, len(self.coefficients), self.dtype)
+        rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, matrices.device.type)
+        in_and_out = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
+        each = cost.working_bytes(matrices.shape, lengths, self.dtype, rows)
+        count = max(1, (self.max_batch_bytes - in_and_out) // each)
+        if matrices.size(0) <= count:
             return newton_schulz(matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows)
         directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
-        for part, direction in zip(torch.split(matrices, room), torch.split(directions, room), strict=True):
+        for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
             direction.copy_(newton_schulz(part, self.coefficients, self.dtype, lengths=lengths, rows=rows))
         return directions
 
@@ -174,15 +153,16 @@ def orthogonalize(
     ns_steps: int = 5,
     ns_dtype: str = "auto",
 ) -> Tensor:
-    """The nearest semi-orthogonal matrix, up to the band of the preset: ``U S' V^T`` for ``U S V^T``, ``S'`` near one.
+    """Return ``U S' V^T`` for ``U S V^T``, with ``S'`` near one: the nearest semi-orthogonal matrix, approximately.
 
-    The direction depends on the direction of the input alone: ``2**k * G`` gives what ``G`` gives, at any scale that
-    the dtype can hold. Zero gives zero. The input is never written to.
+    How near depends on the preset. The result does not depend on the scale of the input: ``2**k * G`` gives what ``G``
+    gives, at any scale that the dtype can hold. Zero gives zero. The input is never written to.
 
     Args:
         matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
         ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, or three numbers.
-        ns_steps: number of Newton-Schulz steps; four have the wider band of the preset's `band_of_four`.
+        ns_steps: number of Newton-Schulz steps; the singular values after four are the preset's
+            `singular_range_of_four`.
         ns_dtype: ``auto`` (bf16 where the hardware has it, else fp32), ``bf16``, ``fp16`` or ``fp32``.
 
     Returns:

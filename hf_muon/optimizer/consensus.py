@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS
-from hf_muon.math.newton_schulz import compute_dtype
+from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.preflight import REFUSED, refuse

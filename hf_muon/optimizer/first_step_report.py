@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics import log
-from hf_muon.math import cost, update
+from hf_muon.math import cost
+from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.math.momentum import buffer_dtype
-from hf_muon.math.newton_schulz import compute_dtype
+from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.layout import Matrix, StepLayout
 from hf_muon.routing.parameters import folded
 from hf_muon.storage.partitions import Partition, Partitions, Slice
@@ -129,7 +130,7 @@ def _grad(param: Tensor) -> str:
 def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: Shared | None) -> str:
     device = local_of(param).device
     if not group["use_muon"]:
-        kernel = "fused kernel" if update.uses_fused_adamw(group["params"]) else "foreach"
+        kernel = "fused kernel" if uses_fused_adamw(group["params"]) else "foreach"
         return f"AdamW on the local part ({kernel}), no communication"
     dtype = compute_dtype(group["ns_dtype"], device.type, device.index)
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"

@@ -9,7 +9,7 @@ import torch
 
 from hf_muon.config import GROUP_OPTIONS, check_option, unknown_option
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.newton_schulz import compute_dtype
+from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.storage import views
 from hf_muon.storage.tensors import shape_of, storage_complaint

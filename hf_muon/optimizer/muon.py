@@ -14,7 +14,7 @@ from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_O
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
-from hf_muon.math import update
+from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.optimizer import consensus, copies, loading, preflight
 from hf_muon.optimizer import state as checkpoint
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
@@ -157,7 +157,7 @@ class Muon(Optimizer):
 
     def _reconcile_state(self, group: Group) -> None:
         """Every parameter of the group has its state, on its device, in the dtype that the step computes with."""
-        fused = not group["use_muon"] and update.uses_fused_adamw(group["params"])
+        fused = not group["use_muon"] and uses_fused_adamw(group["params"])
         for param in group["params"]:
             state = self.state[param]
             momentum_dtype = group["momentum_dtype"]

@@ -8,9 +8,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from hf_muon.math import update
+from hf_muon.math.adamw import adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import MomentumBuffers
-from hf_muon.math.newton_schulz import Orthogonalizer, compute_dtype
+from hf_muon.math.newton_schulz import Orthogonalizer
+from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.watching import GroupWatch
@@ -86,7 +88,7 @@ def adamw_step(group: Group, indices: Sequence[int], state: State, watch: GroupW
     """
     params = [group["params"][i] for i in indices]
     states = [state[param] for param in params]
-    update.adamw_(
+    adamw_(
         [local_of(param) for param in params],
         [gradients.local_grad(param) for param in params],
         [local_of(moments["exp_avg"]) for moments in states],

@@ -21,9 +21,9 @@ from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.diagnostics.log import has_process_group
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.local import LocalExecutor
-from hf_muon.math import cost as forms
+from hf_muon.math import cost
 from hf_muon.math.momentum import state_bytes
-from hf_muon.math.newton_schulz import NS_DTYPES
+from hf_muon.math.precision import NS_DTYPES
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.routing.route import Route, route_parameters
@@ -278,13 +278,13 @@ def _work(
     sent = [0] * ranks
     largest = travelling = 0
 
-    def cost(unit: Unit) -> int:
-        rows = forms.rows_at_once(min(unit.shape), ns_dtype, "cuda")
-        return unit.count * forms.flops(unit.shape, forms.segments(unit.shape, config.ns_steps, ns_dtype), rows)
+    def unit_flops(unit: Unit) -> int:
+        rows = cost.block_rows(min(unit.shape), ns_dtype, "cuda")
+        return unit.count * cost.flops(unit.shape, cost.segments(unit.shape, config.ns_steps, ns_dtype), rows)
 
     for executor in (executor for work in layout.works for executor in work.executors):
         if isinstance(executor, LocalExecutor):
-            own = sum(cost(unit) for unit in executor.units)
+            own = sum(unit_flops(unit) for unit in executor.units)
             flops = [found + own for found in flops]
             largest = max([largest, *(2 * 4 * unit.numel for unit in executor.units)])  # one after the other
             continue
@@ -297,7 +297,7 @@ def _work(
         held = [0] * ranks
         for unit, owner in executor.owned:
             pattern = executor.storage.pattern(unit)
-            flops[owner] += cost(unit)
+            flops[owner] += unit_flops(unit)
             # What the owner stores itself goes nowhere.
             kept = pattern.stored[owner]
             sent[owner] += (pattern.total - kept) * back - kept * there

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import orthogonalize
-from hf_muon.math import cost as forms
+from hf_muon.math import cost, precision
 from hf_muon.math.coefficients import PRESETS, resolve
-from hf_muon.math.gram import symmetric_
-from hf_muon.math.newton_schulz import compute_dtype, newton_schulz
+from hf_muon.math.newton_schulz import newton_schulz, newton_schulz_step
+from hf_muon.math.precision import compute_dtype
+from hf_muon.math.products import Workspace, symmetric_
 from tests.held import Held
 from tests.reference import newton_schulz_on_singular_values, polar_factor
 
@@ -71,7 +72,7 @@ def test_singular_values_stay_in_the_band_of_the_preset(preset, ns_dtype, m, n):
     # The band is stated for inputs of 1e-3 to 1; the Frobenius norm takes the smallest below that.
     inside = values / values.norm() >= 1e-3
     result = spectrum(orthogonalize(matrix.float(), ns_coefficients=preset, ns_dtype=ns_dtype)).flip(0)
-    low, high = PRESETS[preset].band
+    low, high = PRESETS[preset].singular_range
     expected = spectrum(newton_schulz_on_singular_values(matrix, resolve(preset, 5)))
     assert expected.max() <= high
     assert result.max() <= high + SLACK[ns_dtype]
@@ -85,7 +86,7 @@ def test_singular_values_stay_in_the_band_of_the_preset(preset, ns_dtype, m, n):
 def test_bands_are_what_the_coefficients_give():
     values = torch.logspace(-3, 0, 20001, dtype=torch.float64)
     for name, preset in PRESETS.items():
-        for steps, band in ((5, preset.band), (4, preset.band_of_four)):
+        for steps, band in ((5, preset.singular_range), (4, preset.singular_range_of_four)):
             if band is None:
                 continue
             result = values.clone()
@@ -180,23 +181,19 @@ def test_autocast_does_not_reach_the_products():
 
 
 def test_auto_is_fp32_where_the_cpu_has_no_bf16(monkeypatch):
-    from hf_muon.math import newton_schulz
-
     for has_bf16, expected in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(newton_schulz, "_cpu_has_bf16", lambda has=has_bf16: has)
+        monkeypatch.setattr(precision, "cpu_has_bf16", lambda has=has_bf16: has)
         compute_dtype.cache_clear()
         assert compute_dtype("auto", "cpu") is expected
     compute_dtype.cache_clear()
 
 
 def test_cpu_flags_decide_on_bf16(monkeypatch):
-    from hf_muon.math import newton_schulz
-
     for flags, expected in (({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flags=flags: flags, raising=False)
-        newton_schulz._cpu_has_bf16.cache_clear()
-        assert newton_schulz._cpu_has_bf16() is expected
-    newton_schulz._cpu_has_bf16.cache_clear()
+        precision.cpu_has_bf16.cache_clear()
+        assert precision.cpu_has_bf16() is expected
+    precision.cpu_has_bf16.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -243,14 +240,42 @@ def test_property_matches_the_svd(m, n, batch, exponent, seed, preset):
 
 STANDARD = (1, 1, 1, 1, 1)
 WAYS = [
-    (STANDARD, forms.Rows(5, 3)),
+    (STANDARD, cost.BlockRows(5, 3)),
     ((3, 2), None),
-    ((3, 2), forms.Rows(5, 4)),
+    ((3, 2), cost.BlockRows(5, 4)),
     ((2, 2, 1), None),
-    ((2, 2, 1), forms.Rows(3, 3)),
-    ((1, 2, 2), forms.Rows(4, 7)),
+    ((2, 2, 1), cost.BlockRows(3, 3)),
+    ((1, 2, 2), cost.BlockRows(4, 7)),
 ]
 ASPECTS = [(17, 17), (24, 36), (7, 28), (31, 17), (2, 13, 40), (3, 9, 200), (8, 512), (1, 6)]
+
+
+def frobenius_normalized(shape):
+    matrices = torch.randn(shape, dtype=torch.float64)
+    return matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
+
+
+@pytest.mark.parametrize("low_precision", [True, False])
+@pytest.mark.parametrize("shape", [(2, 17, 17), (3, 9, 40), (3, 40, 9)], ids=str)
+def test_a_step_is_the_formula(shape, low_precision):
+    x = frobenius_normalized(shape)
+    wide = x if shape[1] <= shape[2] else x.mT
+    r = wide @ wide.mT
+    expected = 2.0 * wide - 1.5 * r @ wide + 0.5 * r @ r @ wide
+    work = Workspace(x, (1,), cost.BlockRows(5, 4), low_precision=low_precision)
+    found = newton_schulz_step(x, (2.0, -1.5, 0.5), work)
+    torch.testing.assert_close(found, expected if wide is x else expected.mT)
+
+
+@pytest.mark.parametrize(("lengths", "rows"), WAYS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 17, 17), (3, 9, 40), (3, 40, 9)], ids=str)
+def test_every_form_takes_the_same_steps(shape, lengths, rows):
+    x = frobenius_normalized(shape)
+    found = newton_schulz(x, resolve("polar_express", 5), torch.float64, lengths=lengths, rows=rows)
+    work = Workspace(x, STANDARD, cost.BlockRows(*shape[1:]), low_precision=False)
+    for coefficients in resolve("polar_express", 5):
+        x = newton_schulz_step(x, coefficients, work)
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("lengths", "rows"), WAYS, ids=str)
@@ -291,7 +316,7 @@ def test_every_way_with_matrices_that_are_not_easy(lengths, rows):
 @pytest.mark.parametrize(("m", "n"), [(64, 128), (64, 1024)])
 def test_every_form_stays_in_the_band_in_bf16(preset, lengths, m, n):
     coefficients = resolve(preset, 5)
-    low, high = PRESETS[preset].band
+    low, high = PRESETS[preset].singular_range
     values = torch.logspace(-2, 0, m, dtype=torch.float64)
     for matrix in (torch.randn(m, n), with_spectrum(m, n, values)):
         result = newton_schulz(matrix.float().unsqueeze(0), coefficients, torch.bfloat16, lengths=lengths)[0]
@@ -303,17 +328,17 @@ def test_every_form_stays_in_the_band_in_bf16(preset, lengths, m, n):
 def test_the_way_depends_on_the_shape_and_the_dtype_alone():
     for dtype, gram in ((torch.float32, (3, 2)), (torch.float16, (3, 2)), (torch.bfloat16, STANDARD)):
         for shape in ((64, 97), (97, 64), (3, 64, 97), (4096, 14336)):
-            assert forms.segments(shape, 5, dtype) == gram
+            assert cost.segments(shape, 5, dtype) == gram
         for shape in ((64, 96), (96, 64), (3, 64, 96), (63, 4096), (4096, 4096)):
-            assert forms.segments(shape, 5, dtype) == STANDARD
+            assert cost.segments(shape, 5, dtype) == STANDARD
     for steps in range(1, 12):
-        assert sum(forms.segments((64, 256), steps, torch.float32)) == steps
-    assert forms.rows_at_once(383, torch.float32, "cpu") == (383, 383)
-    assert forms.rows_at_once(512, torch.float32, "cpu") == (176, 128)
-    assert forms.rows_at_once(3584, torch.float32, "cpu") == (304, 304)
-    assert forms.rows_at_once(2047, torch.bfloat16, "cpu") == (2047, 2047)
-    assert forms.rows_at_once(2048, torch.bfloat16, "cpu") == (1024, 1024)
-    assert forms.rows_at_once(4096, torch.bfloat16, "cuda") == (2048, 2048)
+        assert sum(cost.segments((64, 256), steps, torch.float32)) == steps
+    assert cost.block_rows(383, torch.float32, "cpu") == (383, 383)
+    assert cost.block_rows(512, torch.float32, "cpu") == (176, 128)
+    assert cost.block_rows(3584, torch.float32, "cpu") == (304, 304)
+    assert cost.block_rows(2047, torch.bfloat16, "cpu") == (2047, 2047)
+    assert cost.block_rows(2048, torch.bfloat16, "cpu") == (1024, 1024)
+    assert cost.block_rows(4096, torch.bfloat16, "cuda") == (2048, 2048)
 
 
 @pytest.mark.parametrize(("lengths", "rows"), [*WAYS, (STANDARD, None), ((4, 1), None)], ids=str)
@@ -321,13 +346,13 @@ def test_flops_are_counted_as_they_are(lengths, rows):
     for shape in ((12, 31), (20, 20), (31, 7)):
         with FlopCounterMode(display=False) as counter:
             newton_schulz(torch.randn(2, *shape), resolve("original", 5), torch.float32, lengths=lengths, rows=rows)
-        assert counter.get_total_flops() == 2 * forms.flops(shape, lengths, rows)
+        assert counter.get_total_flops() == 2 * cost.flops(shape, lengths, rows)
 
 
 def test_the_form_with_fewer_flops_is_taken():
     for long in (64, 80, 95, 96, 97, 128, 4096):
-        taken = forms.flops((64, long), forms.segments((64, long), 5, torch.float32))
-        assert taken == min(forms.flops((64, long), lengths) for lengths in (STANDARD, (2, 2, 1), (3, 2)))
+        taken = cost.flops((64, long), cost.segments((64, long), 5, torch.float32))
+        assert taken == min(cost.flops((64, long), lengths) for lengths in (STANDARD, (2, 2, 1), (3, 2)))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 12, 100])
@@ -348,8 +373,8 @@ def test_symmetric_products(rows):
 def test_batches_within_the_limit(shape, dtype, monkeypatch):
     coefficients = resolve("polar_express", 5)
     matrices = torch.randn(shape)
-    rows = forms.rows_at_once(min(shape[1:]), dtype, "cpu")
-    each = forms.working_bytes(shape, forms.segments(shape, 5, dtype), dtype, rows)
+    rows = cost.block_rows(min(shape[1:]), dtype, "cpu")
+    each = cost.working_bytes(shape, cost.segments(shape, 5, dtype), dtype, rows)
     held = matrices.numel() * (4 + dtype.itemsize)
     expected = torch.cat([newton_schulz(matrix.unsqueeze(0), coefficients, dtype) for matrix in matrices])
     module = importlib.import_module("hf_muon.math.newton_schulz")
@@ -373,9 +398,9 @@ def test_batches_within_the_limit(shape, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_what_it_is_said_to_be(shape, dtype):
     matrices = torch.randn(shape)
-    lengths = forms.segments(shape, 5, dtype)
-    rows = forms.rows_at_once(min(shape[1:]), dtype, "cpu")
-    said = shape[0] * forms.working_bytes(shape, lengths, dtype, rows)
+    lengths = cost.segments(shape, 5, dtype)
+    rows = cost.block_rows(min(shape[1:]), dtype, "cpu")
+    said = shape[0] * cost.working_bytes(shape, lengths, dtype, rows)
     with Held() as held:
         newton_schulz(matrices, resolve("polar_express", 5), dtype)
     # A matrix of ones on the diagonal, for all of a batch, and numbers for each matrix.
@@ -395,12 +420,12 @@ def test_compiles_into_one_graph():
 def test_gpu_bands():
     for preset in PRESETS:
         result = spectrum(orthogonalize(torch.randn(256, 1024, device="cuda"), ns_coefficients=preset))
-        assert result.max() <= PRESETS[preset].band[1] + SLACK["bf16"]
-        assert result.min() >= PRESETS[preset].band[0] - SLACK["bf16"]
+        assert result.max() <= PRESETS[preset].singular_range[1] + SLACK["bf16"]
+        assert result.min() >= PRESETS[preset].singular_range[0] - SLACK["bf16"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [None, forms.Rows(100, 50)])
+@pytest.mark.parametrize("rows", [None, cost.BlockRows(100, 50)])
 @pytest.mark.parametrize("shape", [(2, 256, 256), (2, 256, 1024)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)], ids=str
@@ -414,7 +439,7 @@ def test_gpu_equals_the_polynomials(shape, dtype, tolerance, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [None, forms.Rows(100, 50)])
+@pytest.mark.parametrize("rows", [None, cost.BlockRows(100, 50)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 256, 256), (2, 256, 1024)], ids=str)
 def test_gpu_graph_and_no_synchronization(shape, dtype, rows):

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_muon import Muon, orthogonalize
 from hf_muon.config import GROUP_OPTIONS
-from hf_muon.math import update
+from hf_muon.math.adamw import CHUNK
 from hf_muon.math.coefficients import PRESETS, resolve
 from tests.held import Held
 from tests.reference import ReferenceMuon, moved, relative_difference
@@ -118,9 +118,9 @@ def test_a_stack_is_its_matrices():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("elements", [update._ADAMW_ELEMENTS, 3])
+@pytest.mark.parametrize("elements", [CHUNK, 3])
 def test_adamw_half_is_bit_equal_to_torch(dtype, elements, monkeypatch):
-    monkeypatch.setattr(update, "_ADAMW_ELEMENTS", elements)
+    monkeypatch.setattr("hf_muon.math.adamw.CHUNK", elements)
     optimizer, ours = both_halves(dtype, lr=3e-3, weight_decay=0.1, adamw_betas=(0.8, 0.95), adamw_eps=1e-6)
     theirs = parameters(REST, dtype=dtype)
     adamw = torch.optim.AdamW(theirs, lr=3e-3, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)

@@ -1,0 +1,53 @@
+"""The dtype of the Newton-Schulz products: what `ns_dtype` means on a device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+NS_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@functools.lru_cache(maxsize=64)
+def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = None) -> torch.dtype:
+    """Return the dtype in which Newton-Schulz runs on a device.
+
+    ``auto`` is bf16 if the hardware multiplies bf16 natively, and fp32 if it does not.
+
+    Raises:
+        ValueError: an unknown ``ns_dtype``, or fp16 on a CPU.
+    """
+    if ns_dtype not in NS_DTYPES:
+        raise ValueError(f"ns_dtype={ns_dtype!r} is not valid. Valid: {', '.join(NS_DTYPES)}")
+    if ns_dtype == "fp16" and device_type == "cpu":
+        raise ValueError("ns_dtype=fp16 does not run on a CPU, where fp16 has no fast product. Use auto, bf16 or fp32")
+    dtype = NS_DTYPES[ns_dtype]
+    if dtype is not None:
+        return dtype
+    return torch.bfloat16 if _has_bf16(device_type, device_index) else torch.float32
+
+
+def _has_bf16(device_type: str, device_index: int | None) -> bool:
+    """Return whether a device multiplies bf16 natively."""
+    if device_type == "cpu":
+        return cpu_has_bf16()
+    if device_type == "cuda":
+        # One machine may hold cards of different generations, hence the index.
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device_index)[0] >= 8
+    return device_type == "xpu" and bool(torch.xpu.is_bf16_supported())
+
+
+@functools.lru_cache(maxsize=1)
+def cpu_has_bf16() -> bool:
+    """Return whether this CPU multiplies bf16 natively; emulated bf16 is about a hundred times slower than fp32."""
+    get_capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if get_capabilities is not None:
+        capabilities = get_capabilities()
+        return any(capabilities.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    return any(getattr(torch.cpu, probe, bool)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))

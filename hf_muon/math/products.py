@@ -1,0 +1,92 @@
+"""The products of a Newton-Schulz step in preallocated memory. Symmetric products are computed by half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_muon.math import cost
+
+
+def symmetric_(
+    out: Tensor, a: Tensor, b: Tensor, *, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0, rows: int
+) -> Tensor:
+    """Compute ``out = beta * add + alpha * a @ b``, which must be symmetric: the upper triangle is copied.
+
+    Args:
+        out: ``(B, s, s)``; may be `add`, but neither `a` nor `b`.
+        a: ``(B, s, l)``.
+        b: ``(B, l, s)``.
+        add: ``(B, s, s)``; if None, nothing is added and `alpha` must be one.
+        rows: rows of a block. A block is computed up to its end on the diagonal.
+    """
+    size = out.size(-1)
+    if rows >= size:
+        return _product_(out, a, b, add, beta, alpha)
+    for start in range(0, size, rows):
+        stop = min(start + rows, size)
+        block = out[:, start:stop, :stop]
+        addend = None if add is None else add[:, start:stop, :stop]
+        _product_(block, a[:, start:stop], b[:, :, :stop], addend, beta, alpha)
+        if start:
+            out[:, :start, start:stop].copy_(out[:, start:stop, :start].mT)
+    return out
+
+
+def _product_(out: Tensor, a: Tensor, b: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
+    if add is None:
+        return torch.bmm(a, b, out=out)
+    return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+
+
+class Workspace:
+    """Memory for Newton-Schulz steps on a batch ``X``, and the products in it.
+
+    ``X`` is ``(B, m, n)`` with ``m <= n``. A tall batch stands for its transpose: ``R`` is ``X^T X`` then, and products
+    with small matrices are taken from the right, which saves transposing it.
+
+    Args:
+        x: the batch. Its memory is used too: the first `apply` makes it the output of the second one.
+        lengths: lengths of the segments.
+        rows: rows of the blocks of symmetric products.
+        low_precision: whether ``a I + P`` would lose significant bits of ``P`` in this dtype.
+
+    Attributes:
+        gram: ``(B, s, s)``, where ``R`` is computed.
+        small: more matrices ``(B, s, s)``: one, or three if any segment is longer than one step.
+    """
+
+    def __init__(self, x: Tensor, lengths: Sequence[int], rows: cost.BlockRows, *, low_precision: bool) -> None:
+        count, size = x.size(0), min(x.shape[1:])
+        self._next = torch.empty_like(x)
+        memory = [
+            x.new_empty(count, size, cost.row_length(size, rows))[..., :size]
+            for _ in range(cost.small_matrices(lengths))
+        ]
+        self.gram, self.small = memory[0], memory[1:]
+        self.rows = rows
+        self._tall = x.size(-2) > x.size(-1)
+        self._low_precision = low_precision
+
+    def gram_of(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        """Return ``R - shift * I`` for ``R = X X^T``."""
+        wide, long = (x.mT, x) if self._tall else (x, x.mT)
+        identity = None
+        if shift:
+            identity = torch.eye(self.gram.size(-1), dtype=x.dtype, device=x.device).expand_as(self.gram)
+        return symmetric_(self.gram, wide, long, add=identity, beta=-shift, rows=self.rows.gram)
+
+    def quadratic(self, b: float, c: float, r: Tensor) -> Tensor:
+        """Return ``b R + c R^2``, in the last of `small`."""
+        return symmetric_(self.small[-1], r, r, add=r, beta=b, alpha=c, rows=self.rows.small)
+
+    def apply(self, a: float, p: Tensor, x: Tensor) -> Tensor:
+        """Return ``a X + P X``. ``P`` may be written to, and ``X`` is overwritten by the next call."""
+        out, self._next = self._next, x
+        factors = (x, p) if self._tall else (p, x)
+        if self._low_precision:
+            return torch.baddbmm(x, *factors, beta=a, out=out)
+        p.diagonal(dim1=-2, dim2=-1).add_(a)  # saves reading X once more; fp32 has the bits for it
+        return torch.bmm(*factors, out=out)
