@@ -92,7 +92,7 @@ def _slices(
     def grad_of(part: Slice) -> str:
         elements = part.elements(partition.rank)
         lacks = flat.grad is None or (elements.start in missing and elements.start < elements.stop)
-        return "none" if lacks else f"a slice of one in the same way, {_dtype_and_device(flat.grad)}"  # type: ignore[arg-type]
+        return "none" if lacks else f"a slice of the gradient of that partition, {_dtype_and_device(flat.grad)}"  # type: ignore[arg-type]
 
     stored = f"a slice in a flat ZeRO partition on each of {partition.group.size()} ranks, {_dtype_and_device(flat)}"
     for part in partition.slices:

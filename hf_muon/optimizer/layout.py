@@ -321,5 +321,5 @@ def _parameter_line(group: Group, index: int, view: str) -> str:
     # The mesh by its shape, not by its ranks: those differ between the submeshes of one mesh.
     stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
     route = "Muon" if group["use_muon"] else "AdamW"
-    seen = f", seen as {view!r}" if view else ""
-    return f"{describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{seen}"
+    matrices = f", seen as {view!r}" if view else ""
+    return f"{describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{matrices}"

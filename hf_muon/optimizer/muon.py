@@ -14,14 +14,13 @@ from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_O
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
-from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.optimizer import consensus, copies, loading, preflight
-from hf_muon.optimizer import state as checkpoint
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import check_group, with_checked_options
 from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
 from hf_muon.optimizer.partitioned import PartitionedStep
+from hf_muon.optimizer.state import complete_state_, state_complaints
 from hf_muon.optimizer.step import adamw_step, muon_step
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
@@ -148,33 +147,10 @@ class Muon(Optimizer):
             raise
 
     def init_state(self) -> None:
-        """Create the state that is missing, zero moments, for every parameter. Steps and loads do it by themselves."""
-        preflight.refuse(
-            [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
-        )
+        """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""
+        preflight.refuse([line for group in self.param_groups for line in state_complaints(group, self.state)])
         for group in self.param_groups:
-            self._reconcile_state(group)
-
-    def _reconcile_state(self, group: Group) -> None:
-        """Every parameter of the group has its state, on its device, in the dtype that the step computes with."""
-        fused = not group["use_muon"] and uses_fused_adamw(group["params"])
-        for param in group["params"]:
-            state = self.state[param]
-            momentum_dtype = group["momentum_dtype"]
-            keys = checkpoint.state_keys(group, param)
-            if "momentum_buffer" in state and ("momentum_scale" in state) != ("momentum_scale" in keys):
-                converted = checkpoint.converted_momentum(param, state, momentum_dtype)
-                state.clear()
-                state.update(converted)
-            for key in keys:
-                if key not in state:
-                    state[key] = checkpoint.zero_state(param, key, momentum_dtype)
-                device = torch.device("cpu") if key == "step" and not fused else param.device
-                dtype = checkpoint.state_dtype(param, key, momentum_dtype)
-                if not torch.is_tensor(state[key]):
-                    state[key] = torch.as_tensor(state[key], dtype=dtype, device=device)
-                elif state[key].dtype != dtype or state[key].device != device:
-                    state[key] = state[key].to(device=device, dtype=dtype)
+            complete_state_(group, self.state)
 
     @_disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
@@ -255,7 +231,7 @@ class Muon(Optimizer):
 
     def _step_group(self, group: Group, work: GroupWork, indices: list[int], watch: StepWatch | None) -> None:
         """Step some parameters of a group."""
-        self._reconcile_state(group)
+        complete_state_(group, self.state)
         number = group["step"] + 1  # the same for all partitions of a group
         if self.partitioned.completes_group(group):
             group["step"] = number
@@ -266,13 +242,13 @@ class Muon(Optimizer):
             adamw_step(group, indices, self.state, group_watch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as in torch.
+        """Return the state, as in torch.
 
         Raises:
-            RuntimeError: moments are missing of a group that has taken steps. A checkpoint without them would resume
-                another run.
+            RuntimeError: a group has taken steps and its moments are missing. A run that resumes from such a checkpoint
+                would continue differently.
         """
-        lost = [line for group in self.param_groups for line in checkpoint.state_complaints(group, self.state)]
+        lost = [line for group in self.param_groups for line in state_complaints(group, self.state)]
         if lost:
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
         return super().state_dict()
@@ -304,7 +280,8 @@ class Muon(Optimizer):
         """Return what copies and pickles are made of.
 
         Raises:
-            RuntimeError: DeepSpeed steps with this optimizer; when it is pickled, it has a `replicate_group`.
+            RuntimeError: a framework steps this optimizer on flat partitions; or it is pickled with a
+                `replicate_group`.
         """
         return {**super().__getstate__(), **copies.carried(self)}
 

@@ -5,7 +5,7 @@ How momentum is stored is known to :mod:`hf_muon.math.momentum` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math import momentum
+from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
@@ -114,6 +115,33 @@ def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     from hf_muon.storage import dtensor
 
     return dtensor.stored_like(param, local, shape)  # type: ignore[arg-type]
+
+
+def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Give every parameter of a group the state that a step needs: all keys, on its device, in the group's dtypes.
+
+    Args:
+        group: a param group.
+        state: of an optimizer, which creates an empty dict for a parameter without state.
+    """
+    fused = not group["use_muon"] and uses_fused_adamw(group["params"])
+    momentum_dtype = group["momentum_dtype"]
+    for param in group["params"]:
+        moments = state[param]
+        keys = state_keys(group, param)
+        if momentum.BUFFER in moments and (momentum.SCALE in moments) != (momentum.SCALE in keys):
+            converted = converted_momentum(param, moments, momentum_dtype)
+            moments.clear()
+            moments.update(converted)
+        for key in keys:
+            if key not in moments:
+                moments[key] = zero_state(param, key, momentum_dtype)
+            device = torch.device("cpu") if key == "step" and not fused else param.device
+            dtype = state_dtype(param, key, momentum_dtype)
+            if not torch.is_tensor(moments[key]):
+                moments[key] = torch.as_tensor(moments[key], dtype=dtype, device=device)
+            elif moments[key].dtype != dtype or moments[key].device != device:
+                moments[key] = moments[key].to(device=device, dtype=dtype)
 
 
 def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:

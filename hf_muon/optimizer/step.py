@@ -1,4 +1,4 @@
-"""A step of one param group: updates, orthogonalization, and what they do to the weights."""
+"""The step of one param group: Muon with its executors, or AdamW."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def muon_step(
     max_batch_bytes: int,
     watch: GroupWatch | None = None,
 ) -> None:
-    """Step a Muon group.
+    """Step a Muon group: momentum, orthogonalization, weights, one bucket of pieces after the other.
 
     Args:
         group: a param group.
@@ -43,12 +43,12 @@ def muon_step(
         watch: measures this step; None where nothing does.
     """
     coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
-    active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in indices}
     params = {i: group["params"][i] for i in indices}
+    active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
     local = {i: local_of(param) for i, param in params.items()}
     weights = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
     scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in active.items()}
-    buffers = MomentumBuffers(
+    momentum = MomentumBuffers(
         active,
         {i: {key: local_of(value) for key, value in state[param].items()} for i, param in params.items()},
         {i: gradients.local_grad(param) for i, param in params.items()},
@@ -60,7 +60,7 @@ def muon_step(
         executor.observer = None if watch is None else watch.orthogonalized
         dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
         orthogonalizer = Orthogonalizer(coefficients, dtype, max_batch_bytes)
-        for pieces, directions in executor.directions(active, buffers.updates, orthogonalizer):
+        for pieces, directions in executor.directions(active, momentum.updates, orthogonalizer):
             piece_scales = [scales[piece.matrix] for piece in pieces]
             if watch is not None:
                 watch.directions(pieces, directions, piece_scales)
@@ -74,7 +74,7 @@ def muon_step(
             del directions  # before the next ones are made
     if watch is not None:
         for k in active:
-            watch.momentum(k, buffers.values(k))
+            watch.momentum(k, momentum.values(k))
 
 
 def adamw_step(group: Group, indices: Sequence[int], state: State, watch: GroupWatch | None = None) -> None:

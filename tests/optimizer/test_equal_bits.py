@@ -14,7 +14,10 @@ SHAPES = [(5, 25), (26, 5), (11, 23), (13, 23), (3, 5, 25)] * 4
 
 
 def stepped(parts, nudge=False, steps=3, wrap=lambda step: step, **options):
-    """The matrices after steps of an optimizer for each part of them; nudged gradients are off by one unit."""
+    """Return how far matrices have moved, with an optimizer for each of `parts`.
+
+    With `nudge`, gradients are off by one unit in the last place.
+    """
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     start = [param.detach().clone() for param in params]

@@ -52,8 +52,8 @@ def test_on_the_meta_device(momentum_dtype, dtype):
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
 def test_with_fake_tensors(momentum_dtype):
     with FakeTensorMode():
-        found = real(3, momentum_dtype=momentum_dtype, max_batch_bytes=1)
-    assert found == real(3, momentum_dtype=momentum_dtype)
+        facts_of_fakes = real(3, momentum_dtype=momentum_dtype, max_batch_bytes=1)
+    assert facts_of_fakes == real(3, momentum_dtype=momentum_dtype)
 
 
 def test_a_fake_step_of_adamw_counts_as_torchs_does():

@@ -24,18 +24,18 @@ def optimizer():
 
 
 @pytest.fixture
-def told(caplog):
+def reports(caplog):
     caplog.set_level(logging.INFO, "hf_muon")
     caplog.clear()
     return lambda: [text for text in caplog.messages if text.startswith("the first step of Muon")]
 
 
 @pytest.mark.parametrize("variable", ["HF_MUON_STEP_REPORT", "HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG"])
-def test_told_once_with_one_entry_for_each_kind(variable, optimizer, told, monkeypatch):
+def test_one_report_with_one_entry_for_each_kind(variable, optimizer, reports, monkeypatch):
     monkeypatch.setenv(variable, "1")
     for _ in range(3):
         optimizer.step()
-    (report,) = told()
+    (report,) = reports()
     lines = report.splitlines()
     assert lines[0] == "the first step of Muon, as rank 0 sees it (one process, no process group):"
     step = (
@@ -55,24 +55,24 @@ def test_told_once_with_one_entry_for_each_kind(variable, optimizer, told, monke
     assert lines[head + 3] == "    step       AdamW on the local part (foreach), no communication"
 
 
-def test_layers_are_told_together(told, monkeypatch):
+def test_layers_share_an_entry(reports, monkeypatch):
     monkeypatch.setenv("HF_MUON_DIAG", "yes")
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(12))})
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     build_optimizer(model).step()
-    (report,) = told()
+    (report,) = reports()
     assert report.splitlines()[1] == "layers.*.weight  (12 of them)"
     assert len(report.splitlines()) == 5
 
 
-def test_how_a_weight_is_seen(told, monkeypatch):
+def test_how_a_weight_is_seen(reports, monkeypatch):
     monkeypatch.setenv("HF_MUON_DIAG", "1")
     model = nn.MultiheadAttention(4, 2, bias=False)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     build_optimizer(model).step()
-    (report,) = told()
+    (report,) = reports()
     lines = report.splitlines()
     assert lines[lines.index("in_proj_weight") + 2] == "    seen as    rows 4+4+4"
     assert len(lines) == 1 + 5 + 4
@@ -85,33 +85,33 @@ def test_how_a_weight_is_seen(told, monkeypatch):
         ((2, 64, 64), "(standard form)"),
     ],
 )
-def test_how_matrices_are_orthogonalized(shape, words, told, monkeypatch):
+def test_how_matrices_are_orthogonalized(shape, words, reports, monkeypatch):
     monkeypatch.setenv("HF_MUON_DIAG", "1")
     param = nn.Parameter(torch.ones(shape))
     param.grad = torch.zeros(shape)
     Muon([param], ns_dtype="fp32").step()
-    assert words in told()[0]
+    assert words in reports()[0]
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "false"])
-def test_nothing_otherwise(value, optimizer, told, monkeypatch, capsys):
+def test_nothing_otherwise(value, optimizer, reports, monkeypatch, capsys):
     for variable in ("HF_MUON_DIAG", "LLAMAFACTORY_MUON_DIAG"):
         monkeypatch.delenv(variable, raising=False)
     if value is not None:
         monkeypatch.setenv("HF_MUON_DIAG", value)
     optimizer.step()
-    assert told() == []
+    assert reports() == []
     assert capsys.readouterr().out == ""
 
 
-def test_other_ranks_say_nothing(optimizer, told, monkeypatch):
+def test_other_ranks_say_nothing(optimizer, reports, monkeypatch):
     monkeypatch.setenv("HF_MUON_DIAG", "1")
     monkeypatch.setenv("RANK", "1")
     optimizer.step()
-    assert told() == []
+    assert reports() == []
 
 
-def test_a_step_that_is_refused_is_told_before_and_one_that_only_makes_state_is_not(optimizer, told, monkeypatch):
+def test_a_refused_step_is_reported_and_one_that_only_creates_state_is_not(optimizer, reports, monkeypatch):
     monkeypatch.setenv("HF_MUON_DIAG", "1")
     making_state = copy.deepcopy(optimizer)
     for group in making_state.param_groups:
@@ -119,8 +119,8 @@ def test_a_step_that_is_refused_is_told_before_and_one_that_only_makes_state_is_
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
     making_state.step()
-    assert told() == []
+    assert reports() == []
     optimizer.param_groups[0]["params"][0].grad[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="not finite"):
         optimizer.step()
-    assert len(told()) == 1
+    assert len(reports()) == 1

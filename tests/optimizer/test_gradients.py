@@ -61,7 +61,7 @@ def test_large_gradients_of_changing_sign_are_refused_or_keep_weights_finite(mom
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_adamw_moments_stay_finite_up_to_the_limit(dtype):
-    """torch's AdamW would keep an infinite second moment, with which a weight never moves again."""
+    """Refuse what gives torch's AdamW an infinite second moment, with which a weight never moves again."""
     weight = nn.Parameter(torch.randn(6, dtype=dtype))
     optimizer = Muon([{"params": [weight], "use_muon": False}])
     for sign in (1, -1, 1):
@@ -76,7 +76,7 @@ def test_adamw_moments_stay_finite_up_to_the_limit(dtype):
 
 
 def test_large_gradients_that_a_step_can_take_are_taken():
-    """The sum of their squares overflows, which is no reason to refuse them."""
+    """Step by gradients whose sum of squares overflows: the moments stay finite."""
     weight = nn.Parameter(torch.zeros(300, 300))
     optimizer = Muon([weight], lr=0.1)
     weight.grad = torch.full((300, 300), 8e37)
@@ -150,7 +150,7 @@ def test_a_tensor_is_checked_like_a_number(lr):
 )
 @pytest.mark.parametrize("group", [0, 1])
 def test_options_that_were_changed_on_the_way(name, value, group):
-    """By a scheduler, a hook, or a hand in `param_groups`."""
+    """Refuse invalid values that a scheduler, a hook or a user has written into `param_groups`."""
     model, optimizer = stepped()
     optimizer.param_groups[group][name] = value
     assert_refused(model, optimizer, rf"{name}=.* is not valid")
@@ -224,23 +224,23 @@ def test_fp16_gradients_that_torch_takes_are_taken(size, shape, contiguous, fore
 
 
 def test_fp16_gradients_that_fill_the_second_moment_are_refused_in_time():
-    """torch's AdamW gets an infinite one after a few of them."""
+    """Stop before the second moment becomes infinite, as torch's AdamW lets it after a few such gradients."""
     ours, theirs = (nn.Parameter(torch.ones(5, dtype=torch.float16)) for _ in range(2))
     optimizer = Muon([{"params": [ours], "use_muon": False}], lr=1e-3)
     adamw = torch.optim.AdamW([theirs], lr=1e-3)
-    taken = 0
+    steps = 0
     for _ in range(20):
         theirs.grad = torch.full_like(theirs, 3000)
         adamw.step()
         ours.grad = torch.full_like(ours, 3000)
         try:
             optimizer.step()
-            taken += 1
+            steps += 1
         except RuntimeError as error:
             assert "has a gradient as large as 3e+03" in str(error)  # noqa: PT017
     assert adamw.state[theirs]["exp_avg_sq"].isinf().all()
     assert optimizer.state[ours]["exp_avg_sq"].isfinite().all()
-    assert taken >= 6
+    assert steps >= 6
     ours.grad = torch.full_like(ours, 240)
     optimizer.step()
     assert optimizer.state[ours]["exp_avg_sq"].isfinite().all()

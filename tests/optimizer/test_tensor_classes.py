@@ -87,7 +87,7 @@ def test_refused_by_its_class(build):
 
 
 def stepped(weight):
-    """The weight after two steps by the same gradients."""
+    """Return the weight after two steps by the same gradients."""
     generator = torch.Generator().manual_seed(0)
     optimizer = Muon([weight], lr=0.1)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_a_subclass_of_parameter_that_behaves_otherwise_is_refused(cls):
 
 
 def test_trained_int8_params_of_bitsandbytes_are_known(monkeypatch):
-    """With has_fp16_weights=True they are whole matrices."""
+    """Step them: with has_fp16_weights=True they are whole matrices."""
     cls = type("Int8Params", (Behaving,), {"has_fp16_weights": True})
     with pytest.raises(RuntimeError, match="Int8Params, a class that hf_muon does not know"):
         Muon([cls(torch.ones(4, 6))])
@@ -131,7 +131,7 @@ def test_swapped_in_later_as_accelerate_does():
 
 
 def test_frozen_ones_go_on_until_they_are_trained():
-    """The bases of quantized models have classes of their own."""
+    """Ignore the class of a frozen parameter: the bases of quantized models have classes of their own."""
     weight = nn.Parameter(torch.ones(4, 6))
     base = shard(4, 6, requires_grad=False)
     optimizer = Muon([weight, base])
