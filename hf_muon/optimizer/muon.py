@@ -43,32 +43,33 @@ class Muon(Optimizer):
         direction = orthogonalize(update)
         W         = (1 - lr * weight_decay) * W - lr * scale(out, in) * direction
 
-    A param group with ``use_muon: False`` is stepped by torch's own AdamW instead, with `adamw_betas` and `adamw_eps`.
-    Without that key a group means Muon, and must hold nothing but matrices ``(m, n)`` or stacks of them ``(B, m, n)``.
-    What is stored otherwise (as ``(in, out)``, several matrices in one, a convolution) says so in the group's `views`,
-    a text for each parameter; :mod:`hf_muon.storage.views` has the words.
+    A param group with ``use_muon: False`` is stepped by torch's own AdamW, with `adamw_betas` and `adamw_eps`. Every
+    other group is stepped by Muon and may hold only matrices ``(m, n)`` and stacks of matrices ``(B, m, n)``. For
+    parameters stored differently (as ``(in, out)``, several matrices in one, a convolution), the group's `views` has a
+    text for each parameter, as :mod:`hf_muon.storage.views` describes.
 
-    Momentum is kept in fp32, also under bf16 and fp16 parameters, unless `momentum_dtype` says otherwise; AdamW's
-    moments have the parameter's dtype, as in torch. State is stored like its parameter, and is whole for a group or
-    absent.
+    Momentum is stored in fp32, also for bf16 and fp16 parameters, unless `momentum_dtype` is set; AdamW's moments have
+    the parameter's dtype, as in torch. State is stored like its parameter. A group has the state of all of its
+    parameters or of none.
 
-    DTensor parameters (FSDP2, HSDP, tensor parallel) are stepped as they are: the parts of a matrix travel to one
-    owner, which orthogonalizes it once, and the direction's parts travel back. Of plain parameters under DDP the same
-    is true with `replicate_group`; without it, each process does all the work. All ranks must step together.
+    DTensor parameters (FSDP2, HSDP, tensor parallel) need nothing else: the ranks send their parts of a matrix's update
+    to one owner, which orthogonalizes the matrix and sends back the parts of the direction. With `replicate_group`, the
+    same happens for plain parameters under DDP; without it, each process does all the work. All ranks must step
+    together.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
             `use_muon` and each of the options below.
         {options}
-        replicate_group: the process group over which plain parameters are replicated (DDP's). Never concluded from
-            torch.distributed being initialized.
+        replicate_group: process group over which plain parameters are replicated, as under DDP. It must be passed: an
+            initialized torch.distributed does not imply replicas.
 
-    A copy (``copy.deepcopy``, pickle) carries all options, but writes no metrics, not even with `diagnostics_every`:
-    its lines would stand among the original's. Build a new optimizer with a file of its own for them, and load the
-    state into it.
+    A copy (``copy.deepcopy``, pickle) has all options but writes no metrics, even with `diagnostics_every`: its lines
+    would mix with those of the original. To have them, build a new optimizer with its own `diagnostics_file` and load
+    the state into it.
 
     Raises:
-        ValueError: an option that is not valid, or a Muon group with something that is not a matrix.
+        ValueError: an option that is not valid, or a Muon group with a parameter that is not a matrix.
         RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO), or
             `offload_compute=accelerator` on a machine without one.
 
@@ -76,7 +77,7 @@ class Muon(Optimizer):
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
     """
 
-    # What a type checker has to know of the options that `__init__` sets by name.
+    # For type checkers: `__init__` sets these options by name.
     max_bucket_bytes: int
     max_batch_bytes: int
     comm_dtype: str
@@ -129,10 +130,10 @@ class Muon(Optimizer):
         self._layouts = Layouts()
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch; checked before it is added.
+        """Add a param group, as in torch, unless a check of it fails.
 
         Raises:
-            ValueError: an unknown or invalid option, or a Muon group with something that is not a matrix.
+            ValueError: an unknown or invalid option, or a Muon group with a parameter that is not a matrix.
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
         group = with_checked_options(param_group)
@@ -161,8 +162,8 @@ class Muon(Optimizer):
             closure: reevaluates the model and returns the loss, as in torch.
 
         Raises:
-            RuntimeError: a gradient that is not finite, or a parameter that cannot be stepped; on all ranks alike.
-                Nothing was changed.
+            RuntimeError: a gradient that is not finite, or a parameter that cannot be stepped. All ranks raise the same
+                error, and nothing was changed.
         """
         loss = None
         if closure is not None:
