@@ -21,12 +21,12 @@ HOOKS = {
     "transformers.trainer_optimizer": "hf_muon.integrations.transformers.hooks:patch_trainer_optimizer",
     "transformers.trainer": "hf_muon.integrations.transformers.hooks:patch_trainer",
     "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
-    "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory.hooks:patch_parser",
-    "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory.hooks:patch_plots",
-    "llamafactory.v1.config.training_args": "hf_muon.integrations.llamafactory.v1:patch_training_arguments",
-    "llamafactory.v1.plugins.trainer_plugins.optimizer": "hf_muon.integrations.llamafactory.v1:patch_optimizers",
+    "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory.v0.hooks:patch_parser",
+    "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory.v0.hooks:patch_plots",
+    "llamafactory.v1.config.training_args": "hf_muon.integrations.llamafactory.v1.hooks:patch_training_arguments",
+    "llamafactory.v1.plugins.trainer_plugins.optimizer": "hf_muon.integrations.llamafactory.v1.hooks:patch_optimizers",
     "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer": (
-        "hf_muon.integrations.llamafactory.v1:patch_optimizers"
+        "hf_muon.integrations.llamafactory.v1.hooks:patch_optimizers"
     ),
 }
 """Module that is patched: function that patches it.

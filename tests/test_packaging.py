@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_muon.integrations.transformers.hooks import OLDEST
+from hf_muon.integrations.transformers.refusals import OLDEST
 
 ROOT = Path(__file__).parents[1]
 

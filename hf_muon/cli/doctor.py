@@ -150,7 +150,7 @@ except BaseException as error:
 if "hf_muon._autoload" in sys.modules:
     seen["states"] = sys.modules["hf_muon._autoload"].status()
 if seen["accepted"]:
-    from hf_muon.integrations.transformers.hooks import refuse_old_versions
+    from hf_muon.integrations.transformers.refusals import refuse_old_versions
     try:
         refuse_old_versions()
     except RuntimeError as error:

@@ -18,7 +18,7 @@ from hf_muon.cli.quantized import (
     quantization_of_run,
 )
 from hf_muon.config import MuonConfig
-from hf_muon.integrations.transformers.hooks import NAME
+from hf_muon.integrations.names import NAME
 from hf_muon.integrations.transformers.training_file import (
     is_llamafactory,
     optimizer_of,

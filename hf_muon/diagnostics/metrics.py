@@ -41,7 +41,7 @@ class Metrics:
         self._began: dict[int, Any] = {}
         self._ended: dict[int, Any] = {}
         self._names: list[str] = []
-        self._news: dict[str, float] = {}
+        self._summary: dict[str, float] = {}
         self._writes = True
         self._started = False
 
@@ -89,8 +89,11 @@ class Metrics:
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]
         self._write(line)
-        self._news = {**_summary(values), **{f"muon/{key.removeprefix('muon_')}": v for key, v in watch.rates.items()}}
-        self._news |= {f"muon/{key}": value for key, value in times.items()}
+        self._summary = {
+            **_summary(values),
+            **{f"muon/{key.removeprefix('muon_')}": v for key, v in watch.rates.items()},
+        }
+        self._summary |= {f"muon/{key}": value for key, value in times.items()}
 
     def _times(self, step: int) -> dict[str, float]:
         before, clock = step - 1, self._clock
@@ -122,14 +125,14 @@ class Metrics:
         )
         log.logger().info("metrics every %d steps: %s", self.every, self.file)
 
-    def news(self) -> dict[str, float]:
-        """Means over matrices, named `muon/...`, of the step seen last; empty where they were asked for before."""
+    def pop_summary(self) -> dict[str, float]:
+        """Return the means over matrices of the last measured step, named `muon/...`; each of them once."""
         self.flush()
-        news, self._news = self._news, {}
-        return news
+        summary, self._summary = self._summary, {}
+        return summary
 
-    def heard(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Write down what a Trainer logs: the loss, the gradient's norm."""
+    def record_log(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Write what a Trainer logs, such as the loss and the gradient's norm, into the file."""
         numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float)) and "/" not in key}
         self._write({"event": "log", "step": step, **{key: _short(value) for key, value in numbers.items()}})
 

@@ -1,4 +1,4 @@
-"""`Muon` in `Accelerator.prepare`."""
+"""`Muon` in `Accelerator.prepare`: attached to DeepSpeed's engine, and fed by data loaders that share sequences."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from hf_muon.integrations.names import is_ours, mark
 from hf_muon.integrations.ulysses import hooks as ulysses
-
-OURS = "_from_hf_muon"
 
 
 def patch_accelerator(module: ModuleType) -> Callable[[], None] | None:
-    """Have `Accelerator.prepare` attach a `Muon` that it hands to DeepSpeed, and data loaders cut into parts for it."""
+    """Patch `Accelerator.prepare` to attach a `Muon` to DeepSpeed's engine, and its adapter of data loaders."""
     accelerator = module.Accelerator
     prepare = accelerator.prepare
-    if getattr(prepare, OURS, False):
+    if is_ours(prepare):
         return None
 
     @functools.wraps(prepare)
     def prepare_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = sys.modules.get("hf_muon.optimizer.muon")  # not imported: there is none
-        given = [arg for arg in args if optimizer is not None and isinstance(arg, optimizer.Muon)]
-        if not given or self.distributed_type.value != "DEEPSPEED":
+        room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no argument is a Muon
+        optimizers = [arg for arg in args if room is not None and isinstance(arg, room.Muon)]
+        if not optimizers or self.distributed_type.value != "DEEPSPEED":
             return prepare(self, *args, **kwargs)
-        if len(given) > 1:
-            raise RuntimeError(f"Accelerator.prepare was given {len(given)} Muon optimizers; DeepSpeed takes one")
+        if len(optimizers) > 1:
+            raise RuntimeError(f"Accelerator.prepare was given {len(optimizers)} Muon optimizers; DeepSpeed takes one")
         from hf_muon.integrations.deepspeed import engine as deepspeed
 
         ulysses.before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
-        with deepspeed.wrapping(given[0], self.deepspeed_plugin.deepspeed_config):
+        with deepspeed.wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):
             result = prepare(self, *args, **kwargs)
-            deepspeed.attach_one_of(result if isinstance(result, tuple) else (result,), given[0])
+            deepspeed.attach_one_of(result if isinstance(result, tuple) else (result,), optimizers[0])
         return result
 
-    setattr(prepare_and_attach, OURS, True)
-    accelerator.prepare = prepare_and_attach
+    accelerator.prepare = mark(prepare_and_attach)
     undo_adapter = ulysses.patch_adapter(accelerator)
 
     def undo() -> None:

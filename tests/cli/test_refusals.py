@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
 from hf_muon.integrations.deepspeed.engine import refuse_config
-from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
-from hf_muon.integrations.transformers.layouts import refuse_unsupported
+from hf_muon.integrations.llamafactory.v1 import refusals as llamafactory_v1
+from hf_muon.integrations.transformers.refusals import refuse_unsupported
 from hf_muon.routing.model_facts import text_config_of
 
 ZERO3 = {"zero_optimization": {"stage": 3}}

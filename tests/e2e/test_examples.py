@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from hf_muon import MuonConfig
-from hf_muon.integrations.llamafactory.v1 import config_from
+from hf_muon.integrations.llamafactory.v1.handler import config_from
 from tests import fixtures_text
 from tests.e2e.harness import (
     BIN,

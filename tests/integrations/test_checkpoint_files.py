@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hf_muon.integrations.checkpoint_files import damaged_files, earlier_checkpoint
+from hf_muon.integrations.transformers.checkpoint_files import damaged_files, earlier_checkpoint
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory.hooks import MEGATRON, RIVALS, patch_parser, patch_plots, refuse_rivals
+from hf_muon.integrations.llamafactory.v0.hooks import patch_parser, patch_plots
+from hf_muon.integrations.llamafactory.v0.refusals import MEGATRON, RIVALS, refuse_rivals
 
 
 @pytest.fixture

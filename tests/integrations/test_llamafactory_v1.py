@@ -19,8 +19,9 @@ from torch import nn
 
 from hf_muon import Muon
 from hf_muon.diagnostics.metrics import FILE
-from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
-from hf_muon.integrations.llamafactory.v1 import config_from, create_optimizer, patch_optimizers, refuse_unsupported
+from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
+from hf_muon.integrations.llamafactory.v1.hooks import patch_optimizers, patch_training_arguments
+from hf_muon.integrations.llamafactory.v1.refusals import INTERFACE, refuse_unsupported
 
 OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
 NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
@@ -122,7 +123,7 @@ def layout(request):
     """The patched registry and TrainingArguments of a layout, and how to undo both."""
     name, registry, arguments = LAYOUTS[request.param]
     plugins, parsed = module_of(name, registry), module_of(ARGUMENTS, arguments)
-    undo = [patch_optimizers(plugins), llamafactory_v1.patch_training_arguments(parsed)]
+    undo = [patch_optimizers(plugins), patch_training_arguments(parsed)]
     return SimpleNamespace(
         plugin=plugins.OptimizerPlugin, arguments=parsed.TrainingArguments, undo=undo, modules=(plugins, parsed)
     )
@@ -162,7 +163,7 @@ class TestBothLayouts:
 
     def test_patching_again_changes_nothing_and_undoing_everything(self, layout):
         assert patch_optimizers(layout.modules[0]) is None
-        assert llamafactory_v1.patch_training_arguments(layout.modules[1]) is None
+        assert patch_training_arguments(layout.modules[1]) is None
         for undo in layout.undo:
             undo()
         args = layout.arguments(optim_config={"name": "muon", "nonsense": 1})
@@ -192,7 +193,7 @@ def test_only_a_muon_of_theirs_is_told_to_be_replaced(caplog, capsys):
 
 def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one():
     module = module_of(ARGUMENTS, OLD_ARGUMENTS)
-    llamafactory_v1.patch_training_arguments(module)
+    patch_training_arguments(module)
     assert module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
     own = module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5})
     assert own.optim_config["lr"] == 3e-5
@@ -293,7 +294,7 @@ class TestSeveralRanks:
             create_optimizer(Net(), {"name": "muon", "lr": 1e-3})
 
     def test_context_parallelism_without_fsdp2_is_refused_whatever_the_arguments_were(self, monkeypatch):
-        interface = ModuleType(llamafactory_v1.INTERFACE)
+        interface = ModuleType(INTERFACE)
         interface.Dim = SimpleNamespace(CP="cp")
         interface.DistributedInterface = lambda: SimpleNamespace(get_world_size=lambda dim: {"cp": 2}[dim])
         monkeypatch.setitem(sys.modules, interface.__name__, interface)

@@ -24,10 +24,10 @@ from transformers import (
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.diagnostics import log as diagnostics
-from hf_muon.integrations.ready_groups import MuonOfGroups
-from hf_muon.integrations.transformers import layouts as trainer_layout
-from hf_muon.integrations.transformers.hooks import OLDEST
-from hf_muon.integrations.transformers.layouts import replicate_group
+from hf_muon.integrations.transformers import layout as trainer_layout
+from hf_muon.integrations.transformers.layout import replicate_group
+from hf_muon.integrations.transformers.ready_groups import MuonOfGroups
+from hf_muon.integrations.transformers.refusals import OLDEST
 from tests.bounds import beyond_rounding, move
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
 from tests.reference import moved, relative_difference
@@ -565,7 +565,7 @@ class TestReplicas:
     def world(self, monkeypatch):
         """A state of accelerate's under DDP, and a process group of all."""
         state = SimpleNamespace(distributed_type=SimpleNamespace(value="MULTI_GPU"), parallelism_config=None)
-        monkeypatch.setattr(trainer_layout, "_accelerator_state", lambda: state)
+        monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: state)
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
         yield state
         torch.distributed.destroy_process_group()
@@ -608,7 +608,7 @@ class TestReplicas:
         assert replicate_group(network) is None
 
     def test_no_accelerator(self, monkeypatch):
-        monkeypatch.setattr(trainer_layout, "_accelerator_state", lambda: None)
+        monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: None)
         assert replicate_group(model()) is None
 
 

@@ -16,9 +16,9 @@ import torch
 from transformers import GPT2Config, MistralConfig, Qwen3Config
 
 from hf_muon.integrations.transformers.overrides import read_overrides, read_settings
-from hf_muon.integrations.ulysses import hooks as ulysses
-from hf_muon.integrations.ulysses import launch as ulysses_launch
-from hf_muon.integrations.ulysses.launch import Run, complaints, environment
+from hf_muon.integrations.ulysses import batches, gradients, launch, launch_check, refusals
+from hf_muon.integrations.ulysses.hooks import within_texts
+from hf_muon.integrations.ulysses.launch_check import Launch, complaints
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "run_ulysses.sh"
@@ -38,10 +38,10 @@ V1 = {
 
 @pytest.fixture(autouse=True)
 def everything_installed(monkeypatch):
-    monkeypatch.setattr(ulysses_launch, "_installed", lambda name: True)
-    monkeypatch.setattr(ulysses_launch, "cp_keys_at_top", lambda: False)
-    monkeypatch.setattr(ulysses_launch, "v1_keys", set)
-    monkeypatch.setattr(ulysses_launch, "knows_sequence_parallel", lambda: True)  # not an accelerate of 2025
+    monkeypatch.setattr(launch_check, "_installed", lambda name: True)
+    monkeypatch.setattr(launch_check, "cp_keys_at_top", lambda: False)
+    monkeypatch.setattr(launch_check, "v1_keys", set)
+    monkeypatch.setattr(launch_check, "knows_sequence_parallel", lambda: True)  # not an accelerate of 2025
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def model(tmp_path_factory):
 
 def told(engine, model, *, sp_size=2, ranks=2, cuda=2, script=None, **changes):
     base = {**HF, "model_name_or_path": model} if engine == "hf" else {**V1, "model": model}
-    return list(complaints(engine, Run({**base, **changes}, sp_size, ranks, cuda, script=script)))
+    return list(complaints(engine, Launch({**base, **changes}, sp_size, ranks, cuda, script=script)))
 
 
 @pytest.mark.parametrize("cuda", [0, 2])
@@ -69,8 +69,8 @@ def test_hf_is_launched(model, cuda):
         ({"sp_size": 4, "ranks": 6}, "SP_SIZE=4 does not divide NPROC * NNODES = 6"),
         ({"sp_size": 3, "ranks": 3, "block_size": 63}, "4 attention heads are not divisible by SP_SIZE=3"),
         ({"ranks": 4, "cuda": 0}, "gloo needs SP_SIZE = NPROC * NNODES on the CPU, and these are 2 and 4"),
-        ({"optim": "adamw_torch"}, "optim: adamw_torch. Say optim: muon"),
-        ({"optim": None}, "optim: None. Say optim: muon"),
+        ({"optim": "adamw_torch"}, "optim: adamw_torch. Set optim: muon"),
+        ({"optim": None}, "optim: None. Set optim: muon"),
         ({"deepspeed": None}, "deepspeed is missing: name a DeepSpeed config"),
         ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json is not a file, seen from"),
         ({"optim_args": "momentun=0.9"}, "'momentun' is not an option of muon. Did you mean 'momentum'?"),
@@ -93,16 +93,16 @@ def test_hf_is_refused(model, changes, sentence):
 
 
 def test_missing_packages_are_named(model, monkeypatch):
-    monkeypatch.setattr(ulysses_launch, "_installed", lambda name: name not in ("deepspeed", "flash_attn"))
+    monkeypatch.setattr(launch_check, "_installed", lambda name: name not in ("deepspeed", "flash_attn"))
     assert told("hf", model) == ["deepspeed is not installed: pip install 'hf_muon[deepspeed]'"]
     assert [line for line in told("llamafactory", model) if "needs the package flash-attn" in line]
-    monkeypatch.setattr(ulysses_launch, "_installed", lambda name: name != "llamafactory")
+    monkeypatch.setattr(launch_check, "_installed", lambda name: name != "llamafactory")
     assert told("llamafactory", model) == ["llamafactory is not installed"]
 
 
 @pytest.mark.parametrize("at_top", [False, True])
 def test_llamafactory_is_launched(model, at_top, monkeypatch):
-    monkeypatch.setattr(ulysses_launch, "cp_keys_at_top", lambda: at_top)
+    monkeypatch.setattr(launch_check, "cp_keys_at_top", lambda: at_top)
     top = {"dist_config": {"name": "fsdp2"}, "cp_mode": "ulysses", "cp_size": 2}
     assert told("llamafactory", model, **(top if at_top else {})) == []
     (line,) = told("llamafactory", model, **({} if at_top else top))  # the other version's layout
@@ -114,7 +114,7 @@ def test_llamafactory_is_launched(model, at_top, monkeypatch):
     [
         ({"cuda": 0}, "LLaMA-Factory's Ulysses needs CUDA, and torch sees no GPU. Use ENGINE=hf"),
         ({"flash_attn": "sdpa"}, "flash_attn: sdpa. LLaMA-Factory's Ulysses acts in flash attention only"),
-        ({"optim_config": {"name": "adamw"}}, "Say optim_config: {name: muon}"),
+        ({"optim_config": {"name": "adamw"}}, "Set optim_config: {name: muon}"),
         ({"dist_config": None}, "every rank would train on the gradient of its own part"),
         ({"dist_config": {"name": "deepspeed", "cp_size": 2}}, "dist_config is not fsdp2"),
         ({"dist_config": {"name": "fsdp2", "cp_size": 4}}, "cp_size is 4 in dist_config, and SP_SIZE is 2"),
@@ -131,14 +131,14 @@ def test_llamafactory_is_refused(model, changes, sentence):
 
 def test_an_unknown_engine_is_an_error(model):
     with pytest.raises(ValueError, match="ENGINE=megatron: valid are hf, llamafactory"):
-        list(complaints("megatron", Run({}, 2, 2, 0)))
+        list(complaints("megatron", Launch({}, 2, 2, 0)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed")
 def test_what_the_installed_llamafactory_reads(model, monkeypatch):
     monkeypatch.undo()
-    assert ulysses_launch.cp_keys_at_top() is False  # 0.9.5
-    assert {"model", "train_dataset", "optim_config", "cutoff_len"} <= ulysses_launch.v1_keys()
+    assert launch_check.cp_keys_at_top() is False  # 0.9.5
+    assert {"model", "train_dataset", "optim_config", "cutoff_len"} <= launch_check.v1_keys()
     lines = told("llamafactory", model, cutof_len=3)
     assert "cutof_len is not a setting of this run. Did you mean cutoff_len?" in lines
 
@@ -159,7 +159,7 @@ def test_what_the_installed_llamafactory_reads(model, monkeypatch):
     ],
 )
 def test_models(config, implementation, size, sentence):
-    found = list(ulysses.model_complaints(config, size, implementation))
+    found = list(refusals.model_complaints(config, size, implementation))
     assert (found == []) if sentence is None else any(sentence in line for line in found)
 
 
@@ -271,7 +271,7 @@ class TestWords:
         def run(*words, config=ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml"):
             small = ["--model_name_or_path", model, "--block_size", "64"]
             flags = ["--nproc", "2", "--sp-size", "2", "--config", str(config), "--root", str(ROOT), "--train", ""]
-            code = ulysses_launch.main(["hf", *flags, "--", *words, *small])
+            code = launch.main(["hf", *flags, "--", *words, *small])
             shown = capsys.readouterr()
             refused = [line for line in shown.err.splitlines() if line.startswith("run_ulysses.sh")]
             return code, shown.out.splitlines(), refused
@@ -332,18 +332,18 @@ class TestWords:
             read_settings(str(path), [("cutoff_len.x", "1")])
 
     def test_each_engine_reads_its_own_form(self):
-        run = Run({}, 2, 2, 0, read_overrides(["--a", "1", "b.c=2", "--d", "--e=x=y"]))
-        assert ulysses_launch.words("hf", run) == ["--a=1", "--b.c=2", "--d", "--e=x=y"]
-        assert ulysses_launch.words("llamafactory", run) == ["a=1", "b.c=2", "d=true", "e=x=y"]
+        run = Launch({}, 2, 2, 0, read_overrides(["--a", "1", "b.c=2", "--d", "--e=x=y"]))
+        assert launch.words("hf", run) == ["--a=1", "--b.c=2", "--d", "--e=x=y"]
+        assert launch.words("llamafactory", run) == ["a=1", "b.c=2", "d=true", "e=x=y"]
 
 
 def test_environment():
-    assert environment("llamafactory", Run({}, 2, 2, 2)) == {"USE_V1": "1", "FORCE_TORCHRUN": "1"}
-    found = environment("hf", Run({}, 2, 2, 0))
+    assert launch.environment("llamafactory", Launch({}, 2, 2, 2)) == {"USE_V1": "1", "FORCE_TORCHRUN": "1"}
+    found = launch.environment("hf", Launch({}, 2, 2, 0))
     assert found["PARALLELISM_CONFIG_SP_SIZE"] == "2"
     assert found["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] == "sdpa"
     assert found["DS_ACCELERATOR"] == "cpu"
-    assert "DS_ACCELERATOR" not in environment("hf", Run({}, 2, 2, 2))
+    assert "DS_ACCELERATOR" not in launch.environment("hf", Launch({}, 2, 2, 2))
 
 
 def test_settings(tmp_path):
@@ -361,9 +361,9 @@ def test_settings(tmp_path):
 
 def test_positions_are_added_and_kept():
     ids = torch.zeros(2, 4, dtype=torch.long)
-    assert torch.equal(ulysses.complete({"input_ids": ids})["position_ids"], torch.arange(4).expand(2, -1))
+    assert torch.equal(batches.complete({"input_ids": ids})["position_ids"], torch.arange(4).expand(2, -1))
     given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
-    assert ulysses.complete(given) is given
+    assert batches.complete(given) is given
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_positions_are_added_and_kept():
 )
 def test_masks_that_would_be_dropped(mask, sentence):
     with pytest.raises(ValueError, match=sentence):
-        ulysses.complete({"input_ids": torch.zeros(2, 3), "attention_mask": mask})
+        batches.complete({"input_ids": torch.zeros(2, 3), "attention_mask": mask})
 
 
 def test_rows_are_lengthened():
@@ -386,7 +386,7 @@ def test_rows_are_lengthened():
         "attention_mask": torch.tensor([[1, 1, 1]]),
         "names": ["one"],
     }
-    found = ulysses.lengthened(batch, 5)
+    found = batches.lengthened(batch, 5)
     assert found["input_ids"].tolist() == [[7, 8, 9, 0, 0]]
     assert found["labels"].tolist() == [[7, 8, 9, -100, -100]]
     assert found["position_ids"].tolist() == [[0, 0, 1, 2, 3]]
@@ -407,13 +407,13 @@ class Adapter:
 
 @pytest.mark.parametrize("count", range(5))
 def test_skipped_batches(count):
-    loader = ulysses.ShardedLoader([1, 2, 3], Adapter, 2)
+    loader = batches.ShardedLoader([1, 2, 3], Adapter, 2)
     assert len(loader) == 6
     assert list(loader.skipping(count)) == list(loader)[count:]
 
 
 def test_an_epoch_starts_anew():
-    loader = ulysses.ShardedLoader([1, 2], Adapter, 2)
+    loader = batches.ShardedLoader([1, 2], Adapter, 2)
     epoch = iter(loader)
     assert [next(epoch) for _ in range(len(loader))] == list(loader)  # asked for no more, as Trainer does
 
@@ -422,7 +422,7 @@ def test_texts_stay_apart():
     def attend(module, query, key, value, attention_mask, **kwargs):
         return attention_mask
 
-    within = ulysses._texts_apart(attend)
+    within = within_texts(attend)
     query = torch.zeros(1, 1, 4, 2)
     assert within(None, query, query, query, None, position_ids=torch.arange(4)[None]) is None
     mask = within(None, query, query, query, None, position_ids=torch.tensor([[0, 1, 0, 1]]))
@@ -439,29 +439,29 @@ def trainer():
 
 @pytest.fixture
 def versions(monkeypatch):
-    monkeypatch.setattr(ulysses.importlib.metadata, "version", lambda name: "9")
+    monkeypatch.setattr(gradients.importlib.metadata, "version", lambda name: "9")
 
 
 @pytest.mark.parametrize(("measured", "factor"), [([1.0, 1.001], 1), ([4.0, 3.99], 4), ([0.25, 0.25], 0.25)])
 def test_known_factors(trainer, versions, monkeypatch, measured, factor):
-    monkeypatch.setattr(ulysses, "_measure", lambda *_: measured)
-    assert ulysses.factor_of(trainer, print) == factor
+    monkeypatch.setattr(gradients, "_measure", lambda *_: measured)
+    assert gradients.factor_of(trainer, print) == factor
 
 
 @pytest.mark.parametrize("measured", [[2.0, 2.0], [1.0, 4.0], [0.0, 0.0], [float("nan")] * 2])
 def test_unknown_factors_are_refused(trainer, versions, monkeypatch, measured):
-    monkeypatch.setattr(ulysses, "_measure", lambda *_: measured)
+    monkeypatch.setattr(gradients, "_measure", lambda *_: measured)
     with pytest.raises(RuntimeError, match="which nothing known explains"):
-        ulysses.factor_of(trainer, print)
+        gradients.factor_of(trainer, print)
 
 
 def test_a_measurement_that_fails_is_refused(trainer, versions):
     with pytest.raises(RuntimeError, match="could not be measured"):
-        ulysses.factor_of(trainer, print)
+        gradients.factor_of(trainer, print)
 
 
 def test_a_loop_of_ones_own_is_refused():
     mpu = SimpleNamespace(initialize_sequence_parallel=None)
     with pytest.raises(RuntimeError, match="through transformers' Trainer only"):
-        ulysses.refuse_uncorrected(mpu, object())
-    ulysses.refuse_uncorrected(None, object())
+        refusals.refuse_uncorrected(mpu, object())
+    refusals.refuse_uncorrected(None, object())

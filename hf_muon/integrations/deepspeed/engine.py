@@ -20,7 +20,7 @@ from hf_muon.integrations.deepspeed.gradients import hide_name, mend_gradients
 from hf_muon.integrations.deepspeed.loading import check_before_loading
 from hf_muon.integrations.deepspeed.partitions import read_partitions, version
 from hf_muon.integrations.deepspeed.saving import write_latest_last
-from hf_muon.integrations.ulysses.hooks import refuse_uncorrected
+from hf_muon.integrations.ulysses.refusals import refuse_uncorrected
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 

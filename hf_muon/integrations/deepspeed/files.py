@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_muon.integrations.checkpoint_files import archive_damage
+from hf_muon.integrations.archives import archive_damage
 
 LABEL = "hf_muon_file"
 CHUNK = 1 << 22

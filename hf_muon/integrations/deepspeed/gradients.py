@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.muon import Muon
-
-OURS = "_from_hf_muon"
 
 
 class OrthogonalizedMomentum(Muon):

@@ -31,7 +31,8 @@ from hf_muon.integrations.deepspeed.files import (
 )
 from hf_muon.integrations.deepspeed.order import differing_masters, moved, options_to_set
 from hf_muon.integrations.deepspeed.partitions import is_swapped
-from hf_muon.integrations.deepspeed.saving import OURS, binder, replaced, swap_folder
+from hf_muon.integrations.deepspeed.saving import binder, replaced, swap_folder
+from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state_check import load_complaints

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.integrations.deepspeed.files import labelled, write_checksums
+from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
-
-OURS = "_from_hf_muon"
 
 
 def write_latest_last(engine: Any) -> None:

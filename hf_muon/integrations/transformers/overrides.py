@@ -1,4 +1,4 @@
-"""Settings of a YAML file, with those of a command line in their place."""
+"""Settings of a YAML file, with those of a command line in their place: what `ulysses.launch` reads and hands on."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 Settings = dict[str, Any]
 Override = tuple[str, str | None]
-"""A key, whose parts are joined by dots, and its value as text; None for a bare flag, which means true."""
+"""A key, with dots between its parts, and its value as text; None for a bare flag, which means true."""
 
 
 def read_overrides(words: Sequence[str]) -> list[Override]:
-    """Return keys and values of a command line: `--key value`, `--key=value`, `key=value`, or `--key` alone.
+    """Return the keys and values of a command line: `--key value`, `--key=value`, `key=value`, or `--key` alone.
 
     Raises:
         ValueError: a word that is none of these.
     """
     overrides: list[Override] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
         if not key or not (equals or word.startswith("--")):
             raise ValueError(f"{word!r} is neither --key value nor key=value")
         value: str | None = text if equals else None
-        if value is None and left and not _begins_anew(key, left[0]):
-            value = left.pop(0)
+        if value is None and rest and not _is_override(key, rest[0]):
+            value = rest.pop(0)
         overrides.append((key, value))
     return overrides
 
 
-def _begins_anew(key: str, word: str) -> bool:
+def _is_override(key: str, word: str) -> bool:
     """Return whether the word after `--key` is an override of its own, and no value."""
     if key.rpartition(".")[2].endswith(("_args", "_kwargs")):
         return word.startswith("--")  # `--optim_args momentum=0.9`: such values are key=value themselves
@@ -40,7 +40,7 @@ def _begins_anew(key: str, word: str) -> bool:
 
 
 def read_settings(path: str, overrides: Sequence[Override]) -> Settings:
-    """Return the settings of a YAML file, with others in their place.
+    """Return the settings of a YAML file, with the overrides in their place.
 
     Raises:
         ValueError: a file that cannot be read, or an override that does not fit into it.

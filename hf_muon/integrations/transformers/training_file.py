@@ -1,6 +1,6 @@
-"""Training files (YAML or JSON) of transformers, TRL and LLaMA-Factory: their options of Muon, and what refuses them.
+"""Training files (YAML or JSON) of transformers, TRL and LLaMA-Factory: their options, and why runs are refused.
 
-The functions that refuse a run when it starts are called here with the arguments that the file gives the run. What
+The functions that refuse a run when it starts are called here, with the arguments that the run gets from the file. What
 depends on the machine alone, such as GPUs and installed packages, is not checked.
 """
 
@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
-from hf_muon.integrations.llamafactory.hooks import MEGATRON, refuse_rivals
-from hf_muon.integrations.transformers.hooks import NAME, config_from_arguments
-from hf_muon.integrations.transformers.layouts import refuse_unsupported
+from hf_muon.integrations.llamafactory.v0.refusals import MEGATRON, refuse_rivals
+from hf_muon.integrations.llamafactory.v1 import refusals as llamafactory_v1
+from hf_muon.integrations.llamafactory.v1.handler import config_from
+from hf_muon.integrations.names import NAME, is_set
+from hf_muon.integrations.transformers.handler import config_from_arguments
+from hf_muon.integrations.transformers.refusals import refuse_unsupported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, Any]
 
-# What tells a YAML of LLaMA-Factory v0, which trains LoRA factors unless it says otherwise, from one of another script.
+# Keys by which a YAML of LLaMA-Factory v0 is recognized. Its default is LoRA, that of other scripts is not.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
-# The fields of TrainingArguments that decide about Muon. Others may not go with this machine, such as bf16 or tf32.
+# The fields of TrainingArguments that decide about Muon. Others, such as bf16 or tf32, may fail on this machine.
 _OPTIONS = (
     "learning_rate",
     "weight_decay",
@@ -40,7 +42,7 @@ _OPTIONS = (
     "optim_target_modules",
 )
 _LAYOUT = ("fsdp", "fsdp_config", "label_smoothing_factor")
-# The first two start a process group, the others are accelerate's way to say what a file says here.
+# The first three start a process group; the others are accelerate's way to ask for what a file asks for here.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 
 
@@ -48,7 +50,7 @@ def read_training_file(path: Path) -> dict[str, Any]:
     """Return the keys and values of a file.
 
     Raises:
-        ValueError: it cannot be read, holds something else, or names no model.
+        ValueError: a file that cannot be read, holds something else, or names no model.
     """
     import yaml
 
@@ -85,7 +87,7 @@ def optimizer_of(settings: Settings) -> str | None:
 
 
 def options_of(settings: Settings) -> MuonConfig:
-    """Return the options with which a run would start; without those that are another optimizer's.
+    """Return the options of Muon with which a run would start, leaving out those of another optimizer.
 
     Raises:
         ValueError: an option that is unknown, cannot be read or is out of range.
@@ -93,14 +95,15 @@ def options_of(settings: Settings) -> MuonConfig:
     if is_llamafactory_v1(settings):
         rate = settings.get("learning_rate")
         options = _section(settings, "optim_config") if optimizer_of(settings) == NAME else {}
-        return llamafactory_v1.config_from(options if rate is None else {"lr": rate, **options})
+        return config_from(options if rate is None else {"lr": rate, **options})
     return config_from_arguments(_training_arguments(settings, _OPTIONS))
 
 
 def refusals(settings: Settings) -> list[str]:
-    """Return why `optim: muon` would be refused when the run starts; nothing where it would train.
+    """Return why `optim: muon` would be refused when the run starts; an empty list where it would train.
 
-    Settings are those of `read_training_file`, and `options_of` has accepted them.
+    Args:
+        settings: of `read_training_file`; `options_of` has accepted them.
     """
     complaints = []
     for check in _v1_checks if is_llamafactory_v1(settings) else _trainer_checks:
@@ -112,7 +115,7 @@ def refusals(settings: Settings) -> list[str]:
 
 
 def unknown_optimizer(settings: Settings) -> list[str]:
-    """Return that the optimizer which a file names is none of TrainingArguments', where that is so."""
+    """Return a complaint if the optimizer that a file names is unknown to TrainingArguments."""
     from transformers.training_args import OptimizerNames
 
     name = optimizer_of(settings)
@@ -148,9 +151,9 @@ _v1_checks = (_check_v1,)
 
 def _check_rivals(settings: Settings) -> None:
     arguments = _identifiers(settings)
-    if is_llamafactory(settings):  # its parser sets these by the environment
+    if is_llamafactory(settings):  # its parser sets these from the environment
         for option, (variable, _) in MEGATRON.items():
-            arguments[option] = os.environ.get(variable, "").lower() in ("1", "true", "y")
+            arguments[option] = is_set("llamafactory", variable)
     refuse_rivals(SimpleNamespace(**arguments))
 
 
@@ -184,18 +187,18 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
     """Return transformers' own arguments, with some fields of a file.
 
     Raises:
-        ValueError: what TrainingArguments refuse, and options of Muon that are not valid.
+        ValueError: fields that TrainingArguments refuse, and options of Muon that are not valid.
     """
     from transformers import TrainingArguments
 
-    given = {key: copy.deepcopy(settings[key]) for key in fields if settings.get(key) is not None}
+    values = {key: copy.deepcopy(settings[key]) for key in fields if settings.get(key) is not None}
     if optimizer_of(settings) not in (NAME, None):
-        given.pop("optim_args", None)
+        values.pop("optim_args", None)
     with _own_environment():
         try:
-            args = TrainingArguments(output_dir="unused", optim=NAME, use_cpu=True, report_to=[], **given)
+            args = TrainingArguments(output_dir="unused", optim=NAME, use_cpu=True, report_to=[], **values)
         except (OSError, TypeError) as error:
-            raise ValueError(f"{error}, in what TrainingArguments take: {', '.join(given)}") from error
+            raise ValueError(f"{error}, in what TrainingArguments take: {', '.join(values)}") from error
     parallelism = settings.get("parallelism_config")
     if isinstance(parallelism, Mapping):
         args.parallelism_config = SimpleNamespace(**_identifiers(parallelism))
@@ -203,10 +206,10 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
 
 
 def _deepspeed_config(value: Any) -> Mapping[str, Any] | None:
-    """Return the DeepSpeed config that `deepspeed:` means, as accelerate reads it.
+    """Return the DeepSpeed config that `deepspeed:` names or holds, as accelerate reads it.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: a config that cannot be read.
     """
     if not value:
         return None
@@ -231,7 +234,7 @@ def _identifiers(settings: Settings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """Keep what TrainingArguments and accelerate read from and leave in the process apart from the caller's."""
+    """Hide a launcher's variables from TrainingArguments and accelerate, and undo what these leave in the process."""
     from accelerate.state import PartialState  # type: ignore[import-untyped]
 
     variables = dict(os.environ)

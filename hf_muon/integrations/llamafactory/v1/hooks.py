@@ -1,0 +1,97 @@
+"""What is patched in LLaMA-Factory v1: its registry of optimizers, and its TrainingArguments."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
+from hf_muon.integrations.llamafactory.v1.refusals import refuse_unsupported
+from hf_muon.integrations.names import NAME, is_ours, mark
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_muon.optimizer.muon import Muon
+
+
+def patch_optimizers(module: ModuleType) -> Callable[[], None] | None:
+    """Register `muon`, in place of the one that newer sources have.
+
+    Args:
+        module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5,
+            `...trainer_plugins.optimizers.optimizer` in newer sources.
+    """
+    plugin = module.OptimizerPlugin
+    registry: dict[str, Any] = plugin._registry
+    if is_ours(_function_of(registry.get(NAME))):
+        return None
+    # In 0.9.5 looking a name up leaves an empty entry behind, and registering over an entry logs a warning.
+    theirs = registry.pop(NAME, None)
+    replaced = _function_of(theirs) is not None
+
+    def muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
+        if replaced:
+            _log_replacement()
+        return create_optimizer(model, optim_config)
+
+    plugin(NAME).register()(mark(muon))
+
+    def undo() -> None:
+        registry.pop(NAME, None)
+        if theirs is not None:
+            registry[NAME] = theirs
+
+    return undo
+
+
+def _function_of(entry: Any) -> Any:
+    """Return the function of a registry's entry: 0.9.5 keeps a dict of methods, newer sources the function itself."""
+    return entry.get("__call__") if isinstance(entry, dict) else entry
+
+
+def _log_replacement() -> None:
+    from hf_muon.config import MuonConfig
+    from hf_muon.diagnostics.log import is_rank_zero, logger
+
+    if is_rank_zero():
+        betas = "|".join(map(str, MuonConfig.adamw_betas))
+        logger().info(
+            "hf_muon's muon runs instead of LLaMA-Factory's own; what optim_config leaves out has hf_muon's defaults "
+            "(weight_decay %s, adamw_betas %s). HF_MUON_AUTOLOAD=0 gives you theirs",
+            MuonConfig.weight_decay,
+            betas,
+        )
+
+
+def patch_training_arguments(module: ModuleType) -> Callable[[], None] | None:
+    """Check `optim_config` and `dist_config` as soon as TrainingArguments are made, and complete `optim_config`.
+
+    It receives the learning rate, which 0.9.5 does not hand to optimizers, and a file in `output_dir` for diagnostics.
+    """
+    arguments = module.TrainingArguments
+    post_init = arguments.__post_init__
+    if is_ours(post_init):
+        return None
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        from hf_muon.diagnostics.metrics import FILE
+
+        post_init(self, *args, **kwargs)
+        if self.optim_config is not None and self.optim_config.get("name") == NAME:
+            self.optim_config.setdefault("lr", self.learning_rate)
+            if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
+                self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
+            config_from(self.optim_config)
+            refuse_unsupported(self)
+
+    arguments.__post_init__ = mark(checked_post_init)
+
+    def undo() -> None:
+        arguments.__post_init__ = post_init
+
+    return undo

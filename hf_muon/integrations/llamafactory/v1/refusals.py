@@ -1,0 +1,86 @@
+"""What `optim_config: {name: muon}` refuses of a run of LLaMA-Factory v1."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INTERFACE = "llamafactory.v1.accelerator.interface"
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise where a run of LLaMA-Factory v1 would train something that is not Muon.
+
+    Args:
+        args: v1's TrainingArguments, of 0.9.5 (context parallel keys in `dist_config`) or newer (at the top level).
+
+    Raises:
+        ValueError: context parallelism without FSDP2, or with a size that is no number of ranks.
+        RuntimeError: a `dist_config` in which this version has not been shown to step.
+    """
+    dist_config = args.dist_config or {}
+    name = dist_config.get("name")
+    sizes = [keys("cp_size", 1) or 1 for keys in (dist_config.get, functools.partial(_get, args))]
+    for size in sizes:
+        if not str(size).isdigit():
+            raise ValueError(f"cp_size: {size} is no number of ranks")
+    ranks = max(map(int, sizes))
+    if ranks > 1 and name != "fsdp2":
+        raise _partial_gradients(ranks)
+    if name not in (None, "fsdp2"):
+        raise RuntimeError(
+            f"optim_config: muon does not run under dist_config: {name} in this version of hf_muon. Leave dist_config "
+            "out for one process or DDP, or write dist_config: {name: fsdp2}. DeepSpeed works in v0: "
+            "llamafactory-cli train without USE_V1, with optim: muon"
+        )
+    if dist_config.get("offload_params"):
+        raise RuntimeError(
+            "optim_config: muon does not run with offload_params: true, FSDP2 with its parameters on the CPU, in this "
+            "version of hf_muon. Leave offload_params out, or choose another optimizer"
+        )
+
+
+def _get(args: Any, name: str, default: Any) -> Any:
+    return getattr(args, name, default)
+
+
+def _partial_gradients(ranks: int) -> ValueError:
+    return ValueError(
+        f"cp_size: {ranks} needs dist_config: {{name: fsdp2}}. Without it nothing sums the gradients of the {ranks} "
+        "parts of a sequence: every rank would train a model of its own on its part, with a loss that looks normal. "
+        "Write name: fsdp2 in dist_config, or remove cp_size"
+    )
+
+
+def refuse_partial_gradients(model: nn.Module) -> None:
+    """Raise where plain parameters on several ranks have nobody who reduces their gradients, whatever the arguments.
+
+    Raises:
+        ValueError: context parallelism without FSDP2.
+        RuntimeError: a model that is neither wrapped in DDP nor sharded.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hf_muon.diagnostics.log import has_process_group
+    from hf_muon.storage.tensors import is_dtensor
+
+    if not (has_process_group() and dist.get_world_size() > 1):
+        return
+    if any(is_dtensor(param) for param in model.parameters()):
+        return
+    interface = sys.modules.get(INTERFACE)
+    if interface is not None:
+        ranks = interface.DistributedInterface().get_world_size(interface.Dim.CP)
+        if ranks > 1:
+            raise _partial_gradients(ranks)
+    if not isinstance(model, DistributedDataParallel):
+        raise RuntimeError(
+            f"{dist.get_world_size()} processes train a {type(model).__name__} that is neither wrapped in DDP nor "
+            "sharded: nothing would reduce its gradients, and each would train a model of its own. Leave dist_config "
+            "out for DDP, or write dist_config: {name: fsdp2}"
+        )

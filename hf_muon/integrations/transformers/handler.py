@@ -1,0 +1,75 @@
+"""From TrainingArguments to a `Muon`: what transformers calls for `optim: muon`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_muon.integrations.transformers.layout import replicate_group
+from hf_muon.integrations.transformers.refusals import refuse_plain_shards, refuse_unsupported, warn_of_fsdp
+from hf_muon.integrations.ulysses.layout import CORRECTED
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+    from transformers.trainer_optimizer import OptimizerContext
+
+    from hf_muon.config import MuonConfig
+    from hf_muon.optimizer.muon import Muon
+
+# The rest of the package is imported where it is used: processes without `optim: muon` do not load it.
+
+
+def optimizer_handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
+    """Return what transformers makes the optimizer with, and the keyword arguments of that.
+
+    With a model, a factory that transformers calls as ``factory()(model, **kwargs)``; without one, a class for
+    ready-made param groups.
+    """
+    from hf_muon.diagnostics.metrics import FILE
+
+    config = config_from_arguments(context.args, context.optim_args)
+    if config.diagnostics_file is None:
+        file = os.path.join(context.args.output_dir or "", FILE)
+        config = config.replace({"diagnostics_file": file})
+    refuse_unsupported(context.args)
+    refuse_plain_shards(context.model)
+    warn_of_fsdp(context.args)
+    options = {"config": config, "replicate_group": replicate_group(context.model)}
+    if context.model is None:
+        from hf_muon.integrations.transformers.ready_groups import MuonOfGroups
+
+        return MuonOfGroups, options
+
+    return lambda: _build, options
+
+
+def _build(model: nn.Module, **options: Any) -> Muon:
+    from hf_muon.build import build_optimizer
+
+    optimizer = build_optimizer(model, **options)
+    CORRECTED.add(optimizer)
+    return optimizer
+
+
+def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str] | None = None) -> MuonConfig:
+    """Return the options of a run: the fields of TrainingArguments, replaced by what `optim_args` says.
+
+    Raises:
+        ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range.
+    """
+    from hf_muon.config import MuonConfig
+    from hf_muon.optim_args import parse_optim_args
+
+    config = MuonConfig.from_mapping(
+        {
+            # PyYAML reads 1e-5 as text, and transformers passes that on.
+            "lr": args.learning_rate,
+            "weight_decay": args.weight_decay,
+            "adamw_betas": (float(args.adam_beta1), float(args.adam_beta2)),
+            "adamw_eps": args.adam_epsilon,
+            "optim_target_modules": args.optim_target_modules or None,
+        }
+    )
+    return config.replace(parse_optim_args(args.optim_args) if optim_args is None else optim_args)

@@ -1,0 +1,148 @@
+"""What `optim: muon` refuses of a Trainer run, and what it warns of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from hf_muon.integrations.names import is_set
+from hf_muon.integrations.transformers.layout import (
+    accelerator_state,
+    asks_for_fsdp,
+    axis_size,
+    fsdp_version,
+    offloads,
+)
+from hf_muon.integrations.ulysses import refusals as ulysses
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+
+# What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
+OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
+
+
+def refuse_old_versions() -> None:
+    """Raise where a package is older than what `optim: muon` needs; its first use would fail somewhere else.
+
+    Raises:
+        RuntimeError: the package, its version, and the oldest one that works.
+    """
+    for package, oldest in OLDEST.items():
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if is_older(installed, oldest):
+            raise RuntimeError(
+                f"optim: muon needs {package} {oldest} or newer, and {installed} is installed. "
+                f'Run: pip install "{package}>={oldest}"'
+            )
+
+
+def is_older(version: str, oldest: str) -> bool:
+    """Return whether a version precedes another one. A pre-release counts as the release that it leads to."""
+    return Version(Version(version).base_version) < Version(oldest)
+
+
+def refuse_unsupported(args: TrainingArguments, fsdp_plugin: Any = None) -> None:
+    """Raise where this version would train something that is not Muon.
+
+    Args:
+        args: of the run.
+        fsdp_plugin: accelerate's, where no Accelerator has been made yet.
+
+    Raises:
+        RuntimeError: the layout that was asked for, and what to do instead.
+    """
+    layout, advice = None, "Train on one process, with DDP or with FSDP2, or choose another optimizer."
+    state = accelerator_state()
+    kind = state.distributed_type.value if state else None
+    sequence = [axis for axis in ("cp", "sp") if axis_size(args, axis) > 1]
+    if getattr(args, "deepspeed", None) or is_set("accelerate", "ACCELERATE_USE_DEEPSPEED") or kind == "DEEPSPEED":
+        refuse_deepspeed(args)
+        if sequence == ["sp"]:
+            ulysses.refuse_arguments(args)
+            sequence = []
+    if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
+        layout = "Megatron-LM, which brings an optimizer of its own"
+    elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
+        layout = "SageMaker's model parallelism"
+    elif sequence:
+        layout = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sequence)}) in this version of hf_muon"
+        if sequence == ["sp"]:
+            layout += " without DeepSpeed"
+            advice = "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh."
+    elif getattr(args, "fsdp", None) and isinstance(args.fsdp_config, dict) and args.fsdp_config.get("xla"):
+        layout = "FSDP on XLA, which cuts matrices into slices"
+    elif asks_for_fsdp(args) and fsdp_version(args) == 1:
+        layout = "FSDP version 1, which keeps flat slices in which matrices have lost their shape"
+        advice = (
+            'Say version 2: fsdp_config={"version": 2} in TrainingArguments, fsdp_version: 2 in the fsdp_config of an '
+            "accelerate config file, or accelerate launch --fsdp_version 2."
+        )
+    elif offloads(getattr(state, "fsdp_plugin", None) or fsdp_plugin):
+        layout = "FSDP2 with its parameters on the CPU (offload) in this version of hf_muon"
+        advice = "Leave cpu_offload and fsdp_offload_params out, or choose another optimizer."
+    if layout:
+        raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
+
+
+def refuse_plain_shards(model: nn.Module | None) -> None:
+    """Raise for tensor parallelism in plain tensors, as transformers had it before it used DTensors.
+
+    Raises:
+        RuntimeError: a shard would be orthogonalized as if it were the matrix.
+    """
+    ranks = getattr(model, "_tp_size", None) or 1
+    if model is None or ranks == 1:
+        return
+    from hf_muon.storage.tensors import is_dtensor
+
+    if not any(is_dtensor(param) for param in model.parameters()):
+        raise RuntimeError(
+            f"optim: muon does not run under the tensor parallelism of this transformers: it cuts matrices for {ranks} "
+            "ranks into plain tensors, which do not say what they are part of. Use a transformers that shards into "
+            "DTensors (5.23 does), or train with FSDP2."
+        )
+
+
+def refuse_deepspeed(args: TrainingArguments) -> None:
+    """Raise where the run's DeepSpeed config, if there is one, holds something that Muon does not work with.
+
+    Raises:
+        RuntimeError: every complaint.
+    """
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        from hf_muon.integrations.deepspeed.engine import refuse_arguments
+
+        refuse_arguments(args)
+
+
+def warn_of_fsdp(args: TrainingArguments) -> None:
+    """Log on rank 0 where FSDP was asked for and does not run, or saves what it cannot load again."""
+    from hf_muon.diagnostics.log import is_rank_zero, logger
+
+    state = accelerator_state()
+    if state is None or not is_rank_zero():
+        return
+    kind = state.distributed_type.value
+    if kind != "FSDP" and asks_for_fsdp(args):
+        logger().warning(
+            "FSDP was asked for, and accelerate runs %s: nothing is sharded, each process holds the whole model. "
+            "accelerate has FSDP on GPUs and other accelerators only, in processes of their own (torchrun, "
+            "accelerate launch)",
+            "one process" if kind == "NO" else f"DDP ({kind})",
+        )
+    sharded = "SHARDED" in str(getattr(getattr(state, "fsdp_plugin", None), "state_dict_type", ""))
+    version = importlib.metadata.version("accelerate")
+    if sharded and is_older(version, "1.13"):
+        logger().warning(
+            "accelerate %s saves the sharded moments of any optimizer and cannot load them again: a resumed run will "
+            "be refused. Set FSDP_STATE_DICT_TYPE=FULL_STATE_DICT in the environment (fsdp_state_dict_type in an "
+            "accelerate config file), or use accelerate 1.13 or newer",
+            version,
+        )

@@ -1,0 +1,132 @@
+"""Batches under sequence parallelism: completed for DeepSpeed's adapter, which hands out parts of sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def complete(batch: Any) -> Any:
+    """Return a whole batch with the `position_ids` that DeepSpeed needs.
+
+    Without any, a row is one text from its first token on, as it is for the model itself.
+
+    Raises:
+        ValueError: padding on the left, or a mask that says more than where the padding is.
+    """
+    import torch
+
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return batch
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if mask.dim() != 2:
+            raise ValueError(f"attention_mask of shape {tuple(mask.shape)} under sequence parallel, which drops it")
+        if bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ValueError(
+                "padding on the left under sequence parallel, where attention masks are dropped and padding would be "
+                'attended to. Set tokenizer.padding_side = "right"'
+            )
+    if "position_ids" in batch:
+        return batch
+    ids = batch["input_ids"]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1).contiguous()
+    return {**batch, "position_ids": positions}
+
+
+def lengthened(batch: Any, length: int) -> Any:
+    """Return a whole batch with longer rows, padded on the right with tokens that no text attends to or learns.
+
+    Args:
+        batch: with `input_ids` of shape (rows, tokens); its other tensors of two dims are padded alike.
+        length: tokens of a row; not less than before.
+    """
+    import torch
+
+    before = batch["input_ids"].shape[1]
+    result = dict(batch)
+    for name, value in batch.items():
+        if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == before < length:
+            padding = value.new_full((value.shape[0], length - before), -100 if name == "labels" else 0)
+            if name == "position_ids":  # positions that restart would begin another text
+                padding = value[:, -1:] + torch.arange(1, length - before + 1, device=value.device)
+            result[name] = torch.cat([value, padding], 1)
+    return result
+
+
+class CompletedBatches:
+    """What DeepSpeed's adapter reads: complete batches, whose rows are equally long on all ranks of a group.
+
+    Their length is a multiple of the group's size.
+
+    Args:
+        loader: of whole sequences.
+        device: to agree on a length on.
+        skip: batches to leave out at the beginning.
+    """
+
+    def __init__(self, loader: Any, device: torch.device, skip: int = 0) -> None:
+        self.loader, self.device, self.skip = loader, device, skip
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+        import torch.distributed as dist
+        from deepspeed.utils import groups
+
+        group = groups._get_sequence_parallel_group()
+        size = dist.get_world_size(group)
+        for batch in itertools.islice(self.loader, self.skip, None):
+            whole = complete(batch)
+            if isinstance(whole, Mapping) and "input_ids" in whole:
+                # Every rank reads a batch of its own, and all take part in each of them.
+                longest = torch.tensor([whole["input_ids"].shape[1]], device=self.device)
+                dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+                whole = lengthened(whole, -(-int(longest) // size) * size)
+            yield whole
+
+
+class ShardedLoader:
+    """A loader of parts of sequences, which makes a new one of DeepSpeed's adapters for every epoch.
+
+    Upstream keeps one adapter. It ends its first epoch when the second one asks for a batch: Trainer then leaves out a
+    step of each epoch, and uses the order of the next.
+
+    Args:
+        loader: accelerate's data loader of whole sequences.
+        adapt: makes DeepSpeed's adapter around a loader, without so many of its first batches.
+        size: ranks that share a sequence; each batch of the loader gives that many.
+        skip: batches to leave out of an epoch.
+    """
+
+    def __init__(self, loader: Any, adapt: Callable[[Any, int], Any], size: int, skip: int = 0) -> None:
+        self.loader, self.adapt, self.size, self.skip = loader, adapt, size, skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet, as while it is copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)  # Trainer looks for samplers and set_epoch
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        whole, parts = divmod(self.skip, self.size)
+        batches: Iterator[Any] = iter(self.adapt(self.loader, whole))
+        for _ in range(parts):
+            next(batches, None)
+        return batches
+
+    def skipping(self, count: int) -> ShardedLoader:
+        """Return a loader for an epoch without its first batches, which are read and dropped.
+
+        accelerate's `skip_first_batches` makes a loader that loses the epoch's order where several processes share a
+        shuffled data set.
+        """
+        return ShardedLoader(self.loader, self.adapt, self.size, count)
