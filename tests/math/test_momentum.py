@@ -4,19 +4,19 @@ import copy
 import io
 import json
 import math
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from hf_muon import Muon, MuonConfig, orthogonalize
-from hf_muon.math.momentum import BLOCK, MOMENTUM_DTYPES, Quantized, buffer_dtype, scale_shape
-from hf_muon.math.rounding import round_to_bf16
+from hf_muon.math.momentum import BLOCK, MOMENTUM_DTYPES, MomentumBuffers, Quantized, buffer_dtype, scale_shape
+from tests.math.test_rounding import rounded
 
 # Several blocks in a row, a part of one, a stack, and rows that are too short for a scale.
 SHAPES = [(24, 150), (16, 40), (3, 10, 70), (20, 8)]
-KEPT = ("fp32", "bf16", "int8")
+DTYPES = ("fp32", "bf16", "int8")
 
 
 def weights(seed=1):
@@ -32,65 +32,14 @@ def stepped(optimizer, params, steps, seed=2):
         optimizer.step()
 
 
-def made(choice, **options):
+def build(momentum_dtype, **options):
     params = weights()
-    return Muon(params, lr=0.02, ns_dtype="fp32", momentum_dtype=choice, **options), params
-
-
-def rounded(values, step):
-    """The rule of `round_to_bf16`, in numpy's unsigned numbers."""
-    bits = values.numpy().view(np.uint32)
-    with np.errstate(over="ignore"):
-
-        def mixed(x):
-            for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-                x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-            return x ^ (x >> np.uint32(16))
-
-        noise = mixed(bits ^ mixed(np.array([step], dtype=np.uint32) * np.uint32(0x9E3779B9)))
-    return torch.from_numpy(((bits + (noise & np.uint32(0xFFFF))) & np.uint32(0xFFFF0000)).view(np.float32))
-
-
-class TestStochasticRounding:
-    def test_rule(self):
-        values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-        for step in (1, 2, 77777):
-            assert torch.equal(round_to_bf16(values, step), rounded(values, step))
-
-    def test_either_neighbour_and_the_mean_is_the_value(self):
-        values = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
-        below = (values.view(torch.int32) & -0x10000).view(torch.float32)
-        above = ((below.view(torch.int32)) + 0x10000).view(torch.float32)
-        away = ((values - below) / (above - below)).double()  # from zero, in units in the last place
-        taken = torch.zeros_like(away)
-        steps = 32
-        for step in range(steps):
-            found = round_to_bf16(values, step)
-            assert bool(((found == below) | (found == above)).all())
-            taken += found == above
-        sigma = math.sqrt(float((away * (1 - away)).sum()) * steps)
-        assert abs(float((taken - steps * away).sum())) < 5 * sigma
-        # Neither the value's last bits nor those of others are left in the choice.
-        for part in (away < 0.1, away > 0.9, values < 0, values.view(torch.int32) & 1 == 1):
-            some = away[part]
-            sigma = math.sqrt(float((some * (1 - some)).sum()) * steps)
-            assert abs(float((taken - steps * away)[part].sum())) < 5 * sigma
-        # One value over the steps is as random as many values in one.
-        spread = ((taken - steps * away).square().sum() / (steps * (away * (1 - away)).sum())).item()
-        assert spread == pytest.approx(1, abs=0.02)
-
-    def test_what_bf16_holds_stays_and_nothing_becomes_infinite(self):
-        held = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.finfo(torch.bfloat16).max, 1e-40])
-        held = held.bfloat16().float()
-        for step in range(50):
-            assert torch.equal(round_to_bf16(held, step), held)
-        largest = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
-        assert all(bool(round_to_bf16(largest, step).isfinite().all()) for step in range(50))
+    return Muon(params, lr=0.02, ns_dtype="fp32", momentum_dtype=momentum_dtype, **options), params
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_bf16_is_an_fp32_step_from_a_rounded_buffer(nesterov):
-    optimizer, params = made("bf16", nesterov=nesterov, weight_decay=0.1)
+    optimizer, params = build("bf16", nesterov=nesterov, weight_decay=0.1)
     expected = [p.detach().clone() for p in params]
     buffers = [torch.zeros_like(p) for p in expected]
     generator = torch.Generator().manual_seed(2)
@@ -103,9 +52,9 @@ def test_bf16_is_an_fp32_step_from_a_rounded_buffer(nesterov):
             buffers[i] = rounded(exact, step)
     stepped(optimizer, params, 5)
     for param, weight, buffer in zip(params, expected, buffers, strict=True):
-        found = optimizer.state[param]["momentum_buffer"]
-        assert found.dtype is torch.bfloat16
-        assert torch.equal(found.float(), buffer)
+        stored = optimizer.state[param]["momentum_buffer"]
+        assert stored.dtype is torch.bfloat16
+        assert torch.equal(stored.float(), buffer)
         assert torch.equal(param, weight)
 
 
@@ -114,22 +63,22 @@ class TestInt8:
     def test_codes_are_the_nearest(self, shape):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3
         values[0] = 0
-        kept = Quantized(torch.zeros(shape, dtype=torch.int8), torch.zeros(scale_shape(shape)))
-        kept.store_(values)
-        for k in range(kept.scales.shape[-1]):
+        blocks = Quantized(torch.zeros(shape, dtype=torch.int8), torch.zeros(scale_shape(shape)))
+        blocks.store_(values)
+        for k in range(blocks.scales.shape[-1]):
             block = values[..., BLOCK * k : BLOCK * (k + 1)]
-            assert torch.equal(kept.scales[..., k], block.abs().amax(-1))
-            scale = kept.scales[..., k, None].clamp_min(1e-30)
-            found = kept.values()[..., BLOCK * k : BLOCK * (k + 1)]
-            assert bool((found * block >= 0).all())
-            off = (found.abs() / scale).sqrt() - (block.abs() / scale).sqrt()
+            assert torch.equal(blocks.scales[..., k], block.abs().amax(-1))
+            scale = blocks.scales[..., k, None].clamp_min(1e-30)
+            decoded = blocks.values()[..., BLOCK * k : BLOCK * (k + 1)]
+            assert bool((decoded * block >= 0).all())
+            off = (decoded.abs() / scale).sqrt() - (block.abs() / scale).sqrt()
             assert off.abs().max() * 127 < 0.5 + 1e-4
-        again = Quantized(torch.zeros_like(kept.codes), torch.zeros_like(kept.scales))
-        again.store_(kept.values())
-        assert torch.equal(again.codes, kept.codes)
+        other = Quantized(torch.zeros_like(blocks.codes), torch.zeros_like(blocks.scales))
+        other.store_(blocks.values())
+        assert torch.equal(other.codes, blocks.codes)
 
-    def test_a_step_is_made_from_what_is_kept(self):
-        optimizer, params = made("int8")
+    def test_a_step_is_computed_from_what_is_stored(self):
+        optimizer, params = build("int8")
         stepped(optimizer, params, 3)
         before = copy.deepcopy([optimizer.state[p] for p in params])
         expected = [p.detach().clone() for p in params]
@@ -146,18 +95,18 @@ class TestInt8:
             assert torch.equal(param, weight)
 
     def test_it_follows_fp32(self):
-        runs = {choice: made(choice) for choice in KEPT}
+        runs = {momentum_dtype: build(momentum_dtype) for momentum_dtype in DTYPES}
         for optimizer, params in runs.values():
             stepped(optimizer, params, 30)
         for i, exact in enumerate(runs["fp32"][1]):
-            wanted = runs["fp32"][0].state[exact]["momentum_buffer"]
-            for choice, bound in (("bf16", 0.01), ("int8", 0.03)):
-                optimizer, params = runs[choice]
+            expected = runs["fp32"][0].state[exact]["momentum_buffer"]
+            for momentum_dtype, bound in (("bf16", 0.01), ("int8", 0.03)):
+                optimizer, params = runs[momentum_dtype]
                 state = optimizer.state[params[i]]
-                found = state["momentum_buffer"].float()
+                values = state["momentum_buffer"].float()
                 if "momentum_scale" in state:
-                    found = Quantized(state["momentum_buffer"], state["momentum_scale"]).values()
-                assert (found - wanted).norm() < bound * wanted.norm()
+                    values = Quantized(state["momentum_buffer"], state["momentum_scale"]).values()
+                assert (values - expected).norm() < bound * expected.norm()
 
 
 def bytes_of(optimizer):
@@ -165,16 +114,16 @@ def bytes_of(optimizer):
 
 
 def test_bytes():
-    found = {choice: bytes_of(made_and_stepped(choice)[0]) for choice in MOMENTUM_DTYPES}
+    nbytes = {momentum_dtype: bytes_of(build_and_step(momentum_dtype)[0]) for momentum_dtype in MOMENTUM_DTYPES}
     numels = [math.prod(shape) for shape in SHAPES]
     scales = 24 * 3 + 16 + 3 * 10 * 2
-    assert found["auto"] == found["fp32"] == 4 * sum(numels)
-    assert found["bf16"] == 2 * sum(numels)
-    assert found["int8"] == sum(numels[:3]) + 4 * scales + 4 * numels[3]
+    assert nbytes["auto"] == nbytes["fp32"] == 4 * sum(numels)
+    assert nbytes["bf16"] == 2 * sum(numels)
+    assert nbytes["int8"] == sum(numels[:3]) + 4 * scales + 4 * numels[3]
 
 
-def made_and_stepped(choice, steps=2, **options):
-    optimizer, params = made(choice, **options)
+def build_and_step(momentum_dtype, steps=2, **options):
+    optimizer, params = build(momentum_dtype, **options)
     stepped(optimizer, params, steps)
     return optimizer, params
 
@@ -188,11 +137,11 @@ def equal_states(one, other):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choice", KEPT)
-def test_resume_is_bit_exact(choice, dtype):
+@pytest.mark.parametrize("momentum_dtype", DTYPES)
+def test_resume_is_bit_exact(momentum_dtype, dtype):
     def start():
         params = [nn.Parameter(p.detach().to(dtype)) for p in weights()]
-        return Muon(params, lr=0.02, ns_dtype="fp32", momentum_dtype=choice), params
+        return Muon(params, lr=0.02, ns_dtype="fp32", momentum_dtype=momentum_dtype), params
 
     optimizer, params = start()
     stepped(optimizer, params, 3)
@@ -212,20 +161,20 @@ def test_resume_is_bit_exact(choice, dtype):
 
 
 def test_scales_cannot_be_lost():
-    optimizer, _ = made_and_stepped("int8")
+    optimizer, _ = build_and_step("int8")
     saved = optimizer.state_dict()
     lost = copy.deepcopy(saved)
     del lost["state"][1]["momentum_scale"]
-    other, params = made("int8")
+    other, params = build("int8")
     with pytest.raises(ValueError, match=r"moments are missing: parameter 1 .* lacks \['momentum_scale'\]"):
         other.load_state_dict(lost)
     # As a template of fp32 would leave it: codes as numbers.
     for state in lost["state"].values():
         state.pop("momentum_scale", None)
         state["momentum_buffer"] = state["momentum_buffer"].float()
-    for choice in ("fp32", "int8"):
+    for momentum_dtype in ("fp32", "int8"):
         with pytest.raises(ValueError, match="moments are missing"):
-            made(choice)[0].load_state_dict(lost)
+            build(momentum_dtype)[0].load_state_dict(lost)
     wrong = copy.deepcopy(saved)
     wrong["state"][0]["momentum_scale"] = wrong["state"][0]["momentum_scale"][:, :2]
     with pytest.raises(ValueError, match=r"its momentum_scale has shape \(24, 2\)"):
@@ -237,22 +186,22 @@ def test_scales_cannot_be_lost():
             act()
 
 
-@pytest.mark.parametrize("here", KEPT)
-@pytest.mark.parametrize("there", KEPT)
-def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_said(there, here, caplog):
-    source, _ = made_and_stepped(there)
-    optimizer, params = made(here)
+@pytest.mark.parametrize("here", DTYPES)
+@pytest.mark.parametrize("there", DTYPES)
+def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_logged(there, here, caplog):
+    source, _ = build_and_step(there)
+    optimizer, params = build(here)
     with caplog.at_level("INFO"):
         optimizer.load_state_dict(source.state_dict())
-    said = f"momentum is converted: {there} in the checkpoint, {here} here"
-    assert (said in caplog.text) is (there != here)
+    line = f"momentum is converted: {there} in the checkpoint, {here} here"
+    assert (line in caplog.text) is (there != here)
     assert "win over" not in caplog.text
     assert optimizer.param_groups[0]["momentum_dtype"] == here
     for param, original in zip(params, source.param_groups[0]["params"], strict=True):
-        state, kept = optimizer.state[param], source.state[original]
-        values = kept["momentum_buffer"].float()
-        if "momentum_scale" in kept:
-            values = Quantized(kept["momentum_buffer"], kept["momentum_scale"]).values()
+        state, saved = optimizer.state[param], source.state[original]
+        values = saved["momentum_buffer"].float()
+        if "momentum_scale" in saved:
+            values = Quantized(saved["momentum_buffer"], saved["momentum_scale"]).values()
         assert state["momentum_buffer"].dtype is buffer_dtype(param, here)
         if "momentum_scale" in state:
             expected = Quantized(torch.zeros_like(state["momentum_buffer"]), torch.zeros_like(state["momentum_scale"]))
@@ -265,32 +214,32 @@ def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_said(there, here
 
 
 def test_states_of_versions_that_did_not_say():
-    source, _ = made_and_stepped("auto")
+    source, _ = build_and_step("auto")
     saved = source.state_dict()
     del saved["param_groups"][0]["momentum_dtype"]
-    for choice in KEPT:
-        optimizer, params = made(choice)
+    for momentum_dtype in DTYPES:
+        optimizer, params = build(momentum_dtype)
         optimizer.load_state_dict(saved)
         stepped(optimizer, params, 1)
-        assert optimizer.param_groups[0]["momentum_dtype"] == choice
+        assert optimizer.param_groups[0]["momentum_dtype"] == momentum_dtype
 
 
 def test_a_dtype_that_is_changed_on_the_way_is_converted():
-    optimizer, params = made_and_stepped("int8")
+    optimizer, params = build_and_step("int8")
     twin = copy.deepcopy(optimizer)
-    for choice in ("bf16", "int8", "fp32"):
-        optimizer.param_groups[0]["momentum_dtype"] = choice
+    for momentum_dtype in ("bf16", "int8", "fp32"):
+        optimizer.param_groups[0]["momentum_dtype"] = momentum_dtype
         stepped(optimizer, params, 1)
-        assert optimizer.state[params[0]]["momentum_buffer"].dtype is buffer_dtype(params[0], choice)
+        assert optimizer.state[params[0]]["momentum_buffer"].dtype is buffer_dtype(params[0], momentum_dtype)
     assert twin.state[twin.param_groups[0]["params"][0]]["momentum_buffer"].dtype is torch.int8
 
 
 def test_metrics_see_what_codes_stand_for(tmp_path):
-    seen = {}
-    for choice in ("fp32", "int8"):
-        made_and_stepped(choice, diagnostics_every=2, diagnostics_file=tmp_path / choice)
-        seen[choice] = json.loads((tmp_path / choice).read_text().splitlines()[-1])["momentum_rms"]
-    assert seen["int8"] == pytest.approx(seen["fp32"], rel=0.01)
+    rms = {}
+    for momentum_dtype in ("fp32", "int8"):
+        build_and_step(momentum_dtype, diagnostics_every=2, diagnostics_file=tmp_path / momentum_dtype)
+        rms[momentum_dtype] = json.loads((tmp_path / momentum_dtype).read_text().splitlines()[-1])["momentum_rms"]
+    assert rms["int8"] == pytest.approx(rms["fp32"], rel=0.01)
 
 
 def test_groups_may_differ():
@@ -301,8 +250,61 @@ def test_groups_may_differ():
     assert optimizer.state[second[0]]["momentum_buffer"].dtype is torch.float32
 
 
-@pytest.mark.parametrize("made_by", [lambda **o: Muon(weights(), **o), MuonConfig, MuonConfig.from_mapping])
-def test_what_is_not_valid_lists_what_is(made_by):
+@pytest.mark.parametrize("build_with", [lambda **o: Muon(weights(), **o), MuonConfig, MuonConfig.from_mapping])
+def test_what_is_not_valid_lists_what_is(build_with):
     options = {"momentum_dtype": "fp8"}
     with pytest.raises(ValueError, match=r"momentum_dtype='fp8' is not valid. Valid: auto, fp32, bf16 or int8"):
-        made_by(options) if made_by == MuonConfig.from_mapping else made_by(**options)
+        build_with(options) if build_with == MuonConfig.from_mapping else build_with(**options)
+
+
+class Matrix(NamedTuple):
+    param: int
+    elements: slice | None = None
+
+    def of(self, local):
+        return local if self.elements is None else local[self.elements]
+
+
+class Columns(NamedTuple):
+    start: int
+    size: int
+    dim: int = 1
+
+    def of(self, stored):
+        return stored.narrow(self.dim, self.start, self.size)
+
+
+class Piece(NamedTuple):
+    matrix: int
+    local: slice | None = None
+    cut: Columns | None = None
+
+    def of(self, local):
+        part = local if self.local is None else local[self.local]
+        return part if self.cut is None else self.cut.of(part)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_pieces_move_as_whole_matrices_do(nesterov):
+    # A flat fp32 partition of two matrices, a bf16 matrix, and an int8 matrix cut through its blocks.
+    matrices = {0: Matrix(0, slice(0, 60)), 1: Matrix(0, slice(60, 100)), 2: Matrix(1), 3: Matrix(2)}
+    shapes = [(100,), (8, 20), (6, 150)]
+    pieces = [Piece(0, slice(0, 25)), Piece(2), Piece(3, cut=Columns(0, 70)), Piece(0, slice(25, 60)), Piece(1)]
+    pieces += [Piece(3, cut=Columns(70, 80))]
+
+    def start():
+        buffers = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+        state = {0: {"momentum_buffer": buffers[0]}, 1: {"momentum_buffer": buffers[1].bfloat16()}}
+        blocks = Quantized(torch.zeros(shapes[2], dtype=torch.int8), torch.zeros(scale_shape(shapes[2])))
+        blocks.store_(buffers[2])
+        state[2] = {"momentum_buffer": blocks.codes, "momentum_scale": blocks.scales}
+        grads = {i: torch.randn(shape, generator=torch.Generator().manual_seed(9)) for i, shape in enumerate(shapes)}
+        return state, MomentumBuffers(matrices, state, grads, momentum=0.9, nesterov=nesterov, step=3)
+
+    whole_state, whole = start()
+    cut_state, cut = start()
+    expected = dict(zip(matrices, whole.updates([Piece(k) for k in matrices]), strict=True))
+    for part, update in zip(pieces, cut.updates(pieces[:2]) + cut.updates(pieces[2:]), strict=True):
+        assert torch.equal(update, part.of(expected[part.matrix]))
+    for i, tensors in whole_state.items():
+        assert all(torch.equal(tensors[key], cut_state[i][key]) for key in tensors)

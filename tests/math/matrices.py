@@ -1,0 +1,35 @@
+"""Matrices to orthogonalize, and ways to do it: each form, and blocks of several sizes, forced on small matrices."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_muon.math.cost import BlockRows
+
+STANDARD = (1, 1, 1, 1, 1)
+WAYS = [
+    (STANDARD, BlockRows(5, 3)),
+    ((3, 2), None),
+    ((3, 2), BlockRows(5, 4)),
+    ((2, 2, 1), None),
+    ((2, 2, 1), BlockRows(3, 3)),
+    ((1, 2, 2), BlockRows(4, 7)),
+]
+
+
+def spectrum(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.svdvals(matrix.double())
+
+
+def with_spectrum(m: int, n: int, values: torch.Tensor) -> torch.Tensor:
+    """Return a random matrix with these singular values."""
+    rank = min(m, n)
+    u = torch.linalg.qr(torch.randn(m, rank, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(n, rank, dtype=torch.float64)).Q
+    return (u * values) @ v.T
+
+
+def frobenius_normalized(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return random matrices in fp64, each of Frobenius norm one."""
+    matrices = torch.randn(shape, dtype=torch.float64)
+    return matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
