@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_muon.cli.known_configs import CARDS
+from hf_muon.cli.model_source import known_configs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Model:
 
 MODELS = {
     "Qwen3-0.6B": Model(
-        CARDS["qwen3-0.6b"], ("hidden_size", "head_dim", "intermediate_size"), cpu_divisor=1, layers=(1, 28)
+        known_configs()["qwen3-0.6b"], ("hidden_size", "head_dim", "intermediate_size"), cpu_divisor=1, layers=(1, 28)
     ),
     "Qwen2.5-7B": Model(
         {
@@ -51,9 +51,9 @@ MODELS = {
         ("hidden_size", "intermediate_size"),
         cpu_divisor=8,
     ),
-    "Llama-3.1-8B": Model(CARDS["llama-3.1-8b"], ("hidden_size", "intermediate_size"), cpu_divisor=8),
+    "Llama-3.1-8B": Model(known_configs()["llama-3.1-8b"], ("hidden_size", "intermediate_size"), cpu_divisor=8),
     "Qwen3-30B-A3B": Model(
-        CARDS["qwen3-30b-a3b"],
+        known_configs()["qwen3-30b-a3b"],
         ("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size"),
         cpu_divisor=4,
         layers=(1, 2),

@@ -61,7 +61,7 @@ FLOORS = {
         "ulysses.launch_check",
         "ulysses.launch",
     ],
-    "cli": ["console known_configs quantized", "model_source", "convert inspect", "doctor plan report", "app"],
+    "cli": ["console quantized", "model_source", "convert inspect", "doctor plan report", "app"],
 }
 ROOM = {name: level for level, names in enumerate(ROOMS) for name in names}
 FLOOR = {
@@ -94,7 +94,7 @@ ALSO = {
     "diagnostics.charts": {"plotly"},
     "cli.app": {"hf_muon"},
     "cli.quantized": {"peft"},
-    "cli.model_source": {"transformers", "peft"},
+    "cli.model_source": {"transformers", "peft", "yaml"},
     "integrations.deepspeed": {"deepspeed", "hjson"},
     "integrations.transformers": {"transformers", "accelerate", "packaging", "yaml"},
     "integrations.ulysses": {"transformers", "accelerate", "deepspeed"},

@@ -21,8 +21,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(version: bool) -> None:
+    if version:
         print(f"hf-muon {hf_muon.__version__}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""How commands print: tables for people, JSON for machines, errors in one sentence."""
+"""Print tables, JSON and errors, in the same way for all commands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 
 
 def fail(error: Exception | str) -> NoReturn:
-    """Print a sentence on stderr, without a traceback, and exit with status 1.
+    """Print an error on stderr, without a traceback, and exit with status 1.
 
     Raises:
-        BrokenPipeError: the reader of stdout is gone, as in `hf-muon ... | head`; click ends the command quietly.
+        BrokenPipeError: the reader of stdout is gone, as in `hf-muon ... | head`; click then exits quietly.
     """
     if isinstance(error, BrokenPipeError):
         raise error
@@ -24,7 +24,7 @@ def fail(error: Exception | str) -> NoReturn:
 
 
 def console() -> Console:
-    """Return a console for tables: as wide as the terminal, or 200 columns where stdout is not one."""
+    """Return a console for tables, as wide as the terminal, or 200 columns wide if stdout is not a terminal."""
     return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200, soft_wrap=True)
 
 
@@ -32,6 +32,6 @@ def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object.
 
     Raises:
-        ValueError: a number that is NaN or infinite, which JSON cannot hold.
+        ValueError: a number is NaN or infinite, which JSON cannot hold.
     """
     print(json.dumps(value, indent=2, allow_nan=False))

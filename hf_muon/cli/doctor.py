@@ -35,7 +35,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def _examine() -> dict[str, Any]:
-    """Return everything that `doctor` shows."""
+    """Return all findings that `doctor` shows."""
     trial = _trial()
     versions = {package: _version(package) for package in PACKAGES}
     return {
@@ -50,7 +50,7 @@ def _examine() -> dict[str, Any]:
 
 
 def _reason(trial: dict[str, Any], transformers: str | None) -> str:
-    """Return why `optim: muon` is not accepted, and what helps."""
+    """Return why `optim: muon` is not accepted, and what to do."""
     stage, error = trial["stage"], trial["error"]
     if stage == "torch":
         return f"torch cannot be imported here ({error}). Repair that first"
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _absence(module: str) -> str:
-    """Return why a hooked module will not be imported; seen from its file, because importing its package is slow."""
+    """Return why a hooked module will not be imported, judging by its file: importing its package is slow."""
     package, *parts = module.split(".")
     if _version(package) is None:
         return " (not installed)"
@@ -123,7 +123,7 @@ def _absence(module: str) -> str:
 
 
 def _entry_point() -> str:
-    """Return what `import torch` by itself makes of the entry point in this environment."""
+    """Return what `import torch` does with the entry point in this environment."""
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.name == "hf_muon"]
     if not points:
         return "not found: hf_muon is not installed here (pip install hf_muon); `import hf_muon` works, too"
@@ -133,7 +133,7 @@ def _entry_point() -> str:
     return f"found: {points[0].value}"
 
 
-# The last step that began is the one that failed.
+# `stage` names the last step that began, which is the one that failed.
 _TRIAL = """
 import json, sys
 seen = {"accepted": False, "states": {}, "dtypes": {}, "stage": "torch", "error": None}
@@ -164,10 +164,10 @@ print(json.dumps(seen))
 
 
 def _trial() -> dict[str, Any]:
-    """Return what a script sees that does not import hf_muon, from a process of its own: this one has imported it."""
-    done = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    """Return what a script without `import hf_muon` sees, in a new process: this one has imported hf_muon."""
+    process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         return {"accepted": False, "states": {}, "dtypes": {}, "stage": "torch", "error": last}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result

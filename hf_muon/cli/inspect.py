@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 SOURCE_HELP = (
     "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a "
-    "card such as qwen3-8b. Weights are not read."
+    "known configuration such as qwen3-8b. Weights are not read."
 )
-TRUST_HELP = "Run the code that comes with a model which transformers does not know."
-DEQUANTIZE_HELP = "Take a quantized checkpoint as it is after loading it with dequantize=True."
+TRUST_HELP = "Run the code that comes with a model that transformers does not know."
+DEQUANTIZE_HELP = "Treat a quantized checkpoint as if it were loaded with dequantize=True."
 
 
 def inspect(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
     optim_args: Annotated[
-        str, typer.Option(help="Options of Muon, as in TrainingArguments. They replace those of SOURCE.")
+        str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
     ] = "",
-    every: Annotated[bool, typer.Option("--all", help="Print a line for each parameter.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print one line per parameter.")] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
     dequantize: Annotated[bool, typer.Option("--dequantize", help=DEQUANTIZE_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show which weights go to Muon, which to AdamW, and why; check what would refuse a training file's run.
+    """Show which weights go to Muon, which to AdamW, and why; check whether a training file's run would be refused.
 
-    Exits with 1 if the run would be refused, or if nothing would reach Muon. Nothing is trained.
+    Exits with 1 if the run would be refused, or if no weight would reach Muon. Nothing is trained.
     """
     try:
         from hf_muon.build import require_muon
@@ -59,7 +59,7 @@ def refuse(source: str, refusals: Sequence[str]) -> None:
     """Raise if a run would be refused.
 
     Raises:
-        ValueError: every reason.
+        ValueError: with all reasons.
     """
     if refusals:
         raise ValueError(f"{source} would be refused:" + "".join(f"\n  - {refusal}" for refusal in refusals))

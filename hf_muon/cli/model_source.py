@@ -1,8 +1,9 @@
-"""What a command line is about: a model without its weights, and the options of a run, from whatever describes them."""
+"""Read what a command is about: a model without its weights, and the options of a run."""
 
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.cli.known_configs import CARDS
 from hf_muon.cli.quantized import (
     DEQUANTIZED_BY_LLAMAFACTORY,
     freeze_quantized,
@@ -32,7 +32,7 @@ from hf_muon.optim_args import parse_optim_args
 if TYPE_CHECKING:
     from torch import nn
 
-# What a configuration that names no class is taken for, the first that knows it; LLaMA-Factory's order.
+# Tried in this order for a configuration that names no class, as LLaMA-Factory does.
 _AUTO = (
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
@@ -48,12 +48,12 @@ class Source:
     """What a run would train.
 
     Attributes:
-        title: where it comes from.
-        model: without weights, on the meta device where that is possible.
-        config: the options of Muon.
-        notes: what a reader should know besides.
-        refusals: why the run would be refused before it trains; nothing where it would train.
-        complete: whether the model holds all that is trained; not so of adapters whose type is not known here.
+        title: where the description comes from.
+        model: without weights, on the meta device if possible.
+        config: options of Muon.
+        notes: further lines for the user.
+        refusals: why the run would be refused before training; empty if it would train.
+        complete: the model holds everything that is trained; False for adapters of an unknown type.
     """
 
     title: str
@@ -71,13 +71,13 @@ def read_source(
 
     Args:
         text: a model's directory or `config.json`, an adapter's directory, a training YAML or JSON file, the name of a
-            card, or a name on the hub.
-        optim_args: options that win over those of a training file, as in TrainingArguments.
+            known configuration, or a name on the hub.
+        optim_args: options that override those of a training file, as in TrainingArguments.
         trust_remote_code: run the code that comes with a model which transformers does not know.
-        dequantize: take a quantized checkpoint for the one that loading it with `dequantize=True` gives.
+        dequantize: treat a quantized checkpoint as if it were loaded with `dequantize=True`.
 
     Raises:
-        ValueError: it is none of these, or holds something that is not valid.
+        ValueError: `text` is none of these, or its contents are not valid.
     """
     path = Path(text).expanduser()
     make = functools.partial(model_from, trust_remote_code=trust_remote_code)
@@ -93,7 +93,7 @@ def read_source(
 
 
 def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module], dequantize: bool) -> Source:
-    """Return what a training file would train."""
+    """Return the model and the options that a training file describes."""
     settings = read_training_file(path)
     name, optim = str(settings.get("model_name_or_path", settings.get("model"))), optimizer_of(settings)
     try:
@@ -123,7 +123,7 @@ def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module]
 
 
 def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
-    """Return options with those of the command line in their place."""
+    """Return the options with those of the command line replaced."""
     try:
         return config.replace(parse_optim_args(optim_args))
     except ValueError as error:
@@ -133,15 +133,25 @@ def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
 # --- models
 
 
+@functools.lru_cache(maxsize=1)
+def known_configs() -> dict[str, dict[str, Any]]:
+    """Return configurations of published models, by names in lower case."""
+    import yaml
+
+    text = importlib.resources.files("hf_muon.cli").joinpath("known_configs.yaml").read_text(encoding="utf-8")
+    configs: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return configs
+
+
 def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the model that a directory, a `config.json`, a card or a name on the hub describes, without weights.
+    """Return a model without weights.
 
     Args:
-        text: one of these.
+        text: a directory, a `config.json`, the name of a known configuration, or a name on the hub.
         trust_remote_code: run the code that comes with a model which transformers does not know.
 
     Raises:
-        ValueError: there is nothing of that name, or no model can be made of it.
+        ValueError: nothing has that name, or no model can be built from it.
     """
     import transformers
 
@@ -153,8 +163,8 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
             config = transformers.AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        elif str(text).lower() in CARDS:
-            config = transformers.AutoConfig.for_model(**CARDS[str(text).lower()])
+        elif known := known_configs().get(str(text).lower()):
+            config = transformers.AutoConfig.for_model(**known)
         elif _is_hub_name(str(text)):
             config = transformers.AutoConfig.from_pretrained(str(text), trust_remote_code=trust_remote_code)
         else:
@@ -167,17 +177,17 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
         if path.exists():
             raise _no_model(text, error) from error
         raise ValueError(
-            f"{text} is not here and cannot be had from the hub: {_first_line(error)}. {_valid()}"
+            f"{text} does not exist here and cannot be fetched from the hub: {_first_line(error)}. {_valid()}"
         ) from error
     except Exception as error:  # a configuration can fail anywhere in a model's own code
         raise _no_model(text, error) from error
-    return _made(text, config, trust_remote_code)
+    return _model_of(text, config, trust_remote_code)
 
 
 def _valid() -> str:
     return (
         "Name a model's directory or config.json, a training YAML, a name on the hub such as Qwen/Qwen3-0.6B, or one "
-        f"of the cards {', '.join(CARDS)}"
+        f"of {', '.join(known_configs())}"
     )
 
 
@@ -198,8 +208,8 @@ def _no_model(text: Any, error: BaseException) -> ValueError:
     return ValueError(f"{text}: no model can be made of it: {reason}")
 
 
-def _made(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
-    """Return a model on the meta device, or with random weights if it computes something while it is made."""
+def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
+    """Return a model on the meta device, or with random weights if its constructor computes with them."""
     import torch
     import transformers
 
@@ -211,15 +221,15 @@ def _made(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     from_config = functools.partial(auto.from_config, trust_remote_code=trust_remote_code)
     try:
         make = getattr(transformers, next(iter(config.architectures or []), ""), from_config)
-        made: nn.Module
+        model: nn.Module
         try:
             with torch.device("meta"):
-                made = make(config)
+                model = make(config)
         except (NotImplementedError, RuntimeError):
-            made = make(config)
+            model = make(config)
     except Exception as error:  # as above
         raise _no_model(text, error) from error
-    return made
+    return model
 
 
 def _adapted(path: Path, make: Callable[[str], nn.Module]) -> tuple[nn.Module, list[str]]:
@@ -247,14 +257,14 @@ def _is_model_config(path: Path) -> bool:
     if path.suffix != ".json":
         return False
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return path.name == "config.json"
-    return isinstance(found, dict) and not {"model_name_or_path", "model"} & found.keys()
+    return isinstance(content, dict) and not {"model_name_or_path", "model"} & content.keys()
 
 
 def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str]) -> nn.Module:
-    """The model with what is frozen frozen, and with the adapters that a run would add."""
+    """Freeze what a run freezes and add the adapters that it adds; return the model."""
     v1, llamafactory, kind = _adapter_section(run), is_llamafactory(run), _kind_of(run)
     if kind == "lora":
         target = run.get(
@@ -274,7 +284,7 @@ def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str
 
 
 def _kind_of(run: Mapping[str, Any]) -> str:
-    """Return what a training file trains: one of _KINDS, or a word that is not known here."""
+    """Return what a training file trains: one of _KINDS, or another word of LLaMA-Factory."""
     if run.get("use_peft"):
         return "lora"
     default = "lora" if is_llamafactory(run) else _adapter_section(run).get("name", "full")
@@ -282,7 +292,7 @@ def _kind_of(run: Mapping[str, Any]) -> str:
 
 
 def _adapter_section(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what LLaMA-Factory v1 says of adapters; empty where there is nothing."""
+    """Return LLaMA-Factory v1's section on adapters; empty if there is none."""
     section = run.get("peft_config")
     return section if isinstance(section, Mapping) else {}
 
@@ -302,7 +312,7 @@ def _with_lora(path: Path, model: nn.Module, target: Any, rank: Any, extra: Any)
         )
         with torch.device("meta"):
             return get_peft_model(model, config)
-    except Exception as error:  # peft raises of every kind where targets do not fit the model
+    except Exception as error:  # peft raises many kinds if targets do not fit the model
         raise ValueError(f"{path}: LoRA cannot be added to the model: {_first_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""`hf-muon plan`: what a step of Muon will cost, before there is a GPU to run it on."""
+"""`hf-muon plan`: memory, traffic and work of a step, computed without a GPU."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DEVICES = {"gpu": "bf16", "cpu": "fp32"}
 def plan(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
     layout: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3.")] = "fsdp",
-    ranks: Annotated[int, typer.Option(help="Processes, one for each GPU.")] = 8,
+    ranks: Annotated[int, typer.Option(help="Number of processes, one per GPU.")] = 8,
     replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens in a step of all ranks together, accumulation included.")
+        int | None, typer.Option(help="Tokens per step: all ranks together, gradient accumulation included.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Dtype of the stored weights, fp32 or bf16; mixed precision (bf16: true) stores fp32.")
@@ -35,13 +35,13 @@ def plan(
         str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (bf16) or cpu (fp32).")
     ] = "gpu",
     optim_args: Annotated[
-        str, typer.Option(help="Options of Muon, as in TrainingArguments. They replace those of SOURCE.")
+        str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
     ] = "",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
     dequantize: Annotated[bool, typer.Option("--dequantize", help=DEQUANTIZE_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute memory, traffic and Newton-Schulz work of a step, by the code that plans the step itself."""
+    """Compute memory, traffic and Newton-Schulz work per step, with the code that the step itself uses."""
     try:
         _check("dtype", dtype, _DTYPES)
         _check("device", device, tuple(_DEVICES))
@@ -58,16 +58,16 @@ def plan(
         assert stored is not None
         assert computed is not None
         with console().status(f"planning {source} on {ranks} ranks"):
-            made = plan_step(
+            step = plan_step(
                 described.model, described.config, layout, ranks, replicas=replicas, dtype=stored, ns_dtype=computed
             )
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    shares = {count: made.share(count) for count in ([tokens] if tokens else _TOKENS)}
+    shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print_json(_as_json(source, made, shares))
+        print_json(_as_json(source, step, shares))
     else:
-        _show(source, made, shares, described.notes)
+        _show(source, step, shares, described.notes)
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:
@@ -91,28 +91,28 @@ def _show(source: str, plan: Plan, shares: dict[int, float], notes: Sequence[str
     screen = console()
     weights = plan.muon_weights + plan.adamw_weights
     screen.print(f"{source}, {plan.layout} on {plan.ranks} ranks: {LAYOUTS[plan.layout]}", markup=False)
-    by_muon = f"{plan.muon_weights:,} of them by Muon ({plan.muon_weights / max(weights, 1):.1%})"
+    by_muon = f"{plan.muon_weights:,} of them with Muon ({plan.muon_weights / max(weights, 1):.1%})"
     screen.print(f"{weights:,} trained weights, {by_muon}")
-    table = Table(title="a rank, mean (most)", title_justify="left")
-    for heading in ("", "Muon", "AdamW for all"):
+    table = Table(title="per rank: mean (max)", title_justify="left")
+    for heading in ("", "Muon", "AdamW for everything"):
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row("optimizer state", _spread(plan.state_bytes), _spread(plan.adamw_state_bytes))
-    table.add_row("sent in an optimizer step", _spread(plan.sent_bytes), "0 B")
-    table.add_row("Newton-Schulz in a step", _spread(plan.flops, "FLOP"), "0 FLOP")
-    table.add_row("updates on their way, at most", _size(plan.working_bytes), "0 B")
+    table.add_row("sent per optimizer step", _spread(plan.sent_bytes), "0 B")
+    table.add_row("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP")
+    table.add_row("peak temporary buffers", _size(plan.working_bytes), "0 B")
     screen.print(table)
     idle = sum(not flops for flops in plan.flops)
     waiting = f"; {idle} ranks have none" if idle else ""
-    screen.print(f"balance of Newton-Schulz: the busiest rank has {plan.balance:.2f} times the mean{waiting}")
-    share = Table(title="Newton-Schulz as part of a step", title_justify="left")
-    share.add_column("tokens in a step", justify="right")
-    share.add_column("part", justify="right")
-    for tokens, part in shares.items():
-        share.add_row(f"{tokens:,}", f"{part:.2%}")
+    screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean{waiting}")
+    share = Table(title="Newton-Schulz share of a training step", title_justify="left")
+    share.add_column("tokens per step", justify="right")
+    share.add_column("share", justify="right")
+    for tokens, fraction in shares.items():
+        share.add_row(f"{tokens:,}", f"{fraction:.2%}")
     screen.print(share)
     screen.print(
-        "By FLOPs: of the busiest rank, against the model's products with weights on as many ranks at the same rate. "
-        "Attention's scores, lookups and communication are not in it.",
+        "Share of FLOPs: those of the busiest rank, relative to the model's matrix products with weights on as many "
+        "ranks at the same speed. Attention scores, lookups and communication are not counted.",
         style="dim",
         highlight=False,
     )
@@ -121,10 +121,10 @@ def _show(source: str, plan: Plan, shares: dict[int, float], notes: Sequence[str
 
 
 def _spread(values: Sequence[int], unit: str = "B") -> str:
-    mean, most = sum(values) / len(values), max(values)
-    if most <= 1.005 * mean:
+    mean, largest = sum(values) / len(values), max(values)
+    if largest <= 1.005 * mean:
         return _size(mean, unit)
-    return f"{_size(mean, unit)} ({_size(most, unit)})"
+    return f"{_size(mean, unit)} ({_size(largest, unit)})"
 
 
 def _size(value: float, unit: str = "B") -> str:

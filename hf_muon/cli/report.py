@@ -13,11 +13,16 @@ from hf_muon.cli.console import console, fail, print_json
 
 def report(
     run: Annotated[Path, typer.Argument(help="A run's output directory, or its muon_diagnostics.jsonl.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write the page; beside the diagnostics otherwise.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the page. Default: beside the metrics.")] = None,
     skip_broken: Annotated[
-        bool, typer.Option("--skip-broken", help="Leave out lines that cannot be read, as a killed run leaves them.")
+        bool,
+        typer.Option(
+            "--skip-broken", help="Skip lines that cannot be read, such as one cut off when a run was killed."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last numbers as JSON, and write no page.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the last numbers as JSON instead of writing a page.")
+    ] = False,
 ) -> None:
     """Write one HTML page about a run: loss, rates, updates, momentum, orthogonality, time. It needs no network."""
     try:
@@ -25,12 +30,12 @@ def report(
         from hf_muon.diagnostics.run_file import diagnostics_of, read_run
 
         file = diagnostics_of(run)
-        found = read_run(file, skip_broken=skip_broken)
+        metrics = read_run(file, skip_broken=skip_broken)
         if as_json:
-            print_json(summary(found))
+            print_json(summary(metrics))
             return
         target = out or file.with_name("muon_report.html")
-        text = render(found, f"Muon: {file.parent.resolve().name}")
+        text = render(metrics, f"Muon: {file.parent.resolve().name}")
         if not target.parent.is_dir():
             raise ValueError(f"{target.parent} is not a directory")
         if target.is_dir():
@@ -43,4 +48,4 @@ def report(
             temporary.unlink(missing_ok=True)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    console().print(f"{target} ({len(text) / 1000:.0f} kB, {len(found.steps)} watched steps)", markup=False)
+    console().print(f"{target} ({len(text) / 1000:.0f} kB, {len(metrics.steps)} watched steps)", markup=False)

@@ -294,7 +294,7 @@ class TestConvert:
         assert refused.exit_code == 1
         assert target.read_text() == "mine"
         source = made[2] / "optimizer.pt"
-        assert "is what is to be converted" in self.convert(made, source, "--overwrite").stderr
+        assert "is also a source" in self.convert(made, source, "--overwrite").stderr
         assert self.convert(made, tmp_path / "no" / "out.pt").exit_code == 1
         assert self.convert(made, target, "--overwrite").exit_code == 0
         assert "state" in torch.load(target, weights_only=True)

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.app import app
-from hf_muon.cli.known_configs import CARDS
-from hf_muon.cli.model_source import model_from, read_source
+from hf_muon.cli.model_source import known_configs, model_from, read_source
 from hf_muon.plan.step_plan import plan_step
 from tests.zoo import expected
 
@@ -154,7 +153,11 @@ class TestInspect:
         ("name", "content", "message"),
         [
             ("nowhere", None, "nowhere does not exist. Name a model's directory or config.json"),
-            ("nobody/nothing", None, r"nobody/nothing is not here and cannot be had from the hub: .*cards qwen3-0.6b"),
+            (
+                "nobody/nothing",
+                None,
+                r"nobody/nothing does not exist here and cannot be fetched from the hub: .*one of qwen3-0.6b",
+            ),
             ("empty/", "", "empty holds no config.json"),
             ("run.yaml", "a: [", "run.yaml cannot be read as YAML"),
             ("run.yaml", "- a", "run.yaml does not hold keys and values"),
@@ -274,5 +277,5 @@ def test_cards_have_as_many_weights_as_the_published_models(card, weights):
 
 
 def test_every_card_makes_a_model():
-    for card in CARDS:
+    for card in known_configs():
         assert all(p.is_meta for p in model_from(card).parameters())
