@@ -30,9 +30,9 @@ ROOMS = [
 FLOORS = {
     "math": ["adamw coefficients cost precision rounding update", "momentum products", "gram", "newton_schulz"],
     "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
-    "storage": ["tensors views", "regions", "dtensor shared", "partitions"],
+    "storage": ["blocks tensors", "views", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
-    "distributed": ["agreement units", "groups executor", "holdings", "local exchange", "select"],
+    "distributed": ["agreement units", "groups executor", "holdings local", "schedule", "exchange", "select"],
     "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "route"],
     "optimizer": [
         "state copies empty_steps",
@@ -44,7 +44,7 @@ FLOORS = {
         "muon",
     ],
     "convert": ["formats", "names", "conversion"],
-    "plan": ["step_plan"],
+    "plan": ["costs stand_ins", "step_plan"],
     "integrations": [
         "names archives",
         "ulysses.layout",

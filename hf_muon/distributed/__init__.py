@@ -1,5 +1,6 @@
-"""What travels between ranks: pieces of each matrix go to one owner, and pieces of its direction come back.
+"""What travels between ranks: pieces of each update go to the matrix's one owner, pieces of its direction come back.
 
-The room imports `storage` and `math`. An `Executor` is the only way from stored pieces to directions; `select` makes
-the executors of a param group. The optimizer and the planner use these two, and `agreement`.
+The room imports `storage` and `math`. An `Executor` is the only way from stored pieces to directions, and `select`
+makes the executors of a param group. Rooms above use these two, `agreement` (what ranks report to one another before a
+step) and `groups` (process groups).
 """

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_muon.storage.views import Cut
+from hf_muon.storage.blocks import Cut
 
 if TYPE_CHECKING:
     from hf_muon.distributed.units import Unit
 
 
 class NewtonSchulz(Protocol):
-    """Whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which come in `dtype`."""
+    """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -24,12 +24,12 @@ class NewtonSchulz(Protocol):
 
 
 class Piece(NamedTuple):
-    """What of a parameter is stepped at once: all that this rank stores of it, or some of that.
+    """The elements of a matrix that this rank steps at once: all that it stores, or some of it.
 
     Attributes:
-        matrix: its position among those of its param group.
+        matrix: position of the matrix, or stack, among those of its param group.
         local: which matrices of the stored stack, or which elements of the stored slice; None for all.
-        cut: which rows or columns of that; None for all.
+        cut: which rows or columns of those; None for all.
     """
 
     matrix: int
@@ -37,24 +37,42 @@ class Piece(NamedTuple):
     cut: Cut | None = None
 
     def of(self, local: Tensor) -> Tensor:
-        """The piece of a tensor that is stored like the parameter; a view."""
-        found = local if self.local is None else local[self.local]
-        return found if self.cut is None else self.cut.of(found)
+        """Return a view of the piece in a tensor that is stored like the matrix."""
+        selected = local if self.local is None else local[self.local]
+        return selected if self.cut is None else self.cut.of(selected)
+
+
+class StepCost(NamedTuple):
+    """What one step of all matrices of an executor costs.
+
+    Attributes:
+        flops: of Newton-Schulz, for each rank of the executor's group; one entry if the executor has no group, in
+            which case every process that has such an executor does the same.
+        sent_bytes: of updates and directions that each rank sends to others.
+        in_flight_bytes: of the updates and directions that a rank would have in flight at once if nothing limited them;
+            the largest of all ranks.
+        unit_bytes: of the buffers for the largest unit on its owner.
+    """
+
+    flops: list[int]
+    sent_bytes: list[int]
+    in_flight_bytes: int
+    unit_bytes: int
 
 
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
-"""Moves the momentum of some pieces and gives their updates, which are not written to."""
+"""Moves the momentum of some pieces and returns their updates, which nobody writes to."""
 
 
 Observer = Callable[["Unit", Tensor, Tensor], None]
-"""Is shown a unit, its updates and its directions ``(B, m, n)``, on the rank that has orthogonalized it; reads only."""
+"""Receives a unit, its updates and its directions ``(B, m, n)`` on the owner; must not write to them."""
 
 
 class Executor(Protocol):
-    """Brings the pieces of matrices together, has them orthogonalized, and takes the directions apart again.
+    """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Attributes:
-        observer: is shown what this rank orthogonalizes, if anybody wants to see it.
+        observer: receives what this rank orthogonalizes; None for nobody.
     """
 
     observer: Observer | None
@@ -65,14 +83,23 @@ class Executor(Protocol):
     def directions(
         self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
     ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
-        """Directions for this rank's pieces of the active parameters, bucket by bucket.
+        """Compute directions for this rank's pieces of the active matrices, bucket by bucket.
 
         Args:
-            active: positions in the param group of the parameters to step; the same on all ranks.
-            updates_of: called once for each piece of an active parameter.
+            active: positions of the matrices to step; the same on all ranks.
+            updates_of: called once for each piece of an active matrix.
             newton_schulz: called on whole matrices, on their owner only.
 
         Yields:
-            Pieces, and a direction for each of them, of its shape. The directions may be written to.
+            Pieces, and for each of them a direction of its shape. The directions may be written to.
+        """
+        ...
+
+    def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
+        """Return what a step of all matrices costs, without computing or sending anything.
+
+        Args:
+            flops_of: returns the FLOPs of Newton-Schulz on a unit.
+            direction_dtype: in which Newton-Schulz returns directions.
         """
         ...

@@ -1,4 +1,4 @@
-"""Process groups: of a mesh, and of all ranks that share parameters, made without other ranks."""
+"""Process groups: of a mesh, and of all ranks that share parameters, created without the other ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hf_muon.distributed.agreement import gather, packed, unpacked
+from hf_muon.distributed.agreement import gather, pack_bits, unpack_bits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
-def carries(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether a process group has a backend for tensors of a device type."""
+def has_backend(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether a process group has a backend for tensors of a device type."""
     try:
         group._get_backend(torch.device(device_type))
     except RuntimeError:
@@ -25,9 +25,11 @@ def carries(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def backend_complaint(param: DTensor) -> str | None:
-    """Say why a parameter's local tensor cannot be sent; None where it can."""
+    """Return why a parameter's local tensor cannot be sent, or None if it can."""
     local = param.to_local()
-    if any(carries(mesh_group(param.device_mesh), kind) for kind in (local.device.type, param.device_mesh.device_type)):
+    if any(
+        has_backend(mesh_group(param.device_mesh), kind) for kind in (local.device.type, param.device_mesh.device_type)
+    ):
         return None
     return (
         f"is stored on {local.device.type}, for which its process group has no backend. With CPU offload, "
@@ -39,10 +41,10 @@ _roots: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
 
 def root_group(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the group of all ranks that these groups connect, with one another and through the groups of others.
+    """Return the group of all ranks that these groups connect, directly or through the groups of other ranks.
 
-    Pipeline stages are not connected; data and tensor parallel groups of one stage are. Ranks outside take no part.
-    All ranks of the groups must call this together the first time.
+    The data and tensor parallel groups of one pipeline stage are connected; different stages are not. All ranks of the
+    groups must call this together the first time; no other rank takes part.
     """
     groups = sorted(set(groups), key=_order)
     for group in groups:
@@ -57,48 +59,49 @@ def root_group(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a group is of the present world; one of a destroyed world has no rank any more."""
+    """Return whether a group still exists: destroying the default process group destroys all."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def _order(group: dist.ProcessGroup) -> tuple[list[int], str]:
-    """An order of groups that is the same on all ranks: collectives in this order cannot wait for one another."""
+    """Return a sort key that is the same on all ranks, so that collectives in this order cannot deadlock."""
     return dist.get_process_group_ranks(group), group.group_name
 
 
 def connected(groups: Sequence[dist.ProcessGroup]) -> tuple[list[int], int]:
-    """Return the ranks that a rank's groups connect, directly or by chains of groups, and the most groups one is in.
+    """Return the ranks that this rank's groups connect, directly or by chains, and the most groups that one is in.
 
-    Every rank passes on which ranks it knows of, and whose groups are among what it knows. It knows all when these are
-    the same ranks. A group is left when all of its members have said so, which they hear at the same time.
+    Each rank keeps two sets: the ranks that it knows of, and the ranks whose groups it knows. In every round the
+    members of a group exchange and unite their sets. A rank knows everything once its two sets are equal; a group is
+    done once all members know everything, which they learn in the same round.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     known = [False] * world
-    told = [other == rank for other in range(world)]
+    complete = [other == rank for other in range(world)]
     for group in groups:
         for other in dist.get_process_group_ranks(group):
             known[other] = True
     count = len(dist.distributed_c10d._world.pg_names)
-    talking = sorted(groups, key=_order)
-    while talking:
-        for group in list(talking):
-            mine = torch.tensor([known == told, count, *packed(known), *packed(told)], dtype=torch.int64)
-            heard = gather(group, torch.device("cpu"), mine)
-            for _, number, *numbers in heard:
-                words = len(numbers) // 2
-                known = [a or b for a, b in zip(known, unpacked(numbers[:words], world), strict=True)]
-                told = [a or b for a, b in zip(told, unpacked(numbers[words:], world), strict=True)]
-                count = max(count, number)
-            if all(knows_all for knows_all, *_ in heard):
-                talking.remove(group)
+    pending = sorted(groups, key=_order)
+    while pending:
+        for group in list(pending):
+            own = [known == complete, count, *pack_bits(known), *pack_bits(complete)]
+            reports = gather(group, torch.device("cpu"), torch.tensor(own, dtype=torch.int64))
+            for _, groups_of_rank, *numbers in reports:
+                half = len(numbers) // 2
+                known = [a or b for a, b in zip(known, unpack_bits(numbers[:half], world), strict=True)]
+                complete = [a or b for a, b in zip(complete, unpack_bits(numbers[half:], world), strict=True)]
+                count = max(count, groups_of_rank)
+            if all(knows_all for knows_all, *_ in reports):
+                pending.remove(group)
     return [other for other in range(world) if known[other]], count
 
 
 def make_group(ranks: Sequence[int], count: int) -> dist.ProcessGroup:
-    """Make a process group in which no other ranks take part.
+    """Create a process group without the other ranks taking part.
 
-    torch derives its name from the number of groups that a rank is in, and waits forever where this differs. Groups of
-    a single rank make up for it.
+    torch derives the group's name from the number of groups that a rank is in, and hangs if ranks differ in it. Ranks
+    that are in fewer groups first create groups of themselves alone.
 
     Args:
         ranks: of the new group, in order.
@@ -114,7 +117,7 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a process group of all ranks of a mesh, made once for a set of ranks; they must call this together."""
+    """Return a process group of all ranks of a mesh, which must call this together; created once for a set of ranks."""
     if mesh.ndim == 1:
         group: dist.ProcessGroup = mesh.get_group()
         return group
@@ -130,7 +133,7 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def mesh_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
-    """Return the groups of meshes that this rank is in, made in an order that is the same on all ranks."""
+    """Return the groups of the meshes that this rank is in, created in the same order on all ranks."""
     own = {id(mesh): mesh for mesh in meshes if mesh.get_coordinate() is not None}
     return [mesh_group(mesh) for mesh in sorted(own.values(), key=_ranks)]
 

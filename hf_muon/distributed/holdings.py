@@ -1,4 +1,4 @@
-"""Who stores what of the parameters of an exchange, and which rank sends it to the owner of a unit."""
+"""Who stores what of the matrices of an exchange, and which rank sends it to the owner of a unit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hf_muon.storage.regions import Ranges, Stored
 
 @dataclass(frozen=True)
 class BatchBox:
-    """What one rank stores of a run of matrices, and where it belongs in the unit's batch ``(B, m, n)``.
+    """A box that one rank stores, and where it belongs in a unit's batch ``(B, m, n)``.
 
     Attributes:
-        piece: where that rank finds it.
+        piece: where the rank finds it.
         stored: its shape there.
-        shape: of the data, ``(b, rows, columns)``.
+        shape: of the data as it travels, ``(b, rows, columns)``.
         matrices: positions in the batch.
         rows: indices of its rows in each whole matrix.
-        columns: indices of its columns.
+        columns: indices of its columns in each whole matrix.
     """
 
     piece: Piece
@@ -36,10 +36,11 @@ class BatchBox:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
-    def places(self) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Rows and columns of the data, and rows and columns of the whole matrices that they are."""
+    def slices(self) -> Iterator[tuple[slice, slice, slice, slice]]:
+        """Yield rows and columns of the data, and the rows and columns of the whole matrices that they are."""
         row = 0
         for top, bottom in self.rows:
             column = 0
@@ -54,18 +55,18 @@ class BatchBox:
             row += bottom - top
 
     def write(self, data: Tensor, batch: Tensor) -> None:
-        """Put the data into the whole matrices."""
-        for rows, columns, into_rows, into_columns in self.places():
+        """Copy the data into the batch."""
+        for rows, columns, into_rows, into_columns in self.slices():
             batch[self.matrices, into_rows, into_columns] = data[:, rows, columns]
 
     def read(self, batch: Tensor, data: Tensor) -> None:
-        """Take the data out of the whole matrices."""
-        for rows, columns, from_rows, from_columns in self.places():
+        """Copy the box out of the batch."""
+        for rows, columns, from_rows, from_columns in self.slices():
             data[:, rows, columns] = batch[self.matrices, from_rows, from_columns]
 
 
 class Replicas:
-    """Which ranks store the same of a parameter. What any two ranks store of it is the same, or has nothing in common.
+    """Which ranks store the same of a matrix. What any two ranks store is either equal or disjoint.
 
     Args:
         regions: what each rank stores.
@@ -75,7 +76,7 @@ class Replicas:
         alike: dict[Stored, list[int]] = {}
         for rank, region in enumerate(regions):
             alike.setdefault(region, []).append(rank)
-        self._position = [0] * len(regions)
+        self._position = [0] * len(regions)  # of each rank among those that store the same
         self._count = [0] * len(regions)
         for members in alike.values():
             for position, rank in enumerate(members):
@@ -83,57 +84,61 @@ class Replicas:
         self._period = math.lcm(*(len(members) for region, members in alike.items() if region.numel))
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Whether a rank sends its region to an owner: of ranks that store the same, exactly one does.
+        """Return whether a rank sends its region to an owner: of ranks that store the same, exactly one does.
 
-        It is the owner itself where the owner stores it, and else the rank of the owner's replica.
+        It is the owner itself if the owner stores the region, and otherwise the rank in the owner's replica.
         """
         return self._position[owner] % self._count[rank] == self._position[rank]
 
-    def kind(self, owner: int) -> int:
-        """A number that is the same for owners to which the same ranks send what is not empty."""
+    def phase(self, owner: int) -> int:
+        """Return the phase of an owner in the send pattern, which is periodic in the owner's replica index.
+
+        Owners with equal phases receive non-empty regions from the same ranks.
+        """
         return self._position[owner] % self._period
 
 
 class Pattern:
-    """How a unit lies on the ranks; the same for all units of one shape that are stored alike.
+    """How a unit is distributed over the ranks; the same for all units of one shape that are stored alike.
 
     Args:
         numel: of the unit.
-        runs: for each run of the unit, the elements that each rank stores, and who stores the same.
+        ranges: for each matrix range of the unit, the elements that each rank stores, and who stores the same.
 
     Attributes:
         stored: elements that each rank stores.
+        on_ranks: the same as a tensor, ``(ranks,)``.
         total: of all ranks together.
-        holders: ranks that store all of it.
+        holders: ranks that store all of the unit.
     """
 
-    def __init__(self, numel: int, runs: Sequence[tuple[Sequence[int], Replicas]]) -> None:
-        self._runs = runs
-        self.stored = [sum(on_rank) for on_rank in zip(*(stored for stored, _ in runs), strict=True)]
+    def __init__(self, numel: int, ranges: Sequence[tuple[Sequence[int], Replicas]]) -> None:
+        self._ranges = ranges
+        self.stored = [sum(on_rank) for on_rank in zip(*(stored for stored, _ in ranges), strict=True)]
         self.on_ranks = torch.tensor(self.stored)
         self.total = sum(self.stored)
         self.holders = tuple(rank for rank, stored in enumerate(self.stored) if stored == numel)
         self._sent: dict[tuple[int, ...], Tensor] = {}
 
     def sent_to(self, owner: int) -> Tensor:
-        """Elements that each rank sends to the owner, ``(ranks,)``; what the owner has itself is among them."""
-        kind = tuple(replicas.kind(owner) for _, replicas in self._runs)
-        if kind not in self._sent:
+        """Return the elements that each rank sends to the owner, ``(ranks,)``, including the owner's own."""
+        phases = tuple(replicas.phase(owner) for _, replicas in self._ranges)
+        if phases not in self._sent:
             sent = [0] * len(self.stored)
-            for stored, replicas in self._runs:
+            for stored, replicas in self._ranges:
                 for rank, numel in enumerate(stored):
                     if numel and replicas.sends(rank, owner):
                         sent[rank] += numel
-            self._sent[kind] = torch.tensor(sent)
-        return self._sent[kind]
+            self._sent[phases] = torch.tensor(sent)
+        return self._sent[phases]
 
 
 class Holdings:
-    """Who stores what of some parameters.
+    """Who stores what of some matrices.
 
     Args:
-        regions: for each parameter that takes part, by its position in the param group, the region of each rank.
-            Parameters that are stored alike should share one object.
+        regions: for each matrix or stack, by its position in the param group, the region of each rank. Matrices that
+            are stored alike should share one object, by whose id results are cached.
         ranks: number of ranks.
     """
 
@@ -144,38 +149,39 @@ class Holdings:
         self._stored: dict[tuple[int, int, int], list[int]] = {}
         self._patterns: dict[tuple[tuple[int, int, int], ...], Pattern] = {}
 
-    def replicas(self, param: int) -> Replicas:
-        """Which ranks store the same of a parameter."""
-        regions = self.regions[param]
+    def replicas(self, matrix: int) -> Replicas:
+        """Return which ranks store the same of a matrix."""
+        regions = self.regions[matrix]
         if id(regions) not in self._replicas:
             self._replicas[id(regions)] = Replicas(regions)
         return self._replicas[id(regions)]
 
     def pattern(self, unit: Unit) -> Pattern:
-        """How a unit lies on the ranks."""
-        key = tuple((id(self.regions[run.matrix]), run.start, run.stop) for run in unit.runs)
+        """Return how a unit is distributed over the ranks."""
+        key = tuple((id(self.regions[matrix]), start, stop) for matrix, start, stop in unit.ranges)
         if key not in self._patterns:
-            runs = [(self._stored_of(run), self.replicas(run.matrix)) for run in unit.runs]
-            self._patterns[key] = Pattern(unit.numel, runs)
+            ranges = [(self._stored_of(matrices), self.replicas(matrices.matrix)) for matrices in unit.ranges]
+            self._patterns[key] = Pattern(unit.numel, ranges)
         return self._patterns[key]
 
-    def _stored_of(self, run: MatrixRange) -> list[int]:
-        """Elements of a run that each rank stores."""
-        regions = self.regions[run.matrix]
-        key = (id(regions), run.start, run.stop)
+    def _stored_of(self, matrices: MatrixRange) -> list[int]:
+        """Return the elements of a matrix range that each rank stores."""
+        regions = self.regions[matrices.matrix]
+        start, stop = matrices.start, matrices.stop
+        key = (id(regions), start, stop)
         if key not in self._stored:
-            self._stored[key] = [sum(part.numel for part in region.parts(run.start, run.stop)) for region in regions]
+            self._stored[key] = [sum(box.numel for box in region.boxes(start, stop)) for region in regions]
         return self._stored[key]
 
-    def blocks(self, unit: Unit, rank: int) -> list[BatchBox]:
-        """What a rank stores of a unit, as it finds it."""
-        blocks = []
+    def boxes(self, unit: Unit, rank: int) -> list[BatchBox]:
+        """Return what a rank stores of a unit, in the order in which it stores it."""
+        batch_boxes = []
         position = 0
-        for run in unit.runs:
-            for part in self.regions[run.matrix][rank].parts(run.start, run.stop):
-                if part.numel:
-                    first = position + part.first
-                    piece, matrices = Piece(run.matrix, part.local, part.cut), slice(first, first + part.count)
-                    blocks.append(BatchBox(piece, part.stored, part.shape, matrices, part.rows, part.columns))
-            position += run.stop - run.start
-        return blocks
+        for matrix, start, stop in unit.ranges:
+            for box in self.regions[matrix][rank].boxes(start, stop):
+                if box.numel:
+                    first = position + box.first
+                    piece, matrices = Piece(matrix, box.local, box.cut), slice(first, first + box.count)
+                    batch_boxes.append(BatchBox(piece, box.stored, box.shape, matrices, box.rows, box.columns))
+            position += stop - start
+        return batch_boxes

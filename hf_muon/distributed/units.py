@@ -1,4 +1,4 @@
-"""Which matrices are orthogonalized together, and where: the same answer on every rank, without talking."""
+"""Which matrices are orthogonalized together, and by which rank; all ranks compute the same without communication."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from hf_muon.math import cost
+from hf_muon.math.cost import flops, segments
 
-# Beyond this many elements a product fills the hardware by itself, and batching buys nothing.
+# A product of this many elements fills the hardware by itself, and batching gains nothing.
 _BATCH_ELEMENTS = 2**22
-# A shape is cut into at least this many units, so that there is something to share out.
+# Matrices of one shape make at least this many units, so that ranks can share them.
 _UNITS_OF_A_SHAPE = 8
 
 
@@ -28,40 +28,41 @@ class MatrixRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Matrices of one shape ``(m, n)`` that are orthogonalized in one call, by one owner.
+    """A batch: matrices of one shape ``(m, n)`` that their owner orthogonalizes in one call.
 
-    What stands together never depends on the number of ranks or on the layout. Batched products round differently
-    for different batches, and so this is a condition for equal bits everywhere.
+    Which matrices form a unit never depends on the number of ranks or on how they store the matrices. Batched products
+    round differently for different batches, so this is a condition for bit-identical results in every layout.
     """
 
     shape: tuple[int, int]
-    runs: tuple[MatrixRange, ...]
+    ranges: tuple[MatrixRange, ...]
 
     @property
     def count(self) -> int:
         """Number of matrices."""
-        return sum(run.stop - run.start for run in self.runs)
+        return sum(matrices.stop - matrices.start for matrices in self.ranges)
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.count * math.prod(self.shape)
 
     @property
     def cost(self) -> int:
-        """FLOPs of five Newton-Schulz steps in bf16; units are compared by it, whatever steps they take."""
-        return self.count * cost.flops(self.shape, cost.segments(self.shape, 5, torch.bfloat16))
+        """FLOPs of five Newton-Schulz steps in bf16, by which units are compared, whatever steps they take."""
+        return self.count * flops(self.shape, segments(self.shape, 5, torch.bfloat16))
 
     def only(self, active: Collection[int]) -> Unit:
-        """The unit without the parameters that are not stepped."""
-        return Unit(self.shape, tuple(run for run in self.runs if run.matrix in active))
+        """Return the unit without the matrices that are not stepped."""
+        return Unit(self.shape, tuple(matrices for matrices in self.ranges if matrices.matrix in active))
 
 
 def make_units(shapes: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> list[Unit]:
-    """Cut parameters into units, in their order.
+    """Group matrices into units, in their order.
 
     Args:
-        shapes: whole shapes ``(m, n)`` or ``(B, m, n)`` of a param group's parameters.
-        kinds: what must be equal for matrices to share a unit (dtype, device, where they are stored).
+        shapes: whole shapes ``(m, n)`` or ``(B, m, n)`` of a param group's matrices and stacks.
+        kinds: what must be equal for matrices to share a unit (process group, device, dtype).
     """
     alike: dict[tuple[int, int], list[int]] = {}
     for i, shape in enumerate(shapes):
@@ -75,33 +76,33 @@ def make_units(shapes: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> li
         for i in indices:
             by_kind.setdefault(kinds[i], []).append(i)
         for members in by_kind.values():
-            runs: list[MatrixRange] = []
+            ranges: list[MatrixRange] = []
             room = size
             for i in members:
                 start = 0
                 while start < stacks[i]:
                     stop = min(stacks[i], start + room)
-                    runs.append(MatrixRange(i, start, stop))
+                    ranges.append(MatrixRange(i, start, stop))
                     room -= stop - start
                     start = stop
                     if not room:
-                        units.append(Unit(shape, tuple(runs)))
-                        runs, room = [], size
-            if runs:
-                units.append(Unit(shape, tuple(runs)))
+                        units.append(Unit(shape, tuple(ranges)))
+                        ranges, room = [], size
+            if ranges:
+                units.append(Unit(shape, tuple(ranges)))
     return units
 
 
 def assign_owners(units: Sequence[Unit], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
-    """An owner for each unit, such that no rank has much more to do than another.
+    """Assign an owner to each unit, so that all ranks have about the same work.
 
-    A unit that some rank stores whole stays there while that rank has not had its share: such a unit needs not travel.
-    All others go, longest first, to the rank with least to do.
+    A unit that a rank stores whole need not travel: it stays there unless the rank already has its share of the work.
+    All others go, longest first, to the rank with the least work.
 
     Args:
-        units: in an order that all ranks agree on.
+        units: in the same order on all ranks.
         ranks: number of ranks.
-        holders: for each unit, the ranks that store all of it; empty where it does not matter.
+        holders: for each unit, the ranks that store all of it; empty to ignore this.
 
     Source: Graham, Bounds on multiprocessing timing anomalies (1969), for the longest-first rule.
     """

@@ -16,7 +16,7 @@ from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
-from hf_muon.storage.shared import Shared
+from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ def agree(
             flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
     root = layout.root
     assert root is not None
-    home = local_of(params[0]).device
-    reports = agreement.exchange_words(
-        root, home, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
+    model_device = local_of(params[0]).device
+    reports = agreement.exchange_reports(
+        root, model_device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
     )
     ranks = _ranks(root)
 
@@ -116,7 +116,7 @@ def agree(
         stop(of_all_ranks(names), gradients.NOT_FINITE)
     if len({report.gradients for report in reports}) > 1:
         # All ranks have as many parameters: the layouts that they agree on have a line for each.
-        rows = agreement.exchange_bits(root, home, [*bits, *map(_needs_others, stored)])
+        rows = agreement.exchange_bits(root, model_device, [*bits, *map(_needs_others, stored)])
         has = {rank: row[: len(bits)] for rank, row in zip(ranks, rows, strict=True)}
         differences = list(_diverging(groups, layout, has))
         if any(any(row[len(bits) :]) for row in rows):
@@ -221,7 +221,7 @@ def _needs_others(stored: str) -> bool:
     return stored not in ("", _IN_PLACE)
 
 
-def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[tuple[int, str, Shared]]:
+def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[tuple[int, str, SharedStorage]]:
     """Yield the index among all parameters, the description and the storage of each parameter that ranks share."""
     k = 0
     for group, work in zip(groups, layout.works, strict=True):

@@ -16,7 +16,7 @@ from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.layout import Matrix, StepLayout
 from hf_muon.routing.parameters import folded
 from hf_muon.storage.partitions import Partition, Partitions, Slice
-from hf_muon.storage.shared import Shared
+from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 from hf_muon.storage.views import views_of
 
@@ -84,7 +84,7 @@ def _kinds_of(groups: Sequence[Group], layout: StepLayout, partitions: Partition
 
 
 def _slices(
-    group: Group, flat: Tensor, place: Shared | None, matrices: Sequence[Matrix], partition: Partition
+    group: Group, flat: Tensor, place: SharedStorage | None, matrices: Sequence[Matrix], partition: Partition
 ) -> Iterator[Kind]:
     """Yield the kinds of the parameters in a flat partition."""
     missing = {elements.start for elements in partition.without_gradient()} if partition.without_gradient else set()
@@ -127,7 +127,7 @@ def _grad(param: Tensor) -> str:
     return "none" if param.grad is None else _tensor(param.grad)
 
 
-def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: Shared | None) -> str:
+def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: SharedStorage | None) -> str:
     device = local_of(param).device
     if not group["use_muon"]:
         kernel = "fused kernel" if uses_fused_adamw(group["params"]) else "foreach"

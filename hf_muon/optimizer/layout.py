@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_muon.distributed.executor import Executor
-from hf_muon.distributed.select import compute_device, model_device, select_executors, shared
+from hf_muon.distributed.select import compute_device, model_device, select_executors, shared_storage
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
-from hf_muon.storage.shared import Shared, alone
+from hf_muon.storage.shared import SharedStorage, unshared_parts
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of, storage_complaint, unattached_complaint
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class GroupWork:
         executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
     """
 
-    shared: list[Shared | None]
+    shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
 
@@ -216,18 +216,18 @@ def _process_groups(
 
 def _who_stores(
     group: Group, replicate_group: ProcessGroup | None, partitions: Partitions, complaints: list[str]
-) -> list[Shared | None]:
+) -> list[SharedStorage | None]:
     """Return who stores each parameter of a group together, and add to `complaints` why some cannot be stepped."""
-    ranks: list[Shared | None] = []
+    ranks: list[SharedStorage | None] = []
     for i, param in enumerate(group["params"]):
         partition = partitions.get(param)
         complaint = _complaint(group, param, partition)
         if complaint:
             complaints.append(f"{describe(group, i)} {complaint}")
         if partition is not None:
-            ranks.append(Shared(partition.group, ()))
+            ranks.append(SharedStorage(partition.group, ()))
         else:
-            ranks.append(None if complaint else shared(param, replicate_group))
+            ranks.append(None if complaint else shared_storage(param, replicate_group))
     return ranks
 
 
@@ -259,13 +259,13 @@ class _PlacedMatrix(NamedTuple):
     """A matrix, the regions of it that ranks store, and the devices of the model and of Newton-Schulz."""
 
     matrix: Matrix
-    stored: Shared | Stored
+    stored: SharedStorage | Stored
     model_device: torch.device
     device: torch.device
 
 
 def _placed_matrices(
-    group: Group, ranks: Sequence[Shared | None], partitions: Partitions, offload_compute: str
+    group: Group, ranks: Sequence[SharedStorage | None], partitions: Partitions, offload_compute: str
 ) -> Iterator[_PlacedMatrix]:
     """Yield the matrices of a Muon group, in the order of its parameters."""
     for i, (param, place, text) in enumerate(zip(group["params"], ranks, views.views_of(group), strict=True)):
@@ -273,11 +273,11 @@ def _placed_matrices(
         if partition is not None:
             yield from _matrices_of_partition(i, param, partition, offload_compute)
             continue
-        shape, view, home = shape_of(param), views.parse(text), model_device(param)
-        device = compute_device(local_of(param).device, home, offload_compute)
-        stored: Sequence[Shared | Stored] = place.seen_as(view, shape) if place else alone(view, shape)
+        shape, view, on_device = shape_of(param), views.parse(text), model_device(param)
+        device = compute_device(local_of(param).device, on_device, offload_compute)
+        stored: Sequence[SharedStorage | Stored] = place.parts(view, shape) if place else unshared_parts(view, shape)
         for one, part in zip(view.shapes(shape), stored, strict=True):
-            yield _PlacedMatrix(Matrix(i, one, view.transposed), part, home, device)
+            yield _PlacedMatrix(Matrix(i, one, view.transposed), part, on_device, device)
 
 
 def _matrices_of_partition(
@@ -288,7 +288,7 @@ def _matrices_of_partition(
     for part in partition.slices:
         elements = part.elements(partition.rank)
         shapes = part.view.shapes(part.shape)
-        for shape, stored in zip(shapes, part.shared(partition.group), strict=True):
+        for shape, stored in zip(shapes, part.parts(partition.group), strict=True):
             matrix = Matrix(index, shape, part.view.transposed, elements, part.name)
             yield _PlacedMatrix(matrix, stored, partition.device, device)
 

@@ -149,9 +149,9 @@ def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
     quantized = group["use_muon"] and momentum.is_quantized(momentum_dtype_of(group), param.shape)
     if not (quantized and is_dtensor(param)):
         return None
-    from hf_muon.storage.dtensor import blocks_complaint
+    from hf_muon.storage.dtensor import quantization_complaint
 
-    return blocks_complaint(param)  # type: ignore[arg-type]
+    return quantization_complaint(param)  # type: ignore[arg-type]
 
 
 def converted_momentum(param: Tensor, state: Mapping[str, Tensor], momentum_dtype: str) -> dict[str, Tensor]:

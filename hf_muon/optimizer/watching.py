@@ -79,7 +79,7 @@ class GroupWatch:
 
     def orthogonalized(self, unit: Unit, updates: Tensor, directions: Tensor) -> None:
         """Measure whole matrices ``(B, m, n)`` and their directions, on the rank that has orthogonalized them."""
-        counts = [(self._names[run.matrix], run.stop - run.start) for run in unit.runs]
+        counts = [(self._names[matrix], stop - start) for matrix, start, stop in unit.ranges]
         self._watch.orthogonalized(counts, updates, directions)
 
     def directions(self, pieces: Sequence[Piece], directions: Sequence[Tensor], scales: Sequence[float]) -> None:

@@ -1,5 +1,5 @@
-"""Where a parameter lies, as facts and index arithmetic: nothing is sent here.
+"""Where a parameter lies: which elements of a whole tensor a rank stores, as facts and index arithmetic.
 
-The room imports `math`. A region says which elements of a whole tensor a rank stores, a view says which matrices the
-tensor holds. All rooms above may use both.
+The room imports `math`; it sends nothing and makes no process group. Rooms above may use `views` (which matrices a
+stored tensor holds), `regions` and `shared` (which elements each rank stores), `tensors`, `dtensor` and `partitions`.
 """

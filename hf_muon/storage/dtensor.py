@@ -20,7 +20,7 @@ def mesh_regions(param: DTensor, ranks: Sequence[int], shape: Sequence[int] | No
     Args:
         param: the parameter.
         ranks: global ranks of its mesh, in the order of the result.
-        shape: of another tensor that is stored like it; None for its own.
+        shape: of another tensor with the parameter's mesh and placements; None for the parameter's own.
     """
     mesh = param.device_mesh
     return _regions(
@@ -45,12 +45,12 @@ def _regions(
 
 
 def own_region(param: DTensor, shape: Sequence[int]) -> Region:
-    """Return the region that this rank stores of a tensor of some shape that is stored like a parameter."""
+    """Return the region that this rank stores of a tensor of shape `shape` with a parameter's mesh and placements."""
     return mesh_regions(param, (dist.get_rank(),), shape)[0]
 
 
 def mesh_complaint(param: DTensor) -> str | None:
-    """Say why a parameter's local tensor is not what its placements say; None where it is."""
+    """Return why a parameter's local tensor does not have the shape that its placements mean, or None if it has."""
     if param.device_mesh.get_coordinate() is None:
         return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
     region, local = own_region(param, param.shape), param.to_local()
@@ -63,9 +63,9 @@ def mesh_complaint(param: DTensor) -> str | None:
     return None
 
 
-def blocks_complaint(param: DTensor) -> str | None:
-    """Why a parameter's momentum cannot be kept as int8: a block of it that does not lie on one rank."""
-    if not _cuts_blocks(tuple(param.shape), tuple(param.device_mesh.mesh.shape), tuple(param.placements)):
+def quantization_complaint(param: DTensor) -> str | None:
+    """Return why a parameter's momentum cannot be int8, or None: a sharding cuts through a quantization block."""
+    if not _cuts_quantization_blocks(tuple(param.shape), tuple(param.device_mesh.mesh.shape), tuple(param.placements)):
         return None
     return (
         f"is stored as {param.placements}, which cuts its rows of {param.shape[-1]} between multiples of {BLOCK}, "
@@ -74,9 +74,9 @@ def blocks_complaint(param: DTensor) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _cuts_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
-    found, scales = (regions(each, mesh_shape, placements) for each in (shape, scale_shape(shape)))
-    for stored, scaled in zip(found, scales, strict=True):
+def _cuts_quantization_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    values, scales = (regions(each, mesh_shape, placements) for each in (shape, scale_shape(shape)))
+    for stored, scaled in zip(values, scales, strict=True):
         covered = tuple((BLOCK * first, min(BLOCK * last, shape[-1])) for first, last in scaled.dims[-1])
         if stored.numel and (stored.dims[:-1], stored.dims[-1]) != (scaled.dims[:-1], covered):
             return True
@@ -84,7 +84,7 @@ def _cuts_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements
 
 
 def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
-    """What this rank has of a contiguous tensor of some shape, as a DTensor that is stored like a parameter."""
+    """Return a DTensor of shape `shape` with a parameter's mesh and placements, from this rank's local tensor."""
     return DTensor.from_local(
         local,
         param.device_mesh,
@@ -96,11 +96,11 @@ def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DT
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
-    """A whole tensor, which all ranks have, stored like a parameter; nothing is sent."""
+    """Shard a tensor that all ranks have whole like a parameter, without communication."""
     local = value
     for dim, ranges in enumerate(own_region(param, value.shape).dims):
-        parts = [local.narrow(dim, start, stop - start) for start, stop in ranges]
-        local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
+        pieces = [local.narrow(dim, start, stop - start) for start, stop in ranges]
+        local = torch.cat(pieces, dim) if pieces else local.narrow(dim, 0, 0)
     if value.shape == param.shape and not local.numel():
         local = local.reshape(param.to_local().shape)
     if value.shape != param.shape:

@@ -1,4 +1,4 @@
-"""Flat partitions of DeepSpeed ZeRO: slices of parameters, end to end, in the place of the parameters themselves."""
+"""Flat partitions of DeepSpeed ZeRO, which replace the parameters in param groups: slices of parameters, end to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.storage.regions import FlatRegion
-from hf_muon.storage.shared import Shared
+from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.views import WHOLE, View
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slice:
-    """What of one parameter the partitions of all ranks hold.
+    """The elements of one parameter that the partition of each rank holds.
 
     Attributes:
         shape: of the whole parameter.
-        bounds: for each rank, the first element that its partition holds, in row-major order, and the one after the
-            last; equal where it holds none.
-        start: where this rank's elements begin in its partition.
-        view: how the parameter is seen as matrices.
+        bounds: for each rank, the first element in its partition, in row-major order, and the one after the last;
+            equal if the partition holds none.
+        start: offset of this rank's elements in its partition.
+        view: of the parameter.
         name: of the parameter.
     """
 
@@ -39,34 +39,34 @@ class Slice:
     name: str = ""
 
     def elements(self, rank: int) -> slice:
-        """Where the partition of this rank holds them."""
+        """Return where the partition of this rank holds them."""
         first, last = self.bounds[rank]
         return slice(self.start, self.start + last - first)
 
-    def shared(self, group: ProcessGroup) -> list[Shared]:
-        """The same as who stores which region of each matrix, or stack, that the parameter is seen as."""
+    def parts(self, group: ProcessGroup) -> list[SharedStorage]:
+        """Return how the ranks of a group store each part of the parameter's view."""
         rows, columns = self.view.folded(self.shape)[-2:]
-        return Shared(group, _flat_regions((rows, columns), self.bounds)).seen_as(self.view, self.shape)
+        return SharedStorage(group, _flat_regions((rows, columns), self.bounds)).parts(self.view, self.shape)
 
 
 @lru_cache(maxsize=1024)
 def _flat_regions(matrix: tuple[int, int], bounds: tuple[tuple[int, int], ...]) -> Sequence[FlatRegion]:
-    """One object for parameters that are cut alike, by which an exchange knows them to be."""
+    """Return each rank's region; cached, so that equally cut parameters share one object (see `SharedStorage`)."""
     return tuple(FlatRegion(matrix, first, last) for first, last in bounds)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One flat tensor in a param group, and the slices that it is made of.
+    """One flat tensor in a param group, and the slices that it consists of.
 
     Attributes:
         group: the ranks that hold the other partitions of the same parameters.
-        rank: this rank's place there.
+        rank: of this process in the group.
         slices: in the order of the param group before partitioning, which is the order of a single process.
-        device: where matrices are orthogonalized; the partition itself may be offloaded.
-        last: whether it is the last one of its param group to be stepped.
-        without_gradient: gives the elements for which there is no gradient in this step; their memory holds something
-            else. None where it holds zeros.
+        device: on which matrices are orthogonalized; the partition itself may be offloaded.
+        last: whether it is the last partition of its param group to be stepped.
+        without_gradient: returns the elements that have no gradient in this step and whose memory is stale. None if
+            such elements hold zeros.
     """
 
     group: ProcessGroup
@@ -78,17 +78,17 @@ class Partition:
 
 
 Partitions = Mapping[Tensor, Partition]
-"""Partitions by the flat tensors that stand in param groups, of both halves."""
+"""Partitions by the flat tensors that stand in param groups, those of Muon and of AdamW."""
 
 
 def partition_bounds(numel: int, size: int, ranks: int, offset: int = 0) -> tuple[tuple[int, int], ...]:
-    """Which elements of a parameter lie in each of the equal parts that a flat tensor is cut into.
+    """Return which elements of a parameter lie in each of the equal partitions of a flat tensor.
 
     Args:
         numel: of the parameter.
-        size: elements of a part.
-        ranks: number of parts.
-        offset: where the parameter begins in the flat tensor.
+        size: elements of a partition.
+        ranks: number of partitions.
+        offset: of the parameter in the flat tensor.
     """
     edges = [min(max(rank * size - offset, 0), numel) for rank in range(ranks + 1)]
     return tuple(itertools.pairwise(edges))

@@ -1,4 +1,4 @@
-"""Who stores a parameter: the ranks of a process group, or one process alone."""
+"""Who stores a parameter: the ranks of a process group, each a region of it, or this process alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from hf_muon.storage.regions import Region, Stored, seen_as, whole
+from hf_muon.storage.regions import Region, Stored, part_regions, whole
 from hf_muon.storage.views import View
 
 if TYPE_CHECKING:
@@ -15,23 +15,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A parameter that the ranks of a group store together, each a region of it."""
+class SharedStorage:
+    """How the ranks of a process group store a tensor.
+
+    Attributes:
+        group: the process group.
+        regions: what each rank stores, in the order of the group's ranks. Tensors that are stored alike should share
+            one object: `distributed.holdings` compares these sequences by identity.
+    """
 
     group: ProcessGroup
     regions: Sequence[Stored]
 
-    def seen_as(self, view: View, shape: tuple[int, ...]) -> list[Shared]:
-        """The same of each matrix that it is seen as."""
-        return [Shared(self.group, regions) for regions in seen_as(view, shape, tuple(self.regions))]
+    def parts(self, view: View, shape: tuple[int, ...]) -> list[SharedStorage]:
+        """Return how the ranks store each part of a view of the tensor, whose whole shape is `shape`."""
+        return [SharedStorage(self.group, regions) for regions in part_regions(view, shape, tuple(self.regions))]
 
 
-def alone(view: View, shape: tuple[int, ...]) -> list[Stored]:
-    """What this process stores of each matrix that a parameter is seen as, where nobody shares it: all."""
-    return [regions[0] for regions in seen_as(view, shape, (whole(shape),))]
+def unshared_parts(view: View, shape: tuple[int, ...]) -> list[Stored]:
+    """Return how a process that stores all of a tensor stores each part of its view."""
+    return [regions[0] for regions in part_regions(view, shape, (whole(shape),))]
 
 
 @lru_cache(maxsize=1024)
 def replicated_regions(shape: tuple[int, ...], ranks: int) -> Sequence[Region]:
-    """Each rank's region of a parameter: all of it."""
+    """Return each rank's region of a replicated tensor, which is all of it."""
     return (whole(shape),) * ranks

@@ -1,4 +1,4 @@
-"""What a tensor is: its whole shape, what this rank stores of it, and whether a step knows its class."""
+"""Facts about one tensor: its whole shape, its local tensor, and whether a step supports its class and dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def shape_of(param: Tensor) -> tuple[int, ...]:
-    """Return a parameter's whole shape; one that DeepSpeed's zero.Init has partitioned is empty itself."""
+    """Return a parameter's whole shape, also after DeepSpeed's zero.Init has emptied the parameter itself."""
     if uninitialized(param):
         return ()
     return tuple(getattr(param, "ds_shape", param.shape))
@@ -25,13 +25,13 @@ def uninitialized(param: Tensor) -> bool:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, without importing them where nobody else has."""
+    """Return whether a tensor is a DTensor, without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether values can be read; those of the meta device and of fake tensors cannot."""
+    """Return whether values can be read; those of the meta device and of fake tensors cannot."""
     if tensor.device.type == "meta":
         return False
     module = sys.modules.get("torch._subclasses.fake_tensor")
@@ -39,43 +39,43 @@ def has_data(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank stores of a tensor."""
+    """Return the tensor that this rank stores."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-# Tensor classes whose shape is known to be the whole parameter's, besides torch.Tensor and nn.Parameter themselves.
+# Classes whose `shape` is the whole parameter's, in addition to torch.Tensor and nn.Parameter.
 _KNOWN_CLASSES = {
     "DTensor": "torch.distributed.tensor",
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
-    "Int8Params": "bitsandbytes.nn",  # trained where has_fp16_weights is true, and of dtype int8 elsewhere
+    "Int8Params": "bitsandbytes.nn",  # trainable if has_fp16_weights; otherwise of dtype int8
 }
 
 
 def _is_known(cls: type) -> bool:
-    """Return whether tensors of a class show the whole parameter's shape, or what torch makes of it."""
+    """Return whether `shape` of a tensor of this class is the whole parameter's, or is a shape that torch manages."""
     if cls in (Tensor, torch.nn.Parameter):
         return True
     module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
     if getattr(module, cls.__name__, None) is cls:
         return True
-    # A parameter with facts of somebody's own, which behaves as torch's. nn.Parameter(tensor) keeps the tensor's class,
-    # so that another framework's shard is not among these.
+    # A subclass that behaves like nn.Parameter, with attributes of its own. Shards of other frameworks do not get here:
+    # nn.Parameter(tensor) keeps the class of the tensor.
     own = [part for part in cls.__mro__ if part not in torch.nn.Parameter.__mro__]
     behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(part).keys() for part in own)
     return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in part.__name__ for part in own)
 
 
 def class_complaint(param: Tensor) -> str | None:
-    """Say why a parameter that is trained cannot be stepped because of its class; None where it can.
+    """Return why a trained parameter cannot be stepped because of its class, or None if it can.
 
-    A class that is not known may show the shape of one shard, which would be orthogonalized as a whole matrix.
+    `shape` of an unknown class may be that of one shard, which would be orthogonalized as if it were the whole matrix.
     """
     if uninitialized(param):
         return "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built"
     if not param.requires_grad:
-        return None  # quantized bases are frozen, and have classes of their own
+        return None  # frozen quantized weights have classes of their own
     stored = param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
     for tensor in (param, stored):
         cls = type(tensor)
@@ -90,7 +90,7 @@ def class_complaint(param: Tensor) -> str | None:
 
 
 def storage_complaint(param: Tensor) -> str | None:
-    """Why this version cannot step a parameter as it is stored, and what to do; None where it can."""
+    """Return why a parameter cannot be stepped as it is stored, and what to do, or None if it can."""
     if complaint := class_complaint(param):
         return complaint
     if is_dtensor(param):

@@ -4,12 +4,12 @@ A view is written as text, so that param groups and checkpoints can hold it:
 
 - nothing: as it is stored, ``(out, in)``, or a stack of such matrices ``(B, out, in)``.
 - ``transposed``: stored as ``(in, out)``.
-- ``flat``: the dims after the first one make the columns, as those of a convolution's kernel.
-- ``rows 64+16+16``: three matrices, one below the other. ``rows 8x16``: eight of 16 rows each.
-- ``columns 24*(1+1)``: two matrices whose columns take turns, 24 times one of the first and one of the second.
-  ``columns 24x(2+1)`` are 48 matrices.
+- ``flat``: the dims after the first one make the columns, as in the kernel of a convolution.
+- ``rows 64+16+16``: three matrices, one below the other. ``rows 8x16``: eight matrices of 16 rows each.
+- ``columns 24*(1+1)``: two matrices of 24 columns each, which alternate. ``columns 24x(2+1)``: 48 matrices, of two
+  columns and of one in turn.
 
-These are joined by commas: ``transposed, columns 24*(1+1)``. A cut of a stack is one of each of its matrices.
+They are joined by commas: ``transposed, columns 24*(1+1)``. In a stack the cut applies to every matrix.
 """
 
 from __future__ import annotations
@@ -22,95 +22,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Some indices along a dim: `count` blocks of `size`, the first at `start` and each `stride` after the last one."""
-
-    start: int
-    size: int
-    count: int = 1
-    stride: int = 0
-
-    @property
-    def length(self) -> int:
-        """Number of indices."""
-        return self.size * self.count
-
-    def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """These indices of a tensor; a view. Several blocks give two dims, ``(count, size)``, in the place of one."""
-        if self.count == 1:
-            return tensor.narrow(dim, self.start, self.size)
-        span = tensor.narrow(dim, self.start, (self.count - 1) * self.stride + self.size)
-        return span.unfold(dim, self.size, self.stride).movedim(-1, dim + 1)
-
-    def shape(self) -> tuple[int, ...]:
-        """The dims that `of` puts in the place of one."""
-        return (self.size,) if self.count == 1 else (self.count, self.size)
-
-    def within(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[Blocks, tuple[int, int]]]:
-        """Which of these indices are among some stored ones.
-
-        Args:
-            ranges: half-open ranges of indices, in the order in which they are stored.
-
-        Yields:
-            Where they are stored, and the range of their own that they are: index 0 is the first one of these blocks.
-        """
-        position = 0
-        for first, last in ranges:
-            yield from self._within(first, last, position - first)
-            position += last - first
-
-    def _within(self, first: int, last: int, shift: int) -> Iterator[tuple[Blocks, tuple[int, int]]]:
-        stride = self.stride or self.size
-        block = max(0, (first - self.start) // stride)
-        while block < self.count and self.start + block * stride < last:
-            begin = self.start + block * stride
-            lower, upper = max(begin, first), min(begin + self.size, last)
-            whole = (last - begin - self.size) // stride + 1 if lower == begin else 0
-            if whole > 1:
-                count = min(whole, self.count - block)
-                own = (block * self.size, (block + count) * self.size)
-                yield Blocks(begin + shift, self.size, count, stride if count > 1 else 0), own
-                block += count
-                continue
-            if lower < upper:
-                own = (block * self.size + lower - begin, block * self.size + upper - begin)
-                yield Blocks(lower + shift, upper - lower), own
-            block += 1
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Some indices along a dim of what is stored, which is seen in a shape of its own first where it is stored flat."""
-
-    blocks: Blocks
-    dim: int
-    shape: tuple[int, ...] | None = None
-
-    def of(self, stored: Tensor) -> Tensor:
-        """A view."""
-        return self.blocks.of(stored if self.shape is None else stored.view(self.shape), self.dim)
-
-    def shape_of(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of that view."""
-        shape = self.shape or stored
-        return (*shape[: self.dim], *self.blocks.shape(), *shape[self.dim + 1 :])
+from hf_muon.storage.blocks import Blocks
 
 
 @dataclass(frozen=True)
 class View:
-    """What the text of a view says.
+    """How a stored tensor is read as matrices.
 
     Attributes:
         transposed: whether the matrices are stored as ``(in, out)``.
         flat: whether the dims after the first one make the columns.
-        axis: the dim that is cut, -2 for rows and -1 for columns; 0 for none.
-        parts: where each matrix lies along it; empty for none.
-        text: as it is written.
+        axis: the dim that is cut, -2 for rows and -1 for columns; 0 if none is.
+        parts: for each matrix, the rows or columns that it consists of; empty if no dim is cut.
+        text: of the view.
     """
 
     transposed: bool = False
@@ -120,11 +44,11 @@ class View:
     text: str = field(default="", compare=False)
 
     def folded(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """The shape ``(m, n)`` or ``(B, m, n)`` before it is cut."""
+        """Return the shape ``(m, n)`` or ``(B, m, n)`` before the cut."""
         return (stored[0], math.prod(stored[1:])) if self.flat else tuple(stored)
 
     def shapes(self, stored: Sequence[int]) -> list[tuple[int, ...]]:
-        """The shape ``(m, n)`` or ``(B, m, n)`` of each part, as it is stored."""
+        """Return the shape ``(m, n)`` or ``(B, m, n)`` of each part, as it is stored."""
         shape = self.folded(stored)
         if not self.parts:
             return [shape]
@@ -141,27 +65,27 @@ _WORDS = {axis: word for word, axis in _AXES.items()}
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> View:
-    """What a text says.
+    """Return the view that a text describes.
 
     Raises:
-        ValueError: a text that is no view.
+        ValueError: the text is not a view.
     """
-    found: dict[str, str | None] = {}
-    for words in text.split(", ") if text else ():
-        word, _, sizes = words.partition(" ")
-        if word in found or word not in (*_FLAGS, *_AXES) or (word in _FLAGS) == bool(sizes):
+    words: dict[str, str | None] = {}
+    for phrase in text.split(", ") if text else ():
+        word, _, sizes = phrase.partition(" ")
+        if word in words or word not in (*_FLAGS, *_AXES) or (word in _FLAGS) == bool(sizes):
             raise _unreadable(text)
-        found[word] = sizes or None
-    axes = [word for word in _AXES if word in found]
-    if len(axes) > 1 or ("flat" in found and "columns" in found):
+        words[word] = sizes or None
+    axes = [word for word in _AXES if word in words]
+    if len(axes) > 1 or ("flat" in words and "columns" in words):
         raise _unreadable(text)
     parts: tuple[Blocks, ...] = ()
     if axes:
         try:
-            parts = tuple(_blocks(found[axes[0]] or ""))
+            parts = tuple(_parse_sizes(words[axes[0]] or ""))
         except ValueError:
             raise _unreadable(text) from None
-    return View("transposed" in found, "flat" in found, _AXES[axes[0]] if axes else 0, parts, text)
+    return View("transposed" in words, "flat" in words, _AXES[axes[0]] if axes else 0, parts, text)
 
 
 def _unreadable(text: str) -> ValueError:
@@ -171,15 +95,15 @@ def _unreadable(text: str) -> ValueError:
     )
 
 
-_MOST_PARTS = 2**20  # of one weight; a text that asks for more is a slip, and would take all memory
+_MOST_PARTS = 2**20  # of one weight; a text with more is a typo, and parsing it would exhaust memory
 _TERM = re.compile(r"(?:(\d+)([x*]))?(?:(\d+)|\((\d+(?:\+\d+)*)\))(\+|$)")
 
 
-def _blocks(text: str) -> Iterator[Blocks]:
-    """Where the parts lie that a list of sizes names.
+def _parse_sizes(text: str) -> Iterator[Blocks]:
+    """Yield the rows or columns of each part that a list of sizes describes.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the text is not a list of sizes.
     """
     start, at = 0, 0
     while at < len(text) or not at or text.endswith("+"):
@@ -202,7 +126,7 @@ def _blocks(text: str) -> Iterator[Blocks]:
 
 
 def complaint(text: str, stored: Sequence[int]) -> str | None:
-    """Why a tensor of some shape cannot be read so; None where it can."""
+    """Return why a tensor of shape `stored` does not have the view that `text` describes, or None."""
     try:
         view = parse(text)
     except ValueError as error:
@@ -216,7 +140,7 @@ def complaint(text: str, stored: Sequence[int]) -> str | None:
 
 
 def texts_complaint(texts: Any, count: int) -> str | None:
-    """Say why something is no list of texts, one for each of `count` parameters; None where it is, or is None."""
+    """Return why `texts` is neither None nor a list of `count` texts, one for each parameter, or None if it is."""
     if texts is None:
         return None
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
@@ -225,7 +149,7 @@ def texts_complaint(texts: Any, count: int) -> str | None:
 
 
 def views_of(group: Mapping[str, Any]) -> list[str]:
-    """The view of each parameter of a group. Partitions of ZeRO, which stand in the place of parameters, have none."""
+    """Return the view of each parameter of a group; "" for ZeRO's partitions, which replace the parameters."""
     views = group.get("views")
     if views is None or len(views) != len(group["params"]):
         return [""] * len(group["params"])

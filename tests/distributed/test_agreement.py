@@ -108,8 +108,8 @@ def test_any_groups(groups):
 def test_bits_are_packed_and_unpacked():
     for count in (0, 1, 61, 62, 63, 130):
         bits = [bool(bit) for bit in torch.randint(2, (count,)).tolist()]
-        packed = agreement.packed(bits)
-        assert agreement.unpacked(packed, count) == bits
+        packed = agreement.pack_bits(bits)
+        assert agreement.unpack_bits(packed, count) == bits
         assert all(0 <= number < 2**62 for number in packed)
 
 
@@ -141,7 +141,7 @@ def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
 )
 def test_a_rank_talks_over_the_device_of_its_parameters(types, home, wanted):
     group = SimpleNamespace(_device_types=types)
-    assert agreement.talking_device(group, torch.device(home)) == torch.device(wanted)
+    assert agreement.report_device(group, torch.device(home)) == torch.device(wanted)
 
 
 def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, monkeypatch):
@@ -154,7 +154,7 @@ def homes(rank):
 
     from hf_muon import Muon
 
-    asked, original = [], agreement.exchange_words
+    asked, original = [], agreement.exchange_reports
     param = torch.nn.Parameter(torch.ones(3, 4))
     param.grad = torch.ones(3, 4)
 
@@ -162,9 +162,9 @@ def homes(rank):
         asked.append(home)
         return original(group, home, *rest)
 
-    agreement.exchange_words = exchange
+    agreement.exchange_reports = exchange
     try:
         Muon([param], replicate_group=dist.group.WORLD).step()
     finally:
-        agreement.exchange_words = original
+        agreement.exchange_reports = original
     return asked

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_muon.distributed.exchange import _Bucket
 from hf_muon.distributed.holdings import Holdings
+from hf_muon.distributed.schedule import OwnedUnit, make_bucket
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.storage.regions import regions
 from tests.distributed.cases import given_gradients
@@ -57,16 +57,16 @@ def test_what_is_sent_is_the_least_from_which_the_owner_has_everything(data):
         i: regions((stack, 2, 3), mesh, data.draw(st.lists(placement, min_size=len(mesh), max_size=len(mesh))))
         for i, stack in enumerate(stacks)
     }
-    storage = Holdings(stored, ranks)
+    holdings = Holdings(stored, ranks)
     unit = Unit((2, 3), tuple(MatrixRange(i, 0, stack) for i, stack in enumerate(stacks)))
-    blocks = [(rank, block) for rank in range(ranks) for block in storage.blocks(unit, rank)]
+    blocks = [(rank, block) for rank in range(ranks) for block in holdings.boxes(unit, rank)]
     wanted = frozenset(itertools.product(range(unit.count), range(2), range(3)))
     for owner in range(ranks):
-        buckets = [_Bucket([(unit, owner)], storage, rank) for rank in range(ranks)]
+        buckets = [make_bucket([OwnedUnit(unit, owner)], holdings, rank) for rank in range(ranks)]
         # All ranks say the same about whether there is anything to send, and how much.
         assert buckets[owner].receive == [bucket.send[owner] for bucket in buckets]
         assert [bucket.arrive[owner] for bucket in buckets] == buckets[owner].leave
-        assert storage.pattern(unit).sent_to(owner).tolist() == buckets[owner].receive
+        assert holdings.pattern(unit).sent_to(owner).tolist() == buckets[owner].receive
         arrived = [element for _, block in buckets[owner].incoming for element in elements(block)]
         assert sorted(arrived) == sorted(wanted)
         travels = sum(buckets[owner].receive) - buckets[owner].receive[owner]

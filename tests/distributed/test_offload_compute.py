@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_muon import MuonConfig, build_optimizer
-from hf_muon.distributed.select import carrier, compute_device
+from hf_muon.distributed.select import comm_device, compute_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -42,9 +42,9 @@ def test_data_travels_where_the_group_has_a_backend():
         def _get_backend(self, device):
             pass
 
-    assert carrier(Nccl(), CPU, CUDA) == CUDA
-    assert carrier(Both(), CPU, CUDA) == CPU
-    assert carrier(Nccl(), CUDA, CUDA) == CUDA
+    assert comm_device(Nccl(), CPU, CUDA) == CUDA
+    assert comm_device(Both(), CPU, CUDA) == CPU
+    assert comm_device(Nccl(), CUDA, CUDA) == CUDA
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

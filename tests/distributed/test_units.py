@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_muon.distributed import exchange
+from hf_muon.distributed.holdings import Holdings
 from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
 from hf_muon.math.cost import segments
 from hf_muon.math.newton_schulz import newton_schulz
@@ -48,8 +48,8 @@ def lower_bound(units, ranks):
 
 def holders_of(units, shapes, ranks, placement):
     where = {shape: regions(shape, (ranks,), [placement]) for shape in set(shapes)}
-    storage = exchange.Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
-    return [storage.pattern(unit).holders for unit in units]
+    holdings = Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
+    return [holdings.pattern(unit).holders for unit in units]
 
 
 class TestUnits:
@@ -64,8 +64,8 @@ class TestUnits:
         kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
         seen = Counter()
         for unit in make_units(shapes, kinds):
-            assert len({kinds[param] for param, _, _ in unit.runs}) == 1
-            for param, start, stop in unit.runs:
+            assert len({kinds[param] for param, _, _ in unit.ranges}) == 1
+            for param, start, stop in unit.ranges:
                 assert tuple(shapes[param][-2:]) == unit.shape
                 seen.update((param, k) for k in range(start, stop))
         wanted = Counter(
@@ -94,10 +94,10 @@ class TestUnits:
         mixed = make_units(shapes, ["a", "b"] * 16)
         assert [unit.count for unit in apart] == [unit.count for unit in mixed]
 
-    def test_only_keeps_the_runs_of_active_parameters(self):
+    def test_only_keeps_the_ranges_of_active_parameters(self):
         unit = Unit((2, 3), (MatrixRange(0, 0, 4), MatrixRange(1, 0, 1), MatrixRange(5, 2, 3)))
         assert unit.only({0, 5}) == Unit((2, 3), (MatrixRange(0, 0, 4), MatrixRange(5, 2, 3)))
-        assert unit.only(set()).runs == ()
+        assert unit.only(set()).ranges == ()
         assert unit.only({0, 1, 5}) == unit
 
     def test_cost_is_in_proportion_to_the_products(self):

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.distributed.exchange import BatchBox
 from hf_muon.distributed.executor import Piece
+from hf_muon.distributed.holdings import BatchBox
+from hf_muon.storage.blocks import Blocks, Cut
 from hf_muon.storage.partitions import partition_bounds
-from hf_muon.storage.regions import FlatRegion, seen_as
-from hf_muon.storage.views import Blocks, Cut, parse
+from hf_muon.storage.regions import FlatRegion, part_regions
+from hf_muon.storage.views import parse
 from tests.distributed.cases import VIEWS, given_gradients, make
 from tests.distributed.test_layouts import assert_equal
 
@@ -211,16 +212,15 @@ def test_flat_slices_hold_their_parts():
             rows, columns = view.folded(shape)[-2:]
             regions = tuple(FlatRegion((rows, columns), first, last) for first, last in bounds)
             for expected, part_shape, stored in zip(
-                apart(weight, text), view.shapes(shape), seen_as(view, shape, regions), strict=True
+                apart(weight, text), view.shapes(shape), part_regions(view, shape, regions), strict=True
             ):
                 found = torch.full((math.prod(part_shape[:-2]), *part_shape[-2:]), -1)  # (B, m, n)
                 for region, held in zip(stored, slices, strict=True):
-                    for part in region.parts(0, len(found)):
-                        piece = Piece(0, part.local, part.cut).of(held)
-                        assert piece.shape == part.stored
-                        data = piece.reshape(part.shape)
-                        block = BatchBox(Piece(0), part.stored, part.shape, slice(part.first, part.first + part.count),
-                                      part.rows, part.columns)  # fmt: skip
-                        block.write(data, found)
+                    for box in region.boxes(0, len(found)):
+                        piece = Piece(0, box.local, box.cut).of(held)
+                        assert piece.shape == box.stored
+                        matrices = slice(box.first, box.first + box.count)
+                        target = BatchBox(Piece(0), box.stored, box.shape, matrices, box.rows, box.columns)
+                        target.write(piece.reshape(box.shape), found)
                 expected = expected.mT if view.transposed else expected
                 assert torch.equal(found, expected.reshape(found.shape)), (shape, text, ranks)

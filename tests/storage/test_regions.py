@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon.storage.partitions import partition_bounds
-from hf_muon.storage.regions import FlatRegion, Region, chunk, cut, length, regions, whole
+from hf_muon.storage.regions import FlatRegion, Region, chunk, length, regions, take, whole
 
 placements = st.one_of(
     st.builds(Replicate),
@@ -62,15 +62,15 @@ def test_strided_alone_holds_several_ranges():
 def test_ranges():
     ranges = ((2, 5), (7, 9))
     assert length(ranges) == 5
-    assert cut(ranges, 1, 4) == ((3, 5), (7, 8))
-    assert cut(ranges, 4, 9) == ((8, 9),)
-    assert cut(ranges, 5, 9) == ()
+    assert take(ranges, 1, 4) == ((3, 5), (7, 8))
+    assert take(ranges, 4, 9) == ((8, 9),)
+    assert take(ranges, 5, 9) == ()
     assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
     assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_the_parts_of_a_slice_are_boxes_that_hold_its_elements(stack, m, n, data):
+def test_the_boxes_of_a_slice_hold_its_elements(stack, m, n, data):
     total = stack * m * n
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
@@ -78,19 +78,19 @@ def test_the_parts_of_a_slice_are_boxes_that_hold_its_elements(stack, m, n, data
     last = data.draw(st.integers(first + 1, stack))
     region = FlatRegion((m, n), start, stop)
     assert region.numel == stop - start
-    found = {}
-    parts = list(region.parts(first, last))
-    assert len(parts) <= 5
-    for part in parts:
-        box = itertools.product(
-            range(part.first + first, part.first + first + part.count),
-            *([i for a, b in ranges for i in range(a, b)] for ranges in (part.rows, part.columns)),
+    where = {}
+    boxes = list(region.boxes(first, last))
+    assert len(boxes) <= 5
+    for box in boxes:
+        elements = itertools.product(
+            range(box.first + first, box.first + first + box.count),
+            *([i for a, b in ranges for i in range(a, b)] for ranges in (box.rows, box.columns)),
         )
-        held = range(part.local.start, part.local.stop)
-        assert part.stored == (part.numel,)
-        found.update(zip(held, [(b * m + row) * n + column for b, row, column in box], strict=True))
+        local = range(box.local.start, box.local.stop)
+        assert box.stored == (box.numel,)
+        where.update(zip(local, [(b * m + row) * n + column for b, row, column in elements], strict=True))
     inside = [element for element in range(start, stop) if first * m * n <= element < last * m * n]
-    assert found == {element - start: element for element in inside}
+    assert where == {element - start: element for element in inside}
 
 
 @given(st.integers(0, 30), st.integers(1, 12), st.integers(1, 4), st.integers(0, 20))

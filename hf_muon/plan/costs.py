@@ -1,0 +1,100 @@
+"""What a step costs each rank: FLOPs, communication and optimizer state, without computing the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_muon.distributed.executor import StepCost
+from hf_muon.math import cost
+from hf_muon.math.momentum import state_bytes as momentum_bytes
+from hf_muon.optimizer.layout import StepLayout
+from hf_muon.routing.model_facts import expert_counts, text_config_of
+from hf_muon.storage.regions import Region
+
+if TYPE_CHECKING:
+    from hf_muon.distributed.units import Unit
+
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+
+
+def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dtype) -> StepCost:
+    """Return what the executors of all param groups cost together, on each rank.
+
+    Args:
+        layout: of the param groups.
+        ranks: number of ranks.
+        ns_steps: Newton-Schulz steps.
+        ns_dtype: of the products.
+    """
+
+    def flops_of(unit: Unit) -> int:
+        rows = cost.block_rows(min(unit.shape), ns_dtype, "cuda")
+        return unit.count * cost.flops(unit.shape, cost.segments(unit.shape, ns_steps, ns_dtype), rows)
+
+    flops, sent = [0] * ranks, [0] * ranks
+    in_flight = largest = 0
+    for executor in (executor for work in layout.works for executor in work.executors):
+        own = executor.cost(flops_of, ns_dtype)
+        copies = ranks // len(own.flops)  # processes that each do all of it
+        flops = [a + b for a, b in zip(flops, own.flops * copies, strict=True)]
+        sent = [a + b for a, b in zip(sent, own.sent_bytes * copies, strict=True)]
+        in_flight += own.in_flight_bytes
+        largest = max(largest, own.unit_bytes)
+    return StepCost(flops, sent, in_flight, largest)
+
+
+def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of optimizer state on each rank, and what they would be if all weights went to AdamW."""
+    # Elements and bytes of momentum on each rank, by the identity of the regions and the momentum's dtype.
+    known: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+    own = torch.zeros(ranks, dtype=torch.int64)
+    adamw = torch.zeros(ranks, dtype=torch.int64)
+    for group, work in zip(groups, layout.works, strict=True):
+        momentum_dtype = group["momentum_dtype"]
+        for param, storage in zip(group["params"], work.shared, strict=True):
+            if storage is None or not storage.regions:  # whole, or a partition, which has one size on all ranks
+                numel = torch.full((ranks,), param.numel())
+                momentum = torch.full((ranks,), momentum_bytes(param, momentum_dtype, param.shape))
+            else:
+                key = id(storage.regions), momentum_dtype
+                if key not in known:
+                    shapes = [region.shape for region in storage.regions if isinstance(region, Region)]
+                    nbytes = {shape: momentum_bytes(param, momentum_dtype, shape) for shape in set(shapes)}
+                    known[key] = (
+                        torch.tensor([math.prod(shape) for shape in shapes]),
+                        torch.tensor([nbytes[shape] for shape in shapes]),
+                    )
+                numel, momentum = known[key]
+            moments = numel * 2 * param.dtype.itemsize + 4  # and the step, an fp32 number
+            adamw += moments
+            own += momentum if group["use_muon"] else moments
+    return own.tolist(), adamw.tolist()
+
+
+def model_flops(model: nn.Module) -> int:
+    """Return the FLOPs of a model's products with weights, for one token, forward and backward.
+
+    Per weight: 2 forward, 2 for the input's gradient, and if it is trained 2 for its own gradient. Of experts, only
+    those that a token is routed to count. An input embedding is looked up, not multiplied.
+    """
+    config = text_config_of(getattr(model, "config", None))
+    experts = next(iter(expert_counts(config)), 0)
+    routed = next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), experts)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    looked_up = (
+        {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} if not tied else set()
+    )
+    total = 0
+    for name, param in model.named_parameters():
+        if param.ndim < 2 or id(param) in looked_up:
+            continue
+        numel = param.numel()
+        if experts and "experts." in name and "shared" not in name:
+            numel = numel * routed // experts
+        total += numel * (6 if param.requires_grad else 4)
+    return total

@@ -1,0 +1,151 @@
+"""Stand-ins for a run on several ranks: parameters without memory, in a process group of ranks that do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_muon.build import groups_of
+from hf_muon.config import MuonConfig
+from hf_muon.diagnostics.log import has_process_group
+from hf_muon.routing.route import Route
+from hf_muon.storage import views
+from hf_muon.storage.partitions import Partition, Slice, partition_bounds
+
+_SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
+_ALIGNMENT = 2  # elements, to which DeepSpeed pads a group on every rank
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of a fake process group, in which nothing is sent."""
+    import torch.distributed as dist
+
+    if ranks == 1:
+        yield
+        return
+    if not dist.is_available():
+        raise RuntimeError("a plan for several ranks needs a torch with torch.distributed, and this one has none")
+    if dist.is_initialized():
+        raise RuntimeError("a plan pretends to be on other ranks: make it in a process that is in no process group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of some shape that takes the memory of one number."""
+    return torch.zeros((), dtype=dtype).expand(tuple(shape))
+
+
+def stored_groups(
+    routes: Sequence[Route], config: MuonConfig, layout: str, replicas: int, dtype: torch.dtype
+) -> tuple[list[dict[str, Any]], dict[Tensor, Partition] | None, Any]:
+    """Return param groups as a framework stores their parameters, in the fake process group of this process.
+
+    Args:
+        routes: of the model's parameters.
+        config: the options of the run.
+        layout: one of `step_plan.LAYOUTS`.
+        replicas: copies of the model under `hsdp`.
+        dtype: of the stored weights.
+
+    Returns:
+        The param groups, the partitions of ZeRO if the layout has them, and the group over which plain parameters are
+        replicated.
+    """
+    import torch.distributed as dist
+
+    if not has_process_group() or layout == "ddp":
+        replicate_group = dist.group.WORLD if has_process_group() else None
+        params = [nn.Parameter(_empty(route.shape, dtype)) for route in routes]
+        return _groups(routes, params, config), None, replicate_group
+    if layout in ("fsdp", "hsdp"):
+        return _groups(routes, _sharded(routes, replicas if layout == "hsdp" else 1, dtype), config), None, None
+    params = [nn.Parameter(_empty(route.shape, torch.float32)) for route in routes]
+    groups, partitions = _partitioned(_groups(routes, params, config), layout)
+    return groups, partitions, None
+
+
+def _groups(routes: Sequence[Route], params: Sequence[nn.Parameter], config: MuonConfig) -> list[dict[str, Any]]:
+    """Return param groups of these parameters, in the form that torch.optim.Optimizer gives them."""
+    groups = groups_of([dataclasses.replace(r, parameter=p) for r, p in zip(routes, params, strict=True)], config)
+    for group in groups:
+        names, members = zip(*group["params"], strict=True)
+        group["param_names"], group["params"] = list(names), list(members)
+        group["momentum_dtype"] = config.momentum_dtype
+    return groups
+
+
+def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return DTensor parameters, sharded along their first dim over the ranks of a replica."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    ranks = dist.get_world_size()
+    placements: list[Placement] = [Shard(0)] if replicas == 1 else [Replicate(), Shard(0)]
+    mesh = init_device_mesh("cpu", (ranks,) if replicas == 1 else (replicas, ranks // replicas))
+    params = []
+    for route in routes:
+        rows = -(-route.shape[0] // mesh.size(-1)) if route.shape else 0  # rank 0 is never short of rows
+        stride = torch.empty(route.shape, device="meta").stride()
+        local = _empty((min(rows, route.shape[0]), *route.shape[1:]), dtype)
+        whole = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(route.shape), stride=stride
+        )
+        params.append(nn.Parameter(whole))
+    return params
+
+
+def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[dict[str, Any]], dict[Tensor, Partition]]:
+    """Replace parameters by flat partitions, as DeepSpeed does; each sub-group of ZeRO-3 becomes a param group."""
+    import torch.distributed as dist
+
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    assert world is not None
+    flat_groups: list[dict[str, Any]] = []
+    partitions: dict[Tensor, Partition] = {}
+
+    def add(group: dict[str, Any], size: int, slices: list[Slice]) -> None:
+        flat = nn.Parameter(_empty((size,), torch.float32))
+        partitions[flat] = Partition(world, 0, slices if group["use_muon"] else [], torch.device("cpu"))
+        flat_groups.append({**group, "params": [flat], "param_names": ["flat"]})
+
+    for group in groups:
+        sizes = [param.numel() for param in group["params"]]
+        parsed = [views.parse(text) for text in views.views_of(group)]
+        if layout != "zero3":
+            unit = _ALIGNMENT * ranks
+            size = -(-sum(sizes) // unit) * unit // ranks
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            add(
+                group,
+                size,
+                [
+                    Slice(
+                        tuple(param.shape), partition_bounds(n, size, ranks, start), start if start < size else 0, view
+                    )
+                    for param, n, start, view in zip(group["params"], sizes, starts, parsed, strict=True)
+                ],
+            )
+            continue
+        slices: list[Slice] = []
+        filled = 0
+        for i, (param, n, view) in enumerate(zip(group["params"], sizes, parsed, strict=True)):
+            size = -(-n // ranks)
+            slices.append(Slice(tuple(param.shape), partition_bounds(n, size, ranks), filled, view))
+            filled += size
+            if filled >= _SUB_GROUP or i + 1 == len(sizes):
+                add(group, filled, slices)
+                slices, filled = [], 0
+    return flat_groups, partitions
