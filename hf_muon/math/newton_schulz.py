@@ -31,12 +31,12 @@ def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace) -> Tens
     Args:
         x: ``(B, m, n)``, with singular values up to about one; may be overwritten by the next step.
         coefficients: ``(a, b, c)``.
-        work: where the products are computed.
+        work: memory for ``R`` and ``P``, ``(B, m, m)``, and for the result.
     """
     a, b, c = coefficients
-    r = work.gram_of(x)  # R = X X^T        (B, m, m)
-    p = work.quadratic(b, c, r)  # P = b R + c R^2  (B, m, m)
-    return work.apply(a, p, x)  # a X + P X        (B, m, n)
+    r = work.gram_of(x)  # R = X X^T
+    p = work.quadratic(b, c, r)  # P = b R + c R^2
+    return work.apply(a, p, x)  # a X + P X
 
 
 def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace) -> Tensor:
@@ -46,7 +46,7 @@ def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: floa
         x: see `newton_schulz_step`.
         coefficients: ``(a, b, c)`` of each step.
         shift: multiple of the identity to subtract from ``R``, for precision.
-        work: where the products are computed.
+        work: memory for the products and the result.
     """
     r = work.gram_of(x, shift)
     q, p = polynomial_of_gram(r, shift, coefficients, work.small, work.rows.small)

@@ -266,8 +266,9 @@ def _unfit(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
         return f"is {_shown(value)}, and not a tensor"
     if tuple(value.shape) != state_shape(param, name):
         return f"has shape {tuple(value.shape)}"
-    codes = name == "momentum_buffer" and "momentum_scale" in state_keys(saved, param)
-    if value.dtype not in ((torch.int8,) if codes else STEPPED_DTYPES) or value.layout != torch.strided:
+    dtype = state_dtype(param, name, momentum_dtype_of(saved))
+    codes = not dtype.is_floating_point
+    if value.dtype not in ((dtype,) if codes else STEPPED_DTYPES) or value.layout != torch.strided:
         return f"has dtype {value.dtype}" + (f" and layout {value.layout}" if value.layout != torch.strided else "")
     if is_dtensor(value):
         mesh, odd = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
@@ -278,8 +279,8 @@ def _unfit(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
             )
         if odd:
             return f"is stored as {odd[0]}, as terms of a sum"
-    kept = state_dtype(param, name, momentum_dtype_of(saved))
-    return _unfit_numbers(name, local_of(value.detach()), 127 if codes else torch.finfo(kept).max, codes)
+    largest = float(torch.iinfo(dtype).max if codes else torch.finfo(dtype).max)
+    return _unfit_numbers(name, local_of(value.detach()), largest, codes)
 
 
 def _unfit_numbers(name: str, value: Tensor, largest: float, codes: bool) -> str | None:
