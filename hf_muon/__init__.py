@@ -1,7 +1,7 @@
 """The Muon optimizer for Hugging Face training: `optim: muon`.
 
-Importing this package registers `optim: muon` with transformers and LLaMA-Factory, through lazy hooks that run when
-those are imported; it imports neither of them, and torch only when a name below or a submodule is used.
+Importing this package installs lazy import hooks: they register `optim: muon` with transformers and LLaMA-Factory when
+these are imported. The package imports neither of them, and torch only when a name below or a submodule is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Muon", "MuonConfig", "build_optimizer", "install", "orthogonalize", "route_parameters", "uninstall"]
 
-_HOMES = {
+_MODULES = {
     "Muon": "hf_muon.optimizer.muon",
     "MuonConfig": "hf_muon.config",
     "build_optimizer": "hf_muon.build",
@@ -32,13 +32,13 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        # `hf_muon.convert.convert_state_dict`, as the documentation names it, after `import hf_muon` alone.
+    if name not in _MODULES:
+        # The documentation uses `hf_muon.convert.convert_state_dict` after `import hf_muon` alone.
         public = name.isidentifier() and not name.startswith("_")
         if public and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

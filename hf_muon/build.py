@@ -1,4 +1,4 @@
-"""From a model and options to an optimizer."""
+"""Build an optimizer from a model and options: routes, param groups, `Muon`, and the table of routes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def build_optimizer(
     replicate_group: ProcessGroup | None = None,
     **options: Any,
 ) -> Muon:
-    """A `Muon` over a model's trainable parameters: hidden matrices by Muon, the rest by AdamW.
+    """Return a `Muon` that steps a model's hidden matrices with Muon and its other trainable parameters with AdamW.
 
-    Rank 0 logs one table of the decisions, with their reasons.
+    Rank 0 logs one table that shows where each parameter goes, and why.
 
     Args:
-        model: any module, plain, wrapped in DDP, or with DTensor parameters (`fully_shard`, tensor parallel).
-        config: a `MuonConfig`, or a mapping of its options as a YAML file gives them.
-        replicate_group: the process group over which plain parameters are replicated, whose ranks then share the
-            work. A model that is wrapped in DDP says so by itself.
-        **options: options that replace those of `config`.
+        model: any module: plain, wrapped in DDP, or with DTensor parameters (`fully_shard`, tensor parallel).
+        config: a `MuonConfig`, or a mapping of its options as a YAML file holds them.
+        replicate_group: the process group over which plain parameters are replicated; its ranks share the work. The
+            default is the process group of DDP if it wraps the model.
+        **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
-        ValueError: an option that is not valid, a pattern that matches nothing, or no parameter that reaches Muon.
-        RuntimeError: a parameter stored in a way that this version cannot step.
+        ValueError: an option is not valid, a pattern matches nothing, or no parameter goes to Muon.
+        RuntimeError: this version cannot step a parameter as it is stored.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: structure decides what is a hidden matrix. "
-            "Parameters alone go to hf_muon.Muon"
+            f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: its structure tells hidden "
+            "matrices from other parameters. Pass parameters alone to hf_muon.Muon"
         )
     config = _as_config(config).replace(options)
     routes = route_parameters(model, config)
@@ -65,12 +65,12 @@ def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
 
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
-    """The arguments of `Muon` that a config holds."""
+    """Return the arguments of `Muon` that a config holds."""
     return {name: getattr(config, name) for name in MUON_OPTIONS}
 
 
 def groups_of(routes: Sequence[Route], config: MuonConfig) -> list[dict[str, Any]]:
-    """The param groups of an optimizer: Muon, AdamW with decay, AdamW without; those that are not empty."""
+    """Return the param groups that are not empty: Muon, AdamW with weight decay, AdamW without."""
     return [
         group_of(part, config)
         for use_muon, decay in ((True, True), (False, True), (False, False))
@@ -81,25 +81,26 @@ def groups_of(routes: Sequence[Route], config: MuonConfig) -> list[dict[str, Any
 def group_of(
     routes: Sequence[Route], config: MuonConfig, *, lr: float | None = None, weight_decay: float | None = None
 ) -> dict[str, Any]:
-    """A param group of routes that share a route and a decay.
+    """Return the param group of routes that agree on the optimizer and on weight decay.
 
     Args:
         routes: at least one.
         config: the options.
-        lr: a group's own rate; `muon_lr` and `adamw_lr` keep their ratio to `config.lr` on top of it.
-        weight_decay: a group's own decay, which `adamw_weight_decay` replaces unless it is zero.
+        lr: the learning rate of a ready-made group, multiplied by `muon_lr / lr` or `adamw_lr / lr` of `config`.
+        weight_decay: the weight decay of a ready-made group; `adamw_weight_decay` replaces it unless it is 0.
     """
     use_muon = routes[0].use_muon
-    half_lr = config.muon_lr if use_muon else config.adamw_lr
+    optimizer_lr = config.muon_lr if use_muon else config.adamw_lr
     if lr is None:
-        lr = config.lr if half_lr is None else half_lr
-    elif half_lr is not None and config.lr:
-        lr = lr * half_lr / config.lr
-    half_decay = config.weight_decay if use_muon or config.adamw_weight_decay is None else config.adamw_weight_decay
+        lr = config.lr if optimizer_lr is None else optimizer_lr
+    elif optimizer_lr is not None and config.lr:
+        lr = lr * optimizer_lr / config.lr
+    optimizer_decay = None if use_muon else config.adamw_weight_decay
     if weight_decay is None:
-        weight_decay = half_decay if routes[0].decay else 0.0
-    elif weight_decay and not use_muon and config.adamw_weight_decay is not None:
-        weight_decay = half_decay
+        decay = config.weight_decay if optimizer_decay is None else optimizer_decay
+        weight_decay = decay if routes[0].decay else 0.0
+    elif weight_decay and optimizer_decay is not None:
+        weight_decay = optimizer_decay
     return {
         "params": [(route.name, route.parameter) for route in routes],
         **({"views": [route.view for route in routes]} if use_muon else {}),
@@ -110,10 +111,10 @@ def group_of(
 
 
 def require_muon(routes: Sequence[Route], model_name: str) -> None:
-    """Raise unless something reaches Muon: a run of AdamW alone is not what was asked for.
+    """Raise if no parameter goes to Muon: the user did not ask for AdamW alone.
 
     Raises:
-        ValueError: with the reasons, counted.
+        ValueError: no route goes to Muon; the message counts the reasons.
     """
     if any(route.use_muon for route in routes):
         return
@@ -130,7 +131,7 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 
 
-def log_routes(routes: Iterable[Route], also: Sequence[str] = ()) -> None:
-    """Log the table of routes, and some lines below it, on rank 0."""
+def log_routes(routes: Iterable[Route], more: Sequence[str] = ()) -> None:
+    """Log the table of routes on rank 0, and more lines below it."""
     if diagnostics.is_rank_zero():
-        diagnostics.logger().info("which parameter goes where:\n%s", "\n".join([table(list(routes)), *also]))
+        diagnostics.logger().info("which parameter goes where:\n%s", "\n".join([table(list(routes)), *more]))

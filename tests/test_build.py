@@ -1,3 +1,5 @@
+"""build_optimizer: param groups, learning rates and decays, errors, and the table that rank 0 logs."""
+
 from __future__ import annotations
 
 import logging
@@ -35,7 +37,7 @@ def test_groups():
     assert optimizer.defaults["lr"] == 0.01
 
 
-def test_rates_and_decays_of_the_halves():
+def test_rates_and_decays_of_muon_and_adamw():
     options = {"muon_lr": 0.5, "adamw_lr": 0.001, "adamw_weight_decay": 0.3}
     rows = summary(build_optimizer(model(), lr=0.01, weight_decay=0.0, **options))
     assert [row[1:3] for row in rows] == [(0.5, 0.0), (0.001, 0.3), (0.001, 0.0)]
@@ -60,7 +62,7 @@ def test_nothing_reaches_muon():
         build_optimizer(frozen)
 
 
-def test_lora_alone_says_how_to_opt_in():
+def test_the_error_of_lora_alone_names_the_option():
     lora = nn.ModuleDict({"lora_A": nn.Linear(8, 4, bias=False), "lora_B": nn.Linear(4, 8, bias=False)})
     with pytest.raises(ValueError, match="Only LoRA factors are trained: set lora=muon"):
         build_optimizer(lora)
@@ -101,7 +103,7 @@ def test_views_reach_the_group():
     assert group["views"] == ["", "", "flat"]
 
 
-def test_what_is_frozen_is_said(caplog):
+def test_frozen_parameters_are_logged(caplog):
     base = model()
     base["down"].weight = nn.Parameter(torch.zeros(4, 6, dtype=torch.uint8), requires_grad=False)
     base["norm"].requires_grad_(False)
@@ -111,7 +113,7 @@ def test_what_is_frozen_is_said(caplog):
 
 
 def test_build_is_bit_equal_to_the_two_optimizers_apart():
-    """The assembled optimizer against Muon over the matrices and torch's AdamW over the rest."""
+    """Compare the optimizer with Muon over the matrices and torch's AdamW over the other parameters."""
     torch.manual_seed(0)
     one, other = model(), model()
     other.load_state_dict(one.state_dict())

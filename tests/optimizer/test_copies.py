@@ -91,7 +91,7 @@ def test_a_copy_steps_alike(way, momentum_dtype):
 
 @pytest.mark.parametrize("name", [*GROUP_OPTIONS, *OPTIMIZER_OPTIONS])
 def test_a_pickle_that_lacks_an_option_gets_its_default(name):
-    """As a pickle does that was written before the option existed."""
+    """Load what a version wrote in which the option did not exist."""
     optimizer = stepped()
     state = optimizer.__getstate__()
     state.pop(name, None)
