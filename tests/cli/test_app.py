@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import json
 import os
@@ -27,8 +28,14 @@ def doctor(*arguments, **environment):
     return subprocess.run([program, "doctor", *arguments], capture_output=True, text=True, check=False, env=env)
 
 
+@functools.cache
+def plain_doctor():
+    """Return what `hf-muon doctor` prints without arguments; three tests look at it."""
+    return doctor()
+
+
 def test_doctor():
-    done = doctor()
+    done = plain_doctor()
     assert done.returncode == 0, done.stderr
     assert "optim: muon is accepted without any import" in done.stdout
     assert "found: hf_muon_autoload:activate" in done.stdout
@@ -41,14 +48,14 @@ def test_doctor_for_machines_and_for_bug_reports():
     assert found["accepted"] is True
     assert found["versions"]["torch"] == torch.__version__
     assert found["hooks"]["transformers.training_args"] == "patched"
-    sentence = doctor().stdout.splitlines()[-1]
+    sentence = plain_doctor().stdout.splitlines()[-1]
     assert sentence.startswith("optim: muon is accepted with python 3.")
     assert f"torch {torch.__version__}" in sentence
 
 
 def test_doctor_lists_the_hooks_of_llamafactory_v1():
     """In one of two places by its version."""
-    shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", doctor().stdout)
+    shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", plain_doctor().stdout)
     arguments, *registries = [state for _, state in shown]
     assert len(registries) == 2
     if importlib.util.find_spec("llamafactory") is None:
@@ -99,6 +106,7 @@ def test_doctor_in_a_broken_environment(tmp_path, files, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.extended(but="accelerate")
 @pytest.mark.parametrize("package", ["accelerate", "transformers"])
 def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monkeypatch, package):
     folder = tmp_path / f"{package}-1.0.dist-info"

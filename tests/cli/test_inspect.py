@@ -180,6 +180,7 @@ class TestInspect:
         assert (done.exit_code, type(done.exception)) == (1, SystemExit)
         assert re.search(message, done.stderr), done.stderr
 
+    @pytest.mark.extended
     @pytest.mark.parametrize(
         ("words", "message"),
         [
@@ -193,6 +194,7 @@ class TestInspect:
         assert done.stderr.startswith(message)
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.extended
     def test_a_mixture_of_experts_as_a_process(self):
         """Qwen3-30B-A3B: what the golden table has."""
         done = as_process("inspect", "qwen3-30b-a3b", "--json")
@@ -231,6 +233,7 @@ class TestPlan:
         assert done.exit_code == 0, done.output
         assert re.search(r"optimizer state +│ +[\d.]+ kB", done.stdout)
 
+    @pytest.mark.extended
     def test_a_trillion_weights_on_a_thousand_ranks(self):
         done = call("plan", "kimi-k2", "--ranks", 1024, "--json")
         assert done.exit_code == 0, done.output

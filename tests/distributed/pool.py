@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import tempfile
@@ -103,6 +104,9 @@ def _serve(rank: int, world_size: int, backend: str, store: str, timeout: float,
         timeout=timedelta(seconds=timeout / 2),
     )
     while (order := pipe.recv()) is not None:
+        # DeepSpeed collects garbage for every engine and leaves some behind: look only at what is new.
+        gc.collect()
+        gc.freeze()
         module, name, kwargs = order
         try:
             torch.manual_seed(0)

@@ -58,6 +58,7 @@ def run(pools):
     return run
 
 
+@pytest.mark.extended(but="int8-False")
 @pytest.mark.parametrize(("choice", "full"), [("bf16", False), ("int8", False), ("int8", True)])
 def test_resume_is_exact_and_state_moves_between_layouts(run, choice, full, tmp_path):
     path = str(tmp_path / "checkpoint")

@@ -55,6 +55,7 @@ def assert_close(one, *options):
     assert not beyond_rounding(tensors(one), tensors(one_process(*options)), controls)
 
 
+@pytest.mark.extended(but="clipping")
 @pytest.mark.parametrize(
     "options",
     [{}, {"clipping": 0.3, "accumulate": 2}, {"frozen": True}, {"nesterov": False, "adjust_lr_fn": "original"}],
@@ -70,6 +71,7 @@ def test_every_layout_trains_as_one_process(pools, layout, ranks, options):
         assert_same(result, results[0])
 
 
+@pytest.mark.extended(but="single-1-float32|(ddp|fsdp|tp)-2-float32|(hsdp|fsdp-tp)-4-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), *LAYOUTS])
 def test_resume_is_exact(pools, layout, ranks, dtype, tmp_path):
@@ -88,6 +90,7 @@ def test_resume_is_exact(pools, layout, ranks, dtype, tmp_path):
     assert all(momentum.dtype is torch.float32 and momentum.any() for momentum in momenta)
 
 
+@pytest.mark.extended(but="single|^fsdp-2")
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), *LAYOUTS])
 def test_resume_without_moments_is_refused_or_seen(pools, layout, ranks, tmp_path):
     """What `test_resume_is_exact` would say if moments were dropped."""

@@ -116,7 +116,7 @@ def test_trainer_script_does_not_know_muon() -> None:
 # --- LLaMA-Factory
 
 
-@pytest.mark.extended(but="full|lora")
+@pytest.mark.extended(but="full")
 @pytest.mark.slow
 @needs("llamafactory")
 @pytest.mark.parametrize("name", LLAMAFACTORY_SFT)

@@ -145,6 +145,7 @@ def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
 # --- what is refused
 
 
+@pytest.mark.extended(but="use_muon")
 @pytest.mark.parametrize(
     ("name", "settings", "sentences"),
     [

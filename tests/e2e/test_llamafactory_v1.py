@@ -173,6 +173,7 @@ def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> No
     assert "already registered" not in runs.printed
 
 
+@pytest.mark.extended(but="bad_dist")
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [

@@ -71,6 +71,7 @@ def mutate(saved, rng):
 CHAOS = [(dtype, choice) for dtype in (torch.float32, torch.bfloat16) for choice in ("fp32", "bf16", "int8")]
 
 
+@pytest.mark.extended(but="True-torch.float32")
 @pytest.mark.parametrize(("dtype", "momentum_dtype"), CHAOS, ids=lambda value: str(value))
 @pytest.mark.parametrize("accept_rerouted", [False, True])
 def test_mutated_states(dtype, momentum_dtype, accept_rerouted, record_property):
