@@ -21,11 +21,12 @@ from hf_muon.diagnostics.log import first_few
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import state_check
+from hf_muon.optimizer.groups import FOREIGN_KEYS
 from hf_muon.optimizer.muon import Muon
 
 MOMENTUM_FORMS = ("ema", "sgd")
-# What may stand in any group: from torch's optimizers and schedulers, and whose parameters they are.
-_ANYWHERE = {"param_names", "name", "use_muon", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+_IN_ANY_GROUP = {"param_names", "use_muon", *FOREIGN_KEYS}
+"""Keys that do not tell which version wrote a param group."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _jordans_form(keys: frozenset[str]) -> str | None:
         return "ema"
     if "adamw_lr_ratio" in keys and "weight_decay" not in keys:
         return "sgd"
-    return "ema" if keys - _ANYWHERE == {"params", "lr", "momentum", "weight_decay"} else None
+    return "ema" if keys - _IN_ANY_GROUP == {"params", "lr", "momentum", "weight_decay"} else None
 
 
 def _factor(group: Mapping[str, Any], form: str, said: float | None) -> float:

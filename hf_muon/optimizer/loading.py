@@ -1,4 +1,8 @@
-"""Loading a state dict: checked by all ranks, then stored like the parameters; or nothing is changed."""
+"""Loading a state dict: `check` on all ranks, then `restore_`; a load that fails changes nothing.
+
+Moments are matched with parameters by position, as in torch, unless `accept_rerouted` matches them by name. Options,
+learning rates and step counts come from the checkpoint; views and `momentum_dtype` stay this run's.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +41,16 @@ Group = Mapping[str, Any]
 
 
 class Notice(NamedTuple):
-    """Something that a user should know of a load that went well."""
+    """Something that a user should know about a load that succeeded."""
 
     level: int
     text: str
 
 
 def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
-    """Return a state dict as the optimizer's own pre-hooks leave it, in the manner of `torch.optim.Optimizer`.
+    """Return what the optimizer's registered pre-hooks make of a state dict, as in `Optimizer.load_state_dict`.
 
-    If a hook fails on one rank, the other ranks refuse the load; they wait in `check` for this one.
+    If a hook fails on one rank, the other ranks, which wait in `check`, refuse the load.
     """
     if not isinstance(state_dict, Mapping):
         return state_dict  # `check` refuses it
@@ -62,7 +66,7 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
 
 
 def run_post_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that users have registered for the end of a load."""
+    """Run the hooks that users have registered to run after a load."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 
@@ -73,10 +77,10 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
     Args:
         groups: the param groups that it is to be loaded into.
         state_dict: anything.
-        accept_rerouted: whether parameters may have changed sides; their moments are zero then.
+        accept_rerouted: whether parameters may have moved between Muon and AdamW; their moments are zero then.
 
     Returns:
-        The state of these parameters and nothing else, with options in their canonical form; and what to log.
+        The state of these parameters and nothing else, with every option that the param groups need; and what to log.
 
     Raises:
         ValueError: every complaint of every rank, on all of them. Nothing was changed.
@@ -85,18 +89,18 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
     complaints, transfers = [], []
     try:
         complaints = list(form_complaints(state_dict))
-        if not complaints and (counted := with_steps(state_dict)) is not state_dict:
-            state_dict = counted
-            steps = [group["step"] for group in state_dict["param_groups"]]
-            text = f"the checkpoint's param groups do not say how many steps they have taken; {max(steps)} are assumed"
+        if not complaints and not any("step" in group for group in state_dict["param_groups"]):
+            state_dict = with_steps(state_dict)
+            steps = max((group["step"] for group in state_dict["param_groups"]), default=0)
+            text = f"the checkpoint's param groups do not say how many steps they have taken; {steps} are assumed"
             notices.append(Notice(logging.INFO, text))
         if not complaints and accept_rerouted:
-            state_dict, moved = reroute(groups, state_dict)
-            notices += moved
+            state_dict, reroute_notices = reroute(groups, state_dict)
+            notices += reroute_notices
         complaints = complaints or list(fit_complaints(groups, state_dict))
         if not complaints:
             transfers = list(_transfers(groups, state_dict))
-    except Exception as error:  # noqa: BLE001  the other ranks wait for what this one says
+    except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         complaints = [f"it cannot be read: {type(error).__name__}: {error}"]
     refuse_load(consensus.complaints_of_all(groups, complaints))
     _agree(groups, transfers)
@@ -104,10 +108,59 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
     return state_dict, notices + list(_changes(groups, state_dict))
 
 
+class SavedParameter(NamedTuple):
+    """A parameter in a state dict: the key of its state, its view, and whether Muon stepped it."""
+
+    key: Any
+    view: str
+    use_muon: bool
+
+
+def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
+    """Return a state dict with this optimizer's groups, and zero moments for parameters whose routing changed.
+
+    Parameters are matched by name. Where names are missing, or no routing changed, the state dict is returned as it is.
+    """
+    saved_groups = state_dict["param_groups"]
+    if not all(len(group.get("param_names") or []) == len(group["params"]) for group in (*groups, *saved_groups)):
+        return state_dict, []
+    saved_params = {
+        name: SavedParameter(key, view, saved["use_muon"])
+        for saved in saved_groups
+        for name, key, view in zip(saved["param_names"], saved["params"], views_of(saved), strict=True)
+    }
+    routes = {name: group["use_muon"] for group in groups for name in group["param_names"]}
+    rerouted = [name for name in routes if name in saved_params and saved_params[name].use_muon != routes[name]]
+    if not rerouted or routes.keys() != saved_params.keys():
+        return state_dict, []
+    state, rerouted_groups = {}, []
+    for group in groups:
+        candidates = [saved for saved in saved_groups if saved["use_muon"] == group["use_muon"]]
+        names = set(group["param_names"])
+        # The options come from the saved group that had most of these parameters.
+        origin = max(candidates, key=lambda saved: len(names & set(saved["param_names"])), default=group)
+        options = {key: value for key, value in origin.items() if key not in ("params", "param_names")}
+        options["step"] = max(steps_of(options["step"]) or 0, 1)
+        options.setdefault("momentum_dtype", "auto")
+        options["use_muon"] = group["use_muon"]
+        options["param_names"] = list(group["param_names"])
+        options["views"] = [saved_params[name].view for name in group["param_names"]]
+        options["params"] = [saved_params[name].key for name in group["param_names"]]
+        rerouted_groups.append(options)
+        for name, key, param in zip(options["param_names"], options["params"], group["params"], strict=True):
+            if name in rerouted:
+                keys, momentum_dtype = state_keys(options, param), momentum_dtype_of(options)
+                state[key] = {kind: zero_state(param, kind, momentum_dtype) for kind in keys}
+            elif key in state_dict["state"]:
+                state[key] = state_dict["state"][key]
+    notice = Notice(logging.WARNING, f"moments start from zero for {first_few(rerouted)}, whose routing changed")
+    return {**state_dict, "state": state, "param_groups": rerouted_groups}, [notice]
+
+
 def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """What must be alike on all ranks: the number of steps, and which moments are sent from placement to placement."""
+    """Yield what must be equal on all ranks: step counts, and which moments are redistributed from which placements."""
     for k, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
-        if any(map(is_dtensor, group["params"])):  # the others are stepped when their rank has gradients
+        if any(map(is_dtensor, group["params"])):  # without DTensors a rank steps on its own
             yield f"param group {k} after {steps_of(saved['step'])} steps"
         for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             moments = state_dict["state"].get(key) or {}
@@ -118,6 +171,7 @@ def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterat
 
 
 def _agree(groups: Sequence[Group], transfers: Sequence[str]) -> None:
+    """Raise on all ranks unless their transfers are equal. Digests travel first; the texts only if they differ."""
     digest = hashlib.blake2b("\n".join(transfers).encode(), digest_size=8).hexdigest()
     if len(consensus.complaints_of_all(groups, [digest])) > 1:
         differing = [line for line in consensus.complaints_of_all(groups, transfers) if "[rank" in line]
@@ -125,34 +179,33 @@ def _agree(groups: Sequence[Group], transfers: Sequence[str]) -> None:
 
 
 def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: list[Notice]) -> dict[str, Any]:
-    """Return the state that is loaded: of these parameters alone, and options that an older version did not have."""
+    """Return the state of these parameters alone, with options of this run where an older version had none."""
     saved_groups = []
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name != "momentum_dtype"}
         if own:
             notices.append(Notice(logging.WARNING, f"the checkpoint does not say {first_few(own)}; this run's stay"))
-        known = {key: value for key, value in saved.items() if key != "differentiable"}  # torch's own, always false
-        known["step"] = steps_of(saved["step"])
-        known["params"] = list(saved["params"])
-        saved_groups.append({**own, **known})
+        counts = {"step": steps_of(saved["step"]), "params": list(saved["params"])}
+        saved_groups.append({**own, **saved, **counts})
+        saved_groups[-1].pop("differentiable", None)  # older versions saved torch's default, False
     keys = {
         key: state_keys(saved, param)
         for group, saved in zip(groups, saved_groups, strict=True)
         for param, key in zip(group["params"], saved["params"], strict=True)
     }
-    moments = {key: state_dict["state"][key] for key in state_dict["state"] if key in keys}  # in the order of the state
-    state = {key: {name: found[name] for name in keys[key]} for key, found in moments.items() if has_own(found)}
-    unknown = {str(name): None for found in moments.values() for name in found or () if name not in ALL_STATE_KEYS}
+    states = {key: state for key, state in state_dict["state"].items() if key in keys}
+    moments = {key: {name: state[name] for name in keys[key]} for key, state in states.items() if has_own(state)}
+    unknown = {str(name): None for state in states.values() for name in state or () if name not in ALL_STATE_KEYS}
     if unknown:
         text = f"{first_few(unknown)} in the state of parameters, which Muon does not keep, is left out"
         notices.append(Notice(logging.WARNING, text))
     others = len(state_dict["state"].keys() - keys.keys())
     if others:
         notices.append(Notice(logging.INFO, f"state of {others} parameters that no param group holds is left out"))
-    return {**state_dict, "state": state, "param_groups": saved_groups}
+    return {**state_dict, "state": moments, "param_groups": saved_groups}
 
 
-# --- what changes
+# --- notices: what the load changes for this run
 
 
 def _changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[Notice]:
@@ -174,7 +227,7 @@ def _changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator
 
 
 def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the options, without the learning rate, in which a run differs from its checkpoint."""
+    """Return the options in which the checkpoint differs from this run, without the learning rate."""
     changes = {
         f"{name} {saved[name]!r}, not {group[name]!r}"
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -185,22 +238,22 @@ def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> s
 
 
 def changed_rates(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the learning rates in which a run differs from its checkpoint, before what schedules make of them.
+    """Return the learning rates in which the checkpoint differs from this run, before any schedule.
 
-    torch's schedulers keep that rate in `initial_lr`. Where neither side has it, the rates themselves are compared.
+    torch's schedulers keep that rate in `initial_lr`. Where a group lacks it, its `lr` is compared.
     """
     changes: dict[str, None] = {}
     for group, saved in zip(groups, saved_groups, strict=True):
-        own, there = (float(g.get("initial_lr", g["lr"])) for g in (group, saved))
-        if not math.isclose(own, there, rel_tol=1e-6):
-            half = "Muon" if group["use_muon"] else "AdamW"
+        here, there = (float(g.get("initial_lr", g["lr"])) for g in (group, saved))
+        if not math.isclose(here, there, rel_tol=1e-6):
+            algorithm = "Muon" if group["use_muon"] else "AdamW"
             unsure = "" if "initial_lr" in group and "initial_lr" in saved else ", unless a schedule has made it so"
-            changes[f"{half}'s {there:.6g}, not {own:.6g}{unsure}"] = None
+            changes[f"{algorithm}'s {there:.6g}, not {here:.6g}{unsure}"] = None
     return "; ".join(changes)
 
 
 def changed_momentum(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return how momentum was kept where the checkpoint was written, and how it is here, if that differs."""
+    """Return the momentum dtypes of the checkpoint and of this run where they differ."""
     changes = {
         f"{there} in the checkpoint, {here} here"
         for group, saved in zip(groups, saved_groups, strict=True)
@@ -212,14 +265,21 @@ def changed_momentum(groups: Sequence[Group], saved_groups: Sequence[Group]) -> 
 
 
 def changed_views(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the parameters that are seen as other matrices than when the checkpoint was written."""
+    """Return the parameters whose views differ from those of the checkpoint."""
     changes = [
-        f"{describe(group, i)} {mine or 'as it is stored'!r}, there {other or 'as it is stored'!r}"
+        f"{describe(group, i)} {here or 'as it is stored'!r}, there {there or 'as it is stored'!r}"
         for group, saved in zip(groups, saved_groups, strict=True)
-        for i, (mine, other) in enumerate(zip(views_of(group), views_of(saved), strict=True))
-        if group["use_muon"] and mine != other
+        for i, (here, there) in enumerate(zip(views_of(group), views_of(saved), strict=True))
+        if group["use_muon"] and here != there
     ]
     return first_few(changes)
+
+
+def log(notices: Sequence[Notice]) -> None:
+    """Log notices on rank 0."""
+    if is_rank_zero():
+        for notice in notices:
+            logger().log(notice.level, "%s", notice.text)
 
 
 # --- into the optimizer
@@ -229,8 +289,8 @@ def changed_views(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str
 def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Replace an optimizer's moments and options by those that `check` has returned.
 
-    `Optimizer.load_state_dict` would cast moments to the parameters' dtype. Here momentum is kept as this run's
-    `momentum_dtype` says, whatever was saved, and whole tensors of sharded parameters are cut. All tensors are copies.
+    `Optimizer.load_state_dict` would cast moments to the parameters' dtype. Here momentum gets this run's
+    `momentum_dtype`, whatever the checkpoint's, and whole tensors are sharded like their parameters. All are copies.
     """
     groups = [
         _restored_group(group, saved)
@@ -247,8 +307,8 @@ def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     """Return a param group with the options of the checkpoint, in their canonical form.
 
-    Parameters, `views` and `momentum_dtype` stay this run's: the model decides which matrices a parameter is seen as,
-    and moments depend neither on that nor on how this run keeps momentum.
+    Parameters, `views` and `momentum_dtype` stay this run's. The views follow from the model, and saved moments do not
+    depend on them; momentum is converted to this run's dtype.
     """
     restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
     restored.update({name: check_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
@@ -274,51 +334,3 @@ def _counter(value: Any) -> Tensor:
     if isinstance(value, Tensor) and not has_data(local_of(value)):
         return value.clone()
     return torch.tensor(float(steps_of(value) or 0), dtype=torch.float32, device="cpu")
-
-
-def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
-    """Return the same state in this optimizer's groups, with zero moments for parameters that have changed sides.
-
-    Parameters are matched by name; where names are missing, or nothing has moved, the state stays as it is.
-    """
-    saved_groups = state_dict["param_groups"]
-    if not all(len(group.get("param_names") or []) == len(group["params"]) for group in (*groups, *saved_groups)):
-        return state_dict, []
-    places = {
-        name: (saved, key)
-        for saved in saved_groups
-        for name, key in zip(saved["param_names"], saved["params"], strict=True)
-    }
-    seen = {n: view for saved in saved_groups for n, view in zip(saved["param_names"], views_of(saved), strict=True)}
-    here = {name: group["use_muon"] for group in groups for name in group["param_names"]}
-    moved = [name for name in here if name in places and places[name][0]["use_muon"] != here[name]]
-    if not moved or here.keys() != places.keys():
-        return state_dict, []
-    state, rerouted = {}, []
-    for group in groups:
-        like = [saved for saved in saved_groups if saved["use_muon"] == group["use_muon"]]
-        names = set(group["param_names"])
-        # The group's options are those of the saved group that most of its parameters were in.
-        origin = max(like, key=lambda saved: len(names & set(saved["param_names"])), default=group)
-        options = {key: value for key, value in origin.items() if key not in ("params", "param_names")}
-        options["step"] = max(steps_of(options["step"]) or 0, 1)
-        options.setdefault("momentum_dtype", "auto")
-        keys = [places[name][1] for name in group["param_names"]]
-        names_and_views = {"param_names": list(group["param_names"]), "views": [seen[n] for n in group["param_names"]]}
-        rerouted.append({**options, "params": keys, **names_and_views})
-        for name, key, param in zip(group["param_names"], keys, group["params"], strict=True):
-            if name in moved:
-                there = {**options, "use_muon": group["use_muon"]}
-                dtype = momentum_dtype_of(there)
-                state[key] = {kind: zero_state(param, kind, dtype) for kind in state_keys(there, param)}
-            elif key in state_dict["state"]:
-                state[key] = state_dict["state"][key]
-    notice = Notice(logging.WARNING, f"moments start from zero for {first_few(moved)}, whose routing changed")
-    return {**state_dict, "state": state, "param_groups": rerouted}, [notice]
-
-
-def log(notices: Sequence[Notice]) -> None:
-    """Log notices on rank 0."""
-    if is_rank_zero():
-        for notice in notices:
-            logger().log(notice.level, "%s", notice.text)

@@ -1,4 +1,8 @@
-"""Why a state dict is not the state of a `Muon` over the same parameters: every complaint, with nothing touched."""
+"""Checks whether a state dict is the state of a `Muon` over the same parameters; nothing is changed.
+
+`form_complaints` checks what any state of a `Muon` must look like. `fit_complaints` compares its param groups with the
+optimizer's, and then every moment with its parameter: shape, dtype, placement, numbers. Each complaint is a sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics.log import first_few
+from hf_muon.optimizer.groups import SCHEDULER_KEYS
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     STATE_KEYS,
@@ -28,7 +33,7 @@ from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_
 Group = Mapping[str, Any]
 
 _MOST_STEPS = 2**53
-_RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+"""Steps up to here are counted exactly in float64."""
 
 
 def check_loadable(groups: Sequence[Group], state_dict: Any) -> None:
@@ -62,50 +67,11 @@ def load_complaints(groups: Sequence[Group], state_dict: Any) -> Iterator[str]:
         yield from fit_complaints(groups, with_steps(state_dict))
 
 
-def steps_of(value: Any) -> int | None:
-    """Return a number of steps as an int, whatever kind of number holds it; None for anything else."""
-    number = _number(value)
-    return int(number) if number is not None and number == int(number) and 0 <= number <= _MOST_STEPS else None
-
-
-def with_steps(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state whose param groups say how many steps they have taken.
-
-    Those of the oldest format do not: the most steps of an AdamW parameter, which were counted, are taken for all.
-    """
-    groups = state_dict["param_groups"]
-    if any("step" in group for group in groups):
-        return state_dict
-    keys = [key for group in groups if not group["use_muon"] for key in group["params"]]
-    moments = [state_dict["state"].get(key) for key in keys]
-    steps = max((steps_of(found.get("step")) or 0 for found in moments if isinstance(found, Mapping)), default=0)
-    return {**state_dict, "param_groups": [{**group, "step": steps} for group in groups]}
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, Tensor) and value.numel() == 1 and has_data(local_of(value)):
-        value = local_of(value).item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-# --- its form, whatever the parameters
+# --- form: whatever the parameters
 
 
 def form_complaints(state_dict: Any) -> Iterator[str]:
-    """Say why something does not have the form of the state of a `Muon`."""
+    """Say why something does not have the form of a `Muon`'s state dict."""
     if not isinstance(state_dict, Mapping):
         yield f"it is {_shown(state_dict)}, and not an optimizer's state_dict"
         return
@@ -119,12 +85,12 @@ def form_complaints(state_dict: Any) -> Iterator[str]:
             return
         if "use_muon" not in group:
             known = sorted(str(key) for key in group if key != "params")
-            held = f"its param groups hold {known}, and `use_muon` is not among them"
-            yield f"it was written by another optimizer: {held}"
+            listing = f"its param groups hold {known}, and `use_muon` is not among them"
+            yield f"it was written by another optimizer: {listing}"
             return
-    counted = any("step" in group for group in groups)
+    any_steps = any("step" in group for group in groups)
     for k, group in enumerate(groups):
-        if counted and "step" not in group:
+        if any_steps and "step" not in group:
             yield f"its param group {k} lacks `step`, the number of steps that it has taken"
         for complaint in _group_complaints(group):
             yield f"its param group {k} {complaint}"
@@ -149,26 +115,25 @@ def _group_complaints(group: Group) -> Iterator[str]:
         texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
         if words is not None and not texts:
             yield f"has {name}={_shown(words)}, and not a text for each parameter"
-    for name in _RATES:
+    for name in SCHEDULER_KEYS:
         if name in group and _number(group[name]) is None:
             yield f"has {name}={_shown(group[name])}, and not a number"
     if group.get("differentiable"):
         yield f"has differentiable={_shown(group['differentiable'])}: steps of Muon cannot be differentiated"
 
 
-# --- whether it fits
+# --- fit: the same param groups, in the same order
 
 
 def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """Say why a state of the right form does not fit some param groups."""
+    """Say why a state dict of the right form does not fit an optimizer's param groups."""
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     counts = [len(group["params"]) for group in groups]
     saved_counts = [len(group["params"]) for group in saved_groups]
     routes = [bool(group["use_muon"]) for group in groups]
     saved_routes = [bool(group["use_muon"]) for group in saved_groups]
-    moved = _moved(groups, saved_groups)
-    if moved:
-        yield from moved
+    if differences := _differences_by_name(groups, saved_groups):
+        yield from differences
         return
     if (counts, routes) != (saved_counts, saved_routes):
         yield (
@@ -177,7 +142,7 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
         )
         return
     for group, saved in zip(groups, saved_groups, strict=True):
-        # A group that stands for many parameters, as ZeRO's do, has other numbers of names here and there alike.
+        # A flat partition stands for many parameters: its group has more names than `params`, here and in the state.
         for name in ("param_names", "views"):
             own, there = group.get(name) or [], saved.get(name) or []
             if there and len(there) not in (len(own), len(group["params"])):
@@ -201,8 +166,8 @@ def _counted(counts: Sequence[int], routes: Sequence[bool]) -> str:
     return f"{sum(counts)} parameters in groups of {' + '.join(parts)}"
 
 
-def _moved(groups: Sequence[Group], saved_groups: Sequence[Group]) -> list[str]:
-    """Return differences by name, where both sides have names."""
+def _differences_by_name(groups: Sequence[Group], saved_groups: Sequence[Group]) -> list[str]:
+    """Return which parameters are missing, too many or routed differently; nothing where either side lacks names."""
     if not all(group.get("param_names") for group in (*groups, *saved_groups)):
         return []
     here = {name: group["use_muon"] for group in groups for name in group["param_names"]}
@@ -225,6 +190,9 @@ def _moved(groups: Sequence[Group], saved_groups: Sequence[Group]) -> list[str]:
     return complaints
 
 
+# --- moments: whole, stored like their parameter, with numbers that a step can use
+
+
 def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> Iterator[str]:
     absent = []
     for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
@@ -237,24 +205,24 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
         if missing:
             absent.append((describe(group, i), missing))
         elif moments:
-            complaints = [(name, _unfit(name, moments[name], param, saved)) for name in keys]
+            complaints = [(name, _moment_complaint(name, moments[name], param, saved)) for name in keys]
             yield from (f"{describe(group, i)}: its {name} {complaint}" for name, complaint in complaints if complaint)
-        # torch leaves the scales of a template beside a momentum without any.
+        # DCP leaves the scales of its template beside a momentum that was saved without any.
         known = {*keys, "momentum_scale"} if saved["use_muon"] else set(keys)
         if moments and (extra := sorted((moments.keys() & ALL_STATE_KEYS) - known)):
-            yield f"{describe(group, i)}: its state holds {first_few(extra)}, which {_half(saved)} does not keep"
-    # A state saved before the first step is empty; half a state, or none after steps, means that moments were lost.
-    anything = any(has_own(state.get(key)) for key in saved["params"])
-    if absent and (steps_of(saved["step"]) or anything):
+            yield f"{describe(group, i)}: its state holds {first_few(extra)}, which {_algorithm(saved)} does not keep"
+    # A state saved before the first step is empty. An incomplete state, or none after steps, has lost moments.
+    any_moments = any(has_own(state.get(key)) for key in saved["params"])
+    if absent and (steps_of(saved["step"]) or any_moments):
         yield f"moments are missing: {first_few([f'{name} lacks {keys}' for name, keys in absent])}"
 
 
-def _half(group: Group) -> str:
+def _algorithm(group: Group) -> str:
     return f"{'Muon' if group['use_muon'] else 'AdamW'} ({', '.join(STATE_KEYS[bool(group['use_muon'])])})"
 
 
-def _unfit(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
-    """Say why a saved value cannot be the state of a parameter."""
+def _moment_complaint(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
+    """Say why a saved value cannot be this moment of a parameter; None where it can."""
     if isinstance(value, Tensor) and not has_data(local_of(value)):
         if has_data(local_of(param)):
             return "is on the meta device, where it has no values"
@@ -267,23 +235,25 @@ def _unfit(name: str, value: Any, param: Tensor, saved: Group) -> str | None:
     if tuple(value.shape) != state_shape(param, name):
         return f"has shape {tuple(value.shape)}"
     dtype = state_dtype(param, name, momentum_dtype_of(saved))
-    codes = not dtype.is_floating_point
-    if value.dtype not in ((dtype,) if codes else STEPPED_DTYPES) or value.layout != torch.strided:
+    has_codes = not dtype.is_floating_point
+    if value.dtype not in ((dtype,) if has_codes else STEPPED_DTYPES) or value.layout != torch.strided:
         return f"has dtype {value.dtype}" + (f" and layout {value.layout}" if value.layout != torch.strided else "")
     if is_dtensor(value):
-        mesh, odd = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
+        mesh, partial = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
         if mesh != getattr(param, "device_mesh", None):
             return (
                 f"is sharded over mesh {mesh.mesh.tolist()}, and the parameter is not. Load it through "
                 "torch.distributed.checkpoint.state_dict, which moves state between layouts"
             )
-        if odd:
-            return f"is stored as {odd[0]}, as terms of a sum"
-    largest = float(torch.iinfo(dtype).max if codes else torch.finfo(dtype).max)
-    return _unfit_numbers(name, local_of(value.detach()), largest, codes)
+        if partial:
+            return f"is stored as {partial[0]}, as terms of a sum"
+    limit = float(torch.iinfo(dtype).max if has_codes else torch.finfo(dtype).max)
+    if name.startswith("momentum") and not has_codes:
+        limit /= 2  # a step computes the difference between momentum and gradient, whose signs may differ
+    return _numbers_complaint(name, local_of(value.detach()), limit)
 
 
-def _unfit_numbers(name: str, value: Tensor, largest: float, codes: bool) -> str | None:
+def _numbers_complaint(name: str, value: Tensor, limit: float) -> str | None:
     if not value.numel() or not has_data(value):
         return None
     low, high = (float(end) for end in torch.aminmax(value))  # both are NaN where an entry is
@@ -291,8 +261,48 @@ def _unfit_numbers(name: str, value: Tensor, largest: float, codes: bool) -> str
         return "is not finite"
     if name in ("exp_avg_sq", "momentum_scale") and low < 0:
         return f"has negative entries, {low:.3g} among them"
-    # Momentum moves by the difference to a gradient, which may have the other sign.
-    limit = largest / 2 if name.startswith("momentum") and not codes else largest
     if max(-low, high) > limit:
         return f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most"
     return None
+
+
+# --- numbers of any kind
+
+
+def steps_of(value: Any) -> int | None:
+    """Return a number of steps as an int, whatever kind of number stores it; None for anything else."""
+    number = _number(value)
+    return int(number) if number is not None and number == int(number) and 0 <= number <= _MOST_STEPS else None
+
+
+def with_steps(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict whose param groups count steps.
+
+    Those of the oldest format do not, only AdamW's parameters do. The largest of their counts stands for all groups.
+    """
+    groups = state_dict["param_groups"]
+    if any("step" in group for group in groups):
+        return state_dict
+    keys = [key for group in groups if not group["use_muon"] for key in group["params"]]
+    moments = [state_dict["state"].get(key) for key in keys]
+    steps = max((steps_of(state.get("step")) or 0 for state in moments if isinstance(state, Mapping)), default=0)
+    return {**state_dict, "param_groups": [{**group, "step": steps} for group in groups]}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1 and has_data(local_of(value)):
+        value = local_of(value).item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
