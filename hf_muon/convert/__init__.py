@@ -1,6 +1,7 @@
-"""Optimizer state of other Muons and other layouts, made into the state of this one.
+"""Conversion of the optimizer states of other Muons to states of this one.
 
-The room imports `optimizer` and `routing`. Others use `convert_state_dict`.
+The room imports `optimizer` and the rooms below it. Others use `convert_state_dict`, the `Conversion` that it returns,
+and `formats.FORMATS`, the table of the formats that it reads.
 """
 
 from hf_muon.convert.conversion import Conversion, convert_state_dict
