@@ -1,4 +1,4 @@
-"""What `load_state_dict` takes, what it refuses, and that a refusal changes nothing."""
+"""States that `load_state_dict` loads: their forms, what it logs, hooks, and torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -12,55 +12,16 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer.state import zero_state
-
-STEPS = 2
-
-
-def net(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(18, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
-
-
-def made(dtype=torch.float32, **options):
-    model = net(dtype)
-    return model, build_optimizer(model, {"lr": 0.01, "ns_dtype": "fp32", **options})
-
-
-def step(model, optimizer, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-    optimizer.step()
-
-
-def stepped(dtype=torch.float32, **options):
-    model, optimizer = made(dtype, **options)
-    for k in range(STEPS):
-        step(model, optimizer, k)
-    return model, optimizer
-
-
-def equal(one, other):
-    """Whether two state dicts, or parts of them, are the same, types included."""
-    if isinstance(one, torch.Tensor):
-        alike = isinstance(other, torch.Tensor) and (one.dtype, one.layout) == (other.dtype, other.layout)
-        return alike and torch.equal(one.to_dense(), other.to_dense())
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+from tests.optimizer.small_run import STEPS, build, equal, step, stepped
 
 
 class TestFormsOfTheSameState:
-    """Each is loaded as the state that it is; compared with the run that went on."""
+    """A run that loads the state in another form continues bit-identically to the run that never stopped."""
 
     def continued(self, change, dtype=torch.float32, **options):
         model, optimizer = stepped(dtype, **options)
         saved = copy.deepcopy(optimizer.state_dict())
-        other, into = made(dtype, **options)
+        other, into = build(dtype, **options)
         other.load_state_dict(copy.deepcopy(model.state_dict()))
         into.load_state_dict(change(saved) or saved)
         step(model, optimizer, seed=7)
@@ -112,12 +73,12 @@ class TestFormsOfTheSameState:
         _, optimizer = stepped()
         saved = optimizer.state_dict()
         change(saved)
-        _, into = made()
+        _, into = build()
         into.load_state_dict(saved)
         assert not any(value.requires_grad for state in into.state.values() for value in state.values())
 
     def test_state_of_parameters_that_no_group_holds(self):
-        """As of another pipeline stage; torch would carry it along."""
+        """For example of another pipeline stage. torch would load it, too."""
 
         def change(saved):
             saved["state"]["stage 2"] = {"momentum_buffer": torch.ones(3, 3)}
@@ -141,7 +102,7 @@ class TestFormsOfTheSameState:
 
     @pytest.mark.parametrize("value", [torch.ones(3), 0.5, {"of": "the user"}])
     def test_what_a_user_keeps_in_the_state_of_parameters(self, value, caplog):
-        """torch saves it; a step does not look at it, and a load leaves it out and says so."""
+        """torch saves it. A step does not read it; a load drops it and logs that."""
         model, optimizer = stepped()
         twin, other = stepped()
         for group in optimizer.param_groups:
@@ -156,8 +117,8 @@ class TestFormsOfTheSameState:
         assert "my_ema in the state of parameters, which Muon does not keep, is left out" in caplog.text
 
     def test_what_a_user_keeps_there_before_the_first_step(self):
-        model, optimizer = made()
-        twin, other = made()
+        model, optimizer = build()
+        twin, other = build()
         optimizer.state[model[0].weight]["my_ema"] = torch.ones(3)
         optimizer.load_state_dict(optimizer.state_dict())
         for run in ((model, optimizer), (twin, other)):
@@ -187,7 +148,7 @@ class TestFormsOfTheSameState:
 
     @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
     def test_steps_are_counted_in_fp32_whatever_the_default_dtype(self, default):
-        """bf16 counts to 256."""
+        """In bf16 a count would stop at 256."""
         _, optimizer = stepped()
         saved = copy.deepcopy(optimizer.state_dict())
         for state in saved["state"].values():
@@ -244,7 +205,7 @@ class TestCopiesOfGroups:
 class TestRates:
     """Compared before what schedules make of them."""
 
-    SAID = "the checkpoint's learning rates win over those of this run"
+    NOTICE = "the checkpoint's learning rates win over those of this run"
 
     @staticmethod
     def scheduled(optimizer, steps=0):
@@ -253,23 +214,23 @@ class TestRates:
             scheduler.step()
         return optimizer
 
-    @pytest.mark.parametrize(("lr", "said"), [(0.01, None), (0.5, "Muon's 0.01, not 0.5; AdamW's 0.01, not 0.5")])
+    @pytest.mark.parametrize(("lr", "message"), [(0.01, None), (0.5, "Muon's 0.01, not 0.5; AdamW's 0.01, not 0.5")])
     @pytest.mark.parametrize("schedule", [False, True])
-    def test_a_changed_rate_is_named(self, lr, said, schedule, caplog):
+    def test_a_changed_rate_is_named(self, lr, message, schedule, caplog):
         _, optimizer = stepped()
-        _, into = made(lr=lr)
+        _, into = build(lr=lr)
         if schedule:
             self.scheduled(optimizer, steps=3)
             self.scheduled(into)
         into.load_state_dict(optimizer.state_dict())
-        assert caplog.text.count(self.SAID) == (said is not None)
-        if said:
-            assert said in caplog.text.replace(", unless a schedule has made it so", "")
+        assert caplog.text.count(self.NOTICE) == (message is not None)
+        if message:
+            assert message in caplog.text.replace(", unless a schedule has made it so", "")
             assert ("unless a schedule" in caplog.text) is not schedule
 
-    def test_one_half(self, caplog):
+    def test_the_rate_of_muon_alone(self, caplog):
         _, optimizer = stepped()
-        _, into = made(muon_lr=0.5)
+        _, into = build(muon_lr=0.5)
         into.load_state_dict(optimizer.state_dict())
         assert "Muon's 0.01, not 0.5, unless" in caplog.text
         assert "AdamW's" not in caplog.text
@@ -295,114 +256,13 @@ class TestDistributedCheckpoint:
         accelerate = pytest.importorskip("accelerate")
         model, optimizer = stepped()
         dcp.save({"o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
-        other, into = made()
+        other, into = build()
         other, into = accelerate.Accelerator(cpu=True).prepare(other, into)
         into = into.optimizer
         state = get_optimizer_state_dict(other, into)
         dcp.load({"o": state}, checkpoint_id=tmp_path)
         set_optimizer_state_dict(other, into, state)
         assert equal(optimizer.state_dict(), into.state_dict())
-
-
-def refused(state_dict, message, optimizer=None):
-    optimizer = optimizer or stepped()[1]
-    before, (state, groups) = copy.deepcopy(optimizer.state_dict()), (optimizer.state, optimizer.param_groups)
-    with pytest.raises(ValueError, match=message) as error:
-        optimizer.load_state_dict(state_dict)
-    assert str(error.value).startswith("This optimizer state cannot be loaded, and nothing was changed:\n  - ")
-    assert optimizer.state is state
-    assert optimizer.param_groups is groups
-    assert equal(optimizer.state_dict(), before)
-
-
-ADAMW = 4  # the position of the first AdamW parameter's state, a bias
-
-REFUSED = {
-    "step of a shape": (("state", 2, "step"), torch.tensor([1.0, 2.0]), r"its step is a tensor of shape \(2,\)"),
-    "negative step": (
-        ("state", 2, "step"),
-        torch.tensor(-1.0),
-        r"its step is tensor\(-1.\), and not a number of steps",
-    ),
-    "fractional step": (("state", 2, "step"), torch.tensor(0.5), r"its step is tensor\(0.5"),
-    "endless step": (("state", 2, "step"), torch.tensor(float("inf")), r"its step is tensor\(inf\)"),
-    "step as text": (("state", 2, "step"), "2", "its step is '2', and not a number of steps"),
-    "group step none": (("param_groups", 0, "step"), None, "its param group 0 has step=None, and not a number"),
-    "group step fraction": (("param_groups", 1, "step"), 0.5, "its param group 1 has step=0.5"),
-    "group step text": (("param_groups", 0, "step"), "2", "its param group 0 has step='2'"),
-    "group step below zero": (("param_groups", 0, "step"), -1, "its param group 0 has step=-1"),
-    "lr": (("param_groups", 0, "lr"), float("nan"), "one of its param groups has lr=nan is not valid"),
-    "tensor lr": (("param_groups", 0, "lr"), torch.tensor(float("nan")), r"has lr=tensor\(nan\) is not valid"),
-    "huge lr": (("param_groups", 0, "lr"), 10**400, r"has lr=10+\.\.\. is not valid"),
-    "initial_lr": (("param_groups", 0, "initial_lr"), None, "param group 0 has initial_lr=None, and not a number"),
-    "use_muon": (("param_groups", 0, "use_muon"), "yes", "param group 0 has use_muon='yes'. Valid: true or false"),
-    "a group": (("param_groups", 1), [1], r"its param group 1 is \[1\], and not a mapping"),
-    "params": (("param_groups", 0, "params"), None, "param group 0 has params=None, and not a list"),
-    "params of lists": (("param_groups", 0, "params"), [[0], [1]], r"param group 0 has params=\[\[0\], \[1\]\]"),
-    "params twice": (("param_groups", 0, "params"), [0, 0], "its param groups name a parameter twice"),
-    "names": (("param_groups", 0, "param_names"), 3, "has param_names=3, and not a text for each parameter"),
-    "a name too many": (("param_groups", 0, "views"), ["", "", ""], "it has 3 views for 2 parameters"),
-    "groups": (("param_groups",), None, "not an optimizer's state_dict: its keys are"),
-    "state": (("state",), None, "not an optimizer's state_dict: its keys are"),
-    "a parameter's state": (("state", 0), torch.ones(2), r"0.weight \(8, 18\): its state is a tensor of shape \(2,\)"),
-    "text for a moment": (("state", 2, "exp_avg"), "zeros", "its exp_avg is 'zeros', and not a tensor"),
-    "numbers for a moment": (("state", 2, "exp_avg"), [0.0] * 8, "its exp_avg is .*, and not a tensor"),
-    "sparse": (("state", 0, "momentum_buffer"), torch.zeros(8, 18).to_sparse(), "layout torch.sparse_coo"),
-    "float8": (
-        ("state", 0, "momentum_buffer"),
-        torch.zeros(8, 18).to(torch.float8_e5m2),
-        "has dtype torch.float8_e5m2",
-    ),
-    "meta": (("state", 0, "momentum_buffer"), torch.zeros(8, 18, device="meta"), "is on the meta device"),
-    "negative squares": (("state", 2, "exp_avg_sq"), torch.full((8,), -1.0), "its exp_avg_sq has negative entries, -1"),
-    "too large": (("state", 0, "momentum_buffer"), torch.full((8, 18), 3e38), r"has entries as large as 3e\+38"),
-    "too large in fp64": (
-        ("state", 2, "exp_avg"),
-        torch.full((8,), 1e300, dtype=torch.float64),
-        r"has entries as large as 1e\+300",
-    ),
-    "the other half's": (("state", 2, "momentum_buffer"), torch.ones(8), "holds momentum_buffer, which AdamW .* not"),
-    "AdamW's": (("state", 0, "exp_avg"), torch.ones(8, 18), "holds exp_avg, which Muon .* not keep"),
-    "differentiable": (("param_groups", 0, "differentiable"), True, "has differentiable=True"),
-}
-
-
-def put(state_dict, path, value):
-    *most, last = path
-    for key in most:
-        state_dict = state_dict[key]
-    state_dict[last] = value
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_in_a_sentence(what):
-    path, value, message = REFUSED[what]
-    _, optimizer = stepped()
-    saved = copy.deepcopy(optimizer.state_dict())
-    put(saved, path, value)
-    refused(saved, message)
-    refused(saved, message, made()[1])
-
-
-@pytest.mark.parametrize("state_dict", [None, 3, [], "state", torch.ones(2)])
-def test_what_is_no_mapping(state_dict):
-    refused(state_dict, "and not an optimizer's state_dict")
-
-
-def test_a_missing_step():
-    saved = stepped()[1].state_dict()
-    del saved["param_groups"][1]["step"]
-    refused(saved, "its param group 1 lacks `step`")
-
-
-def test_codes_and_scales():
-    _, optimizer = stepped(momentum_dtype="int8")
-    saved = copy.deepcopy(optimizer.state_dict())
-    wrong = copy.deepcopy(saved)
-    wrong["state"][0]["momentum_buffer"][0, 0] = -128
-    refused(wrong, "its momentum_buffer has entries as large as 128")
-    saved["state"][0]["momentum_scale"][0, 0] = -1.0
-    refused(saved, "its momentum_scale has negative entries")
 
 
 @pytest.mark.parametrize("where", ["hook before", "hook after"])
@@ -428,7 +288,7 @@ def test_hooks_run_around_the_load():
     """Pre-hooks decide what is loaded, post-hooks find the momentum as this run keeps it."""
     _, optimizer = stepped(torch.bfloat16)
     saved = copy.deepcopy(optimizer.state_dict())
-    _, into = made(torch.bfloat16)
+    _, into = build(torch.bfloat16)
     dtypes = []
     into.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict.update(state="replaced by the next hook"))
     into.register_load_state_dict_pre_hook(lambda _, state_dict: copy.deepcopy(saved))

@@ -12,7 +12,7 @@ import torch
 
 from hf_muon.optimizer import Muon
 from tests.optimizer.old_states.write import KINDS, STEPS, build, params_of, step, trained
-from tests.optimizer.test_loading import equal
+from tests.optimizer.small_run import equal
 
 FOLDER = Path(__file__).parent / "old_states"
 
