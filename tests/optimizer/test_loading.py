@@ -78,7 +78,7 @@ class TestFormsOfTheSameState:
         assert not any(value.requires_grad for state in into.state.values() for value in state.values())
 
     def test_state_of_parameters_that_no_group_holds(self):
-        """For example of another pipeline stage. torch would load it, too."""
+        """Drop it; torch would load it. It may belong to another pipeline stage."""
 
         def change(saved):
             saved["state"]["stage 2"] = {"momentum_buffer": torch.ones(3, 3)}
@@ -148,7 +148,7 @@ class TestFormsOfTheSameState:
 
     @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
     def test_steps_are_counted_in_fp32_whatever_the_default_dtype(self, default):
-        """In bf16 a count would stop at 256."""
+        """Count beyond 256, where bf16 stops."""
         _, optimizer = stepped()
         saved = copy.deepcopy(optimizer.state_dict())
         for state in saved["state"].values():
@@ -285,7 +285,7 @@ def test_a_hook_that_fails_changes_nothing(where):
 
 
 def test_hooks_run_around_the_load():
-    """Pre-hooks decide what is loaded, post-hooks find the momentum as this run keeps it."""
+    """Load what the last pre-hook returns, and let post-hooks see the momentum in this run's dtype."""
     _, optimizer = stepped(torch.bfloat16)
     saved = copy.deepcopy(optimizer.state_dict())
     _, into = build(torch.bfloat16)

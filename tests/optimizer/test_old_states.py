@@ -78,7 +78,7 @@ def test_loads_exactly_and_continues(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_continues_the_run_that_never_stopped(way):
-    """The file's steps may have been computed on another CPU, whose last bits differ."""
+    """Compare within rounding: the CPU that wrote the file may have rounded differently."""
     optimizer, straight = way("fp32 weights, fp32 momentum"), trained("fp32 weights, fp32 momentum")
     for seed in range(STEPS, STEPS + 3):
         step(optimizer, seed)
