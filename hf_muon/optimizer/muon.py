@@ -256,15 +256,14 @@ class Muon(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, as in torch, after checking all of it.
+        """Load a state, as in torch, after checking all of it.
 
-        Momentum comes back in this run's `momentum_dtype`, whatever the checkpoint's. Whole tensors are cut as the
-        parameters are stored, so that the state of one process loads under FSDP2. With DTensor parameters all ranks
-        must load together.
+        Momentum is converted to this run's `momentum_dtype`. Whole tensors are sharded like their parameters, so that
+        the state of a single process loads under FSDP2. With DTensor parameters all ranks must load together.
 
         Raises:
-            ValueError: state of another optimizer, of other parameters or another routing, or with moments missing;
-                every complaint at once, on all ranks alike, and nothing was changed.
+            ValueError: the state of another optimizer, of other parameters or of another routing, or one that lacks
+                moments. All ranks raise every complaint at once, and nothing was changed.
         """
         state_dict = loading.run_pre_hooks(self, state_dict)
         checked, notices = loading.check(self.param_groups, state_dict, accept_rerouted=self.accept_rerouted)
@@ -278,7 +277,7 @@ class Muon(Optimizer):
         loading.log(notices)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of.
+        """Return the attributes that copies and pickles consist of.
 
         Raises:
             RuntimeError: a framework steps this optimizer on flat partitions; or it is pickled with a
@@ -288,7 +287,7 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_layouts" not in self.__dict__:  # a copied or unpickled optimizer, not one that torch loads state into
+        if "_layouts" not in self.__dict__:  # a copy or an unpickled optimizer; a loaded one keeps what it has
             copies.complete_(self)
             self._begin()
             self.metrics = None  # the original may be writing into that file
