@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 from hf_muon import Muon
+from hf_muon.config import GROUP_OPTIONS
 from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS, SCHEDULER_KEYS
-from hf_muon.options import GROUP_OPTIONS
 
 SCHEDULERS = {
     "ConstantLR": lr_scheduler.ConstantLR,
