@@ -33,7 +33,7 @@ FLOORS = {
     "storage": ["blocks tensors", "views", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
     "distributed": ["agreement units", "groups executor", "holdings local", "schedule", "exchange", "select"],
-    "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "route"],
+    "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "rules", "route", "table"],
     "optimizer": [
         "state copies empty_steps",
         "groups gradients",

@@ -99,7 +99,7 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
 
 def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
     from hf_muon.routing.parameters import folded
-    from hf_muon.routing.route import totals
+    from hf_muon.routing.table import totals
 
     rows: dict[tuple[str, ...], int] = {}
     cut = any(route.view for route in routes)

@@ -1,8 +1,10 @@
 """Which weight goes to Muon, which to AdamW, as which matrices, and why.
 
-The room reads a model and imports `options`, `config` and `storage`. Others ask `route_parameters`.
+The room reads a model and imports `options`, `config` and `storage`. Others use `route_parameters`, `table`, and the
+facts about models in `model_facts`.
 """
 
-from hf_muon.routing.route import Route, route_parameters, table
+from hf_muon.routing.route import Route, route_parameters
+from hf_muon.routing.table import table
 
 __all__ = ["Route", "route_parameters", "table"]

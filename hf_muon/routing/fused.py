@@ -1,9 +1,8 @@
-"""Which matrices a weight holds, where a model keeps several in one, or stores them otherwise than ``(out, in)``.
+"""Which matrices a weight holds, if a model stores several in one, or in another order than ``(out, in)``.
 
-Neither can be seen in a weight: fused projections of equal shape are laid out part after part in one model and head
-after head in another. What stands here was read in the forward methods of transformers' models, and is found by the
-class of the module; the sizes are the module's own, or its config's. A layout that is not known, or whose sizes do
-not make up the weight, is left as it is.
+A weight does not show this: fused projections of equal shape are laid out part after part in one model and head after
+head in another. The rules follow the forward methods of transformers' models and go by the class of the module; sizes
+come from the module or its config. A weight without a known layout, or whose sizes do not add up, stays one matrix.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ QUERY = re.compile(r"q|query|q_proj|query_proj|to_q|q_b_proj|k|key|k_proj|key_pr
 
 
 def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, parent: nn.Module | None) -> WeightLayout:
-    """How a weight is stored.
+    """Return how a weight is stored.
 
     Args:
-        shape: of the whole weight.
-        name: of the parameter in the module that holds it, `weight` in most cases.
-        owner: that module.
-        leaf: its name in the module around it.
+        shape: whole shape of the weight.
+        name: of the parameter in its owner, usually `weight`.
+        owner: the module that holds the parameter.
+        leaf: name of the owner in the module around it.
         parent: the module around it.
     """
     known = classes_of(owner)
@@ -41,8 +40,8 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
 
 
 def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
-    """The heads of a query, key or value projection that is a weight of its own; None where it has no known heads."""
-    # Where keys are compressed, `head_dim` is that of a part of a query.
+    """Return the heads of a query, key or value projection that is not fused; None if heads are unknown."""
+    # With compressed keys, `head_dim` is only a part of a query's head.
     sizes = ("qk_head_dim", *HEAD_SIZES) if leaf.startswith("q") else HEAD_SIZES
     head = number(parent, *sizes) if parent is not None and QUERY.fullmatch(leaf) else 0
     return Fused((Part("head", rows, head),)) if head and rows > head and rows % head == 0 else None
@@ -55,7 +54,7 @@ def _fused(word: str, module: nn.Module, size: int) -> Fused | None:
     )
     for words, pattern, rule in RULES:
         if re.fullmatch(words, word) and theirs and re.search(pattern, classes):
-            found = rule(module, size)
-            if found is not None and found.size == size and all(part.size > 0 for part in found.parts):
-                return found
+            fused = rule(module, size)
+            if fused is not None and fused.size == size and all(part.size > 0 for part in fused.parts):
+                return fused
     return None

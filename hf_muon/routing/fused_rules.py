@@ -43,17 +43,17 @@ def classes_of(module: nn.Module) -> set[str]:
 
 
 def number(module: Any, *names: str) -> int:
-    """The first of some attributes that a module, or its config, has; 0 for none."""
+    """Return the first of these attributes that a module or its config has; 0 if none."""
     for holder in (module, getattr(module, "config", None)):
         for name in names:
-            found = getattr(holder, name, None)
-            if isinstance(found, int) and not isinstance(found, bool):
-                return found
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
     return 0
 
 
 def _equal(*names: str) -> Callable[[Any, int], Fused]:
-    """Parts of equal size, one after the other."""
+    """Return a rule that splits into equal parts, one after the other."""
     return lambda module, size: Fused(
         tuple(
             Part(name, size // len(names), number(module, *HEAD_SIZES) if name in ("q", "k", "v") else 0)
@@ -63,7 +63,7 @@ def _equal(*names: str) -> Callable[[Any, int], Fused]:
 
 
 def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
-    """Two parts of equal size, where the matrix that follows takes in one of them."""
+    """Split into two equal parts if the matrix that follows reads one of them."""
 
     def rule(module: Any, size: int) -> Fused | None:
         shapes = [shape_of(parameter) for parameter in getattr(module, follower, nn.Identity()).parameters()]
@@ -84,14 +84,14 @@ def _by_head(module: Any, size: int) -> Fused | None:
 
 
 def _grouped_query(module: Any, size: int) -> Fused | None:
-    """All queries, then fewer keys and values."""
+    """Split into all queries, then fewer keys and values."""
     heads = number(module, "num_heads", "num_attention_heads")
     few, head = number(module, "num_key_value_heads"), number(module, "head_dim")
     return Fused((Part("q", heads * head, head), Part("k", few * head, head), Part("v", few * head, head)))
 
 
 def _split(module: Any, size: int) -> Fused | None:
-    """GPT-2's, of which a cross attention has keys and values only."""
+    """Split as GPT-2 does; its cross attention has keys and values only."""
     names = {2: ("k", "v"), 3: ("q", "k", "v")}.get(size // max(number(module, "split_size"), 1))
     return _equal(*names)(module, size) if names else None
 
@@ -141,7 +141,7 @@ def _decompressed(module: Any, size: int) -> Fused | None:
 
 
 def _delta_net(module: Any, size: int) -> Fused | None:
-    """For each head of the keys: query, key, and the values and gates that go with it."""
+    """Split per key head: query, key, then the values and gates of that head."""
     heads, key = module.num_k_heads, module.head_k_dim
     value = module.num_v_heads // heads * module.head_v_dim
     few = module.head_v_dim
@@ -191,7 +191,7 @@ def _levit(module: Any, size: int) -> Fused | None:
 
 
 def _focal(module: Any, size: int) -> Fused | None:
-    """A query, the context, and a gate for each level of the context."""
+    """Split into query, context, and one gate per level of the context."""
     return Fused((Part("q", module.dim), Part("context", module.dim), Part("gates", module.focal_level + 1)))
 
 

@@ -1,4 +1,4 @@
-"""What a model says of itself: its embeddings, its base, and how many tokens, labels or other numbers it is about."""
+"""Facts that a model and its configuration state: embeddings, the base model, sizes of vocabularies, experts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 
 from hf_muon.routing.parameters import EMBEDDING_TYPES, ModelParameter
 
-# What modules and configs call the number of experts of a layer.
+# Names of the number of experts of a layer, in modules and configs.
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts")
-# What configs call the sizes of vocabularies and of sets of labels.
+# Names of the sizes of vocabularies and of sets of labels, in configs.
 _VOCABULARY = re.compile(r"(^|_)(vocab_size|num_labels|num_classes|num_embeddings|codebook_size|n_vocab)$")
-# What they call the numbers that are predicted for a token, a frame or a step.
+# Names of the number of outputs for a token, a frame or a step, in configs.
 _TARGETS = re.compile(r"(^|_)(num_labels|num_classes|num_mel_bins|n_mels|mel_dim|state_dim|act_dim|action_dim)$")
 
 
 def reported_embeddings(model: nn.Module) -> dict[int, str]:
-    """Parameters of the modules that the model, or a model in it, names as its embeddings."""
-    found: dict[int, str] = {}
+    """Return ids of the parameters that a model, or a model inside it, reports as embeddings, each with its role."""
+    roles: dict[int, str] = {}
     for module in model.modules():
         for role in ("output embeddings", "input embeddings"):
             try:
@@ -28,29 +28,29 @@ def reported_embeddings(model: nn.Module) -> dict[int, str]:
             except (AttributeError, NotImplementedError, TypeError):
                 continue
             if isinstance(embeddings, nn.Module):
-                found.update((id(parameter), role) for parameter in embeddings.parameters())
-    return found
+                roles.update((id(parameter), role) for parameter in embeddings.parameters())
+    return roles
 
 
-def last_like_vocabulary(places: Sequence[ModelParameter]) -> nn.Parameter | None:
-    """The last matrix, if it has the shape of the largest embedding: the output head of a model that reports none."""
-    vocabularies = [place.shape for place in places if isinstance(place.owner, EMBEDDING_TYPES)]
-    matrices = [place for place in places if len(place.shape) == 2 and isinstance(place.owner, nn.Linear)]
+def last_like_vocabulary(params: Sequence[ModelParameter]) -> nn.Parameter | None:
+    """Return the last matrix if it has the shape of the largest embedding: the head of a model that reports none."""
+    vocabularies = [param.shape for param in params if isinstance(param.owner, EMBEDDING_TYPES)]
+    matrices = [param for param in params if len(param.shape) == 2 and isinstance(param.owner, nn.Linear)]
     if vocabularies and matrices and matrices[-1].shape == max(vocabularies):
         return matrices[-1].parameter
     return None
 
 
 def outside_base_model(model: nn.Module) -> dict[int, int | None]:
-    """Parameters that do not belong to the base model, with the number of labels where the model has one.
+    """Return ids of the parameters outside the base model, each with the number of labels, if the model has one.
 
-    transformers names a model's base in `base_model_prefix`; what stands beside it are heads. A model without a base
-    may have heads anywhere.
+    transformers names the base model in `base_model_prefix`; heads stand beside it. Without a base model, heads may
+    stand anywhere.
     """
     inside: set[int] = set()
     labels: int | None = None
     for module in model.modules():
-        # Of the class and its own children: peft's wrappers answer for the model inside.
+        # Ask the class, and the module's own children: peft's wrappers forward attributes of the model inside.
         base = module._modules.get(getattr(type(module), "base_model_prefix", "") or "")
         if base is not None:
             inside.update(id(parameter) for parameter in base.parameters())
@@ -59,28 +59,28 @@ def outside_base_model(model: nn.Module) -> dict[int, int | None]:
 
 
 def vocabulary_sizes(model: nn.Module) -> set[int]:
-    """How many tokens or labels a configuration of the model, or of a part of it, knows."""
+    """Return the numbers of tokens and labels in the configurations of a model and of its parts."""
     return {number for name, number in _numbers(model) if _VOCABULARY.search(name)}
 
 
 def target_sizes(model: nn.Module) -> set[int]:
-    """How many numbers a configuration has predicted at once: of labels one more, too, for none of them."""
+    """Return the numbers of outputs per position in the configurations; for labels also one more, for "no label"."""
     sizes = {(name, number) for name, number in _numbers(model) if _TARGETS.search(name)}
     more = {number + 1 for name, number in sizes if name.endswith(("labels", "classes"))}
-    # Several frames at once.
+    # Some models predict several frames at a time.
     factors = {number for name, number in _numbers(model) if name == "reduction_factor"}
     return {number for _, number in sizes} | more | {n * factor for _, n in sizes for factor in factors}
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """The names and numbers, of at least two, in the configurations of a model, of its parts, and inside of those."""
+    """Yield names and integers above 1 in the configurations of a model and its parts, nested ones included."""
     waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while waiting:
         config = waiting.pop()
-        if id(config) in seen:
+        if id(config) in visited:
             continue
-        seen.add(id(config))
+        visited.add(id(config))
         values = {**getattr(config, "__dict__", {}), "num_labels": getattr(config, "num_labels", None)}
         yield from ((name, n) for name, n in values.items() if isinstance(n, int) and n > 1)
         waiting += [value for value in values.values() if hasattr(value, "model_type")]

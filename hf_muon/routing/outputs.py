@@ -1,13 +1,13 @@
-"""What a matrix reads and who reads what it puts out: which ones are a model's outputs, and which are projections.
+"""Which matrices are a model's outputs and which are projections, by who reads what they put out.
 
-Nothing is run. A matrix is known by its widths, and matrices that follow one another in a module, each of which reads
-what the one before puts out, are a chain: an MLP, or a projection alone. Three facts follow from where a chain ends:
+The model is not run. A matrix is known by its widths. Matrices that follow one another in a module, each reading what
+the previous one puts out, form a chain: an MLP, or a single projection. The end of a chain tells three things:
 
-- It ends in a row for each of the numbers that the model predicts (a label, one more for "none of them", a mel bin,
-  an action), or in so few rows that they are no hidden size (the four sides of a box): an output. Keys and values of
-  few heads, and bottlenecks, have few rows too; what stands beside them tells them apart.
-- Others after it read what it ends in: a projection, whatever it is called, unless it ends in a vocabulary.
-- Nobody reads what it ends in. That alone decides nothing, because results may be reshaped, or compared.
+- It ends in a row per predicted number (a label, one more for "no label", a mel bin, an action), or in too few rows for
+  a hidden size (the four sides of a box): an output. Keys and values with few heads, and bottlenecks, have few rows,
+  too; the modules beside them tell them apart.
+- Later matrices read its result: a projection, whatever its name, unless it ends in a vocabulary.
+- No matrix reads its result. That alone decides nothing, because results may be reshaped or compared.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hf_muon.routing.fused import QUERY
 from hf_muon.routing.parameters import CONV_TYPES, EMBEDDING_TYPES, ModelParameter, matrices_of
 from hf_muon.storage.tensors import shape_of
 
-# Numbers that are no hidden state: this many at most, and at most one for so many on the other side.
+# A width that is no hidden size: at most MOST, and at most one FEW-th of the width on the other side.
 MOST, FEW = 64, 16
-# How many channels an image, or a wave, has at most.
+# Most channels of an image or a wave.
 CHANNELS = 15
-# How many matrices an MLP has at most that is an output as a whole; more are a trunk, whose last matrix is one.
+# Most matrices of an MLP that is an output as a whole; a longer one is a trunk, and its last matrix is the output.
 LONGEST_HEAD = 3
-# What reads so many times as many numbers as it puts out is a table: a column for each token.
+# A matrix that reads more than MANY times what it puts out is a table with a column per token.
 MANY = 8
 
 _ATTENDS = re.compile(f"{QUERY.pattern}|wq|wk|wv")
-# Modules that are layers without being numbered ones: `layer1`, `block_2`, `encoder_layer_0`.
+# Names of layers: `layer1`, `block_2`, `encoder_layer_0`.
 _LAYER = re.compile(r"[0-9]+|(.*_)?(layer|block|stage)s?_?[0-9]+", re.IGNORECASE)
 
 
 class Widths(NamedTuple):
-    """How many numbers a matrix reads, and puts out, for each token or pixel."""
+    """The numbers that a matrix reads and puts out, per token or pixel."""
 
     reads: int
     puts_out: int
@@ -52,11 +52,11 @@ class Chain:
 
     Attributes:
         module: the outermost module that holds nothing else.
-        name: of this module in the one around it.
-        around: the module around it; None where it is the model.
-        beyond: the modules further out, from the model on.
-        layered: whether it stands in a layer, which is a numbered module.
-        widths: of each of its matrices.
+        name: of this module in the module around it.
+        around: the module around it; None for the model itself.
+        beyond: the modules further out, from the model inward.
+        layered: the chain stands in a layer, which is a numbered module.
+        widths: of each matrix, in order.
     """
 
     module: nn.Module
@@ -80,70 +80,70 @@ class Chain:
 
 
 class Outputs:
-    """The chains of a model, and who reads what.
+    """The chains of a model, and which matrices read what.
 
     Args:
         model: the model.
-        places: its parameters.
-        vocabularies: the sizes of sets of tokens, which embeddings read.
-        targets: how many numbers it predicts for each token, by its config: labels, mel bins, actions.
+        params: its parameters.
+        vocabularies: sizes of the sets of tokens that embeddings read.
+        targets: numbers of outputs per token that its config names: labels, mel bins, actions.
     """
 
     def __init__(
-        self, model: nn.Module, places: Sequence[ModelParameter], vocabularies: set[int], targets: set[int]
+        self, model: nn.Module, params: Sequence[ModelParameter], vocabularies: set[int], targets: set[int]
     ) -> None:
         self._chained: dict[int, tuple[Widths, ...]] = {}
         for module in reversed(list(model.modules())):
             self._chained[id(module)] = self._widths_of(module)
         self._in_layers = {
-            place.owner.in_features
-            for place in places
-            if isinstance(place.owner, nn.Linear)
-            and (any(part.isdigit() for part, _ in place.steps) or _in_layer(place.steps[:-2]))
+            param.owner.in_features
+            for param in params
+            if isinstance(param.owner, nn.Linear)
+            and (any(part.isdigit() for part, _ in param.steps) or _in_layer(param.steps[:-2]))
         }
         self._vocabularies = vocabularies
         self._targets = targets - self._in_layers
-        # Sizes of vocabularies that no config names, but also of positions.
-        self._tables = {place.shape[0] for place in places if isinstance(place.owner, EMBEDDING_TYPES)}
-        # What matrices put out and tables hold, in the model's order, for those that read it later on.
+        # Rows of tables: vocabularies that no config names, and positions.
+        self._tables = {param.shape[0] for param in params if isinstance(param.owner, EMBEDDING_TYPES)}
+        # Widths that matrices put out or tables hold, with the first position in the model's order.
         self._put_out: dict[int, int] = {}
-        for position, place in enumerate(places):
-            if isinstance(place.owner, EMBEDDING_TYPES):
-                self._put_out.setdefault(place.shape[-1], position)
-            elif (widths := widths_of(place.owner)) and not _is_few(widths.puts_out, widths.reads):
+        for position, param in enumerate(params):
+            if isinstance(param.owner, EMBEDDING_TYPES):
+                self._put_out.setdefault(param.shape[-1], position)
+            elif (widths := widths_of(param.owner)) and not _is_few(widths.puts_out, widths.reads):
                 self._put_out.setdefault(widths.puts_out, position)
-        self._positions = {id(place.parameter): position for position, place in enumerate(places)}
-        self._readers: dict[int, list[int]] = {}  # the positions of those that read a width
-        for position, place in enumerate(places):
-            for width in _read(place):
+        self._positions = {id(param.parameter): position for position, param in enumerate(params)}
+        self._readers: dict[int, list[int]] = {}  # width -> positions of parameters that read it
+        for position, param in enumerate(params):
+            for width in _read(param):
                 self._readers.setdefault(width, []).append(position)
-        self._layered = {position for position, place in enumerate(places) if self._is_layered(place)}
+        self._layered = {position for position, param in enumerate(params) if self._is_layered(param)}
         self._weights_in_layers = sum(
-            math.prod(places[position].shape)
+            math.prod(params[position].shape)
             for position in self._layered
-            if isinstance(places[position].owner, nn.Linear)
+            if isinstance(params[position].owner, nn.Linear)
         )
 
-    def _is_layered(self, place: ModelParameter) -> bool:
-        chain = self.chain_of(place)
-        return _in_layer(place.steps[:-2]) if chain is None else chain.layered
+    def _is_layered(self, param: ModelParameter) -> bool:
+        chain = self.chain_of(param)
+        return _in_layer(param.steps[:-2]) if chain is None else chain.layered
 
-    def chain_of(self, place: ModelParameter) -> Chain | None:
-        """The longest chain with this matrix; None for what is no weight of a linear layer or a convolution."""
-        if place.own_name != "weight" or widths_of(place.owner) is None:
+    def chain_of(self, param: ModelParameter) -> Chain | None:
+        """Return the longest chain with this matrix; None unless a linear layer or a convolution holds it."""
+        if param.own_name != "weight" or widths_of(param.owner) is None:
             return None
-        depth = len(place.steps) - 1  # of the module that is the chain: the steps before it lead there
-        while depth > 0 and self._chained[id(place.steps[depth - 1][1])]:
+        depth = len(param.steps) - 1  # number of steps that lead to the chain's module
+        while depth > 0 and self._chained[id(param.steps[depth - 1][1])]:
             depth -= 1
-        module = place.steps[depth][1]
-        name, around = place.steps[depth - 1] if depth else ("", None)
-        beyond = tuple(outer for _, outer in place.steps[: max(depth - 1, 0)])
-        layered = _in_layer(place.steps[: max(depth - 1, 0)])
+        module = param.steps[depth][1]
+        name, around = param.steps[depth - 1] if depth else ("", None)
+        beyond = tuple(outer for _, outer in param.steps[: max(depth - 1, 0)])
+        layered = _in_layer(param.steps[: max(depth - 1, 0)])
         return Chain(module, name, around, beyond, layered, self._chained[id(module)])
 
-    def is_output(self, place: ModelParameter) -> bool:
-        """Whether a weight is a model's output, or belongs to an MLP that makes one of the model's hidden states."""
-        chain, own = self.chain_of(place), widths_of(place.owner)
+    def is_output(self, param: ModelParameter) -> bool:
+        """Return whether a weight is an output of the model, or belongs to an MLP whose result is one."""
+        chain, own = self.chain_of(param), widths_of(param.owner)
         if chain is None or own is None or chain.layered:
             return False
         if own.puts_out in self._targets:
@@ -152,29 +152,29 @@ class Outputs:
             return False
         return own == chain.widths[-1] or self._is_head(chain)
 
-    def is_projection(self, place: ModelParameter) -> bool:
-        """Whether a weight is known to be no table and no output, because of what it reads and who reads from it."""
-        chain, own = self.chain_of(place), widths_of(place.owner)
+    def is_projection(self, param: ModelParameter) -> bool:
+        """Return whether a weight's widths, and who reads its result, show that it is neither a table nor an output."""
+        chain, own = self.chain_of(param), widths_of(param.owner)
         if chain is None or own is None or self._ends_in_few(chain):
             return False
-        # Inside of a layer, what layers read is a hidden size; elsewhere it may be as many tokens.
+        # Inside a layer, a width that layers read is a hidden size; elsewhere it may be a number of tokens.
         vocabularies = self._vocabularies - self._in_layers if chain.layered else self._vocabularies
         if chain.puts_out in self._targets | vocabularies:
             return False
-        if isinstance(place.owner, nn.Linear) and own.reads > MANY * own.puts_out:
+        if isinstance(param.owner, nn.Linear) and own.reads > MANY * own.puts_out:
             return False
-        if own.reads in vocabularies and not self._is_put_out(own.reads, self._positions[id(place.parameter)]):
+        if own.reads in vocabularies and not self._is_put_out(own.reads, self._positions[id(param.parameter)]):
             return False
         # A convolution of few channels embeds pixels, as a matrix of few columns embeds coordinates.
-        if _is_few(own.reads, own.puts_out) or (own.reads <= CHANNELS and isinstance(place.owner, CONV_TYPES)):
+        if _is_few(own.reads, own.puts_out) or (own.reads <= CHANNELS and isinstance(param.owner, CONV_TYPES)):
             return False
         if chain.puts_out in self._tables:
-            # As many tokens, or positions, as a hidden size: heads come after the layers, whatever follows them.
+            # The hidden size equals a number of tokens or positions. Heads come last, so look for readers in layers.
             return self._is_read(chain, self._layered)
         return self._is_read(chain) or (chain.reads == chain.puts_out and self._is_read_anywhere(chain))
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Whether a numbered module is a layer, and not one of several heads: MLPs of whose results nobody reads."""
+        """Return whether a numbered module is a layer, and not one of several heads, whose results no matrix reads."""
         widths = self._chained[id(module)]
         if not widths:
             return True
@@ -182,7 +182,7 @@ class Outputs:
         return not chain.ends_in_few and self._is_read_anywhere(chain)
 
     def _ends_in_few(self, chain: Chain) -> bool:
-        """Few rows are an output, or a bottleneck, from which a chain beside it that follows leads out again."""
+        """Return whether a chain ends in few rows, and no later chain beside it reads them, as after a bottleneck."""
         if not chain.ends_in_few:
             return False
         inside: list[nn.Module] = [chain.module]
@@ -193,7 +193,7 @@ class Outputs:
             children = list(outer.children()) if outer is not None else []
             later = children[1 + next((i for i, child in enumerate(children) if child is module), len(children)) :]
             for child in later:
-                # A list of chains is led out again by as many others, or by one that is not fed with coordinates.
+                # A list of bottlenecks is followed by as many chains, or by one chain that does not read coordinates.
                 links = list(child.children())
                 if not length or len(links) != length:
                     if length and chain.puts_out <= CHANNELS:
@@ -204,7 +204,7 @@ class Outputs:
         return True
 
     def _attends(self, chain: Chain) -> bool:
-        """Whether it is a query, key or value: by names beside it, or because others there lead out and back again."""
+        """Return whether a chain is a query, key or value: by names beside it, or by the way back out."""
         around = chain.around
         if around is None:
             return False
@@ -212,9 +212,9 @@ class Outputs:
         if _ATTENDS.fullmatch(chain.name) and any("k" in name and _ATTENDS.fullmatch(name) for name in beside):
             return True
         if not chain.beyond:
-            return False  # what a model holds itself are heads
+            return False  # direct children of the model are heads
         children = list(beside.values())
-        after = children.index(chain.module)  # the way back is what an attention ends in
+        after = children.index(chain.module)  # an attention ends in the way back
         return any(
             first.in_features == chain.reads == last.out_features and first.out_features == last.in_features
             for first, last in itertools.product(children, children[after:])
@@ -222,7 +222,7 @@ class Outputs:
         )
 
     def _is_head(self, chain: Chain) -> bool:
-        """Whether a whole MLP is an output: a short one of hidden states, which layers make and which hold more."""
+        """Return whether a whole MLP is an output: short, smaller than the layers, and reading hidden states."""
         matrices = [module for module in chain.module.modules() if widths_of(module) is not None]
         if len(matrices) > LONGEST_HEAD or not all(isinstance(module, nn.Linear) for module in matrices):
             return False
@@ -230,7 +230,7 @@ class Outputs:
         return weights < self._weights_in_layers and self._reads_hidden(chain)
 
     def _is_read(self, chain: Chain, among: Set[int] | None = None) -> bool:
-        """Whether others after it, or those of them that are named, read what it puts out."""
+        """Return whether later parameters, or later ones `among` some positions, read what a chain puts out."""
         last = max(self._positions_in(chain.module), default=-1)
         readers = self._readers.get(chain.puts_out, ())
         return any(position > last and (among is None or position in among) for position in readers)
@@ -243,15 +243,15 @@ class Outputs:
         return {self._positions[id(p)] for p in module.parameters() if id(p) in self._positions}
 
     def _reads_hidden(self, chain: Chain) -> bool:
-        """Whether a chain reads what is put out before it."""
+        """Return whether a chain reads a width that is put out before it."""
         return self._is_put_out(chain.reads, min(self._positions_in(chain.module), default=len(self._positions)))
 
     def _is_put_out(self, width: int, position: int) -> bool:
-        """Whether something before a position puts it out."""
+        """Return whether something before a position puts out a width."""
         return self._put_out.get(width, position) < position
 
     def _widths_of(self, module: nn.Module) -> tuple[Widths, ...]:
-        """The widths along a module that is a chain; nothing for one that is none. Those inside of it come first."""
+        """Return the widths along a module that is a chain, else (). Its children must have been visited before."""
         own = widths_of(module)
         if own is not None:
             return (own,)
@@ -266,7 +266,7 @@ class Outputs:
                 links.append(following)
             elif following or matrices_of(child):
                 return ()
-        # Whose results no other one reads comes last, wherever it is defined.
+        # A link whose result no other one reads comes last, wherever it is defined.
         unread = [all(other is link or other[0].reads != link[-1].puts_out for other in links) for link in links]
         links = [links[i] for i in sorted(range(len(links)), key=unread.__getitem__)]
         if any(before[-1].puts_out != after[0].reads for before, after in itertools.pairwise(links)):
@@ -275,7 +275,7 @@ class Outputs:
 
 
 def widths_of(module: nn.Module) -> Widths | None:
-    """The widths of a linear layer or a convolution; None for another module."""
+    """Return the widths of a linear layer or a convolution; None for another module."""
     if isinstance(module, nn.Linear):
         return Widths(module.in_features, module.out_features)
     if isinstance(module, CONV_TYPES):
@@ -291,15 +291,15 @@ def _is_few(few: int, many: int) -> bool:
     return few <= MOST and few * FEW <= many
 
 
-def _read(place: ModelParameter) -> Iterator[int]:
-    """The widths that a parameter reads: the columns of a matrix, the size of a norm; of a stack both of its dims."""
-    if isinstance(place.owner, EMBEDDING_TYPES):
+def _read(param: ModelParameter) -> Iterator[int]:
+    """Yield the widths that a parameter reads: columns of a matrix, the size of a norm, both dims of a stack."""
+    if isinstance(param.owner, EMBEDDING_TYPES):
         return
-    widths = widths_of(place.owner)
+    widths = widths_of(param.owner)
     if widths is not None:
-        if place.own_name == "weight":
+        if param.own_name == "weight":
             yield widths.reads
-    elif len(place.shape) == 1:
-        yield from place.shape if "norm" in type(place.owner).__name__.lower() and place.own_name == "weight" else ()
+    elif len(param.shape) == 1:
+        yield from param.shape if "norm" in type(param.owner).__name__.lower() and param.own_name == "weight" else ()
     else:
-        yield from set(place.shape[-2:])
+        yield from set(param.shape[-2:])

@@ -1,4 +1,4 @@
-"""Where a model keeps its parameters: names without wrappers, and the modules on the way to each."""
+"""The parameters of a model: their names without wrappers, and the modules that lead to each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAGNITUDE = "magnitude of weight norm"
 
 
 def folded(name: str) -> str:
-    """A name in which the numbers of layers are stars, so that layers are told together."""
+    """Return a name with stars in place of layer numbers, so that layers share it."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def examples(names: Iterable[str], limit: int = 4) -> str:
-    """Return a few of some names for an error, with one layer for all."""
+    """Return a few of these names for an error, showing one layer only."""
     distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
     step = max(1, len(distinct) // limit)
     return ", ".join(distinct[::step][:limit]) or "nothing"
@@ -36,14 +36,14 @@ def examples(names: Iterable[str], limit: int = 4) -> str:
 class ModelParameter:
     """A parameter, the module that holds it, and the steps that lead to it.
 
-    The factors of a weight norm stand for the weight that they make up: the directions in its place, the magnitudes
-    beside it.
+    The factors of a weight norm stand for the weight that they make up: `original1` takes its name, and `original0` is
+    called `MAGNITUDE`.
 
     Attributes:
         name: without the prefixes of wrappers.
         parameter: the parameter itself.
-        owner: the module that holds it, or whose weight it makes up.
-        steps: the components of the name, each with the module in which it is looked up.
+        owner: the module that holds the parameter, or whose weight it makes up.
+        steps: the components of the name, each with the module that is asked for it.
     """
 
     name: str
@@ -73,12 +73,12 @@ class ModelParameter:
         return isinstance(self.owner, CONV_TYPES) and self.own_name == "weight"
 
     @property
-    def home(self) -> tuple[str, nn.Module | None]:
-        """The name of the module that holds it, and the module around that, without what peft puts in between."""
-        return next(self.homes(), ("", None))
+    def holder(self) -> tuple[str, nn.Module | None]:
+        """The name of the owner and the module around it, without modules that peft puts in between."""
+        return next(self.holders(), ("", None))
 
-    def homes(self) -> Iterator[tuple[str, nn.Module]]:
-        """That home, and the homes of the modules around that hold no other matrix, or that only list modules."""
+    def holders(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield `holder`, then that of each module around it that holds no other matrix or only lists modules."""
         steps = list(self.steps[:-1])
         while steps:
             if steps[-1][0] in ("base_layer", "original_module"):
@@ -92,7 +92,7 @@ class ModelParameter:
                     return
 
     def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
-        """From the inside out, the components of the name, each with the module that it is; None for the parameter."""
+        """Yield the components of the name from the last to the first, each with its module; None for the parameter."""
         modules = [module for _, module in self.steps[1:]]
         yield self.own_name, None
         for (part, _), module in zip(self.steps[-2::-1], reversed(modules), strict=True):
@@ -106,21 +106,21 @@ def parameters_of(model: nn.Module) -> list[ModelParameter]:
         RuntimeError: a parameter of a lazy module that has no shape yet.
     """
     modules = dict(model.named_modules())
-    places = []
+    params = []
     for full_name, parameter in model.named_parameters():
         if uninitialized(parameter):
             raise RuntimeError(f"{full_name} {class_complaint(parameter)}")
         parts = full_name.split(".")
         chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
-        kept = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
-        name = ".".join(part for part, _ in kept)
-        steps = _without_weight_norm(kept)
-        places.append(ModelParameter(name, parameter, steps[-1][1], tuple(steps)))
-    return places
+        own = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
+        name = ".".join(part for part, _ in own)
+        steps = _without_weight_norm(own)
+        params.append(ModelParameter(name, parameter, steps[-1][1], tuple(steps)))
+    return params
 
 
 def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Lead the factors of a weight norm to the module whose weight they make up."""
+    """Redirect the steps of a weight norm's factors to the module whose weight they make up."""
     name, owner = steps[-1]
     if isinstance(owner, ParametrizationList) and name in ("original0", "original1"):
         weight, parametrized = steps[-2][0], steps[-3][1]
@@ -135,10 +135,10 @@ def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, 
 
 
 def matrices_of(module: nn.Module) -> int:
-    """How many of its parameters, and of those of the modules in it, have two dims or more."""
+    """Return the number of parameters with at least two dims in a module and its children."""
     return sum(len(shape_of(parameter)) > 1 for parameter in module.parameters())
 
 
 def _of_wrapper(part: str, parent: nn.Module) -> bool:
-    """Whether a component of a name was put there by a wrapper. `module` may be a model's own name, too."""
+    """Return whether a wrapper has added a component to a name. `module` may also be a model's own name."""
     return part in _WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))

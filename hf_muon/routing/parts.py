@@ -1,4 +1,4 @@
-"""The matrices that one weight holds, and how it is stored: what is said of a layout, wherever it is known from."""
+"""How a weight is stored, and which matrices it holds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Part(NamedTuple):
     """One matrix of a fused projection.
 
     Attributes:
-        name: what it is.
-        size: its share of the output dim; of one block, where there are several.
-        head: the size of its heads; 0 where it has none.
+        name: q, k, v, gate, up...
+        size: its share of the output dim, per block.
+        head: size of its heads; 0 without heads.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Fused:
-    """How the output dim of a projection is shared out: blocks of equal layout, each with its share of every part."""
+    """The parts along the output dim of a fused projection: equal blocks, each with a share of every part."""
 
     parts: tuple[Part, ...]
     blocks: int = 1
@@ -36,7 +36,7 @@ class Fused:
         return ", ".join(part.name for part in self.parts)
 
     def sizes(self, per_head: bool) -> str:
-        """The sizes as the text of a view has them."""
+        """Return the sizes in the words of a view."""
         if not per_head or not any(part.head for part in self.parts):
             sizes = "+".join(str(part.size) for part in self.parts)
             return sizes if self.blocks == 1 else f"{self.blocks}*({sizes})"
@@ -52,11 +52,11 @@ class WeightLayout(NamedTuple):
     """How a weight is stored.
 
     Attributes:
-        transposed: whether as ``(in, out)``.
-        fused: the projections that its output dim is made of; None where it is one.
-        experts: the number of experts, one below the other, in a weight of two dims; 0 for none.
-        stack: whether its three dims are known to be a stack of matrices.
-        flat: whether its three dims are known to be a matrix whose columns have two dims.
+        transposed: stored as ``(in, out)``.
+        fused: the projections along its output dim; None for a single one.
+        experts: number of experts whose rows follow one another in a 2-D weight; 0 for none.
+        stack: a 3-D weight is known to be a stack of matrices.
+        flat: a 3-D weight is known to be a matrix whose columns have two dims.
     """
 
     transposed: bool = False

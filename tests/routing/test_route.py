@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_muon import route_parameters
-from hf_muon.routing.route import table
+from hf_muon.routing.table import table
 
 TINY = {
     "hidden_size": 32,
@@ -519,7 +519,7 @@ class TestPatterns:
     def test_pattern_of_frozen_parameters(self):
         model = qwen3()
         model.lm_head.requires_grad_(False)
-        with pytest.raises(ValueError, match=r"'lm_head' matches nothing that is trained, only lm_head"):
+        with pytest.raises(ValueError, match=r"'lm_head' matches no trained parameter, only lm_head"):
             route_parameters(model, adamw_patterns="lm_head")
 
     def test_reasons_name_the_pattern(self):

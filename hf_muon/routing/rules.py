@@ -1,0 +1,263 @@
+"""The rules by which a parameter goes to Muon or to AdamW. The first one that applies decides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from hf_muon.config import MuonConfig
+from hf_muon.options.patterns import compile_patterns
+from hf_muon.routing.fused import heads_of
+from hf_muon.routing.kinds import (
+    STATE_SPACE,
+    TABLE,
+    attends,
+    is_depthwise,
+    is_matrix,
+    is_router,
+    layout_at,
+    norm_or_bias,
+    not_hidden_matrices,
+    view_of_kernel,
+)
+from hf_muon.routing.model_facts import (
+    last_like_vocabulary,
+    outside_base_model,
+    reported_embeddings,
+    target_sizes,
+    vocabulary_sizes,
+)
+from hf_muon.routing.outputs import MANY, Outputs, widths_of
+from hf_muon.routing.parameters import (
+    CONV_TYPES,
+    EMBEDDING_TYPES,
+    MAGNITUDE,
+    ModelParameter,
+    examples,
+    matrices_of,
+)
+from hf_muon.storage.views import parse
+
+# LoRA factors are excluded, too, by the option `lora`.
+EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
+
+_HEAD = re.compile(
+    r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection"
+    r"|((classification|cls|v|value|reward|regression)_)?head)$"
+)
+# Factors of peft's other adapters.
+_ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|randlora)_", re.IGNORECASE)
+_LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
+
+# Names without decay, as in transformers' Trainer.get_decay_parameter_names.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+
+
+def is_lora(name: str) -> bool:
+    """Return whether a name is that of a LoRA factor."""
+    return _LORA.search(name) is not None
+
+
+class Rules:
+    """The rules for one model, with the facts about it that they share."""
+
+    def __init__(self, model: nn.Module, config: MuonConfig, params: Sequence[ModelParameter]) -> None:
+        self.config = config
+        self.muon_patterns = compile_patterns(config.muon_patterns)
+        self.adamw_patterns = compile_patterns(config.adamw_patterns)
+        self._check_patterns(params)
+        self.embeddings = reported_embeddings(model)
+        reported = "output embeddings" in self.embeddings.values()
+        self.unreported_head = None if reported else last_like_vocabulary(params)
+        self.heads = outside_base_model(model)
+        self.vocabularies = vocabulary_sizes(model)
+        own = [param for param in params if not is_lora(param.name)]
+        self.outputs = Outputs(model, own, self.vocabularies, target_sizes(model))
+        # A size that is also some layer's input width is a hidden size, and not a vocabulary's (but see _is_head).
+        self.inputs = {widths.reads for param in own if (widths := widths_of(param.owner)) is not None}
+
+    def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
+        names = [param.name for param in params]
+        for option, patterns in (("muon_patterns", self.muon_patterns), ("adamw_patterns", self.adamw_patterns)):
+            for pattern in patterns:
+                matches = [param for param in params if pattern.search(param.name)]
+                if not matches:
+                    raise ValueError(
+                        f"{option}: {pattern.pattern!r} matches no parameter. Names look like {examples(names)}"
+                    )
+                if not any(param.parameter.requires_grad for param in matches):
+                    raise ValueError(
+                        f"{option}: {pattern.pattern!r} matches no trained parameter, only "
+                        f"{examples([param.name for param in matches])}"
+                    )
+                if option == "muon_patterns" and not any(is_matrix(param.folded) for param in matches):
+                    raise ValueError(
+                        f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
+                        f"{examples([p.name for p in matches])}"
+                    )
+        if self.config.lora == "muon" and not any(is_lora(p.name) and p.parameter.requires_grad for p in params):
+            raise ValueError("lora=muon: no LoRA factor is trained. Remove the option, or check the peft configuration")
+        targets = self.config.optim_target_modules
+        if targets is not None and not any(_is_target(targets, param) for param in params):
+            raise ValueError(
+                f"optim_target_modules={targets!r} matches no module. Names look like "
+                f"{examples([param.module_name for param in params])}"
+            )
+
+    def decide(self, param: ModelParameter) -> tuple[bool, bool, str, str]:
+        """Return ``(use_muon, decay, reason, view)`` for a parameter."""
+        against = self._reason_against(param)
+        if against is not None:
+            return False, _decays(param), against, ""
+        if is_lora(param.name):
+            view, what = "", "LoRA factor, lora=muon"
+        else:
+            view, what = self._view_of_kernel(param) if param.is_kernel else self._view(param)
+        for pattern in self.muon_patterns:
+            if pattern.search(param.name):
+                what = f"muon_patterns {pattern.pattern!r}"
+                break
+        return True, True, what, view
+
+    def _view_of_kernel(self, param: ModelParameter) -> tuple[str, str]:
+        view, fused = view_of_kernel(param), layout_at(param).fused
+        if fused is None or view != "flat":
+            return view, "convolution"
+        return f"{view}, rows {fused.sizes(False)}" if self.config.split_fused else view, f"convolution: {fused.names}"
+
+    def _view(self, param: ModelParameter) -> tuple[str, str]:
+        """Return the view of a weight, and a text that says what the weight is."""
+        layout = layout_at(param)
+        what = "hidden matrix" if len(param.shape) == 2 or layout.flat else "stack of hidden matrices"
+        words = [word for word, holds in (("transposed", layout.transposed), ("flat", layout.flat)) if holds]
+        leaf, parent = param.holder
+        fused = layout.fused
+        if fused is not None:
+            what += f": {fused.names}"
+        elif self.config.per_head and not layout.transposed and param.own_name == "weight" and len(param.shape) == 2:
+            fused = heads_of(leaf, parent, param.shape[0])
+        if layout.experts:
+            what = "experts, one below the other"
+            words.append(f"rows {layout.experts}x{param.shape[0] // layout.experts}")
+        elif fused is not None and self.config.split_fused:
+            cut = f"{'columns' if layout.transposed else 'rows'} {fused.sizes(self.config.per_head)}"
+            if all(min(shape) > 1 for shape in parse(cut).shapes(param.shape)):
+                words.append(cut)
+        return ", ".join(words), what
+
+    def _reason_against(self, param: ModelParameter) -> str | None:
+        for pattern in self.adamw_patterns:
+            if pattern.search(param.name):
+                return f"adamw_patterns {pattern.pattern!r}"
+        if len(param.shape) < 2:
+            return norm_or_bias(param) or "vector"
+        if len(param.shape) == 2 and not is_matrix(param.shape):
+            return "single row or column"
+        if is_matrix(param.folded) and any(pattern.search(param.name) for pattern in self.muon_patterns):
+            return None
+        targets = self.config.optim_target_modules
+        if targets is not None and not _is_target(targets, param):
+            return "outside optim_target_modules"
+        return self._named(param) or self._structural(param)
+
+    def _named(self, param: ModelParameter) -> str | None:
+        if is_lora(param.name) and self.config.lora != "muon":
+            return "name contains 'lora' (lora=muon opts in)"
+        excluded = self._excluded(param)
+        proven = id(param.parameter) not in self.embeddings and self.outputs.is_projection(param)
+        if excluded and (excluded == "lm_head" or not proven):
+            return f"name contains {excluded!r}"
+        if _ADAPTER.search(param.name):
+            return "adapter factor (muon_patterns opts in)"
+        return None
+
+    def _excluded(self, param: ModelParameter) -> str | None:
+        """Return the excluded word in a parameter's name, within its layer or its model; None if there is none."""
+        for part, module in param.outward():
+            if hasattr(module, "get_input_embeddings"):
+                return None
+            for excluded in EXCLUDED_NAMES:
+                if excluded in part.lower():
+                    return excluded
+            if part.isdigit() and module is not None and matrices_of(module) > 1 and self.outputs.is_layer(module):
+                return None
+        return None
+
+    def _structural(self, param: ModelParameter) -> str | None:
+        if id(param.parameter) in self.embeddings:
+            return f"the model's {self.embeddings[id(param.parameter)]}"
+        if isinstance(param.owner, EMBEDDING_TYPES):
+            return "embedding"
+        if reason := norm_or_bias(param):
+            return reason
+        if param.own_name == MAGNITUDE:
+            return "magnitudes of a weight norm"
+        if isinstance(param.owner, CONV_TYPES) and is_depthwise(param.owner):
+            return "depthwise convolution"
+        if param.is_kernel and any(min(shape) == 1 for shape in parse(view_of_kernel(param)).shapes(param.shape)):
+            return "convolution of a single row or column"
+        if param.own_name in STATE_SPACE:
+            return "state space parameter"
+        if param.own_name != "weight" and not is_lora(param.name) and TABLE.search(param.own_name):
+            return "table of learned vectors"
+        if is_router(param):
+            return "router of a mixture of experts"
+        if self._is_table(param):
+            return "table: a column for each token"
+        if self._is_head(param):
+            return "head"
+        if not is_lora(param.name) and self.outputs.is_output(param):
+            return "output"
+        if param.parameter is self.unreported_head:
+            return "output head: the last matrix, of the vocabulary's shape"
+        return not_hidden_matrices(param)
+
+    def _is_table(self, param: ModelParameter) -> bool:
+        """Return whether a weight has a column per token and stands in no layer, so that it holds vectors of tokens."""
+        widths = widths_of(param.owner)
+        if widths is None or any(part.isdigit() for part, _ in param.steps):
+            return False
+        return widths.reads in self.vocabularies and widths.reads > MANY * widths.puts_out
+
+    def _is_head(self, param: ModelParameter) -> bool:
+        """Return whether a weight is a head.
+
+        A head stands outside the base model, with a known name or a row per label, or anywhere, with a row per token.
+        """
+        rows = param.shape[0]
+        if param.holder[0] == "final_layer" and isinstance(param.owner, nn.Linear):
+            return not self.outputs.is_projection(param)
+        layered = any(part.isdigit() for part, _ in param.steps)
+        linear = isinstance(param.owner, nn.Linear) or (param.is_kernel and param.folded == param.shape[:2])
+        per_token = linear and rows in self.vocabularies
+        per_token = per_token and (rows not in self.inputs or rows > 8 * param.shape[-1])
+        if per_token and not layered:
+            return True
+        if id(param.parameter) not in self.heads:
+            return False
+        labels = self.heads[id(param.parameter)]
+        for depth, (part, module) in enumerate(param.outward()):
+            if not (_HEAD.match(part) or (labels is not None and part.endswith("_head"))):
+                continue
+            # Inside a layer, "head" means an attention head; a head with attention projections pools tokens.
+            inside = any(outer.isdigit() for outer, _ in param.steps[: -1 - depth])
+            if per_token or not (inside or attends(module)):
+                return True
+        return len(param.shape) == 2 and rows == labels
+
+
+def _decays(param: ModelParameter) -> bool:
+    """Apply transformers' rule: no decay in LayerNorm modules, and none for names with bias or norm."""
+    return not (isinstance(param.owner, nn.LayerNorm) or _NO_DECAY.search(param.name.lower()))
+
+
+def _is_target(targets: str | Sequence[str], param: ModelParameter) -> bool:
+    """Apply transformers' rule for `optim_target_modules`: a regular expression, or a list of names and expressions."""
+    module = param.module_name
+    if isinstance(targets, str):
+        if targets.replace("_", "-") == "all-linear":
+            return isinstance(param.owner, nn.Linear)
+        return re.fullmatch(targets, module) is not None
+    return any(target in module or re.fullmatch(target, module) for target in targets)
