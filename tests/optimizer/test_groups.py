@@ -1,4 +1,4 @@
-"""Keys of param groups that are not Muon's: those of torch's schedulers, known in one place."""
+"""Param groups: which are accepted, what they hold, and the keys of torch's schedulers, known in one place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler, swa_utils
 from hf_muon import Muon
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS, SCHEDULER_KEYS
+from tests.optimizer.cases import REST, SHAPES, both_halves, gradients, parameters, run
 
 SCHEDULERS = {
     "ConstantLR": lr_scheduler.ConstantLR,
@@ -58,3 +59,52 @@ def test_every_key_of_the_list_is_written_by_a_scheduler():
         schedule(optimizer)
         keys |= keys_of(optimizer)
     assert set(SCHEDULER_KEYS) <= keys
+
+
+def test_add_param_group_equals_having_had_it():
+    late = parameters([(8, 12)], seed=7)
+    optimizer, params = both_halves(lr=0.02)
+    optimizer.add_param_group({"params": late, "lr": 0.1, "momentum": 0.5})
+    run(optimizer, params + late, gradients(SHAPES + REST + [(8, 12)], 3))
+    alone = parameters([(8, 12)], seed=7)
+    grads = [[step[-1]] for step in gradients(SHAPES + REST + [(8, 12)], 3)]
+    run(Muon(alone, lr=0.1, momentum=0.5), alone, grads)
+    assert torch.equal(late[0], alone[0])
+
+
+@pytest.mark.parametrize("name", GROUP_OPTIONS)
+def test_param_groups_carry_every_hyperparameter(name):
+    optimizer, _ = both_halves()
+    assert all(name in group and "use_muon" in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ([(4,)], {}, r"parameter 0 \(4,\) is not a matrix"),
+        ([(4, 4), (2, 3, 4, 5)], {}, r"parameter 1 \(2, 3, 4, 5\) is not a matrix"),
+        ([(4, 4)], {"lr": -1.0}, r"lr=-1.0 is not valid. Valid: a number of at least 0"),
+        ([(4, 4)], {"lr": float("nan")}, "lr=nan is not valid"),
+        ([(4, 4)], {"lr": torch.ones(2)}, "is not valid"),
+        ([(4, 4)], {"weight_decay": -0.1}, "weight_decay=-0.1 is not valid"),
+        ([(4, 4)], {"momentum": 1.0}, "momentum=1.0 is not valid. Valid: a number from 0 to below 1"),
+        ([(4, 4)], {"nesterov": 1}, "nesterov=1 is not valid. Valid: true or false"),
+        ([(4, 4)], {"ns_steps": 0}, "ns_steps=0 is not valid"),
+        ([(4, 4)], {"ns_coefficients": "cans", "ns_steps": 6}, "at most 5 steps"),
+        ([(4, 4)], {"ns_dtype": "fp16"}, "does not run on a CPU"),
+        ([(4, 4)], {"adjust_lr_fn": "none"}, "Valid: match_rms_adamw, original or rms_to_rms"),
+        ([(4, 4)], {"adamw_betas": (0.9, 1.0)}, "adamw_betas="),
+    ],
+)
+def test_bad_arguments(params, options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon(parameters(params), **options)
+
+
+def test_unknown_group_key_lists_the_valid_ones_and_adds_nothing():
+    optimizer, _ = both_halves()
+    with pytest.raises(ValueError, match=r"'betas' is not an option of muon.*Valid: params, use_muon, views, lr"):
+        optimizer.add_param_group({"params": parameters([(3, 3)]), "betas": (0.9, 0.9)})
+    with pytest.raises(ValueError, match="is not a matrix"):
+        optimizer.add_param_group({"params": parameters([(3,)])})
+    assert len(optimizer.param_groups) == 2
