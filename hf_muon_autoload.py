@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import os
 
+VARIABLE = "HF_MUON_AUTOLOAD"
+
 
 def activate() -> None:
     """Register `optim: muon` unless the user has switched that off."""
     try:
-        if os.environ.get("HF_MUON_AUTOLOAD", "1").strip().lower() not in ("0", "false", "off", "no"):
+        if is_on():
             import hf_muon  # noqa: F401  registers itself
-    except Exception:  # noqa: BLE001  see above; `hf-muon doctor` tells what went wrong
+    except Exception:  # noqa: BLE001  see above; `hf-muon doctor` shows the error
         pass
+
+
+def is_on() -> bool:
+    """Return whether the entry point may act; the same words as in `hf_muon.diagnostics.log.is_on`."""
+    return os.environ.get(VARIABLE, "").strip().lower() not in ("0", "false", "off", "no")

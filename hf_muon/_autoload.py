@@ -1,6 +1,7 @@
 """Lazy hooks: a few modules of other packages are patched right after their own import, and not before.
 
-Standard library only. A patch that fails leaves its module as it was, and `status` tells why.
+To add an integration, write its patch into `hf_muon/integrations` and name it in `HOOKS`. This module imports the
+standard library only. A patch that fails leaves its module as it was, and `status` says why.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ HOOKS = {
         "hf_muon.integrations.llamafactory.v1.hooks:patch_optimizers"
     ),
 }
-"""Module that is patched: function that patches it.
+"""Each module to patch, and the function that patches it, which is called with the module.
 
-It returns how to undo that, the reason why it did not patch, or None where the patch is in place already; a reloaded
-module has lost it.
+The function returns how to undo its patch, the reason why it did not patch, or None if the patch is in place already. A
+module that is reloaded loses its patch, and is patched again.
 """
 
 _undo: dict[str, Callable[[], None]] = {}
 _reasons: dict[str, str] = {}
-# Whoever holds it imports nothing: other threads wait for it in the middle of their imports.
+# Nothing is imported while it is held: other threads wait for it in the middle of their imports.
 _lock = threading.RLock()
 
 
 def install() -> None:
-    """Register `optim: muon`: patch what is imported, and hook what is not. Does nothing if it is done already."""
+    """Register `optim: muon`: patch the modules that are imported, hook the others. Repeated calls are harmless."""
     with _lock:
         if not _is_installed():
             sys.meta_path.insert(0, _Finder())
@@ -57,7 +58,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: `optim: muon` is unknown again. Optimizers that exist go on working."""
+    """Undo `install`: `optim: muon` is unknown again. Existing optimizers continue to work."""
     with _lock:
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         for name in list(_undo):
@@ -66,7 +67,7 @@ def uninstall() -> None:
 
 
 def status() -> dict[str, str]:
-    """For each hooked module: patched, waiting for its import, or why it is not patched."""
+    """Return the state of each hooked module: patched, waiting for its import, or why it is not patched."""
     waiting = "waiting for its import" if _is_installed() else "not hooked"
     return {name: "patched" if name in _undo else _reasons.get(name, waiting) for name in HOOKS}
 
@@ -77,16 +78,16 @@ def _is_installed() -> bool:
 
 def _patch(module: ModuleType) -> None:
     name = module.__name__
-    home, _, function = HOOKS[name].partition(":")
+    path, _, function = HOOKS[name].partition(":")
     result: Callable[[], None] | str | None
     try:
-        patch = getattr(importlib.import_module(home), function)
+        patch = getattr(importlib.import_module(path), function)
         with _lock:
             result = patch(module)
             if callable(result):
                 _undo[name] = result
                 _reasons.pop(name, None)
-    except Exception as error:  # noqa: BLE001  the import of somebody else's module must go on
+    except Exception as error:  # noqa: BLE001  somebody else's import must not fail
         result = f"failed: {type(error).__name__}: {error}"
         logging.getLogger("hf_muon").warning("optim: muon is not available, %s: %s", name, result)
     if isinstance(result, str):
@@ -98,15 +99,15 @@ def _patch(module: ModuleType) -> None:
 def _patch_when_ready(module: ModuleType) -> None:
     """Patch a module that is in the middle of its own import, as transformers.training_args is when it imports torch.
 
-    Its import cannot be hooked any more, but whoever wants something from it must read an attribute. No thread gets an
-    answer before the patch is in place.
+    That import cannot be hooked any more. The module gets a class that applies the patch at the first attribute read
+    after the import, and makes every thread wait for it.
     """
     patching = threading.local()
 
     def patch_now(awaited: ModuleType) -> None:
         patching.here = True
         try:
-            # A name that install() has put on this module's list may be gone by now.
+            # uninstall() may have been called since.
             if _is_installed():
                 _patch(awaited)
         finally:
@@ -128,7 +129,7 @@ def _patch_when_ready(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the hooked modules as everybody else does, and has them patched after they were executed."""
+    """Finds the hooked modules by the other finders, and patches each after it was executed."""
 
     def __init__(self) -> None:
         self._busy = threading.local()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ import sys
 import pytest
 
 import hf_muon
+import hf_muon_autoload
+from hf_muon import _autoload
+from hf_muon.diagnostics import log
 
 STATE = """
 import json, sys
@@ -19,10 +23,10 @@ print("\\n" + json.dumps(sorted(name for name in sys.modules if name.partition("
 
 def run(code, check=True, **environment):
     env = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     if check:
-        assert done.returncode == 0, done.stderr
-    return done
+        assert process.returncode == 0, process.stderr
+    return process
 
 
 ARGUMENTS = "TrainingArguments('/tmp/unused', optim='muon', use_cpu=True, report_to='none')"
@@ -48,8 +52,8 @@ def test_the_name_is_accepted_whatever_was_imported_first(order):
 
 
 def test_importing_torch_imports_neither_transformers_nor_our_optimizer():
-    found = json.loads(run("import torch" + STATE).stdout.strip())
-    assert found == ["hf_muon", "hf_muon._autoload"]
+    modules = json.loads(run("import torch" + STATE).stdout.strip())
+    assert modules == ["hf_muon", "hf_muon._autoload"]
 
 
 def test_switched_off():
@@ -68,6 +72,9 @@ def test_import_registers_where_the_entry_point_is_off(variable):
 def test_uninstall_and_install_again():
     code = f"""
 import hf_muon
+import hf_muon_autoload
+from hf_muon import _autoload
+from hf_muon.diagnostics import log
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 import transformers.trainer_optimizer as registry
@@ -100,7 +107,7 @@ def test_uninstall_before_anything_is_imported():
 
 @pytest.mark.extended
 def test_uninstall_while_transformers_waits():
-    """transformers.training_args imports torch in its middle, so that its patch waits for the first attribute."""
+    """Uninstall between the import of transformers.training_args and the first attribute read, which would patch it."""
     code = f"import transformers.training_args as m\nimport hf_muon; hf_muon.uninstall()\n{ORDERS['torch first']}\n"
     assert "muon is not a valid OptimizerNames" in run(code + ARGUMENTS, check=False).stderr
 
@@ -155,6 +162,9 @@ assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs" and OptimizerNames("muon
 def test_a_failing_patch_breaks_no_import():
     code = """
 import hf_muon
+import hf_muon_autoload
+from hf_muon import _autoload
+from hf_muon.diagnostics import log
 from hf_muon import _autoload
 _autoload.HOOKS["transformers.training_args"] = "hf_muon.nowhere:patch"
 from transformers import TrainingArguments
@@ -168,9 +178,9 @@ def test_a_broken_package_does_not_break_import_torch(tmp_path):
     broken = tmp_path / "hf_muon"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise RuntimeError('broken')")
-    done = run("import torch; print(torch.ones(1).item())", PYTHONPATH=str(tmp_path))
-    assert done.stdout.strip() == "1.0"
-    assert "broken" not in done.stderr
+    process = run("import torch; print(torch.ones(1).item())", PYTHONPATH=str(tmp_path))
+    assert process.stdout.strip() == "1.0"
+    assert "broken" not in process.stderr
 
 
 @pytest.mark.extended
@@ -188,6 +198,23 @@ def test_a_reloaded_transformers_is_patched_again(again):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("text", ["", " ", "1", "0", "false", "False ", "off", "no", "yes", "true", "n", "2"])
+def test_the_switch_is_read_as_all_variables_are(text, monkeypatch):
+    monkeypatch.setenv(hf_muon_autoload.VARIABLE, text)
+    assert hf_muon_autoload.is_on() == log.is_on(hf_muon_autoload.VARIABLE, unset=True)
+    monkeypatch.delenv(hf_muon_autoload.VARIABLE)
+    assert hf_muon_autoload.is_on()
+
+
+@pytest.mark.parametrize("hook", sorted(set(_autoload.HOOKS.values())))
+def test_each_hook_names_a_patch_of_an_integration(hook):
+    path, _, function = hook.partition(":")
+    assert path.startswith("hf_muon.integrations.")
+    assert path.endswith(".hooks") or path.count(".") == 2  # a folder, or one file
+    assert function.startswith("patch_")
+    assert callable(getattr(importlib.import_module(path), function))
+
+
 def test_source_of_patched_modules_is_found():
     code = "import inspect, transformers.training_args as m; assert 'class OptimizerNames' in inspect.getsource(m)"
     run("import torch\n" + code)
@@ -269,7 +296,7 @@ print("\\n" + json.dumps(seen))
 
 @pytest.mark.extended
 def test_other_optimizers_are_what_they_are_without_us():
-    """Every name of transformers' own gives the same class, arguments and groups, or the same error."""
+    """Compare class, arguments and groups, or the error, of each of transformers' own names with and without us."""
     on, off = (run(OPTIMIZERS, HF_MUON_AUTOLOAD=value).stdout.strip().splitlines()[-1] for value in ("1", "0"))
     on, off = json.loads(on), json.loads(off)
     assert on.keys() == off.keys()
@@ -279,7 +306,7 @@ def test_other_optimizers_are_what_they_are_without_us():
 
 @pytest.mark.parametrize("name", ["a.b", "config.x", ".config", "a b", "", "nothing"])
 def test_names_that_the_package_lacks(name):
-    """As of any module; find_spec imports the parents of a name with dots."""
+    """Raise as for any module; find_spec imports the parents of a name with dots."""
     with pytest.raises(AttributeError, match="module 'hf_muon' has no attribute"):
         getattr(hf_muon, name)
     assert not hasattr(hf_muon, name)

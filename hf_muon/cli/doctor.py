@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_muon.cli.console import print_json
-from hf_muon.diagnostics.log import EVERY, OLD_REPORTS, REPORT
+from hf_muon.diagnostics.log import EVERY, OLD_REPORTS, REPORT, is_on
 
 VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, *OLD_REPORTS)
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
@@ -127,8 +127,9 @@ def _entry_point() -> str:
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.name == "hf_muon"]
     if not points:
         return "not found: hf_muon is not installed here (pip install hf_muon); `import hf_muon` works, too"
-    for variable in VARIABLES[:2]:
-        if os.environ.get(variable, "1").strip().lower() in ("0", "false", "off", "no"):
+    torch_loads = os.environ.get(VARIABLES[1], "1") == "1"  # any other text is off for torch
+    for variable, acts in zip(VARIABLES, (is_on(VARIABLES[0], unset=True), torch_loads), strict=False):
+        if not acts:
             return f"switched off by {variable}; `import hf_muon` in the script works still"
     return f"found: {points[0].value}"
 

@@ -12,12 +12,12 @@ EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
 # step unless it is off, and metrics every N steps where it is a number above one.
 BOTH = "HF_MUON_DIAG"
 OLD_REPORTS = (BOTH, "LLAMAFACTORY_MUON_DIAG")
+_OFF = ("0", "false", "off", "no")
 
 
 def report_wanted() -> bool:
     """Return whether the user has asked for a report of the first step."""
-    text = _text(REPORT)
-    return _is_on(text) if text else any(_is_on(_text(name)) for name in OLD_REPORTS)
+    return is_on(REPORT, unset=any(is_on(name) for name in OLD_REPORTS))
 
 
 def every_from_environment() -> int:
@@ -28,7 +28,7 @@ def every_from_environment() -> int:
     """
     text = _text(EVERY)
     if text:
-        if not _is_on(text):
+        if not is_on(EVERY):
             return 0
         if not _is_count(text):
             raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never")
@@ -45,8 +45,15 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def _is_on(text: str) -> bool:
-    return text not in ("", "0", "false", "off", "no")
+def is_on(variable: str, *, unset: bool = False) -> bool:
+    """Return whether a variable of the environment is switched on: any text but 0, false, off and no.
+
+    Args:
+        variable: one of hf_muon's own; other packages read theirs differently.
+        unset: the answer where the variable is empty or not set.
+    """
+    text = _text(variable)
+    return text not in _OFF if text else unset
 
 
 def has_process_group() -> bool:

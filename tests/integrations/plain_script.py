@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def sentences(count: int = 256, length: int = 16, vocabulary: int = 48) -> Tensor:
-    """An artificial language, so that there is something to learn; `(count, length)`."""
+    """Return sentences of an artificial language, with something to learn, of shape (count, length)."""
     generator = torch.Generator().manual_seed(3)
     start = torch.randint(0, vocabulary, (count, 1), generator=generator)
     stride = torch.randint(1, 4, (count, 1), generator=generator)
@@ -41,7 +41,7 @@ def sentences(count: int = 256, length: int = 16, vocabulary: int = 48) -> Tenso
 
 
 def dataset(count: int = 256) -> list[dict[str, Tensor]]:
-    """The first token is never predicted; said so, all versions of transformers count the same tokens."""
+    """Return rows whose first label is ignored, so that all versions of transformers count the same tokens."""
     ignored = torch.tensor([-100])
     return [{"input_ids": row, "labels": torch.cat([ignored, row[1:]])} for row in sentences(count)]
 

@@ -11,7 +11,7 @@ from hf_muon.integrations.transformers.checkpoint_files import damaged_files, ea
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder with what Trainer may save, one process or FSDP2."""
+    """Make a folder with what Trainer may save, in one process or under FSDP2."""
     folder = tmp_path / "checkpoint-20"
     folder.mkdir()
     for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt"):
@@ -37,8 +37,8 @@ def test_empty(tmp_path):
 def test_cut_off(checkpoint, name, part):
     content = (checkpoint / name).read_bytes()
     (checkpoint / name).write_bytes(content[: int(part * len(content))])
-    (told,) = damaged_files(checkpoint)
-    assert told.startswith(f"{checkpoint / name} is cut off")
+    (damage,) = damaged_files(checkpoint)
+    assert damage.startswith(f"{checkpoint / name} is cut off")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "optimizer_0/__0_0.distcp"])
@@ -48,16 +48,16 @@ def test_one_bit_of_one_number(checkpoint, name):
     place = content.index(torch.tensor([300.0, 301.0]).numpy().tobytes())
     content[place] ^= 1
     (checkpoint / name).write_bytes(content)
-    (told,) = damaged_files(checkpoint)
-    assert told.startswith(f"{checkpoint / name} has changed since it was written (checksum of ")
+    (damage,) = damaged_files(checkpoint)
+    assert damage.startswith(f"{checkpoint / name} has changed since it was written (checksum of ")
 
 
 def test_missing_shard_and_damaged_metadata(checkpoint):
     (checkpoint / "optimizer_0" / "__0_0.distcp").unlink()
     assert damaged_files(checkpoint) == [f"{checkpoint}/optimizer_0/__0_0.distcp is missing"]
     (checkpoint / "optimizer_0" / ".metadata").write_bytes(b"nothing")
-    (told,) = damaged_files(checkpoint)
-    assert told.startswith(f"{checkpoint}/optimizer_0/.metadata cannot be read")
+    (damage,) = damaged_files(checkpoint)
+    assert damage.startswith(f"{checkpoint}/optimizer_0/.metadata cannot be read")
 
 
 def test_earlier_checkpoint(checkpoint):

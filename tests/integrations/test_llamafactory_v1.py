@@ -120,7 +120,7 @@ class Net(nn.Module):
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request):
-    """The patched registry and TrainingArguments of a layout, and how to undo both."""
+    """Patch the registry and the TrainingArguments of a layout, and return both with how to undo the patches."""
     name, registry, arguments = LAYOUTS[request.param]
     plugins, parsed = module_of(name, registry), module_of(ARGUMENTS, arguments)
     undo = [patch_optimizers(plugins), patch_training_arguments(parsed)]
@@ -202,7 +202,7 @@ def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one():
 
 
 def test_a_registry_that_has_changed_is_an_error():
-    """`hf_muon._autoload` tells it, and the user gets LLaMA-Factory's own error."""
+    """Raise for `hf_muon._autoload` to log; the user gets LLaMA-Factory's own error."""
     module = ModuleType(OLD)
     module.OptimizerPlugin = type("OptimizerPlugin", (), {})
     with pytest.raises(AttributeError, match="_registry"):
@@ -328,7 +328,7 @@ def test_import_torch_alone_brings_it_in(name, tmp_path):
     for folder in (file for file in tmp_path.rglob("*") if file.is_dir()):
         (folder / "__init__.py").touch()
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import torch\n" + FLOW, path],
         capture_output=True,
         text=True,
@@ -336,12 +336,12 @@ def test_import_torch_alone_brings_it_in(name, tmp_path):
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert (found["optimizer"], found["lr"]) == ("hf_muon.optimizer.muon", 3e-3)
-    assert found["states"][path] == found["states"][ARGUMENTS] == "patched"
-    assert found["states"][NEW if path == OLD else OLD] == "waiting for its import"
-    assert done.stderr.count("instead of LLaMA-Factory's own") == (name == "newer")
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.strip().splitlines()[-1])
+    assert (result["optimizer"], result["lr"]) == ("hf_muon.optimizer.muon", 3e-3)
+    assert result["states"][path] == result["states"][ARGUMENTS] == "patched"
+    assert result["states"][NEW if path == OLD else OLD] == "waiting for its import"
+    assert process.stderr.count("instead of LLaMA-Factory's own") == (name == "newer")
 
 
 # --- the real one
@@ -361,9 +361,9 @@ assert Dim.CP and DistributedInterface.get_world_size
 fields = [field.name for field in dataclasses.fields(TrainingArguments)]
 print(json.dumps([spec, fields, _autoload.status(), type(module.OptimizerPlugin._registry["muon"]).__name__]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.home())
-    assert done.returncode == 0, done.stderr
-    layouts, fields, states, entry = json.loads(done.stdout.strip().splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.home())
+    assert process.returncode == 0, process.stderr
+    layouts, fields, states, entry = json.loads(process.stdout.strip().splitlines()[-1])
     assert len(layouts) == 1
     assert states[layouts[0]] == states[ARGUMENTS] == "patched"
     assert {"learning_rate", "dist_config", "optim_config"} <= set(fields)

@@ -40,7 +40,7 @@ def run(cls, path, resume=None, **options) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "change"),
     [
         ({}, None),
         ({"learning_rate": 0.5}, f"Muon's {LR:.6g}, not 0.5; AdamW's {LR:.6g}, not 0.5. "),
@@ -48,11 +48,11 @@ def run(cls, path, resume=None, **options) -> Trainer:
         ({"optim_args": "adamw_lr=0.7"}, f"AdamW's {LR:.6g}, not 0.7. "),
     ],
 )
-def test_changed_rates_are_named(saved, options, said, tmp_path, caplog):
+def test_changed_rates_are_named(saved, options, change, tmp_path, caplog):
     caplog.clear()
     run(InOrder, tmp_path, str(saved), **options)
-    assert caplog.text.count(RATES) == (said is not None)
-    assert said is None or said in caplog.text
+    assert caplog.text.count(RATES) == (change is not None)
+    assert change is None or change in caplog.text
     assert FRESH not in caplog.text
 
 

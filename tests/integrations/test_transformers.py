@@ -54,7 +54,7 @@ def train(network, path, resume=None, data=None, **options):
 
 
 def by_hand(network, *, accumulation=1, max_grad_norm=1.0, autocast=False, steps=STEPS, **options):
-    """The Trainer's loop without the Trainer."""
+    """Train as the Trainer does, without the Trainer."""
     optimizer = build_optimizer(network, lr=LR, weight_decay=0.1, **options)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=steps)
     rows = sentences()
@@ -85,7 +85,7 @@ def assert_same(start, ours, theirs, losses, expected_losses):
 
 
 def assert_close(weights):
-    """The loop, but for rounding, where gradients are computed in another order."""
+    """Assert that weights equal the loop's up to rounding; gradients may be computed in another order."""
     results = []
     for seed in (None, 0, 1):
         network = model()
@@ -148,7 +148,7 @@ def test_packages_that_are_too_old_are_named_at_once(tmp_path, monkeypatch, pack
 
 
 def test_optim_args_as_a_mapping(tmp_path):
-    """As a YAML file may hold it, which transformers itself cannot split."""
+    """Accept the mapping that a YAML file may hold, which transformers itself cannot split."""
     args = arguments(tmp_path, optim_args={"momentum": 0.8, "nesterov": False, "adamw_betas": [0.5, 0.6]})
     config = Trainer.get_optimizer_cls_and_kwargs(args)[1]["config"]
     assert (config.momentum, config.nesterov, config.adamw_betas) == (0.8, False, (0.5, 0.6))
@@ -157,7 +157,7 @@ def test_optim_args_as_a_mapping(tmp_path):
 
 
 def test_bf16_weights(tmp_path):
-    """No autocast and no fp32 copy: the weights themselves are bf16."""
+    """Train bf16 weights, without autocast and fp32 copies."""
     ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
     train(ours, tmp_path)
     by_hand(theirs)
@@ -247,7 +247,7 @@ class TestResume:
             assert torch.equal(a, b), name
 
     def test_shows_when_the_momentum_is_lost(self, tmp_path):
-        """The comparison above fails without the moments."""
+        """Show that the comparison above fails without the moments."""
         straight, first, second = model(), model(), model()
         train(straight, tmp_path / "straight")
         train(first, tmp_path / "run", save_strategy="steps", save_steps=3)
@@ -358,12 +358,12 @@ class TestMetrics:
         without, with_metrics = model(), model()
         _, losses = train(without, tmp_path / "off")
         assert not (tmp_path / "off" / "muon_diagnostics.jsonl").exists()
-        trainer, seen = train(
+        trainer, measured_losses = train(
             with_metrics,
             tmp_path / "on",
             optim_args=f"{OPTIONS.get('optim_args') or ''},diagnostics_every=2".strip(","),
         )
-        assert seen == losses
+        assert measured_losses == losses
         assert all(torch.equal(a, b) for a, b in zip(without.parameters(), with_metrics.parameters(), strict=True))
         lines = [json.loads(line) for line in (tmp_path / "on" / "muon_diagnostics.jsonl").read_text().splitlines()]
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -416,12 +416,12 @@ class TestReadyMadeGroups:
         optimizer = self.build(tmp_path, groups)
         assert isinstance(optimizer, MuonOfGroups)
         expected = build_optimizer(network, lr=LR, weight_decay=0.1)
-        found = {
+        groups = {
             name: (g["use_muon"], g["lr"], g["weight_decay"])
             for g in optimizer.param_groups
             for name in g["param_names"]
         }
-        assert found == {
+        assert groups == {
             name: (g["use_muon"], g["lr"], g["weight_decay"])
             for g in expected.param_groups
             for name in g["param_names"]
@@ -454,9 +454,9 @@ class TestReadyMadeGroups:
 
     def test_flat_list_gives_the_groups_of_build_optimizer(self, tmp_path):
         network = model()
-        found = self.build(tmp_path, network.parameters()).param_groups
+        groups = self.build(tmp_path, network.parameters()).param_groups
         expected = build_optimizer(network, lr=LR, weight_decay=0.1).param_groups
-        assert [g["param_names"] for g in found] == [g["param_names"] for g in expected]
+        assert [g["param_names"] for g in groups] == [g["param_names"] for g in expected]
 
     def test_decay_of_the_halves(self, tmp_path):
         network = model()
@@ -479,7 +479,7 @@ class TestReadyMadeGroups:
             self.build(tmp_path, [nn.Parameter(torch.randn(4, 4))])
 
     def test_through_the_trainer(self, tmp_path):
-        """`optimizer_cls_and_kwargs` hands the Trainer's own groups to the class."""
+        """Hand the Trainer's own groups to the class, by `optimizer_cls_and_kwargs`."""
         start, ours, theirs = model(), model(), model()
         args = arguments(tmp_path)
         pair = Trainer.get_optimizer_cls_and_kwargs(args)
@@ -517,11 +517,11 @@ class TestRefusedLayouts:
         network._tp_size = 2
         assert "cuts matrices for 2 ranks into plain tensors" in self.refused(arguments(tmp_path), network)
 
-    @pytest.mark.parametrize("asked", ["arguments", "environment"])
-    def test_fsdp2_that_became_something_else_is_told(self, tmp_path, monkeypatch, caplog, asked):
-        """accelerate runs FSDP on accelerators alone, and goes on without a word on a CPU."""
+    @pytest.mark.parametrize("source", ["arguments", "environment"])
+    def test_fsdp2_that_became_something_else_is_told(self, tmp_path, monkeypatch, caplog, source):
+        """Warn where accelerate, which runs FSDP on accelerators only, silently trains something else on a CPU."""
         trainer = Trainer(model(), arguments(tmp_path))
-        if asked == "environment":
+        if source == "environment":
             monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
             monkeypatch.setenv("FSDP_VERSION", "2")
         else:
@@ -529,8 +529,8 @@ class TestRefusedLayouts:
         monkeypatch.setattr(diagnostics.logger(), "propagate", True)
         with caplog.at_level("WARNING", "hf_muon"):
             trainer.create_optimizer()
-        (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert told.startswith("FSDP was asked for, and accelerate runs one process: nothing is sharded")
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert warning.startswith("FSDP was asked for, and accelerate runs one process: nothing is sharded")
 
     def test_deepspeed(self, tmp_path, monkeypatch):
         args = arguments(tmp_path)
@@ -563,7 +563,7 @@ class TestReplicas:
 
     @pytest.fixture
     def world(self, monkeypatch):
-        """A state of accelerate's under DDP, and a process group of all."""
+        """Stand in for accelerate's state under DDP, with a process group of all ranks."""
         state = SimpleNamespace(distributed_type=SimpleNamespace(value="MULTI_GPU"), parallelism_config=None)
         monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: state)
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
@@ -618,8 +618,8 @@ SCRIPT = Path(__file__).with_name("plain_script.py")
 def run_script(path, *arguments, launcher=(), **environment):
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *launcher, str(SCRIPT), arguments[0], str(path), *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert process.returncode == 0, process.stderr
     return torch.load(path, weights_only=True)
 
 
@@ -632,7 +632,7 @@ class TestProcesses:
         return network
 
     def test_script_without_our_import(self, tmp_path, expected):
-        """A script that never heard of hf_muon, against the loop."""
+        """Compare a script that does not import hf_muon with the loop."""
         weights = run_script(tmp_path / "weights.pt", "muon")
         ours = [weights[name] for name, _ in expected.named_parameters()]
         assert relative_difference(list(model().parameters()), list(expected.parameters()), ours) < 1e-6

@@ -46,20 +46,20 @@ def everything_installed(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with a configuration of 4 heads."""
+    """Write a configuration with 4 heads into a folder."""
     folder = tmp_path_factory.mktemp("model")
     Qwen3Config(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128).save_pretrained(folder)
     return str(folder)
 
 
-def told(engine, model, *, sp_size=2, ranks=2, cuda=2, script=None, **changes):
+def complaints_of(engine, model, *, sp_size=2, ranks=2, cuda=2, script=None, **changes):
     base = {**HF, "model_name_or_path": model} if engine == "hf" else {**V1, "model": model}
     return list(complaints(engine, Launch({**base, **changes}, sp_size, ranks, cuda, script=script)))
 
 
 @pytest.mark.parametrize("cuda", [0, 2])
 def test_hf_is_launched(model, cuda):
-    assert told("hf", model, cuda=cuda) == []
+    assert complaints_of("hf", model, cuda=cuda) == []
 
 
 @pytest.mark.parametrize(
@@ -89,23 +89,23 @@ def test_hf_is_launched(model, cuda):
     ],
 )
 def test_hf_is_refused(model, changes, sentence):
-    assert [line for line in told("hf", model, **changes) if sentence in line]
+    assert [line for line in complaints_of("hf", model, **changes) if sentence in line]
 
 
 def test_missing_packages_are_named(model, monkeypatch):
     monkeypatch.setattr(launch_check, "_installed", lambda name: name not in ("deepspeed", "flash_attn"))
-    assert told("hf", model) == ["deepspeed is not installed: pip install 'hf_muon[deepspeed]'"]
-    assert [line for line in told("llamafactory", model) if "needs the package flash-attn" in line]
+    assert complaints_of("hf", model) == ["deepspeed is not installed: pip install 'hf_muon[deepspeed]'"]
+    assert [line for line in complaints_of("llamafactory", model) if "needs the package flash-attn" in line]
     monkeypatch.setattr(launch_check, "_installed", lambda name: name != "llamafactory")
-    assert told("llamafactory", model) == ["llamafactory is not installed"]
+    assert complaints_of("llamafactory", model) == ["llamafactory is not installed"]
 
 
 @pytest.mark.parametrize("at_top", [False, True])
 def test_llamafactory_is_launched(model, at_top, monkeypatch):
     monkeypatch.setattr(launch_check, "cp_keys_at_top", lambda: at_top)
     top = {"dist_config": {"name": "fsdp2"}, "cp_mode": "ulysses", "cp_size": 2}
-    assert told("llamafactory", model, **(top if at_top else {})) == []
-    (line,) = told("llamafactory", model, **({} if at_top else top))  # the other version's layout
+    assert complaints_of("llamafactory", model, **(top if at_top else {})) == []
+    (line,) = complaints_of("llamafactory", model, **({} if at_top else top))  # the other version's layout
     assert f"reads cp_mode and cp_size from {'the top level' if at_top else 'dist_config'} only" in line
 
 
@@ -126,7 +126,7 @@ def test_llamafactory_is_launched(model, at_top, monkeypatch):
     ],
 )
 def test_llamafactory_is_refused(model, changes, sentence):
-    assert [line for line in told("llamafactory", model, **changes) if sentence in line]
+    assert [line for line in complaints_of("llamafactory", model, **changes) if sentence in line]
 
 
 def test_an_unknown_engine_is_an_error(model):
@@ -139,7 +139,7 @@ def test_what_the_installed_llamafactory_reads(model, monkeypatch):
     monkeypatch.undo()
     assert launch_check.cp_keys_at_top() is False  # 0.9.5
     assert {"model", "train_dataset", "optim_config", "cutoff_len"} <= launch_check.v1_keys()
-    lines = told("llamafactory", model, cutof_len=3)
+    lines = complaints_of("llamafactory", model, cutof_len=3)
     assert "cutof_len is not a setting of this run. Did you mean cutoff_len?" in lines
 
 
@@ -159,18 +159,18 @@ def test_what_the_installed_llamafactory_reads(model, monkeypatch):
     ],
 )
 def test_models(config, implementation, size, sentence):
-    found = list(refusals.model_complaints(config, size, implementation))
-    assert (found == []) if sentence is None else any(sentence in line for line in found)
+    lines = list(refusals.model_complaints(config, size, implementation))
+    assert (lines == []) if sentence is None else any(sentence in line for line in lines)
 
 
 # --- the script
 
 
 def script(*words, **variables):
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", SCRIPT, *words], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **variables}
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 def test_help():
@@ -195,27 +195,27 @@ def test_wrong_flags(words, sentence):
 
 @pytest.fixture
 def answer(tmp_path):
-    """A `python` that gives the answer of the check, and writes down what it was asked."""
+    """Make a `python` that gives the answer of the check, and writes its arguments into a file."""
 
     def make(code=0, **settings):
         path = tmp_path / "python"
         lines = "".join(f"echo {name}={value}\n" for name, value in settings.items())
-        path.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\n{lines}exit {code}\n')
+        path.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/arguments\n{lines}exit {code}\n')
         path.chmod(path.stat().st_mode | stat.S_IEXEC)
-        return str(path), tmp_path / "asked"
+        return str(path), tmp_path / "arguments"
 
     return make
 
 
 def test_command_of_hf(answer):
-    python, asked = answer(NPROC=2, NNODES=1, WORD="--max_steps=3")
+    python, arguments = answer(NPROC=2, NNODES=1, WORD="--max_steps=3")
     code, out, err = script(
         "--nproc", "2", "--dry-run", "--", "--max_steps", "3", PYTHON=python, NPROC="9", SP_SIZE="2"
     )
     assert code == 0, err
     config, train = ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml", ROOT / "examples/train.py"
     check = f"-m hf_muon.integrations.ulysses.launch hf --nproc 2 --nnodes --sp-size 2 --config {config}"
-    assert asked.read_text().split() == [*check.split(), *f"--root {ROOT} --train -- --max_steps 3".split()]
+    assert arguments.read_text().split() == [*check.split(), *f"--root {ROOT} --train -- --max_steps 3".split()]
     command = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2 {train} {config} --max_steps=3"
     assert out.splitlines()[-1].split() == command.split()
 
@@ -263,7 +263,7 @@ class TestWords:
 
     @pytest.fixture
     def check(self, model, tmp_path, monkeypatch, capsys):
-        """The check of the script as called in an empty folder, on two CPUs."""
+        """Return the script's check, called in an empty folder, on two CPUs."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         (tmp_path / "my_pairs.jsonl").touch()
@@ -281,7 +281,7 @@ class TestWords:
     CPU = ("--use_cpu", "--bf16", "false", "--attn_implementation", "sdpa")
 
     def test_the_examples_of_the_help(self, check):
-        """The one for the CPU is accepted, from any folder; what speaks against the other is that there is no GPU."""
+        """Accept the example for the CPU from any folder, and refuse the other only because there is no GPU."""
         text = script("--help")[1].replace("\\\n", " ")
         gpu, cpu = (shlex.split(line) for line in re.findall(r"^  (.*scripts/run_ulysses.sh .*)$", text, re.MULTILINE))
         assert cpu[: cpu.index("--")] == ["scripts/run_ulysses.sh", "--nproc", "2", "--sp-size", "2"]
@@ -339,10 +339,10 @@ class TestWords:
 
 def test_environment():
     assert launch.environment("llamafactory", Launch({}, 2, 2, 2)) == {"USE_V1": "1", "FORCE_TORCHRUN": "1"}
-    found = launch.environment("hf", Launch({}, 2, 2, 0))
-    assert found["PARALLELISM_CONFIG_SP_SIZE"] == "2"
-    assert found["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] == "sdpa"
-    assert found["DS_ACCELERATOR"] == "cpu"
+    variables = launch.environment("hf", Launch({}, 2, 2, 0))
+    assert variables["PARALLELISM_CONFIG_SP_SIZE"] == "2"
+    assert variables["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] == "sdpa"
+    assert variables["DS_ACCELERATOR"] == "cpu"
     assert "DS_ACCELERATOR" not in launch.environment("hf", Launch({}, 2, 2, 2))
 
 
@@ -362,8 +362,8 @@ def test_settings(tmp_path):
 def test_positions_are_added_and_kept():
     ids = torch.zeros(2, 4, dtype=torch.long)
     assert torch.equal(batches.complete({"input_ids": ids})["position_ids"], torch.arange(4).expand(2, -1))
-    given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
-    assert batches.complete(given) is given
+    batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
+    assert batches.complete(batch) is batch
 
 
 @pytest.mark.parametrize(
@@ -386,12 +386,12 @@ def test_rows_are_lengthened():
         "attention_mask": torch.tensor([[1, 1, 1]]),
         "names": ["one"],
     }
-    found = batches.lengthened(batch, 5)
-    assert found["input_ids"].tolist() == [[7, 8, 9, 0, 0]]
-    assert found["labels"].tolist() == [[7, 8, 9, -100, -100]]
-    assert found["position_ids"].tolist() == [[0, 0, 1, 2, 3]]
-    assert found["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]
-    assert found["names"] == ["one"]
+    rows = batches.lengthened(batch, 5)
+    assert rows["input_ids"].tolist() == [[7, 8, 9, 0, 0]]
+    assert rows["labels"].tolist() == [[7, 8, 9, -100, -100]]
+    assert rows["position_ids"].tolist() == [[0, 0, 1, 2, 3]]
+    assert rows["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]
+    assert rows["names"] == ["one"]
 
 
 class Adapter:

@@ -1,0 +1,36 @@
+"""What all integrations share: the mark of a patch, and flags of other packages."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_muon.integrations.names import is_ours, is_set, mark
+
+
+def test_marked_patches_are_recognized():
+    def patch():
+        pass
+
+    assert not is_ours(patch)
+    assert not is_ours(None)
+    assert mark(patch) is patch
+    assert is_ours(patch)
+
+
+@pytest.mark.parametrize(
+    ("package", "text", "expected"),
+    [
+        ("accelerate", "true", True),
+        ("accelerate", " YES ", True),
+        ("accelerate", "y", False),
+        ("accelerate", "", False),
+        ("llamafactory", "y", True),
+        ("llamafactory", "1", True),
+        ("llamafactory", "yes", False),
+    ],
+)
+def test_flags_mean_what_the_other_package_reads(package, text, expected, monkeypatch):
+    monkeypatch.setenv("SOME_FLAG", text)
+    assert is_set(package, "SOME_FLAG") is expected
+    monkeypatch.delenv("SOME_FLAG")
+    assert not is_set(package, "SOME_FLAG")
