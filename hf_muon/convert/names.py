@@ -12,8 +12,9 @@ from torch import nn
 from hf_muon.convert.formats import ALGORITHM, SourceParameter, format_of, refuse
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
+from hf_muon.routing.parameters import WRAPPERS
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("module", *WRAPPERS)
 
 
 def names_of(

@@ -12,7 +12,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_muon.storage.tensors import class_complaint, shape_of, uninitialized
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Components that torch.compile, FSDP and activation checkpointing put into names.
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONV_TYPES = (nn.modules.conv._ConvNd,)
 EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
@@ -141,4 +142,4 @@ def matrices_of(module: nn.Module) -> int:
 
 def _of_wrapper(part: str, parent: nn.Module) -> bool:
     """Return whether a wrapper has added a component to a name. `module` may also be a model's own name."""
-    return part in _WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))
+    return part in WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))
