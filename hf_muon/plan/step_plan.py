@@ -1,7 +1,7 @@
 """The cost of one optimizer step on some ranks: work, memory and communication.
 
-The plan comes from the code that the step itself uses, run on fake tensors in a fake process group (`stand_ins`); the
-numbers come from its executors and from the shapes that ranks store (`costs`).
+The plan comes from the code that the step itself uses, run on stand-ins for the weights in a fake process group
+(`stand_ins`); the numbers come from its executors and from the shapes that ranks store (`costs`).
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ def length(ranges: Ranges) -> int:
 
 def take(ranges: Ranges, first: int, last: int) -> Ranges:
     """Return the indices that are stored at positions `first` to `last`."""
-    taken = []
+    pieces = []
     position = 0
     for start, stop in ranges:
         lower, upper = max(first - position, 0), min(last - position, stop - start)
         if lower < upper:
-            taken.append((start + lower, start + upper))
+            pieces.append((start + lower, start + upper))
         position += stop - start
-    return _merge(taken)
+    return _merge(pieces)
 
 
 def _merge(ranges: Sequence[tuple[int, int]]) -> Ranges:

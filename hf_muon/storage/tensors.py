@@ -62,9 +62,9 @@ def _is_known(cls: type) -> bool:
         return True
     # A subclass that behaves like nn.Parameter, with attributes of its own. Shards of other frameworks do not get here:
     # nn.Parameter(tensor) keeps the class of the tensor.
-    own = [part for part in cls.__mro__ if part not in torch.nn.Parameter.__mro__]
-    behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(part).keys() for part in own)
-    return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in part.__name__ for part in own)
+    own = [base for base in cls.__mro__ if base not in torch.nn.Parameter.__mro__]
+    behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(base).keys() for base in own)
+    return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in base.__name__ for base in own)
 
 
 def class_complaint(param: Tensor) -> str | None:

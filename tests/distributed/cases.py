@@ -178,9 +178,9 @@ class Counted:
             return counting
 
         def all_gather(original):
-            def counting(heard, mine, group):
+            def counting(gathered, own, group):
                 self.words += 1
-                return original(heard, mine, group=group)
+                return original(gathered, own, group=group)
 
             return counting
 

@@ -1,4 +1,4 @@
-"""What a step really costs on a rank, for plans to be compared with; and a run that is watched."""
+"""The measured cost of a step on a rank, to compare plans with; and a run with diagnostics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.training import Model, train, wrap
 
 
 class Stack(nn.Module):
-    """Experts that are stored as (in, out)."""
+    """Experts, stored as (in, out)."""
 
     num_experts, is_transposed = 3, True
 
@@ -22,7 +22,7 @@ class Stack(nn.Module):
 
 
 class Several(Model):
-    """With weights that are several matrices, or stored otherwise; they are not called."""
+    """A model with weights that are several matrices or stored in other ways; it is not called."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Several(Model):
 
 
 def measured(rank, layout, dtype="float32", **options):
-    """Bytes and FLOPs of a step, and bytes of the state after it."""
+    """Return the bytes sent and the FLOPs of a step, and the bytes of the state after it."""
     torch.manual_seed(0)
     model, _, _ = wrap(Several().to(getattr(torch, dtype)), layout)
     optimizer = build_optimizer(model, {"ns_dtype": "fp32", **options})
@@ -49,13 +49,13 @@ def measured(rank, layout, dtype="float32", **options):
 
 
 def watched(rank, layout, folder):
-    """Whether weights and states are those of a run that nobody watches, and how many lines this rank has written."""
+    """Return whether weights and states equal those of a run without diagnostics."""
     without = train(rank, layout, last=4)
     file = f"{folder}/{rank}.jsonl"
-    seen = train(rank, layout, last=4, diagnostics_every=2, diagnostics_file=file)
+    measured_run = train(rank, layout, last=4, diagnostics_every=2, diagnostics_file=file)
     same = all(
-        torch.equal(value, seen["found"][name][key])
+        torch.equal(value, measured_run["found"][name][key])
         for name, values in without["found"].items()
         for key, value in values.items()
     )
-    return same and without["losses"] == seen["losses"]
+    return same and without["losses"] == measured_run["losses"]

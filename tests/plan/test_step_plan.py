@@ -1,4 +1,4 @@
-"""A plan, made in one process, against what ranks measure."""
+"""Plans, made in one process, against what ranks measure."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def test_the_model_has_weights_of_every_kind():
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, options, dtype):
-    found = pools[ranks].run(measured, layout=layout, dtype=dtype, **options)
+    ranks_measured = pools[ranks].run(measured, layout=layout, dtype=dtype, **options)
     config = MuonConfig.from_mapping({"ns_dtype": "fp32", **options})
     with torch.device("meta"):
         model = Several()
     plan = plan_step(model, config, layout, ranks, dtype=getattr(torch, dtype))
     for quantity in ("sent_bytes", "flops", "state_bytes"):
-        assert getattr(plan, quantity) == [rank[quantity] for rank in found], quantity
+        assert getattr(plan, quantity) == [rank[quantity] for rank in ranks_measured], quantity
 
 
 @pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])
 def test_one_process(momentum_dtype):
-    found = measured(0, "single", momentum_dtype=momentum_dtype)
+    step = measured(0, "single", momentum_dtype=momentum_dtype)
     plan = plan_step(Several(), MuonConfig(ns_dtype="fp32", momentum_dtype=momentum_dtype), "single", 1)
-    assert (plan.flops, plan.state_bytes, plan.sent_bytes) == ([found["flops"]], [found["state_bytes"]], [0])
+    assert (plan.flops, plan.state_bytes, plan.sent_bytes) == ([step["flops"]], [step["state_bytes"]], [0])
     assert plan.balance == 1
 
 

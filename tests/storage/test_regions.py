@@ -23,7 +23,7 @@ meshes = st.lists(st.tuples(st.integers(1, 4), placements), min_size=1, max_size
 
 
 def indices(region):
-    """The indices that a region holds, as tuples."""
+    """Return the indices that a region holds, as tuples."""
     return list(itertools.product(*([i for a, b in ranges for i in range(a, b)] for ranges in region.dims)))
 
 
@@ -31,8 +31,8 @@ def indices(region):
 def test_regions_are_where_torch_puts_them(shape, axes):
     utils = pytest.importorskip("torch.distributed.tensor._utils")
     mesh_shape, placed = [size for size, _ in axes], [placement for _, placement in axes]
-    found = regions(shape, mesh_shape, placed)
-    for coordinate, region in zip(itertools.product(*map(range, mesh_shape)), found, strict=True):
+    of_mesh = regions(shape, mesh_shape, placed)
+    for coordinate, region in zip(itertools.product(*map(range, mesh_shape)), of_mesh, strict=True):
         local, offset = utils._compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placed)
         assert region.shape == tuple(local)
         if math.prod(local):
@@ -41,22 +41,22 @@ def test_regions_are_where_torch_puts_them(shape, axes):
 
 @given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
 def test_regions_hold_everything_once_for_each_replica(shape, axes):
-    found = regions(shape, [size for size, _ in axes], [placement for _, placement in axes])
+    of_mesh = regions(shape, [size for size, _ in axes], [placement for _, placement in axes])
     replicas = math.prod(size for size, placement in axes if placement.is_replicate())
-    held = sorted(index for region in found for index in indices(region))
-    assert held == sorted(list(itertools.product(*map(range, shape))) * replicas)
+    stored = sorted(index for region in of_mesh for index in indices(region))
+    assert stored == sorted(list(itertools.product(*map(range, shape))) * replicas)
 
 
 def test_a_strided_shard_leaves_room_for_a_later_axis():
-    """FSDP2 over tensor parallel: rows are cut by the second axis, and each part by the first."""
-    found = regions((11, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
-    assert [region.dims[0] for region in found] == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
+    """Cut rows as FSDP2 over tensor parallel does: by the second axis, and each chunk by the first."""
+    of_mesh = regions((11, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    assert [region.dims[0] for region in of_mesh] == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
 
 
 def test_strided_alone_holds_several_ranges():
-    found = regions((8, 3), (2,), (_StridedShard(0, split_factor=2),))
-    assert [region.dims[0] for region in found] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
-    assert found[0].numel == 12
+    of_mesh = regions((8, 3), (2,), (_StridedShard(0, split_factor=2),))
+    assert [region.dims[0] for region in of_mesh] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+    assert of_mesh[0].numel == 12
 
 
 def test_ranges():
@@ -98,5 +98,5 @@ def test_partitions_hold_every_element_once(numel, size, ranks, offset):
     bounds = partition_bounds(numel, size, ranks, offset)
     flat = [i - offset for i in range(size * ranks)]
     for rank, (first, last) in enumerate(bounds):
-        held = [i for i in flat[rank * size : (rank + 1) * size] if 0 <= i < numel]
-        assert list(range(first, last)) == held
+        elements = [i for i in flat[rank * size : (rank + 1) * size] if 0 <= i < numel]
+        assert list(range(first, last)) == elements

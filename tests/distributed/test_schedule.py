@@ -1,0 +1,71 @@
+"""Rounds and buckets, planned in one process for all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from hf_muon.distributed.exchange import Exchange
+from hf_muon.distributed.holdings import Holdings
+from hf_muon.distributed.schedule import OwnedUnit, Schedule
+from hf_muon.distributed.units import MatrixRange, Unit
+from hf_muon.storage.regions import regions
+from tests.distributed.test_units import llama_70b, loads, qwen3_235b_a22b, units_of
+
+
+@pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
+def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ranks, slack):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 5)
+    shapes = model()
+    where = {shape: regions(shape, (ranks,), [Shard(0)]) for shape in set(shapes)}
+    holdings = Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
+    units = units_of(shapes)
+    begin = time.process_time()
+    cpu = torch.device("cpu")
+    exchange = Exchange(None, units, holdings, torch.float32, cpu, cpu, 2**28)
+    rounds = exchange.rounds(frozenset(range(len(shapes))))
+    assert time.process_time() - begin < 10
+    span = 0
+    for each in rounds:
+        owned = [pair for bucket in each.buckets for pair in bucket.units]
+        span += max(loads(*zip(*owned, strict=True), ranks))
+    assert span <= slack * max(loads(*zip(*exchange.schedule.owned, strict=True), ranks))
+
+
+def schedule_of(placement, rank, max_bucket_bytes=2**20):
+    """Return the schedule of two matrices ``(4, 6)``, each owned by one of two ranks."""
+    stored = regions((4, 6), (2,), [placement])
+    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),)), k) for k in (0, 1)]
+    return Schedule(owned, Holdings({0: stored, 1: stored}, 2), rank, torch.float32, max_bucket_bytes)
+
+
+def test_a_round_can_be_printed():
+    (only,) = schedule_of(Shard(0), rank=0).rounds(frozenset({0, 1}))
+    unit = "OwnedUnit(unit=Unit(shape=(4, 6), ranges=(MatrixRange(matrix={k}, start=0, stop=1),)), owner={k})"
+    assert repr(only) == (
+        f"Round(buckets=[Bucket(units=({unit.format(k=0)}, {unit.format(k=1)}), send=[12, 12], receive=[12, 12], "
+        "leave=[12, 12], arrive=[12, 12], gathers=True, returns=True, in_place=True)], nbytes=384)"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_matrices_that_are_not_active_take_no_part(rank):
+    (only,) = schedule_of(Shard(0), rank).rounds(frozenset({1}))
+    assert [(owned.unit.ranges[0].matrix, owned.owner) for owned in only.buckets[0].units] == [(1, 1)]
+
+
+def test_replicas_gather_nothing():
+    (only,) = schedule_of(Replicate(), rank=0).rounds(frozenset({0, 1}))
+    assert (only.buckets[0].gathers, only.buckets[0].returns) == (False, True)
+
+
+@pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])
+def test_the_cost_of_a_step(placement, sent):
+    """Half of a matrix goes to its owner in fp32, and half of the other one's direction comes back in bf16."""
+    cost = schedule_of(placement, rank=0).cost(lambda unit: unit.numel, torch.bfloat16)
+    assert cost.flops == [24, 24]
+    assert cost.sent_bytes == [sent, sent]
+    assert cost.unit_bytes == 24 * 4
