@@ -70,7 +70,7 @@ def placements_of(layout, ndim, index=0):
 
 
 def store(tensor, mesh, placements):
-    """A DTensor of a whole tensor that all ranks have, without any communication."""
+    """Return a DTensor of a tensor that all ranks have whole, without communication."""
     coordinate = mesh.get_coordinate()
     flat = 0
     for size, position in zip(mesh.mesh.shape, coordinate, strict=True):
@@ -99,7 +99,7 @@ def muon_over(params, dtype, views=None, **options):
 
 
 def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=(), **options):
-    """Steps with given whole gradients, stored in a layout; whole parameters and moments afterwards."""
+    """Step with given whole gradients in a layout, and return whole parameters and moments."""
     dtype = getattr(torch, dtype)
     shapes = ([shape for shape, _ in viewed] or SHAPES) + VECTORS
     options["views"] = [view for _, view in viewed] or None
@@ -132,7 +132,7 @@ def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=()
 
 
 def refusal(rank, case, **options):
-    """The error of a case that all ranks refuse."""
+    """Return the error of a case that all ranks refuse."""
     from tests.distributed.training import train
 
     try:
@@ -148,7 +148,7 @@ def whole(tensor):
 
 
 def whole_state(params, optimizer):
-    """Parameters, then every tensor of their state, whole."""
+    """Return parameters and every tensor of their state, whole."""
     return [[whole(p).cpu(), *(whole(v).cpu() for _, v in sorted(optimizer.state[p].items()))] for p in params]
 
 
@@ -208,7 +208,7 @@ DEEP = [shape for _ in range(24) for shape in LAYER.values()]
 
 
 def counted_step(rank, layout, shapes=DEEP, **options):
-    """One step of a deep model: FLOPs, bytes, collectives, buckets, and bytes of all updates."""
+    """Step a deep model; return FLOPs, bytes, collectives, buckets, and bytes of all updates."""
     weights, grads = make(shapes, 0), make(shapes, 1)
     if layout in ("single", "ddp"):
         params = [nn.Parameter(w) for w in weights]
@@ -238,7 +238,7 @@ def counted_step(rank, layout, shapes=DEEP, **options):
 
 
 def complaint(rank, layout, fault):
-    """The error of a step in which something is wrong on one rank, and whether anything was changed."""
+    """Return the error of a step in which something is wrong on one rank, and whether nothing has changed."""
     ddp = layout == "ddp"
     mesh = None if ddp else init_device_mesh("cpu", placements_of(layout, 2)[0])
     weights = make(SHAPES + VECTORS, 0)
@@ -309,7 +309,7 @@ def _fail(*_):
 
 
 def unequal(rank, what):
-    """The error where ranks do not have the same parameters."""
+    """Return the error of ranks that do not have the same parameters, and whether nothing has changed."""
     shapes = [(8, 6)] * 62 if what == "count" else [(8, 6), (4, 6)]
     groups = [{"params": [nn.Parameter(torch.ones(shape)) for shape in shapes]}]
     if rank == 1 and what == "count":
@@ -328,7 +328,7 @@ def unequal(rank, what):
 
 
 def pipeline(rank, meshed, steps=2):
-    """A stage of data and tensor parallel ranks, and the rest of the ranks as stages of one; and one process of each.
+    """Step a data and tensor parallel stage, all other ranks as stages of one, and one process of each stage.
 
     Args:
         rank: of this process.
@@ -344,7 +344,7 @@ def pipeline(rank, meshed, steps=2):
             return tensor.clone()
         return store(tensor, *((mesh["tp"], [Shard(0)]) if i == 0 else (mesh, [Shard(0), Shard(1)])))
 
-    found = []
+    results = []
     for single in (False, True):
         place = (lambda tensor, i: tensor.clone()) if single else put
         params = [nn.Parameter(place(w, i)) for i, w in enumerate(make(shapes, 0))]
@@ -359,13 +359,13 @@ def pipeline(rank, meshed, steps=2):
                 optimizer.step()
         if not single:
             words = counted.words
-        found.append(whole_state(params, optimizer))
-    return found, words
+        results.append(whole_state(params, optimizer))
+    return results, words
 
 
 def gradients_missing_on_one_rank(rank, layout, steps=3):
-    """Steps in which rank 1 has no gradient for some parameters; and the same with zeros in their place."""
-    found = []
+    """Step without some gradients on rank 1, and with zeros in their place."""
+    results = []
     for zeros in (False, True):
         mesh_shape, _ = placements_of(layout, 2)
         mesh = init_device_mesh("cpu", mesh_shape)
@@ -377,8 +377,8 @@ def gradients_missing_on_one_rank(rank, layout, steps=3):
                 if rank == 1 and i in (1, 2, 5, 9, 11):
                     param.grad = torch.zeros_like(param) if zeros else None
             optimizer.step()
-        found.append(whole_state(params, optimizer))
-    return found
+        results.append(whole_state(params, optimizer))
+    return results
 
 
 def idle(rank, layout):
@@ -396,7 +396,7 @@ def idle(rank, layout):
 
 
 def events(rank, max_bucket_bytes):
-    """What one step does, in order: (what, round, bucket); rounds and bytes under way whenever a bucket is gathered."""
+    """Return what a step does, in order, as (what, round, bucket), and rounds and bytes in flight at each gather."""
     from hf_muon.distributed.exchange import Exchange
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

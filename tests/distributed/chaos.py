@@ -64,7 +64,7 @@ class Model:
         return rng.randint(1, 18), rng.randint(1, 24)
 
     def stored(self, m, n):
-        """A way to store matrices (m, n): by itself, stacked, transposed, among others, as a convolution."""
+        """Draw a way to store matrices (m, n): alone, stacked, transposed, fused with others, as a convolution."""
         rng = self.rng
         stack = rng.randint(1, 9 if m * n < 4000 else 2)
         more = rng.randint(1, 6)
@@ -125,7 +125,7 @@ def mesh_of(*shape):
 
 
 def somewhere(rng, ndim):
-    """Any placement."""
+    """Draw any placement."""
     dim = rng.randrange(ndim)
     return rng.choice([Replicate(), Shard(dim), Shard(0), _StridedShard(dim, split_factor=rng.randint(1, 3))])
 
@@ -186,14 +186,14 @@ def reference(model, options):
 
 
 def part(tensor, where):
-    """What this rank stores of a whole tensor."""
+    """Return what this rank stores of a whole tensor."""
     if where is None or not tensor.ndim:
         return tensor
     return local_of(store(tensor, *where))
 
 
 def options_of(model, layout):
-    """What one process is to be told so that it has the same bits."""
+    """Return the options with which one process is bit-identical."""
     options = {}
     if layout in SEVERAL_GROUPS:
         options["max_batch_bytes"] = 1  # each matrix by itself, whatever stands beside it
@@ -203,7 +203,7 @@ def options_of(model, layout):
 
 
 def cuts_blocks(model, layout, i):
-    """Whether a rank stores a part of a row that does not begin and end at a multiple of 64."""
+    """Return whether a rank stores a piece of a row that does not begin and end at a multiple of 64."""
     where, shape = place(layout, model, i), model.shapes[i]
     if where is None or shape[-1] < 16:
         return False
@@ -213,7 +213,7 @@ def cuts_blocks(model, layout, i):
 
 
 def compare(rank, runs):
-    """What differs from one process, of runs `(seed, layout)`.
+    """Return what differs from one process, for cases `(seed, layout)`.
 
     Each rank makes its share of the references, and all ranks take part in each run.
     """
@@ -224,7 +224,7 @@ def compare(rank, runs):
     mine = {key: reference(models[key[0]], texts[key[1]]) for key in wanted[rank::world]}
     shares = [None] * world
     dist.all_gather_object(shares, mine)
-    references = {key: found for share in shares for key, found in share.items()}
+    references = {key: results for share in shares for key, results in share.items()}
     differences = []
     for seed, layout in runs:
         model, options = models[seed], options_of(models[seed], layout)
@@ -236,10 +236,10 @@ def compare(rank, runs):
 
         group = dist.group.WORLD if layout == "ddp" else None
         try:
-            found = take_steps(model, put, {**options, "replicate_group": group})
+            results = take_steps(model, put, {**options, "replicate_group": group})
         except Exception as error:
             raise AssertionError(f"seed {seed}, layout {layout}, {world} ranks: {model}") from error
-        for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for i, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
             if ours.keys() != theirs.keys():
                 differences.append(f"seed {seed}, layout {layout}, parameter {i}: {ours.keys()} {theirs.keys()}")
                 continue
@@ -264,7 +264,7 @@ class Narrow(nn.Module):
 
 
 def narrow(rank):
-    """What differs from one process where torch has sharded such layers; then a state of one process is loaded."""
+    """Return what differs from one process for layers that torch has sharded, then load the state of one process."""
     torch.manual_seed(0)
     mesh = mesh_of(2, 2)
     single = Narrow()

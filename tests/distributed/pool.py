@@ -23,7 +23,7 @@ PRELOADED = [
 
 
 def forking() -> Any:
-    """A context whose processes are forked from one that has imported torch and hf_muon, in a tenth of a second."""
+    """Return a context that forks processes, in 0.1 s each, from one that has imported torch and hf_muon."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

@@ -67,12 +67,12 @@ class Tied(nn.Module):
 
 
 def muon(model):
-    """Matrices by Muon, vectors and the table by AdamW, with names that no wrapper is in."""
+    """Return the optimizer: matrices by Muon, vectors and the table by AdamW, with names without those of wrappers."""
     return build_optimizer(model, lr=1e-2, ns_dtype="fp32")
 
 
 def wrapped(model, layout):
-    """The model as a layout stores it."""
+    """Return the model as a layout stores it."""
     if layout == "single":
         return model
     if layout == "ddp":
@@ -98,7 +98,7 @@ def wrapped(model, layout):
 
 
 def pair(layout, tied=False, frozen=False):
-    """A model of one process and the same one in a layout, each with its optimizer."""
+    """Return a model of one process and the same model in a layout, each with its optimizer."""
     torch.manual_seed(0)
     model = Tied() if tied else Model()
     if layout == "tp":
@@ -110,7 +110,7 @@ def pair(layout, tied=False, frozen=False):
 
 
 def train(model, optimizer, steps=3, seed=0):
-    """Steps on batches that all ranks have alike; no gradient is left."""
+    """Step on batches that are equal on all ranks, and drop the gradients."""
     for step in range(steps):
         batch = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(seed + step)) + 0.1
         model(batch).square().sum().backward()
@@ -119,7 +119,7 @@ def train(model, optimizer, steps=3, seed=0):
 
 
 def seen(state):
-    """A state dict with whole tensors in it, to compare with another one."""
+    """Return a state dict with whole tensors, to compare with another one."""
     if isinstance(state, dict):
         return {key: seen(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
@@ -145,7 +145,7 @@ def summed_alike(one, other):
 
 
 def same(one, other):
-    """Whether two states are equal to the bit."""
+    """Return whether two states are bit-identical."""
     return not differences(one, other, torch.equal)
 
 
@@ -183,7 +183,7 @@ def save_and_load(rank, layout, flatten=False, tied=False, frozen=False):
 
 
 def from_one_layout(rank, layout):
-    """Whether state that rank 0 alone has reaches all ranks, and what it says on each."""
+    """Return whether a state that only rank 0 has reaches all ranks."""
     full = StateDictOptions(full_state_dict=True)
     model, optimizer, other, its = pair(layout)
     train(model, optimizer)
@@ -198,7 +198,7 @@ def from_one_layout(rank, layout):
 
 
 def whole_and_offloaded(rank, layout):
-    """Of a whole state on the CPU: whether rank 0 has plain CPU tensors and all others nothing."""
+    """Return whether rank 0 has a whole state on the CPU and all other ranks have nothing."""
     _, _, other, its = pair(layout)
     train(other, its)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -210,7 +210,7 @@ def whole_and_offloaded(rank, layout):
 
 
 def scheduled(rank, layout):
-    """Whether `initial_lr`, which a scheduler has put into the groups, comes along."""
+    """Return whether `initial_lr`, which a scheduler has put into the groups, is restored."""
     _, _, other, its = pair(layout)
     torch.optim.lr_scheduler.LambdaLR(its, lambda epoch: 0.95**epoch)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -223,18 +223,18 @@ def scheduled(rank, layout):
 
 
 def flattened_or_not(rank, layout):
-    """Whether both forms of a state load to the same optimizer, one after the other."""
+    """Return whether both forms of a state load into the same optimizer, one after the other."""
     _, _, other, its = pair(layout)
     train(other, its)
     expected = seen(its.state_dict())
     nested = get_optimizer_state_dict(other, its)
     flat = get_optimizer_state_dict(other, its, options=StateDictOptions(flatten_optimizer_state_dict=True))
     fresh = muon(other)
-    found = []
+    results = []
     for state in (flat, nested, flat):
         set_optimizer_state_dict(other, fresh, optim_state_dict=state)
-        found.append(same(expected, seen(fresh.state_dict())))
-    return found
+        results.append(same(expected, seen(fresh.state_dict())))
+    return results
 
 
 def groups_of_their_own(rank, layout, empty, full, broadcast):

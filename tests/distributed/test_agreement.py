@@ -40,24 +40,24 @@ class Ranks:
     def gather(self, group, device_type, mine):
         self.said[group][self.rank.number] = mine.tolist()
         self.barriers[group].wait(LONGEST)
-        heard = [self.said[group][rank] for rank in self.members[group]]
-        assert len(set(map(len, heard))) == 1
+        gathered = [self.said[group][rank] for rank in self.members[group]]
+        assert len(set(map(len, gathered))) == 1
         self.barriers[group].wait(LONGEST)
-        return heard
+        return gathered
 
     def run(self, function):
-        found, threads = {}, []
+        results, threads = {}, []
 
         def act(number):
             self.rank.number = number
-            found[number] = function([g for g, ranks in self.members.items() if number in ranks])
+            results[number] = function([g for g, ranks in self.members.items() if number in ranks])
 
         for number in range(self.world):
             threads.append(threading.Thread(target=act, args=(number,), daemon=True))
             threads[-1].start()
         for thread in threads:
             thread.join(2 * LONGEST)
-        return found
+        return results
 
 
 class SimpleGroup:
@@ -66,7 +66,7 @@ class SimpleGroup:
 
 
 def components(world, groups):
-    """By merging sets until nothing changes."""
+    """Compute the same by merging sets until nothing changes."""
     sets = [{rank} for rank in range(world)]
     for ranks in groups.values():
         joined = set(ranks).union(*(some for some in sets if some & set(ranks)))
@@ -85,12 +85,12 @@ def check(monkeypatch, world, groups):
     with monkeypatch.context() as patch:
         patch.setattr(groups_module, "dist", ranks)
         patch.setattr(groups_module, "gather", ranks.gather)
-        found = ranks.run(lambda own: groups_module.connected(own[::-1] if ranks.rank.number % 2 else own))
+        results = ranks.run(lambda own: groups_module.connected(own[::-1] if ranks.rank.number % 2 else own))
     expected = components(world, groups)
     most = {rank: max(sum(r in g for g in groups.values()) for r in expected[rank]) for rank in range(world)}
     alone = {rank for rank in range(world) if not any(rank in members for members in groups.values())}
     wanted = {rank: (expected[rank] if rank not in alone else [], most[rank]) for rank in range(world)}
-    assert found == wanted
+    assert results == wanted
 
 
 @pytest.mark.parametrize("groups", [CHAIN, RING, PIPELINE, TWICE], ids=["chain", "ring", "pipeline", "twice"])
@@ -123,9 +123,9 @@ def five():
 @pytest.mark.parametrize("meshed", [False, True])
 def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
     """Data and tensor parallel groups overlap in one stage; the other stage has other parameters, and no part in it."""
-    for rank, ((found, single), words) in enumerate(five.run(pipeline, meshed=meshed)):
+    for rank, ((results, single), words) in enumerate(five.run(pipeline, meshed=meshed)):
         assert words == (rank < 4)
-        for mine, wanted in zip(itertools.chain(*found), itertools.chain(*single), strict=True):
+        for mine, wanted in zip(itertools.chain(*results), itertools.chain(*single), strict=True):
             assert torch.equal(mine, wanted)
 
 
@@ -149,7 +149,7 @@ def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, mo
 
 
 def homes(rank):
-    """The devices that a step of plain parameters asks to talk over."""
+    """Return the model devices that a step of plain parameters reports from."""
     import torch.distributed as dist
 
     from hf_muon import Muon

@@ -40,8 +40,8 @@ def test_from_layout_to_layout(run, layout, ranks, other, others, full, tmp_path
     loaded = run(other, others, first=4, last=4, load=path, full=full)
     assert_same({**loaded, "losses": []}, {**saved, "losses": []})
     straight, resumed = run(layout, ranks, last=8), run(other, others, first=4, last=8, load=path, full=full)
-    for found in (straight, {**resumed, "losses": straight["losses"][:4] + resumed["losses"]}):
-        assert_close(found, ("last", 8))
+    for results in (straight, {**resumed, "losses": straight["losses"][:4] + resumed["losses"]}):
+        assert_close(results, ("last", 8))
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("fsdp", 2)])
@@ -55,7 +55,7 @@ def test_flattened_state(run, layout, ranks, tmp_path):
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("fsdp", 2)])
 def test_an_empty_template_does_not_drop_moments(run, layout, ranks, tmp_path):
-    """With stale gradients torch makes no state to load into; nothing would be loaded, which has to be an error."""
+    """Expect an error: with stale gradients torch creates no state to load into, and nothing would be loaded."""
     path = str(tmp_path / "checkpoint")
     run(layout, ranks, last=4, save=path)
     with pytest.raises((RuntimeError, ValueError, AssertionError)) as error:
@@ -78,18 +78,18 @@ def test_momentum_of_another_dtype_loads_and_trains(run, layout, ranks, tmp_path
     state = torch.load(path, weights_only=True)
     moments = [s["momentum_buffer"] for s in state["optimizer"]["state"].values() if "momentum_buffer" in s]
     assert all(moment.dtype is torch.float32 for moment in moments)
-    for found in state["optimizer"]["state"].values():
-        if "momentum_buffer" in found:
-            found["momentum_buffer"] = found["momentum_buffer"].bfloat16()
+    for results in state["optimizer"]["state"].values():
+        if "momentum_buffer" in results:
+            results["momentum_buffer"] = results["momentum_buffer"].bfloat16()
     torch.save(state, path)
     resumed = run(layout, ranks, first=4, last=6, load=str(path), full=True, dtype="bfloat16")
     straight = run(layout, ranks, last=6, dtype="bfloat16")
-    for name, found in resumed["found"].items():
-        if "momentum_buffer" in found:
-            assert found["momentum_buffer"].dtype is torch.float32
+    for name, results in resumed["found"].items():
+        if "momentum_buffer" in results:
+            assert results["momentum_buffer"].dtype is torch.float32
             # bf16 keeps eight bits.
             expected = straight["found"][name]["momentum_buffer"]
-            assert (found["momentum_buffer"] - expected).norm() < 2**-7 * expected.norm()
+            assert (results["momentum_buffer"] - expected).norm() < 2**-7 * expected.norm()
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("fsdp", 2)])
@@ -101,10 +101,10 @@ def test_a_changed_routing_is_refused_and_can_be_accepted(run, layout, ranks, tm
         run(layout, ranks, first=4, last=4, **resume)
     assert re.search(r"routing changed for blocks.0.qkv.weight \(AdamW there\), .*accept_rerouted", str(error.value))
     loaded = run(layout, ranks, first=4, last=4, **resume, accept_rerouted=True)
-    for name, found in loaded["found"].items():
+    for name, results in loaded["found"].items():
         if name in ("blocks.0.qkv.weight", "blocks.1.up.weight"):
-            assert not found["momentum_buffer"].any()
+            assert not results["momentum_buffer"].any()
         else:
-            assert found.keys() == saved["found"][name].keys()
-            assert all(torch.equal(found[key], value) for key, value in saved["found"][name].items())
+            assert results.keys() == saved["found"][name].keys()
+            assert all(torch.equal(results[key], value) for key, value in saved["found"][name].items())
     run(layout, ranks, first=4, last=5, **resume, accept_rerouted=True)

@@ -27,5 +27,5 @@ def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(gpus, 
     if layout in ("hsdp", "fsdp-tp") and gpus.world_size < 4:
         pytest.skip("needs four GPUs")
     expected = given_gradients(0, "single", dtype=dtype, device="cuda")
-    found = gpus.run(given_gradients, layout=layout, dtype=dtype, device="cuda", max_bucket_bytes=max_bucket_bytes)
-    assert_equal(found, expected)
+    results = gpus.run(given_gradients, layout=layout, dtype=dtype, device="cuda", max_bucket_bytes=max_bucket_bytes)
+    assert_equal(results, expected)

@@ -28,7 +28,7 @@ placement = st.one_of(
 
 
 def elements(block):
-    """The elements of the unit's batch that a block holds."""
+    """Return the elements of the unit's batch that a box holds."""
     matrices = range(block.matrices.start, block.matrices.stop)
     rows, columns = (
         [i for first, last in ranges for i in range(first, last)] for ranges in (block.rows, block.columns)
@@ -37,7 +37,7 @@ def elements(block):
 
 
 def least(blocks, owner, wanted):
-    """The fewest elements that other ranks must send, over all sets of blocks from which the owner has everything."""
+    """Return the fewest elements that other ranks must send, over all sets of boxes that give the owner everything."""
     sets = [(rank, elements(block)) for rank, block in blocks if rank != owner]
     own = frozenset().union(*(elements(block) for rank, block in blocks if rank == owner))
     best = math.inf
@@ -86,6 +86,6 @@ SHARED_UNITS = [((14, 3, 13), ""), ((17, 3, 13), ""), ((3, 13), ""), ((6, 13), "
 def test_replicated_and_sharded_matrices_share_a_unit(pools, layout, ranks, max_bucket_bytes):
     options = {"steps": 2, "viewed": SHARED_UNITS, "max_bucket_bytes": max_bucket_bytes}
     expected = given_gradients(0, "single", **options)
-    found = pools[ranks].run(given_gradients, layout=layout, **options)
-    assert_equal(found, expected)
-    assert all(torch.equal(a, b) for one, two in zip(*found[:2], strict=True) for a, b in zip(one, two, strict=True))
+    results = pools[ranks].run(given_gradients, layout=layout, **options)
+    assert_equal(results, expected)
+    assert all(torch.equal(a, b) for one, two in zip(*results[:2], strict=True) for a, b in zip(one, two, strict=True))

@@ -25,7 +25,7 @@ def directions(updates, units, active=None):
     stored = {i: whole(u.shape) for i, u in enumerate(updates)}
     executor = LocalExecutor(units, stored, torch.device("cpu"))
     newton_schulz = Doubled()
-    found, buckets = [torch.zeros_like(u) for u in updates], []
+    results, buckets = [torch.zeros_like(u) for u in updates], []
     for pieces, some in executor.directions(
         range(len(updates)) if active is None else active,
         lambda pieces: [piece.of(updates[piece.matrix]) for piece in pieces],
@@ -33,16 +33,16 @@ def directions(updates, units, active=None):
     ):
         buckets.append([piece.matrix for piece in pieces])
         for piece, direction in zip(pieces, some, strict=True):
-            piece.of(found[piece.matrix]).copy_(direction)
-    return found, newton_schulz.batches, buckets
+            piece.of(results[piece.matrix]).copy_(direction)
+    return results, newton_schulz.batches, buckets
 
 
 def test_one_unit_after_the_other():
     updates = [torch.randn(shape) for shape in SHAPES]
     units = make_units(SHAPES, [0] * len(SHAPES))
-    found, batches, buckets = directions(updates, units)
+    results, batches, buckets = directions(updates, units)
     assert len(buckets) == len(batches) == len(units) == 7
-    assert all(torch.equal(f, u * 2) for f, u in zip(found, updates, strict=True))
+    assert all(torch.equal(f, u * 2) for f, u in zip(results, updates, strict=True))
 
 
 def test_a_unit_is_one_product_across_parameters_and_parts_of_stacks():
@@ -51,20 +51,20 @@ def test_a_unit_is_one_product_across_parameters_and_parts_of_stacks():
         Unit((4, 6), (MatrixRange(0, 0, 1), MatrixRange(2, 0, 2))),
         Unit((4, 6), (MatrixRange(2, 2, 3), MatrixRange(3, 0, 1))),
     ]
-    found, batches, _ = directions(updates, units)
+    results, batches, _ = directions(updates, units)
     assert batches == [(3, 4, 6), (2, 4, 6)]
     for i in (0, 2, 3):
-        assert torch.equal(found[i], updates[i] * 2)
+        assert torch.equal(results[i], updates[i] * 2)
 
 
 def test_only_what_is_active():
     updates = [torch.randn(shape) for shape in SHAPES]
     units = [Unit((4, 6), (MatrixRange(0, 0, 1), MatrixRange(3, 0, 1))), Unit((2, 2), (MatrixRange(4, 0, 1),))]
-    found, batches, buckets = directions(updates, units, active=[3])
+    results, batches, buckets = directions(updates, units, active=[3])
     assert batches == [(1, 4, 6)]
     assert buckets == [[3]]
-    assert torch.equal(found[3], updates[3] * 2)
-    assert not found[0].any()
+    assert torch.equal(results[3], updates[3] * 2)
+    assert not results[0].any()
 
 
 def test_nothing_to_do():

@@ -84,9 +84,9 @@ def test_another_dtype_is_converted(run, there, here, full, tmp_path):
     loaded = run("fsdp", 2, first=3, last=3, load=path, full=full, momentum_dtype=here)
     for name, state in saved["found"].items():
         if "momentum_buffer" in state:
-            exact, found = values_of(state), values_of(loaded["found"][name])
-            assert (found - exact).norm() <= (0.02 if here == "int8" else 0.004) * exact.norm()
-            assert here != "fp32" or torch.equal(found, exact)
+            exact, results = values_of(state), values_of(loaded["found"][name])
+            assert (results - exact).norm() <= (0.02 if here == "int8" else 0.004) * exact.norm()
+            assert here != "fp32" or torch.equal(results, exact)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def _quiet(recwarn):
 
 @functools.cache
 def one_process(*options):
-    """What one process gives; several layouts are compared with it."""
+    """Return what one process computes, to compare layouts with."""
     return train(0, "single", **dict(options))
 
 
@@ -50,7 +50,7 @@ def tensors(result):
 
 
 def assert_close(one, *options):
-    """A batch that is shared among ranks is summed in another order, and Newton-Schulz amplifies the rounding."""
+    """Allow for rounding: a batch shared among ranks is summed in another order, which Newton-Schulz amplifies."""
     controls = [tensors(one_process(*options, ("moved", seed))) for seed in (0, 1)]
     assert not beyond_rounding(tensors(one), tensors(one_process(*options)), controls)
 

@@ -42,7 +42,7 @@ def loads(units, owners, ranks):
 
 
 def lower_bound(units, ranks):
-    """No schedule is shorter: all the work shared out evenly, or the largest unit."""
+    """Return the least possible makespan: an even share of the work, or the largest unit."""
     return max(sum(unit.cost for unit in units) / ranks, max(unit.cost for unit in units))
 
 
@@ -68,13 +68,13 @@ class TestUnits:
             for param, start, stop in unit.ranges:
                 assert tuple(shapes[param][-2:]) == unit.shape
                 seen.update((param, k) for k in range(start, stop))
-        wanted = Counter(
+        expected = Counter(
             (i, k)
             for i, shape in enumerate(shapes)
             if torch.Size(shape).numel()
             for k in range(shape[0] if len(shape) == 3 else 1)
         )
-        assert seen == wanted
+        assert seen == expected
 
     def test_small_matrices_of_a_shape_stay_together_as_long_as_there_is_enough_to_share_out(self):
         assert [unit.count for unit in units_of([(16, 16)] * 80)] == [10] * 8

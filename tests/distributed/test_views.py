@@ -22,15 +22,15 @@ SHAPES = [shape for shape, _ in VIEWS]
 
 
 def index(sizes, size):
-    """By a loop: for each part that a list of sizes names, its indices."""
+    """Return the indices of each part that a list of sizes describes, computed by a loop."""
     parts, at = [], 0
     for times, turns, inner in terms_of(sizes):
-        found = [[] for _ in range(len(inner) * (1 if turns else times))]
+        results = [[] for _ in range(len(inner) * (1 if turns else times))]
         for turn in range(times):
             for k, length in enumerate(inner):
-                found[k if turns else turn * len(inner) + k] += range(at, at + length)
+                results[k if turns else turn * len(inner) + k] += range(at, at + length)
                 at += length
-        parts += found
+        parts += results
     assert at == size
     return parts
 
@@ -49,17 +49,17 @@ def terms_of(sizes):
 
 
 def apart(tensor, view):
-    """The matrices ``(out, in)``, or stacks of them, that a tensor holds, copied out of it one by one."""
+    """Copy the matrices ``(out, in)``, or stacks of them, out of a tensor one by one."""
     fields = view.split(", ")
     if "flat" in fields:
         tensor = tensor.reshape(len(tensor), -1)
-    found = [tensor]
+    results = [tensor]
     for field in fields:
         axis, _, sizes = field.partition(" ")
         if sizes:
             dim = {"rows": -2, "columns": -1}[axis]
-            found = [tensor.index_select(dim, torch.tensor(i)) for i in index(sizes, tensor.shape[dim])]
-    return [(part.mT if "transposed" in fields else part).contiguous() for part in found]
+            results = [tensor.index_select(dim, torch.tensor(i)) for i in index(sizes, tensor.shape[dim])]
+    return [(part.mT if "transposed" in fields else part).contiguous() for part in results]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -214,13 +214,13 @@ def test_flat_slices_hold_their_parts():
             for expected, part_shape, stored in zip(
                 apart(weight, text), view.shapes(shape), part_regions(view, shape, regions), strict=True
             ):
-                found = torch.full((math.prod(part_shape[:-2]), *part_shape[-2:]), -1)  # (B, m, n)
+                results = torch.full((math.prod(part_shape[:-2]), *part_shape[-2:]), -1)  # (B, m, n)
                 for region, held in zip(stored, slices, strict=True):
-                    for box in region.boxes(0, len(found)):
+                    for box in region.boxes(0, len(results)):
                         piece = Piece(0, box.local, box.cut).of(held)
                         assert piece.shape == box.stored
                         matrices = slice(box.first, box.first + box.count)
                         target = BatchBox(Piece(0), box.stored, box.shape, matrices, box.rows, box.columns)
-                        target.write(piece.reshape(box.shape), found)
+                        target.write(piece.reshape(box.shape), results)
                 expected = expected.mT if view.transposed else expected
-                assert torch.equal(found, expected.reshape(found.shape)), (shape, text, ranks)
+                assert torch.equal(results, expected.reshape(results.shape)), (shape, text, ranks)

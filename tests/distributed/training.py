@@ -175,11 +175,11 @@ def train(
         store(model, optimizer, save, full=full, flat=flat)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = {
+    results = {
         name: {"weight": whole(param), **{key: whole(value) for key, value in optimizer.state[param].items()}}
         for name, param in zip(names, params, strict=True)
     }
-    return {"losses": losses, "found": found}
+    return {"losses": losses, "found": results}
 
 
 def kill_in(phase):
