@@ -32,8 +32,11 @@ TORCH_ALONE = (
 )
 # It has accelerate prepare an optimizer.
 OF_ACCELERATE = "tests/optimizer/test_loading.py"
-# What DeepSpeed 0.18.4 does with gradients and later versions do not, which no other stack can show.
-OLD_DEEPSPEED = re.compile(r"tests/deepspeed/test_gradients\.py::.*(2-cpu-4|own_flag)")
+# DeepSpeed 0.18.4 loses gradients that later versions do not, and only this stack has it. It treats steps of bf16 that
+# overflow, and sums of bf16 gradients in fp32, in its own way: those tests hold for later versions alone.
+OLD_DEEPSPEED = re.compile(
+    r"tests/deepspeed/test_gradients\.py::.*(2-cpu-4|own_flag|are_clipped|forgets|dropped_do_not_stay)"
+)
 # What the first tier runs of the older versions: LLaMA-Factory itself, the hooks, the Trainer, and the routes.
 OLDER_VERSIONS_FIRST = (
     *("tests/e2e/test_llamafactory", "tests/e2e/test_examples.py::test_llamafactory", "tests/e2e/test_deepspeed.py"),
