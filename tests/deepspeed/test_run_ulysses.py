@@ -81,6 +81,6 @@ def test_stops_and_resumes_to_the_same_weights(settings, straight, tmp_path):
 @pytest.mark.slow
 def test_refuses_before_it_launches(settings, tmp_path):
     told = launch({**settings, "optim": "adamw_torch"}, tmp_path / "out", tmp_path, "--sp-size", "3", fails=True)
-    assert "run_ulysses.sh: optim: adamw_torch. Say optim: muon" in told
+    assert "run_ulysses.sh: optim: adamw_torch. Set optim: muon" in told
     assert "run_ulysses.sh: 4 attention heads are not divisible by SP_SIZE=3. Use one of 2, 4" in told
     assert not (tmp_path / "out").exists()
