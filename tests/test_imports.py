@@ -51,7 +51,7 @@ FLOORS = {
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
         "deepspeed.files deepspeed.partitions",
-        "deepspeed.order deepspeed.saving",
+        "deepspeed.order deepspeed.saving deepspeed.refusals",
         "deepspeed.loading",
         "deepspeed.engine",
         "accelerate transformers.checkpoint_files transformers.layout transformers.overrides transformers.ready_groups",

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
-from hf_muon.integrations.deepspeed.engine import refuse_config
+from hf_muon.integrations.deepspeed.refusals import refuse_config
 from hf_muon.integrations.llamafactory.v1 import refusals as llamafactory_v1
 from hf_muon.integrations.transformers.refusals import refuse_unsupported
 from hf_muon.routing.model_facts import text_config_of
@@ -193,9 +193,9 @@ REFUSED = [
     ({"deepspeed": "not even a path"}, "cannot be read as a DeepSpeed config"),
     (
         {"deepspeed": {**ZERO3, "optimizer": {"type": "AdamW"}}},
-        '"optimizer" (AdamW), which would be used and Muon would not',
+        '"optimizer" (AdamW), which DeepSpeed would use in place of Muon',
     ),
-    ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not go with DeepSpeed"),
+    ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not run under DeepSpeed"),
     ({"use_muon": True}, "use_muon: true and optim: muon are two different optimizers"),
     ({"use_hyper_parallel": True}, "does not run with use_hyper_parallel: true"),
     ({"use_galore": True}, "use_galore: true would replace the optimizer"),

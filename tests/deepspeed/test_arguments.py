@@ -79,7 +79,7 @@ CONFIGS = {
     "config is of type int": {"config": 3},
     "holds list, not a mapping": {"config": base64.urlsafe_b64encode(b"[1]").decode()},
     r"broken.json is not a JSON file": {"config": '{"zero_optimization": {"stage": 2}'},
-    "broken.json is not a JSON file: stage stands in it more than once": {"config": '{"stage": 2, "stage": 3}'},
+    "broken.json is not a JSON file: stage appears more than once": {"config": '{"stage": 2, "stage": 3}'},
     r"broken.json is not a JSON file: .*utf-8": {"config": b'{"stage": "\xff"}'},
 }
 

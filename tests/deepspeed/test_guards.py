@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.integrations.deepspeed.engine import _engine_complaint, config_complaints, refuse_config, wrapping
+from hf_muon.integrations.deepspeed.engine import wrapping
+from hf_muon.integrations.deepspeed.refusals import config_complaints, engine_complaint, refuse_config
 from tests.deepspeed.cases import complaint
 
 NVME = {"device": "nvme", "nvme_path": "/disk"}
@@ -48,7 +49,7 @@ def test_what_was_not_shown_to_work_is_refused_by_name(word):
 def test_momentum_that_is_not_kept_there(choice, device):
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, "device": device, "buffer_count": 4}}}
     optimizer = Muon([nn.Parameter(torch.ones(4, 64))], momentum_dtype=choice)
-    with pytest.raises(RuntimeError, match=f"momentum_dtype={choice} does not go with"), wrapping(optimizer, config):
+    with pytest.raises(RuntimeError, match=f"momentum_dtype={choice} does not run"), wrapping(optimizer, config):
         pass
 
 
@@ -80,7 +81,7 @@ def test_an_offloaded_optimizer_that_is_not_ours(ranks):
     [
         ("subclass", "does not know how OtherZeroOptimizer of DeepSpeed"),
         ("renamed", "in a way that this version of hf_muon does not know"),
-        ("moved", "weight is not where it was read to be"),
+        ("moved", "weight does not lie where"),
     ],
 )
 def test_a_layout_that_is_not_known(ranks, fault, words, stage):
@@ -96,16 +97,16 @@ def test_deepspeed_started_without_us(ranks):
 def test_gradients_that_an_old_deepspeed_unscales_without_having_scaled():
     wrapper = type("FP16_UnfusedOptimizer", (), {"loss_scale": 65536})()
     engine = type("DeepSpeedEngine", (), {"optimizer": wrapper, "bfloat16_enabled": lambda self: True})()
-    assert "loss scale of 65536 that the loss was not multiplied by" in _engine_complaint(engine)
+    assert "loss scale of 65536 that the loss was not multiplied by" in engine_complaint(engine)
     wrapper.loss_scale = 1
-    assert _engine_complaint(engine) is None
+    assert engine_complaint(engine) is None
 
 
 def test_model_parallelism_and_other_engines():
     mpu = type("Megatron", (), {"get_model_parallel_world_size": lambda self: 2})()
     engine = type("DeepSpeedEngine", (), {"optimizer": None, "mpu": mpu})()
-    assert "model parallelism" in _engine_complaint(engine)
-    assert "PipelineEngine" in _engine_complaint(type("PipelineEngine", (), {})())
+    assert "model parallelism" in engine_complaint(engine)
+    assert "PipelineEngine" in engine_complaint(type("PipelineEngine", (), {})())
 
 
 @pytest.mark.extended(but="2")

@@ -78,7 +78,7 @@ def test_lora(ranks, name, tmp_path):
 def test_an_optimizer_in_the_config_is_refused(ranks, optimizer, tmp_path):
     config = {**config_of("zero2"), "optimizer": {"type": optimizer, "params": {"lr": "auto"}}}
     for found in ranks.run(complaint, folder=str(tmp_path), config=config):
-        assert f'"optimizer" ({optimizer}), which would be used and Muon would not' in found
+        assert f'"optimizer" ({optimizer}), which DeepSpeed would use in place of Muon' in found
 
 
 def test_what_is_refused_is_refused_before_a_model_is_wrapped(ranks, tmp_path):

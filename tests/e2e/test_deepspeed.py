@@ -89,7 +89,7 @@ def config_file(name: str, folder: Path) -> Path:
 
 def skip_without_nvme(config: dict[str, Any]) -> None:
     """Skip where DeepSpeed's async_io is not compiled yet, which takes minutes, or hf_muon refuses NVMe."""
-    from hf_muon.integrations.deepspeed.engine import config_complaints
+    from hf_muon.integrations.deepspeed.refusals import config_complaints
 
     if complaints := list(config_complaints(config)):
         pytest.skip(complaints[0])

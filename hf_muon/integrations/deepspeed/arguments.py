@@ -1,4 +1,4 @@
-"""What `deepspeed.initialize` is called with: read as DeepSpeed reads it, and checked before DeepSpeed sees it."""
+"""Arguments of `deepspeed.initialize`: read as DeepSpeed reads them, and checked first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG_NAMES = ("deepscale_config", "deepspeed_config")
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, those left out excepted.
+    """Return the arguments that a call gives, by name.
 
     Raises:
         TypeError: the function does not take them.
@@ -29,10 +29,10 @@ def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def muon_of(arguments: Mapping[str, Any]) -> Muon:
-    """Return the optimizer of a call of `deepspeed.initialize`; where it is a function, what that makes.
+    """Return the optimizer of a call of `deepspeed.initialize`; if it is a function, its result.
 
     Raises:
-        ValueError: no model, no Muon, one that DeepSpeed has taken already, or one over another model's parameters.
+        ValueError: no model, no Muon, a Muon that DeepSpeed steps already, or one over another model's parameters.
     """
     model, optimizer = arguments.get("model"), arguments.get("optimizer")
     if model is None:
@@ -66,10 +66,10 @@ def muon_of(arguments: Mapping[str, Any]) -> Muon:
 
 
 def config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed config of a call of `deepspeed.initialize`, wherever the call has it.
+    """Return the DeepSpeed config of a call of `deepspeed.initialize`, in whichever argument it is.
 
     Raises:
-        ValueError: there is none, or more than one, or it cannot be read.
+        ValueError: there is no config or more than one, or it cannot be read.
     """
     args = arguments.get("args")
     configs = {name: arguments.get(name) for name in ("config", "config_params")}
@@ -88,10 +88,10 @@ def read_config(config: Any, name: str = "config") -> dict[str, Any]:
 
     Args:
         config: a mapping, the path of a JSON file, which may hold comments as Hjson does, or such a text in base64.
-        name: what messages call it.
+        name: name of the config in messages.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `config` is none of these.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -118,13 +118,13 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{', '.join(sorted({n for n in names if names.count(n) > 1}))} stands in it more than once")
+        raise ValueError(f"{', '.join(sorted({n for n in names if names.count(n) > 1}))} appears more than once")
     return content
 
 
 @contextlib.contextmanager
 def without_config(args: Any) -> Iterator[None]:
-    """Hide the config in `args`, beside which DeepSpeed takes no other one."""
+    """Hide the config in `args` within the context: DeepSpeed accepts one config only."""
     configs = {name: getattr(args, name) for name in CONFIG_NAMES if getattr(args, name, None) is not None}
     for name in configs:
         setattr(args, name, None)

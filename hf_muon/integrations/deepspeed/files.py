@@ -1,7 +1,7 @@
-"""The files of a DeepSpeed checkpoint: under which names they were written, and whether their bytes are as written.
+"""Files of a DeepSpeed checkpoint: check the names that they were written under, and their bytes.
 
-Every file holds the name that it was written under, so that one rank's file is not read in the place of another's.
-torch.save stores a CRC-32 of every tensor, which torch.load does not compare.
+Every file holds its own name, so that no rank reads another rank's file. torch.save stores a CRC-32 of every tensor,
+which torch.load does not compare.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEFORE = "Resume from the checkpoint before it"
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint is not as it was written; the text names it and says what to do."""
+    """A file of a checkpoint has changed since it was written. The text names it and says what to do."""
 
 
 def labelled(content: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -33,21 +33,21 @@ def labelled(content: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def read(file: str, *, checked: bool = True) -> dict[str, Any]:
-    """Return what torch.save wrote to a file. Tensors are read where they are looked at.
+    """Read a file of torch.save. Tensors are memory-mapped.
 
     Args:
         file: its path.
-        checked: whether to compare its checksums, for which all of it is read.
+        checked: compare checksums, which reads the whole file.
 
     Raises:
-        DamagedError: it is missing, cut off, overwritten, or was written under another name.
+        DamagedError: the file is missing, cut off, overwritten, or was written under another name.
     """
     path = Path(file)
     if not path.is_file():
         raise DamagedError(f"{path} is missing. {BEFORE}")
     try:
         with path.open("rb") as stream:
-            is_zip = stream.read(2) == b"PK"  # otherwise torch's older format, which has no checksums
+            is_zip = stream.read(2) == b"PK"  # torch's older format has no checksums
         if is_zip and checked and (damage := archive_damage(path)):
             raise DamagedError(f"{path} {damage}. {BEFORE}")
         content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=False)
@@ -64,17 +64,17 @@ def read(file: str, *, checked: bool = True) -> dict[str, Any]:
 
 
 def _archive_name(path: Path, is_zip: bool) -> str:
-    """The name under which a file without a label was written: torch.save names the archive's folder after it."""
+    """Return the name under which a file without a label was written: torch.save names a folder in it the same."""
     if is_zip:
         with zipfile.ZipFile(path) as archive:
             name = archive.namelist()[0].partition("/")[0]
-        if re.search(r"mp_rank_\d+_(optim|model)_states$", name):  # "archive" where the path is not ASCII
+        if re.search(r"mp_rank_\d+_(optim|model)_states$", name):  # "archive" if the path is not ASCII
             return f"{name}.pt"
     return path.name
 
 
 def stages_of(folder: Path) -> tuple[int, ...]:
-    """Return the ZeRO stages that write files of such names; none where a folder holds no checkpoint."""
+    """Return the ZeRO stages that write files with such names; () if a folder holds no checkpoint."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if any(re.fullmatch(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", name) for name in names):
         return (3,)
@@ -83,7 +83,7 @@ def stages_of(folder: Path) -> tuple[int, ...]:
     return (0,) if any(re.fullmatch(r"mp_rank_\d+_model_states\.pt", name) for name in names) else ()
 
 
-# --- files that are not torch.save's
+# --- swap files
 
 
 def write_checksums(folder: Path) -> None:
@@ -93,7 +93,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, int]:
-    """Return what `write_checksums` wrote; nothing for a checkpoint of an older version.
+    """Return what `write_checksums` wrote; {} for a checkpoint of an older version.
 
     Raises:
         DamagedError: the file cannot be read.
@@ -108,7 +108,7 @@ def read_checksums(folder: Path) -> dict[str, int]:
 
 
 def check_file(file: Path, checksum: int | None) -> None:
-    """Raise if a file is not as it was written.
+    """Raise if a file has changed since it was written.
 
     Raises:
         DamagedError: its checksum differs.

@@ -1,4 +1,4 @@
-"""Gradients under DeepSpeed: all of a step's, of no other step's, and orthogonalized by nobody else.
+"""Gradients under DeepSpeed: the sum over one step's micro-batches, orthogonalized by Muon alone.
 
 What ZeRO hands to its optimizer is not always the gradient of the step: it runs a Newton-Schulz of its own for
 optimizers with "muon" in the name of their class, keeps gradients of tensors that later steps do not reach, and, with
@@ -138,7 +138,7 @@ def _accumulate_all(zero: Any, reached: set[Any]) -> None:
 
 
 def _forgets(zero: Any) -> bool:
-    """Whether what a second micro-batch adds is not kept for a third one, as in 0.18.4; tried on one parameter."""
+    """Return whether DeepSpeed drops the sum after the second micro-batch, as 0.18.4 does. Tried on one parameter."""
     params = [param for params in zero.params_in_partition for param in params]
     if not params:
         return False
@@ -146,12 +146,12 @@ def _forgets(zero: Any) -> bool:
     name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
     before = {name: getattr(zero, name) for name in ("accumulated_grads_in_cpu", "micro_step_id")}
     grad = getattr(param, name)
-    kept = torch.zeros(param.numel(), dtype=param.dtype, device=zero.device)
+    total = torch.zeros(param.numel(), dtype=param.dtype, device=zero.device)
     try:
-        zero.accumulated_grads_in_cpu, zero.micro_step_id = {zero.get_param_id(param): kept}, 1
+        zero.accumulated_grads_in_cpu, zero.micro_step_id = {zero.get_param_id(param): total}, 1
         setattr(param, name, torch.ones_like(param, memory_format=torch.contiguous_format))
         zero.async_accumulate_grad_in_cpu_via_gpu(param)
-        return not bool(kept.any())
+        return not bool(total.any())
     finally:
         setattr(param, name, grad)
         for name, value in before.items():
@@ -193,22 +193,22 @@ def _synchronize() -> None:
 
 
 def without_gradient_in_stage_2(zero: Any, group: int) -> Callable[[], Sequence[slice]] | None:
-    """What gives the elements of a group's partition for which there is no gradient; None where those are zeros."""
+    """Return a function that lists the elements of a partition without a gradient; None if those are zeros."""
     if not zero.cpu_offload:
         return None
-    places = []
+    ranges = []
     for param in zero.params_in_partition[group]:
         number = zero.get_param_id(param)
         _, _, start, count = zero.grad_position[number]
-        places.append((number, slice(int(start), int(start) + int(count))))
-    return functools.partial(without_gradient, zero, places)
+        ranges.append((number, slice(int(start), int(start) + int(count))))
+    return functools.partial(without_gradient, zero, ranges)
 
 
 # --- ZeRO-3 with the optimizer offloaded
 
 
 def _complete_stage_3(zero: Any) -> None:
-    """The same for ZeRO-3."""
+    """Bring gradients into ZeRO-3's partitions that earlier micro-batches have, and the last one has not."""
     _synchronize()
     start = 0
     written: dict[int, tuple[list[Tensor], list[int]]] = {}
@@ -233,6 +233,6 @@ def _complete_stage_3(zero: Any) -> None:
         zero.optimizer_swapper.swap_out_gradients(parameter=flat, gradient_offsets=offsets, gradient_tensors=tensors)
 
 
-def without_gradient(zero: Any, places: Sequence[tuple[Any, slice]]) -> list[slice]:
-    """Where DeepSpeed has not written a gradient in this step: what is left there is of other steps or tensors."""
-    return [elements for number, elements in places if number not in zero.norm_for_param_grads]
+def without_gradient(zero: Any, ranges: Sequence[tuple[Any, slice]]) -> list[slice]:
+    """Return the ranges that DeepSpeed did not write in this step; their memory is stale."""
+    return [elements for number, elements in ranges if number not in zero.norm_for_param_grads]

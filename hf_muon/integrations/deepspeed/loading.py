@@ -1,8 +1,8 @@
-"""Loading with DeepSpeed: checked by all ranks before anything is touched, complete with NVMe, and proven afterwards.
+"""Load checkpoints with DeepSpeed: check on all ranks first, restore everything with NVMe, and compare afterwards.
 
-DeepSpeed loads a checkpoint rank by rank, each its own files: an error of one leaves the others in a collective, with
-weights that have been overwritten. Of an optimizer on NVMe it restores the master weights only. Where the options that
-order the partitions have changed, it loads them in the old order.
+In DeepSpeed, each rank loads its own files: an error on one rank leaves the others waiting in a collective, with their
+weights overwritten. With the optimizer on NVMe, DeepSpeed restores master weights only. If the options that order the
+partitions have changed, it loads them in the old order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"
 
 
 def check_before_loading(engine: Any, optimizer: Muon) -> None:
-    """Have `engine.load_checkpoint` check what it is to load on all ranks, load all of it, and prove it."""
+    """Wrap `engine.load_checkpoint` to check files on all ranks, load everything, and compare masters with weights."""
     load = engine.load_checkpoint
     if getattr(load, OURS, False):
         return
@@ -60,7 +60,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
         except Exception as error:  # noqa: BLE001  of one rank, before all have agreed
             complaints = [f"{values['load_dir']} cannot be read ({type(error).__name__}: {error}). {BEFORE}"]
         texts = exchange_texts(_ranks(optimizer), complaints)
-        if any(texts) and not (tag is None and all(texts)):  # DeepSpeed then loads nothing, and says so in its answer
+        if any(texts) and not (tag is None and all(texts)):  # without a tag, DeepSpeed loads nothing and returns None
             raise ValueError(
                 "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
@@ -76,7 +76,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
                 and hasattr(engine.optimizer, "refresh_fp32_params")
                 and not _moments(values)
             ):
-                engine.optimizer.refresh_fp32_params()  # in ZeRO-0 DeepSpeed leaves the masters as they were
+                engine.optimizer.refresh_fp32_params()  # ZeRO-0 does not load the masters
             _refuse_other_masters(engine, optimizer, Path(values["load_dir"], tag))
         return result
 
@@ -86,7 +86,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
 
 @contextlib.contextmanager
 def _weights_of(engine: Any, tag: str | None) -> Iterator[None]:
-    """Have weights that ZeRO-3 makes of masters be those of the tag; DeepSpeed takes those of `latest`."""
+    """Have ZeRO-3 convert the masters of `tag` to weights; DeepSpeed converts those of `latest`."""
 
     def tagged(function: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(function, tag=tag)
@@ -96,7 +96,7 @@ def _weights_of(engine: Any, tag: str | None) -> Iterator[None]:
 
 
 def _moments(values: Mapping[str, Any]) -> bool:
-    """Whether a call loads the optimizer, too."""
+    """Return whether a call loads the optimizer's moments."""
     return bool(values["load_optimizer_states"] and not values["load_module_only"])
 
 
@@ -114,10 +114,10 @@ def _ranks(optimizer: Muon) -> torch.distributed.ProcessGroup:
 
 
 def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
-    """Raise on all ranks if master weights are not those of the model, as after a load in another order.
+    """Raise on all ranks if master weights differ from the model's weights, as after a load in another order.
 
     Raises:
-        RuntimeError: the parameters.
+        RuntimeError: with the parameters.
     """
     names = first_few(differing_masters(engine))
     texts = exchange_texts(_ranks(optimizer), [names] if names else [])
@@ -132,7 +132,7 @@ def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
 def _complaints(
     engine: Any, optimizer: Muon, values: Mapping[str, Any], tag: str | None, saved: dict[str, Any]
 ) -> Iterator[str]:
-    """What speaks against loading this rank's files; fills in `saved`."""
+    """Yield why this rank's files cannot be loaded; store their content in `saved`."""
     moments = _moments(values)
     if getattr(engine.optimizer, "swap_optimizer", False) and not moments:
         yield (
@@ -158,7 +158,7 @@ def _complaints(
 
 
 def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
-    """Why a checkpoint was not written by a run like this one, to judge by the names of its files."""
+    """Return why a checkpoint's file names do not fit this run's ZeRO stage; None if they fit."""
     stages, own = stages_of(folder), int(engine.zero_optimization_stage())
     if not stages:
         return f"{folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the tag"
@@ -176,15 +176,15 @@ def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
 def _complaints_of_files(
     engine: Any, optimizer: Muon, where: str, tag: str, moments: bool, saved: dict[str, Any]
 ) -> Iterator[str]:
-    """What speaks against the content of this rank's files; fills in `saved`.
+    """Yield why the content of this rank's files cannot be loaded; store it in `saved`.
 
     Raises:
-        DamagedError: one is missing, or its bytes are not as they were written.
+        DamagedError: a file is missing, or its bytes have changed since it was written.
     """
     folder, partitioned = Path(where, tag), optimizer.partitioned.partitions is not None
-    by_rank = engine.zero_optimization_stage() == 3  # in the other stages all ranks read one file of weights
+    by_rank = engine.zero_optimization_stage() == 3  # in other stages, all ranks read one file of weights
     own = engine._get_ckpt_name(where, tag)
-    has_own = by_rank and Path(own).is_file()  # not where fewer ranks have written it
+    has_own = by_rank and Path(own).is_file()  # false if fewer ranks have written the checkpoint
     first = engine._get_ckpt_name(where, tag, pp_placeholder="0")
     weights = read(own) if has_own else read(first, checked=not by_rank and _first_of_node(engine))
     ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
@@ -198,7 +198,7 @@ def _complaints_of_files(
     if by_rank and not has_own:
         raise DamagedError(f"{own} is missing. {BEFORE}")
     if not moments:
-        # In ZeRO-3 DeepSpeed makes the weights of the masters of all ranks.
+        # In ZeRO-3, DeepSpeed converts the masters of all ranks to weights.
         if by_rank and Path(masters := engine._get_zero_ckpt_name(where, tag)).is_file():
             read(masters)
         return
@@ -236,7 +236,7 @@ def _first_of_node(engine: Any) -> bool:
 
 
 def _precision_complaint(file: Path) -> str | None:
-    """Why a rank's file has another name than the same rank's file of this run."""
+    """Return why a rank's file is named for another precision than this run's; None if it is not."""
     other = file.with_name(file.name.removeprefix("bf16_") if file.name.startswith("bf16_") else f"bf16_{file.name}")
     if file.is_file() or not other.is_file():
         return None
@@ -249,7 +249,7 @@ def _precision_complaint(file: Path) -> str | None:
 
 @contextlib.contextmanager
 def _all_standing(zero: Any) -> Iterator[None]:
-    """With all partitions in the param groups, as ZeRO-3 has them when it saves and loads."""
+    """Put all partitions into the param groups, as ZeRO-3 does while it saves and loads."""
     if not hasattr(zero, "_set_fp32_optimizer_param_groups"):
         yield
         return
@@ -264,16 +264,16 @@ def _all_standing(zero: Any) -> Iterator[None]:
 
 
 def _swapped(zero: Any) -> list[Tensor]:
-    """The partitions on NVMe."""
+    """Return the partitions on NVMe."""
     flats = enumerate(getattr(zero, "fp32_partitioned_groups_flat", ()))
     return [flat for i, flat in flats if is_swapped(zero, i)]
 
 
 def _unfit_swap_files(engine: Any, folder: Path) -> Iterator[str]:
-    """Swap files that the checkpoint lacks. DeepSpeed names them after the order in which parameters are made.
+    """Yield the swap files that the checkpoint lacks. DeepSpeed numbers them in the order of parameters' creation.
 
     Raises:
-        DamagedError: one is not as it was written.
+        DamagedError: a file has changed since it was written.
     """
     saved = swap_folder(engine, folder)
     sums = read_checksums(saved)
@@ -291,20 +291,20 @@ def _unfit_swap_files(engine: Any, folder: Path) -> Iterator[str]:
 
 
 def _restore_swapped(zero: Any, optimizer: Muon, saved: dict[str, Any]) -> None:
-    """Load what DeepSpeed leaves out with NVMe: steps and options, and all of the partitions that stay in memory.
+    """Load what DeepSpeed skips with NVMe: steps, options, and the partitions that stay in memory.
 
-    The moments of the others have been read with the master weights, because DeepSpeed knew of them.
+    DeepSpeed has read the moments of swapped partitions together with their master weights.
     """
-    kept = {flat: dict(optimizer.state[flat]) for flat in _swapped(zero)}
+    swapped = {flat: dict(optimizer.state[flat]) for flat in _swapped(zero)}
     zero.checkpoint_event_prologue()
     with _all_standing(zero):
         optimizer.load_state_dict(saved["optimizer_state_dict"])
-    for flat, state in kept.items():
+    for flat, state in swapped.items():
         for name, moment in state.items():
-            if hasattr(moment, "ds_id"):  # the tensor that DeepSpeed swaps
+            if hasattr(moment, "ds_id"):  # DeepSpeed swaps this tensor
                 optimizer.state[flat][name] = moment
     for i, (flat, master) in enumerate(zip(zero.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)):
-        if flat not in kept:
+        if flat not in swapped:
             flat.data.copy_(master.data)
             zero._reassign_or_swap_out_partitioned_parameters(i)
     zero.loss_scaler, zero.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]

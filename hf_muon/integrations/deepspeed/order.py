@@ -1,4 +1,4 @@
-"""Which parameters lie where in fp32 partitions: in a checkpoint before it is loaded, and in memory afterwards."""
+"""Where parameters lie in fp32 partitions: in a checkpoint before it is loaded, and in memory afterwards."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def moved(engine: Any, weights: Mapping[str, Any]) -> list[str]:
         engine: DeepSpeed's.
         weights: the content of the checkpoint's file of weights.
     """
-    here, there = _places(engine._get_zero_param_shapes()), _places(weights.get("param_shapes"))
+    here, there = _positions(engine._get_zero_param_shapes()), _positions(weights.get("param_shapes"))
     if here.keys() != there.keys():
-        return []  # another model, of which the optimizer's state tells more
-    return [name for name, place in here.items() if there[name] != place]
+        return []  # another model; the check of the optimizer's state says more
+    return [name for name, position in here.items() if there[name] != position]
 
 
-def _places(groups: Sequence[Iterable[str]] | None) -> dict[str, tuple[int, int]]:
-    """For each parameter its group, or sub-group, and its position there."""
+def _positions(groups: Sequence[Iterable[str]] | None) -> dict[str, tuple[int, int]]:
+    """Return for each parameter its group or sub-group, and its position there."""
     return {
         name.replace("_orig_mod.", ""): (i, position)
         for i, names in enumerate(groups or ())
@@ -55,8 +55,8 @@ def options_to_set(config: Mapping[str, Any], saved: Mapping[str, Any] | None) -
 def differing_masters(engine: Any) -> Iterator[str]:
     """Name the parameters that differ from their fp32 master weights on this rank, of Muon's groups and AdamW's.
 
-    A master weight is rounded to become the parameter, so that after a load both are equal, bit by bit. Partitions on
-    NVMe are left out.
+    Rounding a master weight gives the parameter, so that both agree bit by bit after a load. Partitions on NVMe are
+    skipped.
     """
     names = {param: name for name, param in engine.module.named_parameters()}
     for param, weight, master in _pairs(engine.optimizer):
@@ -65,7 +65,7 @@ def differing_masters(engine: Any) -> Iterator[str]:
 
 
 def _pairs(zero: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each parameter, what of it this rank steps, and the master weights of that."""
+    """Yield each parameter, the elements of it that this rank steps, and their master weights."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _pairs_of_stage_3(zero)
     elif hasattr(zero, "single_partition_of_fp32_groups"):
@@ -82,7 +82,7 @@ def _pairs(zero: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 def _pairs_of_flat_groups(
     zero: Any, groups: Any, wholes: Any, partitions: Any
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """A group is one flat tensor, of which its parameters are views, and which is cut into equal partitions."""
+    """Yield the pairs of groups that are one flat tensor each, cut into equal partitions."""
     for i, (params, whole, flat) in enumerate(zip(groups, wholes, partitions, strict=True)):
         begin = dist.get_rank(zero.real_dp_process_group[i]) * flat.numel()
         for param in params:
@@ -93,7 +93,7 @@ def _pairs_of_flat_groups(
 
 
 def _pairs_of_stage_3(zero: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """A rank's parts of a sub-group's parameters stand end to end, each with its padding."""
+    """Yield the pairs of ZeRO-3, whose partitions hold a rank's parts of a sub-group end to end, each with padding."""
     for i, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
         if is_swapped(zero, i):
             continue
@@ -101,6 +101,6 @@ def _pairs_of_stage_3(zero: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for param in params:
             size = param.partition_numel()
             rank = dist.get_rank(getattr(param, "ds_process_group", zero.dp_process_group))
-            held = min(max(param.ds_numel - rank * size, 0), size)
-            yield param, param.ds_tensor.detach().reshape(-1)[:held], flat[start : start + held]
+            count = min(max(param.ds_numel - rank * size, 0), size)
+            yield param, param.ds_tensor.detach().reshape(-1)[:count], flat[start : start + count]
             start += size

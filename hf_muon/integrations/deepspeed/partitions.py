@@ -1,4 +1,4 @@
-"""Which slices of which parameters DeepSpeed's ZeRO optimizers hold in their partitions, read and proven."""
+"""Read from DeepSpeed's ZeRO optimizers which slices of which parameters their partitions hold, and prove it."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from hf_muon.storage.views import WHOLE, View
 
 
 class _UnlikeError(Exception):
-    """DeepSpeed does not store things as this file says."""
+    """DeepSpeed stores parameters in another way than this file says."""
 
 
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise _UnlikeError(otherwise)
+def _expect(condition: bool, difference: str) -> None:
+    if not condition:
+        raise _UnlikeError(difference)
 
 
 Truth = tuple[str, Slice, Tensor]
-"""A parameter's name, its slice, and what the parameter itself says that the slice holds."""
+"""A parameter's name, its slice, and the values of that slice according to the parameter itself."""
 
 Names = Mapping[Tensor, tuple[str, View | None]]
-"""For each parameter of the model its name, and how the optimizer that was wrapped sees it."""
+"""For each parameter of the model its name, and its view in the wrapped optimizer."""
 
-Found = tuple[Tensor, dict[str, Any], Sequence[Truth]]
-"""A partition, in memory until the next one is asked for: the flat tensor, what `Partition` says of it, its proof."""
+Reading = tuple[Tensor, dict[str, Any], Sequence[Truth]]
+"""A partition: the flat tensor, the arguments of `Partition`, and the values to compare. Valid until the next one."""
 
 
 def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition] | None:
-    """The partitions of an engine's optimizer, in the order in which ZeRO steps them; None where parameters are whole.
+    """Return the partitions of an engine's optimizer, in the order in which ZeRO steps them; None without partitions.
 
-    Every slice is compared with the parameter itself. Partitions that DeepSpeed swaps to NVMe get their moments here,
-    zeros, which it swaps with them from then on. All ranks must call this together.
+    Compare every slice with the parameter itself. Partitions that DeepSpeed swaps to NVMe get zero moments here, which
+    DeepSpeed swaps together with them. All ranks must call this together.
 
     Args:
-        engine: DeepSpeed's, whose optimizer wraps a `Muon`.
-        device: on which the engine computes.
+        engine: a DeepSpeed engine whose optimizer wraps a `Muon`.
+        device: the device on which the engine computes.
 
     Raises:
-        RuntimeError: an optimizer that is not known, or one that stores parameters otherwise; on all ranks, where a
-            value differs.
+        RuntimeError: the optimizer is not known or stores parameters in another way; raised on all ranks if a value
+            differs.
     """
     from hf_muon.distributed.agreement import exchange_texts
     from hf_muon.distributed.groups import root_group
@@ -57,11 +57,11 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     reader = _reader(wrapper)
     if reader is None:
         return None
-    seen = wrapper.optimizer.partitioned.views
+    views = wrapper.optimizer.partitioned.views
     names: dict[Tensor, tuple[str, View | None]] = {
-        param: (f"a parameter of shape {shape_of(param)} outside the model", view) for param, view in seen.items()
+        param: (f"a parameter of shape {shape_of(param)} outside the model", view) for param, view in views.items()
     }
-    names |= {param: (name, seen.get(param)) for name, param in engine.module.named_parameters()}
+    names |= {param: (name, views.get(param)) for name, param in engine.module.named_parameters()}
     partitions: dict[Tensor, Partition] = {}
     wrong: list[str] = []
     try:
@@ -71,44 +71,44 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(f"{_unknown(wrapper)}: {type(error).__name__}: {error}") from error
     root = root_group([partition.group for partition in partitions.values()])
-    heard = [line for lines in exchange_texts(root, wrong) for line in lines]
-    if heard:
-        raise RuntimeError(f"{_unknown(wrapper)}: {'; '.join(dict.fromkeys(heard[:5]))}")
+    gathered = [line for lines in exchange_texts(root, wrong) for line in lines]
+    if gathered:
+        raise RuntimeError(f"{_unknown(wrapper)}: {'; '.join(dict.fromkeys(gathered[:5]))}")
     return partitions
 
 
 def _differences(flat: Tensor, partition: Partition, truths: Sequence[Truth]) -> Iterator[str]:
-    """Which slices of a partition hold something else than their parameters."""
+    """Yield the slices of a partition that differ from their parameters."""
     if flat.dtype != torch.float32:
         yield f"a partition has dtype {flat.dtype}: Muon needs fp32 master weights"
     for name, part, truth in truths:
-        held = flat.detach()[part.elements(partition.rank)]
-        # A master weight is rounded to become the parameter.
-        if held.shape != truth.shape or not torch.equal(held.to(truth), truth):
-            yield f"{name} is not where it was read to be"
+        master = flat.detach()[part.elements(partition.rank)]
+        # Rounding a master weight gives the parameter.
+        if master.shape != truth.shape or not torch.equal(master.to(truth), truth):
+            yield f"{name} does not lie where ZeRO's optimizer says"
 
 
-def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Found]] | None:
-    """What reads the layout of a DeepSpeed optimizer; None where parameters are whole.
+def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Reading]] | None:
+    """Return the function that reads the layout of a DeepSpeed optimizer; None if parameters are whole.
 
     Raises:
-        RuntimeError: an optimizer that is not known. A subclass may store things otherwise.
+        RuntimeError: the optimizer is not known. Subclasses are not, because they may store parameters in another way.
     """
     if isinstance(wrapper, Muon):
         return None
-    home = f"{type(wrapper).__module__}.{type(wrapper).__name__}".removeprefix("deepspeed.runtime.")
-    readers: dict[str, Callable[[Any, Names], Iterator[Found]] | None] = {
+    path = f"{type(wrapper).__module__}.{type(wrapper).__name__}".removeprefix("deepspeed.runtime.")
+    readers: dict[str, Callable[[Any, Names], Iterator[Reading]] | None] = {
         "fp16.unfused_optimizer.FP16_UnfusedOptimizer": None,
         "zero.stage_1_and_2.DeepSpeedZeroOptimizer": _read_stage_1_and_2,
         "bf16_optimizer.BF16_Optimizer": _read_bf16,
         "zero.stage3.DeepSpeedZeroOptimizer_Stage3": _read_stage_3,
     }
-    if home not in readers:
+    if path not in readers:
         raise RuntimeError(f"Muon does not know how {type(wrapper).__name__} of {version()} stores parameters")
-    return readers[home]
+    return readers[path]
 
 
-def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Found]:
+def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Reading]:
     flats = zero.single_partition_of_fp32_groups
     for i, (flat, about, truths) in enumerate(
         _contiguous(zero, names, zero.bit16_groups, zero.bit16_groups_flat, flats)
@@ -116,16 +116,16 @@ def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Found]:
         yield flat, {**about, "without_gradient": without_gradient_in_stage_2(zero, i)}, truths
 
 
-def _read_bf16(zero: Any, names: Names) -> Iterator[Found]:
+def _read_bf16(zero: Any, names: Names) -> Iterator[Reading]:
     yield from _contiguous(zero, names, zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition)
 
 
 def _contiguous(
     zero: Any, names: Names, groups: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], partitions: Sequence[Tensor]
-) -> Iterator[Found]:
-    """A param group is one flat tensor, of which its parameters are views, and which is cut into equal partitions.
+) -> Iterator[Reading]:
+    """Read param groups that are one flat tensor each, cut into equal partitions; parameters are views of it.
 
-    Where a parameter lies in it is read from its memory address, whatever order and padding the group has.
+    The memory address of a parameter gives its position, whatever the group's order and padding.
     """
     import torch.distributed as dist
 
@@ -133,8 +133,8 @@ def _contiguous(
         param_group = zero.optimizer.param_groups[i]
         process_group = zero.real_dp_process_group[i]
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        held = param_group["params"]
-        _expect(len(held) == 1 and held[0] is flat, "a partition is not what stands in its param group")
+        in_group = param_group["params"]
+        _expect(len(in_group) == 1 and in_group[0] is flat, "a param group does not hold its partition")
         _expect(flat.numel() * ranks == whole.numel(), f"{ranks} partitions of {flat.numel()} make no {whole.numel()}")
         truths: list[Truth] = []
         for param in params:
@@ -151,14 +151,14 @@ def _contiguous(
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
 
-def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
-    """Parameters are cut into equal parts each; a rank's parts of a sub-group's parameters stand end to end."""
+def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
+    """Read parameters that are cut into equal parts; a partition holds a rank's parts of a sub-group, end to end."""
     import deepspeed
     import torch.distributed as dist
 
-    home = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))]
+    group_of = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))]
     for i, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
-        param_group = zero.optimizer.param_groups[home[i]]
+        param_group = zero.optimizer.param_groups[group_of[i]]
         groups = {id(group): group for group in (getattr(p, "ds_process_group", zero.dp_process_group) for p in params)}
         _expect(len(groups) == 1, "a sub-group's parameters are partitioned over different ranks")
         (process_group,) = groups.values()
@@ -167,11 +167,11 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
         if swapped:
             zero._optimizer_states_and_gradient_swap_in(i)
         truths: list[Truth] = []
-        places: list[tuple[Any, slice]] = []
+        ranges: list[tuple[Any, slice]] = []
         start = 0
         for param in params:
             size = param.partition_numel()
-            places.append((zero.get_param_id(param), slice(start, start + size)))
+            ranges.append((zero.get_param_id(param), slice(start, start + size)))
             bounds = partition_bounds(param.ds_numel, size, ranks)
             first, last = bounds[rank]
             with deepspeed.zero.GatheredParameters([param]):
@@ -182,26 +182,26 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Found]:
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]
-        last_one = home[i] not in home[i + 1 :]
-        about = {"group": process_group, "rank": rank, "slices": slices, "last": last_one}
+        is_last = group_of[i] not in group_of[i + 1 :]
+        about = {"group": process_group, "rank": rank, "slices": slices, "last": is_last}
         if zero.offload_optimizer:
-            about["without_gradient"] = functools.partial(without_gradient, zero, places)
+            about["without_gradient"] = functools.partial(without_gradient, zero, ranges)
         yield flat, about, truths
         if swapped:
-            # DeepSpeed reads from a checkpoint what it knows to be swapped, and that is what there is by then.
+            # DeepSpeed restores from a checkpoint only the moments that exist now.
             with standing(param_group, flat):
                 zero.optimizer.init_state()
             zero._optimizer_states_and_gradient_swap_out(i)
 
 
 def is_swapped(zero: Any, sub_group: int) -> bool:
-    """Whether DeepSpeed keeps a sub-group of ZeRO-3 on NVMe, which it does with those that are large enough."""
+    """Return whether DeepSpeed keeps a sub-group of ZeRO-3 on NVMe; small ones stay in memory."""
     return bool(zero.swap_optimizer and zero._swappable_optimizer_subgroup(sub_group))
 
 
 @contextlib.contextmanager
 def standing(param_group: dict[str, Any], flat: Tensor) -> Iterator[None]:
-    """With a partition in its param group, where ZeRO-3 puts it for its step only."""
+    """Put a partition into its param group, as ZeRO-3 does during its step."""
     before, param_group["params"] = param_group["params"], [flat]
     yield
     param_group["params"] = before
@@ -215,7 +215,7 @@ def _unknown(wrapper: Any) -> str:
 
 
 def version() -> str:
-    """DeepSpeed's name and version."""
+    """Return DeepSpeed's name and version."""
     import deepspeed
 
     return f"DeepSpeed {deepspeed.__version__}"

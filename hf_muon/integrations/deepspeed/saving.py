@@ -1,7 +1,7 @@
-"""Saving with DeepSpeed: all ranks write all of their files, and `latest` after them, or all ranks raise.
+"""Save checkpoints with DeepSpeed: all ranks write their files, then `latest` is written, or all ranks raise.
 
-DeepSpeed writes `latest` when the first rank has written its files, and an error of one rank leaves the others in a
-barrier.
+DeepSpeed writes `latest` as soon as the first rank has written its files, and an error on one rank leaves the others
+waiting in a barrier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_muon.optimizer.consensus import together
 
 
 def write_latest_last(engine: Any) -> None:
-    """Have `engine.save_checkpoint` write `latest` when all ranks have written their files, and return after that."""
+    """Wrap `engine.save_checkpoint` to write `latest` after the files of all ranks, and to return after that."""
     save = engine.save_checkpoint
     writer = getattr(engine, "checkpoint_engine", None)
     if getattr(save, OURS, False) or writer is None or getattr(writer, "is_decoupled", lambda: False)():
@@ -66,7 +66,7 @@ def write_latest_last(engine: Any) -> None:
 
 
 def binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
-    """Return what gives the arguments of a call by name, with defaults."""
+    """Return a function that binds the arguments of a call to their names, with defaults."""
     signature = inspect.signature(method)
 
     def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
@@ -78,7 +78,7 @@ def binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
 
 
 def swap_folder(engine: Any, folder: Path) -> Path:
-    """Return where in a checkpoint DeepSpeed puts the files that this rank has on NVMe."""
+    """Return the folder of a checkpoint to which DeepSpeed copies this rank's files on NVMe."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return folder / "offloaded_tensors" / f"rank{rank:02d}"
 
@@ -94,7 +94,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _raise_together(folder: Path, errors: list[str]) -> None:
-    """Wait for all ranks, and raise if one has an error.
+    """Wait for all ranks; raise on all of them if one has an error.
 
     Raises:
         RuntimeError: on all ranks.
@@ -112,7 +112,7 @@ def _raise_together(folder: Path, errors: list[str]) -> None:
 
 @contextlib.contextmanager
 def _noting(errors: list[str]) -> Iterator[None]:
-    """Note an error in the place of raising it, so that this rank takes part in the collectives that follow."""
+    """Collect an error instead of raising it, so that this rank takes part in the collectives that follow."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  whatever a file system or a writer raises; all ranks raise it together
@@ -121,7 +121,7 @@ def _noting(errors: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _files_labelled(writer: Any, errors: list[str]) -> Iterator[None]:
-    """Have the writer put its name into each file, and note its errors."""
+    """Have the writer put each file's name into it, and collect its errors."""
 
     def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
@@ -137,7 +137,7 @@ def _files_labelled(writer: Any, errors: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swap_files_noted(folder: Path, errors: list[str]) -> Iterator[None]:
-    """Note errors of `shutil.copytree`, by which DeepSpeed copies what is on NVMe into a checkpoint."""
+    """Collect errors of `shutil.copytree`, with which DeepSpeed copies files on NVMe into a checkpoint."""
 
     def wrap(copytree: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(copytree)
@@ -154,7 +154,7 @@ def _swap_files_noted(folder: Path, errors: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Wrap a function of an object, or of a module, for as long as the context lasts."""
+    """Wrap a function of an object or a module within the context."""
     method = getattr(owner, name, None)
     if method is None:
         yield

@@ -117,7 +117,7 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
         RuntimeError: every complaint.
     """
     if getattr(args, "deepspeed_plugin", None) is not None:
-        from hf_muon.integrations.deepspeed.engine import refuse_arguments
+        from hf_muon.integrations.deepspeed.refusals import refuse_arguments
 
         refuse_arguments(args)
 

@@ -172,7 +172,7 @@ def _check_arguments(settings: Settings) -> None:
 
 
 def _check_deepspeed(settings: Settings) -> None:
-    from hf_muon.integrations.deepspeed.engine import refuse_momentum
+    from hf_muon.integrations.deepspeed.refusals import refuse_momentum
 
     group = {"use_muon": True, "momentum_dtype": options_of(settings).momentum_dtype}
     config = _deepspeed_config(settings.get("deepspeed"))

@@ -1,0 +1,138 @@
+"""What of a DeepSpeed config or engine Muon does not run with, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hf_muon.integrations.deepspeed.partitions import version
+from hf_muon.optimizer.muon import Muon
+
+Config = Mapping[str, Any]
+
+
+def config_complaints(config: Config) -> Iterator[str]:
+    """Yield what Muon does not run with in a DeepSpeed config, and what to do instead."""
+    zero = _section(config, "zero_optimization")
+    optimizer = _section(zero, "offload_optimizer")
+    if "optimizer" in config:
+        kind = _section(config, "optimizer").get("type", "an optimizer")
+        yield f'"optimizer" ({kind}), which DeepSpeed would use in place of Muon. Remove it from the config'
+    if _number(_section(config, "tensor_parallel"), "autotp_size", 0) > 1:
+        yield "tensor_parallel.autotp_size (AutoTP), which cuts matrices before ZeRO does"
+    if zero.get("zenflow"):
+        yield "zero_optimization.zenflow, which steps parts of matrices at different times"
+    if _number(zero, "mics_shard_size", -1) > 0:
+        yield "zero_optimization.mics_shard_size (MiCS)"
+    if _number(zero, "zero_hpz_partition_size", 1) > 1:
+        yield "zero_optimization.zero_hpz_partition_size (ZeRO++ hpZ)"
+    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        if zero.get(name) is True:
+            yield f"zero_optimization.{name} (ZeRO++)"
+    if zero.get("elastic_checkpoint") is True:
+        yield "zero_optimization.elastic_checkpoint, which cannot tell moments from steps"
+    if _number(optimizer, "ratio", 1.0) < 1:
+        yield "zero_optimization.offload_optimizer.ratio below 1, which steps a part with another optimizer"
+    if optimizer.get("super_offload") is True:
+        yield "zero_optimization.offload_optimizer.super_offload, which brings an optimizer of its own"
+    if optimizer.get("device") == "nvme":
+        yield from _nvme_complaints(zero, optimizer)
+    if _section(zero, "offload_param").get("device") == "nvme":
+        yield "zero_optimization.offload_param.device nvme. Use cpu"
+    if "expert_parallel" in config and _section(config, "expert_parallel").get("enabled") is not False:
+        yield "expert_parallel"
+    for precision in ("fp16", "bf16", "bfloat16"):
+        for name in (f"{precision}_master_weights_and_grads", f"{precision}_optimizer_states"):
+            if _section(config, precision).get(name) is True:
+                yield f"{precision}.{name}: Muon needs fp32 master weights"
+    autocast = _section(config, "torch_autocast")
+    if autocast.get("enabled") is True and str(autocast.get("dtype")).removeprefix("torch.") in ("float16", "fp16"):
+        yield "torch_autocast in float16. Use fp16 or bf16"
+    if _section(config, "checkpoint").get("load_universal") is True:
+        yield "checkpoint.load_universal: DeepSpeed's universal checkpoints hold Adam's moments only"
+
+
+def _nvme_complaints(zero: Config, optimizer: Config) -> Iterator[str]:
+    at = "zero_optimization.offload_optimizer"
+    if zero.get("stage", 0) not in (3, "auto"):
+        yield f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu"
+    if not optimizer.get("nvme_path"):
+        yield f"{at}.device nvme without {at}.nvme_path, a folder on the disk"
+    # Per partition: weights, gradient and two moments of AdamW. Pipelining holds the next and the previous one as well.
+    needed = 4 * (1 + sum(optimizer.get(name) is True for name in ("pipeline_read", "pipeline_write")))
+    count = _number(optimizer, "buffer_count", 4)
+    if count < needed:
+        yield f"{at}.buffer_count {count:g}. Set it to {needed} or more, which this pipeline takes"
+
+
+def _section(config: Config, name: str) -> Config:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(config: Config, name: str, default: float) -> float:
+    number = config.get(name, default)
+    return number if isinstance(number, (int, float)) else default
+
+
+def refuse_config(config: Config) -> None:
+    """Raise if Muon does not run with a DeepSpeed config.
+
+    Raises:
+        RuntimeError: with all complaints.
+    """
+    if complaints := list(config_complaints(config)):
+        raise RuntimeError("Muon does not run with this DeepSpeed config:\n  - " + "\n  - ".join(complaints))
+
+
+def refuse_momentum(optimizer: Muon, config: Config) -> None:
+    """Raise if DeepSpeed cannot store momentum in the dtype of a param group.
+
+    Raises:
+        RuntimeError: with the `momentum_dtype`, and what to write instead.
+    """
+    dtypes = {group["momentum_dtype"] for group in optimizer.param_groups if group["use_muon"]}
+    offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
+    if "int8" in dtypes:
+        raise RuntimeError(
+            "momentum_dtype=int8 does not run under DeepSpeed, which cuts matrices anywhere: int8 has a scale for "
+            "every 64 elements of a row. Use bf16"
+        )
+    if "bf16" in dtypes and offload.get("device") == "nvme":
+        raise RuntimeError(
+            "momentum_dtype=bf16 does not run with the optimizer on NVMe, where DeepSpeed swaps fp32. Use auto, or "
+            "offload to the CPU"
+        )
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise if Muon does not run with the DeepSpeed config of TrainingArguments.
+
+    Raises:
+        RuntimeError: with all complaints.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None and isinstance(plugin.deepspeed_config, Mapping):
+        refuse_config(plugin.deepspeed_config)
+
+
+def engine_complaint(engine: Any) -> str | None:
+    """Return what Muon does not run with in an engine and its config does not show; None if it runs."""
+    if type(engine).__name__ != "DeepSpeedEngine":
+        return f"DeepSpeed's {type(engine).__name__}"
+    if getattr(engine, "has_moe_layers", False):
+        return "DeepSpeed's own layers of experts (deepspeed.moe)"
+    scale = getattr(engine.optimizer, "loss_scale", 1)
+    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.bfloat16_enabled() and scale != 1:
+        # In 0.18.4, gradients become so small that AdamW's eps outweighs them and clipping never applies.
+        return (
+            f"ZeRO-0 in bf16 in {version()}, which divides gradients by a loss scale of {scale} that the loss was not "
+            "multiplied by. Use ZeRO-1, or another version of DeepSpeed"
+        )
+    if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
+        return None  # its "model parallel" ranks share sequences; parameters are whole
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        size = getattr(getattr(engine, "mpu", None), name, None)
+        if size is not None and size() > 1:
+            return "model parallelism (mpu), in which each rank holds a part of a matrix before ZeRO cuts it"
+    return None
