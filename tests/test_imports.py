@@ -23,6 +23,7 @@ ROOMS = [
     ["optim_args", "routing"],
     ["optimizer"],
     ["build", "convert"],
+    ["ready_groups"],
     ["plan", "integrations"],
     ["cli"],
 ]
@@ -54,7 +55,7 @@ FLOORS = {
         "deepspeed.order deepspeed.saving deepspeed.refusals",
         "deepspeed.loading",
         "deepspeed.engine",
-        "accelerate transformers.checkpoint_files transformers.layout transformers.overrides transformers.ready_groups",
+        "accelerate transformers.checkpoint_files transformers.layout transformers.overrides",
         "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
         "llamafactory.v1.handler transformers.handler",
         "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",

@@ -26,8 +26,8 @@ from hf_muon import Muon, build_optimizer
 from hf_muon.diagnostics import log as diagnostics
 from hf_muon.integrations.transformers import layout as trainer_layout
 from hf_muon.integrations.transformers.layout import replicate_group
-from hf_muon.integrations.transformers.ready_groups import MuonOfGroups
 from hf_muon.integrations.transformers.refusals import OLDEST
+from hf_muon.ready_groups import MuonOfGroups
 from tests.bounds import beyond_rounding, move
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
 from tests.reference import moved, relative_difference

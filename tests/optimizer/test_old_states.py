@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_muon.optimizer import Muon
-from tests.optimizer.old_states.write import KINDS, STEPS, build, params_of, step, trained
+from tests.optimizer.old_states.write import KINDS, STEPS, build, params_of, step, trained, trained_of_groups
 from tests.optimizer.small_run import equal
 
 FOLDER = Path(__file__).parent / "old_states"
@@ -94,3 +94,15 @@ def test_momentum_of_zero_would_show():
     step(straight, STEPS)
     differences = [(one - other).abs().max() for one, other in zip(*map(params_of, (optimizer, straight)), strict=True)]
     assert min(differences) > 1e-3
+
+
+def test_optimizers_over_ready_made_groups():
+    """As LLaMA-Factory's PPO and LoRA+ make them."""
+    optimizer, expected = pickle.loads(content("of_groups.pickle.gz")), trained_of_groups()[0]
+    assert type(optimizer) is type(expected)
+    assert optimizer.param_groups[0]["param_names"] == expected.param_groups[0]["param_names"]
+    for seed in range(STEPS, STEPS + 3):
+        step(optimizer, seed)
+        step(expected, seed)
+    for param, reference in zip(params_of(optimizer), params_of(expected), strict=True):
+        torch.testing.assert_close(param, reference, rtol=1e-5, atol=1e-6)

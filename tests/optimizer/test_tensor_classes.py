@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon import Muon, build_optimizer, route_parameters
 from hf_muon.config import MuonConfig
-from hf_muon.integrations.transformers.ready_groups import MuonOfGroups
+from hf_muon.ready_groups import MuonOfGroups
 
 UNKNOWN = "test_tensor_classes.Shard, a class that hf_muon does not know"
 

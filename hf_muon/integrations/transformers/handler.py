@@ -38,7 +38,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
     warn_of_fsdp(context.args)
     options = {"config": config, "replicate_group": replicate_group(context.model)}
     if context.model is None:
-        from hf_muon.integrations.transformers.ready_groups import MuonOfGroups
+        from hf_muon.ready_groups import MuonOfGroups
 
         return MuonOfGroups, options
 

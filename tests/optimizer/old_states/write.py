@@ -62,6 +62,21 @@ def trained(kind):
     return optimizer
 
 
+def trained_of_groups():
+    """Return an optimizer over ready-made groups that has taken `STEPS` steps, and its model."""
+    from hf_muon.config import MuonConfig
+    from hf_muon.ready_groups import MuonOfGroups
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 10), nn.Linear(10, 6))
+    optimizer = MuonOfGroups(model.parameters(), MuonConfig(lr=0.02, ns_dtype="fp32"))
+    for seed in range(STEPS):
+        step(optimizer, seed)
+    for param in params_of(optimizer):
+        param.grad = None
+    return optimizer, model
+
+
 def write(folder):
     """Write state dicts with weights, and whole optimizers in the manner of torch.save and of pickle."""
     optimizers = {kind: trained(kind) for kind in KINDS}
@@ -74,6 +89,8 @@ def write(folder):
         torch.save(content, file)
         Path(folder, name).write_bytes(gzip.compress(file.getvalue(), mtime=0))
     Path(folder, "optimizers.pickle.gz").write_bytes(gzip.compress(pickle.dumps(optimizers), mtime=0))
+    of_groups = pickle.dumps(trained_of_groups()[0])
+    Path(folder, "of_groups.pickle.gz").write_bytes(gzip.compress(of_groups, mtime=0))
 
 
 if __name__ == "__main__":
