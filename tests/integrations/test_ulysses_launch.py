@@ -74,7 +74,7 @@ def test_hf_is_launched(model, cuda):
         ({"optim_args": "momentun=0.9"}, "'momentun' is not an option of muon. Did you mean 'momentum'?"),
         ({"optim_args": "momentum=2"}, "momentum=2.0 is not valid"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP version 1"),
-        ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, '"optimizer" (AdamW), which would be used'),
+        ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, '"optimizer" (AdamW), which DeepSpeed would use'),
         ({"deepspeed": {"zero_optimization": {"zenflow": {"x": 1}}}}, "zenflow"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is ignored"),
         ({"attn_implementation": "eager"}, "attention 'eager' needs a mask, which is dropped"),
