@@ -2,7 +2,7 @@
 
     python examples/demo/run.py
 
-Whatever is complete in build/demo/ is reused and whatever was interrupted goes on from its last checkpoint.
+It reuses what is complete in build/demo/, and resumes what was interrupted from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         manifest = prepare()
         results = {name: train(name, str(manifest["content"]), lock) for name in CONFIGS}
     except KeyboardInterrupt:
-        print("\ninterrupted; run it again and it goes on from here", file=sys.stderr)
+        print("\ninterrupted; run it again and it resumes from here", file=sys.stderr)
         sys.exit(130)
     draw(results, int(str(manifest["parameters"])))
     report(results, int(str(manifest["parameters"])))
