@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +27,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_propagates() -> None:
+    """Let `caplog` see the package's log lines, also after a test in which the logger set up a handler of its own."""
+    logging.getLogger("hf_muon").propagate = True
 
 
 @pytest.fixture(autouse=True)
