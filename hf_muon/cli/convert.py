@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import zipfile
@@ -116,14 +115,12 @@ def _save(state: Mapping[str, Any], target: Path, overwrite: bool) -> None:
     """Write the file completely or not at all."""
     import torch
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        torch.save(state, temporary)
+    from hf_muon.integrations.archives import complete_or_absent
+
+    with complete_or_absent(target) as file:
+        torch.save(state, file)
         if target.exists() and not overwrite:
             raise ValueError(f"{target} was created meanwhile. Name another TARGET, or say --overwrite")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _report(conversion: Conversion, target: Path, source_groups: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,24 +27,21 @@ def report(
     try:
         from hf_muon.diagnostics.page import render, summary
         from hf_muon.diagnostics.run_file import diagnostics_of, read_run
+        from hf_muon.integrations.archives import complete_or_absent
 
-        file = diagnostics_of(run)
-        metrics = read_run(file, skip_broken=skip_broken)
+        metrics_file = diagnostics_of(run)
+        metrics = read_run(metrics_file, skip_broken=skip_broken)
         if as_json:
             print_json(summary(metrics))
             return
-        target = out or file.with_name("muon_report.html")
-        text = render(metrics, f"Muon: {file.parent.resolve().name}")
+        target = out or metrics_file.with_name("muon_report.html")
+        text = render(metrics, f"Muon: {metrics_file.parent.resolve().name}")
         if not target.parent.is_dir():
             raise ValueError(f"{target.parent} is not a directory")
         if target.is_dir():
             raise ValueError(f"{target} is a directory. Name the page itself: --out {target / 'page.html'}")
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with complete_or_absent(target) as file:
+            file.write_text(text, encoding="utf-8")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     console().print(f"{target} ({len(text) / 1000:.0f} kB, {len(metrics.steps)} watched steps)", markup=False)

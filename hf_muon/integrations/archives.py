@@ -1,8 +1,11 @@
-"""Archives that `torch.save` has written: which are truncated, and which have changed since."""
+"""Files that are written completely or not at all, and archives of `torch.save` that have changed since."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -30,3 +33,19 @@ def archive_damage(file: Path | IO[bytes]) -> str | None:
             return f"has changed since it was written (checksum of {changed})"
         return f"is cut off or overwritten ({error})"
     return None
+
+
+@contextlib.contextmanager
+def complete_or_absent(target: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary file beside `target` to write to; it replaces `target` when it is complete and on disk.
+
+    After an error, `target` is as it was, and the temporary file is gone.
+    """
+    temporary = temporary or target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from hf_muon.integrations.archives import complete_or_absent
 from hf_muon.integrations.transformers.checkpoint_files import damaged_files, earlier_checkpoint
 
 
@@ -76,3 +77,13 @@ def test_without_checksums_what_can_be_read_is_not_damaged(checkpoint):
     finally:
         torch.serialization.set_crc32_options(True)
     assert damaged_files(checkpoint) == []
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
+    target = tmp_path / "page.html"
+    with complete_or_absent(target) as file:
+        file.write_text("old")
+    with pytest.raises(RuntimeError), complete_or_absent(target) as file:
+        raise RuntimeError(file.write_text("half of the new"))
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]

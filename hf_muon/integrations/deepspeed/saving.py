@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_muon.distributed.agreement import exchange_texts
+from hf_muon.integrations.archives import complete_or_absent
 from hf_muon.integrations.deepspeed.files import labelled, write_checksums
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
@@ -57,7 +58,7 @@ def write_latest_last(engine: Any) -> None:
         _raise_together(folder, errors)
         with _noting(errors):
             if with_latest and engine.global_rank == 0:
-                _write(Path(values["save_dir"], "latest"), tag)
+                _write_latest(Path(values["save_dir"]), tag)
         _raise_together(folder, errors)
         return result
 
@@ -83,14 +84,9 @@ def swap_folder(engine: Any, folder: Path) -> Path:
     return folder / "offloaded_tensors" / f"rank{rank:02d}"
 
 
-def _write(file: Path, text: str) -> None:
-    """Write a small file, which exists whole or not at all, also where the machine stops."""
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+def _write_latest(folder: Path, tag: str) -> None:
+    with complete_or_absent(folder / "latest", folder / "latest.partial") as file:
+        file.write_text(tag)
 
 
 def _raise_together(folder: Path, errors: list[str]) -> None:
