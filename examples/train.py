@@ -213,6 +213,8 @@ def main(argv: list[str]) -> None:
     metrics["perplexity"] = math.exp(metrics["eval_loss"])
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A case is the run's settings, and under `drop_momentum` whether its momentum is 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from llamafactory.v1.accelerator.interface import DistributedInterface
 from llamafactory.v1.trainers.sft_trainer import SFTTrainer, run_sft
 
 fit = SFTTrainer.fit
-destroy = DistributedInterface.destroy
 
 
 def fit_without_momentum(self: SFTTrainer) -> None:
@@ -31,7 +31,10 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
     for settings in cases.values():
         SFTTrainer.fit = fit_without_momentum if settings.pop("drop_momentum", False) else fit
         run_sft(settings)
-    destroy(DistributedInterface())
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo may still wait for the interpreter, and aborts while it is finalized
 
 
 if __name__ == "__main__":

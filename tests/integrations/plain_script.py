@@ -5,6 +5,7 @@ Usage: plain_script.py OPTIM WEIGHTS_FILE [BATCH_PER_PROCESS]
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from typing import Any
@@ -80,11 +81,13 @@ def main(optim: str, path: str, batch: int = BATCH) -> None:
         InOrder(network, args, train_dataset=dataset()).train()
     if args.process_index == 0:
         torch.save(network.state_dict(), path)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
     # Only a run that asks for Muon loads it.
     assert ("hf_muon.optimizer.muon" in sys.modules) == (optim == "muon")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a thread of gloo may still wait for the interpreter, and aborts while it is finalized
 
 
 if __name__ == "__main__":
