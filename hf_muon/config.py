@@ -79,7 +79,7 @@ class MuonConfig:
     )
     momentum: float = option(
         0.95,
-        types.number("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        types.number("a number from 0 to below 1", 0, 1),
         "Decay of the moving average of the gradients.",
         scope="group",
         source=f"{_JORDAN}, torch",
@@ -111,7 +111,7 @@ class MuonConfig:
     )
     ns_steps: int = option(
         5,
-        types.integer("an integer from 1 to 99", lambda x: 1 <= x < 100),
+        types.integer("an integer from 1 to 99", 1, 100),
         "Number of Newton-Schulz steps.",
         scope="group",
         source=f"{_JORDAN}, torch",
@@ -173,14 +173,14 @@ class MuonConfig:
     per_head: bool = option(False, types.flag(), "Orthogonalize query, key and value projections head by head.")
     max_bucket_bytes: int = option(
         256 * 2**20,
-        types.integer("a positive number of bytes", lambda x: x > 0),
+        types.integer("a positive number of bytes", 1),
         "Upper limit, per rank, for the bytes of updates and directions in flight during a distributed step, without "
         "the temporary memory of Newton-Schulz. Matrices that exceed it are communicated without overlap.",
         scope="optimizer",
     )
     max_batch_bytes: int = option(
         MAX_BATCH_BYTES,
-        types.integer("a positive number of bytes", lambda x: x > 0),
+        types.integer("a positive number of bytes", 1),
         "Upper limit for the temporary memory of Newton-Schulz in bytes, updates and directions included. Matrices of "
         "one shape are processed in batches that fit; a single larger matrix goes alone.",
         scope="optimizer",
@@ -207,7 +207,7 @@ class MuonConfig:
     )
     diagnostics_every: int = option(
         0,
-        types.integer("a number of steps, 0 for never", lambda x: x >= 0),
+        types.integer("a number of steps, 0 for never", 0),
         "Number of steps between two lines of metrics, which rank 0 writes; 0 for none, unless "
         "`HF_MUON_DIAGNOSTICS_EVERY` is set. The weights stay bit-identical.",
         scope="optimizer",

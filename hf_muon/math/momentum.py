@@ -138,15 +138,6 @@ class Piece(Protocol):
     def of(self, local: Tensor, /) -> Tensor: ...
 
 
-class Matrix(Protocol):
-    """A matrix, or a stack of matrices, stored in a parameter or in a part of a flat one."""
-
-    @property
-    def param(self) -> int: ...
-
-    def of(self, local: Tensor, /) -> Tensor: ...
-
-
 class MomentumBuffers:
     """The momentum of the matrices of a param group in one step, an exponential moving average of their gradients.
 
@@ -156,9 +147,9 @@ class MomentumBuffers:
         update = momentum * buffer + (1 - momentum) * grad      # with nesterov, else the buffer
 
     Args:
-        matrices: the matrices to step, by their position in the group.
-        state: the state of each parameter that stores them, by its position; local tensors.
-        grads: the gradient of each of these parameters; local tensors.
+        state: the momentum of each matrix, or stack, to step, by its position in the group; local tensors. Several
+            matrices in one int8 parameter share its tensors, by whose identity it moves once.
+        grads: the gradient of each of them; local tensors.
         momentum: decay of the average.
         nesterov: whether to look one step ahead.
         step: number of the step, which seeds stochastic rounding.
@@ -166,7 +157,6 @@ class MomentumBuffers:
 
     def __init__(
         self,
-        matrices: Mapping[int, Matrix],
         state: Mapping[int, Mapping[str, Tensor]],
         grads: Mapping[int, Tensor],
         *,
@@ -174,16 +164,15 @@ class MomentumBuffers:
         nesterov: bool,
         step: int = 0,
     ) -> None:
-        self._matrices = matrices
-        self._buffers = {i: tensors[BUFFER] for i, tensors in state.items()}
+        self._buffers = {k: tensors[BUFFER] for k, tensors in state.items()}
         self._blocks = {
-            i: Quantized(tensors[BUFFER], tensors[SCALE]) for i, tensors in state.items() if SCALE in tensors
+            k: Quantized(tensors[BUFFER], tensors[SCALE]) for k, tensors in state.items() if SCALE in tensors
         }
         self._grads = grads
         self._momentum = momentum
         self._nesterov = nesterov
         self._step = step
-        self._unmoved = set(self._blocks)
+        self._unmoved = {blocks.codes for blocks in self._blocks.values()}
 
     def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates. Call it once for each piece of a step.
@@ -197,22 +186,18 @@ class MomentumBuffers:
 
     def values(self, matrix: int) -> Tensor:
         """Return the momentum of a matrix, decoded."""
-        stored = self._matrices[matrix]
-        blocks = self._blocks.get(stored.param)
-        return stored.of(self._buffers[stored.param]) if blocks is None else blocks.values()
-
-    def _of(self, piece: Piece, stored: Mapping[int, Tensor]) -> Tensor:
-        matrix = self._matrices[piece.matrix]
-        return piece.of(matrix.of(stored[matrix.param]))
+        return self._blocks[matrix].values() if matrix in self._blocks else self._buffers[matrix]
 
     def _rule(self, piece: Piece) -> Callable[[Sequence[Piece]], list[Tensor]]:
-        dtype = self._buffers[self._matrices[piece.matrix].param].dtype
+        dtype = self._buffers[piece.matrix].dtype
         return {torch.bfloat16: self._rounded, torch.int8: self._quantized}.get(dtype, self._exact)
 
     def _exact(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Step buffers in the dtype of the step, all at once."""
-        buffers = [self._of(piece, self._buffers) for piece in pieces]
-        grads = [self._of(piece, self._grads).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)]
+        buffers = [piece.of(self._buffers[piece.matrix]) for piece in pieces]
+        grads = [
+            piece.of(self._grads[piece.matrix]).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)
+        ]
         torch._foreach_lerp_(buffers, grads, 1 - self._momentum)
         return list(torch._foreach_lerp(grads, buffers, self._momentum)) if self._nesterov else buffers
 
@@ -220,7 +205,7 @@ class MomentumBuffers:
         """Step bf16 buffers in fp32, which the updates are computed from, and round what is stored."""
         updates = []
         for piece in pieces:
-            buffer, grad = self._of(piece, self._buffers), self._of(piece, self._grads).float()
+            buffer, grad = piece.of(self._buffers[piece.matrix]), piece.of(self._grads[piece.matrix]).float()
             exact = buffer.float().lerp_(grad, 1 - self._momentum)
             store_bf16_(buffer, exact, self._step)
             updates.append(self._look_ahead(grad, exact))
@@ -230,12 +215,11 @@ class MomentumBuffers:
         """Step whole int8 parameters, since pieces may cut through blocks, and compute updates from what is stored."""
         updates = []
         for piece in pieces:
-            param = self._matrices[piece.matrix].param
-            if param in self._unmoved:
-                self._unmoved.remove(param)
-                self._blocks[param].move_(self._grads[param], self._momentum)
-            grad = self._of(piece, self._grads).float()
-            updates.append(self._look_ahead(grad, self._blocks[param].values_of(piece)))
+            blocks, grad = self._blocks[piece.matrix], self._grads[piece.matrix]
+            if blocks.codes in self._unmoved:
+                self._unmoved.remove(blocks.codes)
+                blocks.move_(grad, self._momentum)
+            updates.append(self._look_ahead(piece.of(grad).float(), blocks.values_of(piece)))
         return updates
 
     def _look_ahead(self, grad: Tensor, buffer: Tensor) -> Tensor:

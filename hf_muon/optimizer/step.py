@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_muon.math import update
 from hf_muon.math.adamw import adamw_
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.momentum import MomentumBuffers
+from hf_muon.math.momentum import STATE_KEYS, MomentumBuffers
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
@@ -46,12 +46,16 @@ def muon_step(
     params = {i: group["params"][i] for i in indices}
     active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
     local = {i: local_of(param) for i, param in params.items()}
+    grads = {i: gradients.local_grad(param) for i, param in params.items()}
+    moments = {
+        i: {key: local_of(state[param][key]) for key in STATE_KEYS if key in state[param]}
+        for i, param in params.items()
+    }
     weights = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
     scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in active.items()}
     momentum = MomentumBuffers(
-        active,
-        {i: {key: local_of(value) for key, value in state[param].items()} for i, param in params.items()},
-        {i: gradients.local_grad(param) for i, param in params.items()},
+        {k: {key: matrix.of(value) for key, value in moments[matrix.param].items()} for k, matrix in active.items()},
+        {k: matrix.of(grads[matrix.param]) for k, matrix in active.items()},
         momentum=group["momentum"],
         nesterov=group["nesterov"],
         step=number,

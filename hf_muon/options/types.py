@@ -40,15 +40,15 @@ class OptionType:
     choices: tuple[str, ...] = ()
 
 
-def number(valid: str, accepts: Callable[[float], bool]) -> OptionType:
-    """Return the type of a finite number."""
+def number(valid: str, low: float, below: float = math.inf) -> OptionType:
+    """Return the type of a number of at least `low` that is less than `below`."""
 
     def check(value: Any) -> float:
         # numpy's scalars are real numbers, too.
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise InvalidError
         number = float(value)
-        if not (math.isfinite(number) and accepts(number)):
+        if not low <= number < below:
             raise InvalidError
         return number
 
@@ -57,12 +57,12 @@ def number(valid: str, accepts: Callable[[float], bool]) -> OptionType:
 
 def non_negative() -> OptionType:
     """Return the type of a number of at least 0."""
-    return number("a number of at least 0", lambda x: x >= 0)
+    return number("a number of at least 0", 0)
 
 
 def learning_rate() -> OptionType:
     """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
-    rate = number("a number of at least 0", lambda x: x > -_RATE_ROUNDING)
+    rate = number("a number of at least 0", -_RATE_ROUNDING)
 
     def check(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
@@ -76,11 +76,11 @@ def learning_rate() -> OptionType:
     return dataclasses.replace(rate, check=check)
 
 
-def integer(valid: str, accepts: Callable[[int], bool]) -> OptionType:
-    """Return the type of an integer."""
+def integer(valid: str, low: int, below: float = math.inf) -> OptionType:
+    """Return the type of an integer of at least `low` that is less than `below`."""
 
     def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not accepts(int(value)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < below:
             raise InvalidError
         return int(value)
 

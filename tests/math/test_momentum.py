@@ -257,14 +257,6 @@ def test_what_is_not_valid_lists_what_is(build_with):
         build_with(options) if build_with == MuonConfig.from_mapping else build_with(**options)
 
 
-class Matrix(NamedTuple):
-    param: int
-    elements: slice | None = None
-
-    def of(self, local):
-        return local if self.elements is None else local[self.elements]
-
-
 class Columns(NamedTuple):
     start: int
     size: int
@@ -286,25 +278,26 @@ class Piece(NamedTuple):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_pieces_move_as_whole_matrices_do(nesterov):
-    # A flat fp32 partition of two matrices, a bf16 matrix, and an int8 matrix cut through its blocks.
-    matrices = {0: Matrix(0, slice(0, 60)), 1: Matrix(0, slice(60, 100)), 2: Matrix(1), 3: Matrix(2)}
+    # A flat fp32 partition of two matrices, a bf16 matrix, and an int8 parameter of two, cut through its blocks.
     shapes = [(100,), (8, 20), (6, 150)]
     pieces = [Piece(0, slice(0, 25)), Piece(2), Piece(3, cut=Columns(0, 70)), Piece(0, slice(25, 60)), Piece(1)]
-    pieces += [Piece(3, cut=Columns(70, 80))]
+    pieces += [Piece(4, cut=Columns(70, 80))]
 
     def start():
         buffers = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
-        state = {0: {"momentum_buffer": buffers[0]}, 1: {"momentum_buffer": buffers[1].bfloat16()}}
         blocks = Quantized(torch.zeros(shapes[2], dtype=torch.int8), torch.zeros(scale_shape(shapes[2])))
         blocks.store_(buffers[2])
-        state[2] = {"momentum_buffer": blocks.codes, "momentum_scale": blocks.scales}
-        grads = {i: torch.randn(shape, generator=torch.Generator().manual_seed(9)) for i, shape in enumerate(shapes)}
-        return state, MomentumBuffers(matrices, state, grads, momentum=0.9, nesterov=nesterov, step=3)
+        quantized = {"momentum_buffer": blocks.codes, "momentum_scale": blocks.scales}
+        stored = [buffers[0][:60], buffers[0][60:], buffers[1].bfloat16()]
+        state = {**{k: {"momentum_buffer": buffer} for k, buffer in enumerate(stored)}, 3: quantized, 4: quantized}
+        flat, *whole = (torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in shapes)
+        grads = dict(enumerate([flat[:60], flat[60:], *whole, whole[-1]]))
+        return state, MomentumBuffers(state, grads, momentum=0.9, nesterov=nesterov, step=3)
 
     whole_state, whole = start()
     cut_state, cut = start()
-    expected = dict(zip(matrices, whole.updates([Piece(k) for k in matrices]), strict=True))
+    expected = dict(zip(whole_state, whole.updates([Piece(k) for k in whole_state]), strict=True))
     for part, update in zip(pieces, cut.updates(pieces[:2]) + cut.updates(pieces[2:]), strict=True):
         assert torch.equal(update, part.of(expected[part.matrix]))
-    for i, tensors in whole_state.items():
-        assert all(torch.equal(tensors[key], cut_state[i][key]) for key in tensors)
+    for k, tensors in whole_state.items():
+        assert all(torch.equal(tensors[key], cut_state[k][key]) for key in tensors)
