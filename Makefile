@@ -5,7 +5,7 @@
 #   make test-all  every test
 #   make lint      ruff and mypy
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
-#   make golden    the tables in tests/golden, written anew: look at the diff
+#   make golden    the tables in tests/golden and the README's table of options, written anew: look at the diff
 
 PYTHON ?= python3
 VENV := .venv
@@ -99,6 +99,7 @@ lint: $(VENV)/.made
 
 golden: $(VENV)/.made $(LF)/.made
 	$(VENV)/bin/python -m tests.zoo
+	$(VENV)/bin/python -m tests.option_table
 	$(LF_ENV) $(LF)/bin/python -m tests.zoo
 
 clean:

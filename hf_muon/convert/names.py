@@ -12,9 +12,7 @@ from torch import nn
 from hf_muon.convert.formats import ALGORITHM, SourceParameter, format_of, refuse
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
-from hf_muon.routing.parameters import WRAPPERS
-
-_WRAPPERS = ("module", *WRAPPERS)
+from hf_muon.routing.parameters import unwrapped
 
 
 def names_of(
@@ -71,7 +69,7 @@ def _parameters(model: nn.Module, optimizer: Muon) -> dict[str, nn.Parameter]:
 
 
 def _without_wrappers(name: str, params: Mapping[str, Any]) -> str:
-    return name if name in params else ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return name if name in params else unwrapped(name, "module")
 
 
 def _check_names(names: Sequence[str], source_params: Sequence[SourceParameter], params: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from hf_muon.optimizer.state import (
     state_keys,
     state_shape,
 )
+from hf_muon.options.declaration import quoted
 from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
 
 Group = Mapping[str, Any]
@@ -73,7 +74,7 @@ def load_complaints(groups: Sequence[Group], state_dict: Any) -> Iterator[str]:
 def form_complaints(state_dict: Any) -> Iterator[str]:
     """Say why something does not have the form of a `Muon`'s state dict."""
     if not isinstance(state_dict, Mapping):
-        yield f"it is {_shown(state_dict)}, and not an optimizer's state_dict"
+        yield f"it is {quoted(state_dict)}, and not an optimizer's state_dict"
         return
     groups = state_dict.get("param_groups")
     if not isinstance(groups, (list, tuple)) or not isinstance(state_dict.get("state"), Mapping):
@@ -81,7 +82,7 @@ def form_complaints(state_dict: Any) -> Iterator[str]:
         return
     for k, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            yield f"its param group {k} is {_shown(group)}, and not a mapping"
+            yield f"its param group {k} is {quoted(group)}, and not a mapping"
             return
         if "use_muon" not in group:
             known = sorted(str(key) for key in group if key != "params")
@@ -105,21 +106,21 @@ def _are_keys(params: Any) -> bool:
 
 def _group_complaints(group: Group) -> Iterator[str]:
     if not isinstance(group["use_muon"], bool):
-        yield f"has use_muon={_shown(group['use_muon'])}. Valid: true or false"
+        yield f"has use_muon={quoted(group['use_muon'])}. Valid: true or false"
     if not _are_keys(group.get("params")):
-        yield f"has params={_shown(group.get('params'))}, and not a list of its parameters"
+        yield f"has params={quoted(group.get('params'))}, and not a list of its parameters"
     if "step" in group and steps_of(group["step"]) is None:
-        yield f"has step={_shown(group['step'])}, and not a number of steps"
+        yield f"has step={quoted(group['step'])}, and not a number of steps"
     for name in ("param_names", "views"):
         words = group.get(name)
         texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
         if words is not None and not texts:
-            yield f"has {name}={_shown(words)}, and not a text for each parameter"
+            yield f"has {name}={quoted(words)}, and not a text for each parameter"
     for name in SCHEDULER_KEYS:
         if name in group and _number(group[name]) is None:
-            yield f"has {name}={_shown(group[name])}, and not a number"
+            yield f"has {name}={quoted(group[name])}, and not a number"
     if group.get("differentiable"):
-        yield f"has differentiable={_shown(group['differentiable'])}: steps of Muon cannot be differentiated"
+        yield f"has differentiable={quoted(group['differentiable'])}: steps of Muon cannot be differentiated"
 
 
 # --- fit: the same param groups, in the same order
@@ -198,7 +199,7 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
     for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
         moments = state.get(key)
         if moments is not None and not isinstance(moments, Mapping):
-            yield f"{describe(group, i)}: its state is {_shown(moments)}, and not a mapping"
+            yield f"{describe(group, i)}: its state is {quoted(moments)}, and not a mapping"
             continue
         keys = state_keys(saved, param)
         missing = [name for name in keys if name not in (moments or {})]
@@ -227,11 +228,11 @@ def _moment_complaint(name: str, value: Any, param: Tensor, saved: Group) -> str
         if has_data(local_of(param)):
             return "is on the meta device, where it has no values"
     elif name == "step" and steps_of(value) is None:
-        return f"is {_shown(value)}, and not a number of steps"
+        return f"is {quoted(value)}, and not a number of steps"
     if name == "step":
         return None
     if not isinstance(value, Tensor):
-        return f"is {_shown(value)}, and not a tensor"
+        return f"is {quoted(value)}, and not a tensor"
     if tuple(value.shape) != state_shape(param, name):
         return f"has shape {tuple(value.shape)}"
     dtype = state_dtype(param, name, momentum_dtype_of(saved))
@@ -299,10 +300,3 @@ def _number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from hf_muon.options.types import InvalidError, OptionType
 
 Scope = Literal["group", "optimizer", "model"]
@@ -71,7 +73,9 @@ def check_value(name: str, option: Option, value: Any) -> Any:
 
 
 def quoted(value: Any) -> str:
-    """Return a value as an error message quotes it."""
+    """Return a value as an error message quotes it; of a tensor that is no single number, its shape."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001  an integer of more digits than Python prints, or a class with a broken repr

@@ -25,7 +25,6 @@ _TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspo
 
 def attends(module: nn.Module | None) -> bool:
     """Return whether a module holds an attention."""
-    """Return whether a module holds an attention."""
     if module is None:
         return False
     named = module.named_modules()
@@ -40,7 +39,6 @@ def layout_at(param: ModelParameter) -> WeightLayout:
 
 
 def is_depthwise(owner: Any) -> bool:
-    """Return whether a convolution has one group per input channel."""
     """Return whether a convolution has one group per input channel."""
     return bool(owner.groups > 1 and owner.groups == owner.in_channels)
 
@@ -82,7 +80,6 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def norm_or_bias(param: ModelParameter) -> str | None:
-    """Return "norm" or "bias" if a parameter is one of them, else None."""
     """Return "norm" or "bias" if a parameter is one of them, else None."""
     component = param.module_name.rpartition(".")[2]
     if "bias" in param.own_name or component.endswith("bias"):

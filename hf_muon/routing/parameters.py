@@ -26,6 +26,11 @@ def folded(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
+def unwrapped(name: str, *others: str) -> str:
+    """Return a name without the components of wrappers, and without other components."""
+    return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *others))
+
+
 def examples(names: Iterable[str], limit: int = 4) -> str:
     """Return a few of these names for an error, showing one layer only."""
     distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import describe
 
@@ -59,7 +60,7 @@ def muon_of(arguments: Mapping[str, Any]) -> Muon:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         raise ValueError(
             f"{len(foreign)} of the {count} parameters of this Muon are not parameters of the model that is given with "
-            f"it: {', '.join(foreign[:3])}. Build it over that model, when the model is complete: "
+            f"it: {first_few(foreign, 3)}. Build it over that model, when the model is complete: "
             "optimizer=hf_muon.build_optimizer(model)"
         )
     return optimizer

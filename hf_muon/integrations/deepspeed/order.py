@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.integrations.deepspeed.partitions import is_swapped
+from hf_muon.routing.parameters import unwrapped
 
 ORDERING = {"round_robin_gradients": False, "parameter_alignment": None, "sub_group_size": 1_000_000_000}
 """Options of zero_optimization that say where parameters lie in partitions, with DeepSpeed's defaults."""
@@ -35,9 +36,7 @@ def moved(engine: Any, weights: Mapping[str, Any]) -> list[str]:
 def _positions(groups: Sequence[Iterable[str]] | None) -> dict[str, tuple[int, int]]:
     """Return for each parameter its group or sub-group, and its position there."""
     return {
-        name.replace("_orig_mod.", ""): (i, position)
-        for i, names in enumerate(groups or ())
-        for position, name in enumerate(names)
+        unwrapped(name): (i, position) for i, names in enumerate(groups or ()) for position, name in enumerate(names)
     }
 
 

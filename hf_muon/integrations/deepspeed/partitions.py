@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.diagnostics.log import first_few
 from hf_muon.integrations.deepspeed.gradients import without_gradient, without_gradient_in_stage_2
 from hf_muon.optimizer.muon import Muon
 from hf_muon.storage.partitions import Partition, Slice, partition_bounds
@@ -73,7 +74,7 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     root = root_group([partition.group for partition in partitions.values()])
     gathered = [line for lines in exchange_texts(root, wrong) for line in lines]
     if gathered:
-        raise RuntimeError(f"{_unknown(wrapper)}: {'; '.join(dict.fromkeys(gathered[:5]))}")
+        raise RuntimeError(f"{_unknown(wrapper)}: {first_few(dict.fromkeys(gathered), 5, '; ')}")
     return partitions
 
 
