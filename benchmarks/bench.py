@@ -1,4 +1,4 @@
-"""The benchmarks, in one command: `make bench`, or with a Python that has this package and matplotlib:
+"""Run the benchmarks in one command: `make bench`, or with a Python that has this package and matplotlib:
 
 python benchmarks/bench.py
 python benchmarks/bench.py --device cuda --only orthogonalization --dion PATH_TO_CHECKOUT
@@ -26,8 +26,8 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What was asked for; errors in it end the program with what is valid."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line; an invalid one ends the program with the valid values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -36,21 +36,21 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         choices=BENCHMARKS,
         default=list(BENCHMARKS),
         metavar="NAME",
-        help=f"of {', '.join(BENCHMARKS)}",
+        help=f"benchmarks to run: {', '.join(BENCHMARKS)}",
     )
-    parser.add_argument("--rounds", type=_number, help="turns of each side; 5 on a CPU, 15 on CUDA")
-    parser.add_argument("--threads", type=_number, default=1, help="of a CPU; with more than one, wall time is taken")
+    parser.add_argument("--rounds", type=_number, help="measured rounds; default 5 on a CPU, 15 on CUDA")
+    parser.add_argument("--threads", type=_number, default=1, help="of a CPU; with more than one, measure wall time")
     parser.add_argument(
         "--dion",
         default=os.environ.get("HF_MUON_BENCH_DION"),
-        help="a checkout of microsoft/dion, where it is not installed; also HF_MUON_BENCH_DION",
+        help="a checkout of microsoft/dion if it is not installed; default: HF_MUON_BENCH_DION",
     )
-    parser.add_argument("--out", type=Path, help="folder; benchmarks/results/DEVICE, and build/bench with --quick")
-    parser.add_argument("--quick", action="store_true", help="shapes so small that numbers mean nothing: does all run?")
+    parser.add_argument("--out", type=Path, help="default benchmarks/results/DEVICE, or build/bench with --quick")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to check that everything runs")
     parser.add_argument(
-        "--redraw", action="store_true", help="tables and pictures of what --out holds; measures nothing"
+        "--redraw", action="store_true", help="draw tables and pictures from the CSV files in --out, without measuring"
     )
-    options = parser.parse_args(given)
+    options = parser.parse_args(argv)
     if options.dion and not (Path(options.dion) / "dion").is_dir():
         parser.error(f"--dion {options.dion}: not a checkout of microsoft/dion, there is no folder dion in it")
     options.out = options.out or (
@@ -63,14 +63,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run the benchmarks that were asked for, and write each one's CSV when it is done.
+    """Run the benchmarks in `options.only`, and write the CSV of each when it is done.
 
     Raises:
-        RuntimeError: CUDA was asked for, and there is none.
+        RuntimeError: `options.device` is cuda, and torch sees no CUDA device.
     """
-    # Read when torch is imported, so that nothing above may import it.
+    # torch reads this when it is imported, so no line above may import torch.
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    if options.device == "cpu":  # where torch.compile takes others' functions minutes
+    if options.device == "cpu":  # torch.compile would take minutes for other packages' functions
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import meters
     import torch
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace) -> None:
     for benchmark in options.only:
         load = os.getloadavg()
         rows = importlib.import_module(benchmark).run(setting)
-        found = meters.machine(
+        environment = meters.machine(
             **_versions(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             dtype=name,
@@ -109,19 +109,19 @@ def measure(options: argparse.Namespace) -> None:
                 "left out": dict(setting.missing),
             },
         )
-        tables.write(options.out, benchmark, rows, found)
+        tables.write(options.out, benchmark, rows, environment)
 
 
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""How far two ranks of DeepSpeed ZeRO end from one process: hf_muon, and DeepSpeed's own Muon in the same cells.
+"""Measure how far training on two ranks of DeepSpeed ZeRO deviates from one process: hf_muon and DeepSpeed's own Muon.
 
 python benchmarks/deepspeed_deviation.py --out benchmarks/deepspeed_deviation.json
 
-Each side is compared with its own rule in one process: gradients of the whole batch, clipped, then the optimizer. For
-DeepSpeed's Muon that is its own `muon_update` on whole matrices and torch's AdamW for the rest. Where gradients are
-clipped, it is to less than half of their norm. Everything is fp32.
+The reference for each side is its own rule in one process: gradients of the whole batch, clipped, then the optimizer.
+For DeepSpeed's Muon that is its own `muon_update` on whole matrices and torch's AdamW for the rest. Clipping reduces
+the norm of the gradients to less than half. Everything is fp32.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from hf_muon import build_optimizer
 
 BATCH, LENGTH, UPDATES = 8, 16, 10
-CLIPPED = 1.0  # as Trainer clips by default
-LOSS = 50.0  # the loss is multiplied by it, so that gradients are that large; neither optimizer depends on it
+CLIPPED = 1.0  # Trainer's default
+LOSS = 50.0  # factor of the loss, which makes gradients large enough to clip; neither optimizer depends on it
 CELLS = [(stage, offload) for stage in (0, 1, 2, 3) for offload in ("none", "cpu") if stage or offload == "none"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", help="a folder: offload to it, too. Needs DeepSpeed's async_io, that is libaio")
+    parser.add_argument("--nvme", help="a folder for NVMe offload, which needs DeepSpeed's async_io (libaio)")
     parser.add_argument("--out", help="where to write the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _rank(rank: int, ranks: int, folder: str, nvme: str | None) -> None:
-    """One process of all runs; rank 0 writes what was found."""
+    """Train every cell in one process of the group; rank 0 writes the deviations."""
     sides.start(rank, ranks, folder)
     cells: list[dict[str, Any]] = []
     layouts = [*CELLS, *([(3, "nvme")] if nvme else [])]
@@ -77,13 +77,13 @@ def _rank(rank: int, ranks: int, folder: str, nvme: str | None) -> None:
 
 
 def network() -> sides.Mlp:
-    """Matrices whose shapes the ranks do not divide evenly."""
+    """Return a model with matrices whose shapes the ranks do not divide evenly."""
     torch.manual_seed(0)
     return sides.Mlp(48, [130, 75, 256])
 
 
 def together(side: str, stage: int, zero: dict[str, Any], clipping: float, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Weights after training on all ranks, which share each batch."""
+    """Return the weights after training on all ranks, which share each batch."""
     engine = sides.engine(side, network(), stage, zero, clipping, BATCH // ranks)
     try:
         for step in range(UPDATES):
@@ -95,7 +95,7 @@ def together(side: str, stage: int, zero: dict[str, Any], clipping: float, rank:
 
 
 def alone(make_step: Callable[[nn.Module], Callable[[], Any]], clipping: float) -> dict[str, Tensor]:
-    """Weights after training in one process."""
+    """Return the weights after training in one process."""
     model = network()
     step_with = make_step(model)
     for step in range(UPDATES):
@@ -109,14 +109,14 @@ def alone(make_step: Callable[[nn.Module], Callable[[], Any]], clipping: float) 
 
 
 def our_step(model: nn.Module) -> Callable[[], Any]:
-    """This package's."""
+    """Return the step of this package's optimizer."""
     options = {"lr": sides.LR, "weight_decay": sides.DECAY, "adamw_betas": sides.BETAS, "adamw_eps": sides.EPS}
     options |= {"ns_dtype": "fp32", "ns_coefficients": "original", "momentum": sides.MOMENTUM}
     return build_optimizer(model, options).step
 
 
 def native_step(model: nn.Module) -> Callable[[], Any]:
-    """DeepSpeed's rule on whole matrices, decoupled decay first as in its own step, and torch's AdamW."""
+    """Return a step by DeepSpeed's rule on whole matrices, with decoupled decay first as there, and torch's AdamW."""
     from deepspeed.runtime.zero.muon.original_muon import muon_update
 
     matrices = [param for name, param in model.named_parameters() if sides.is_muon(name)]
@@ -135,11 +135,11 @@ def native_step(model: nn.Module) -> Callable[[], Any]:
     return step
 
 
-def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The farthest of all parameters from where one process has them, relative to the distance it has moved there."""
+def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the largest distance of a parameter from its value in one process, relative to its movement there."""
     before = dict(network().named_parameters())
     apart = {
-        name: ((found[name] - weight).norm() / (weight - before[name].detach()).norm()).item()
+        name: ((weights[name] - weight).norm() / (weight - before[name].detach()).norm()).item()
         for name, weight in expected.items()
     }
     return {
@@ -149,15 +149,15 @@ def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row for each stage and offload, of Muon's matrices."""
-    found = {(c["side"], c["stage"], c["offload"], c["clipped"]): c for c in report["cells"]}
+    """Return a Markdown table of the deviation of Muon's matrices, with a row for each stage and offload."""
+    by_key = {(c["side"], c["stage"], c["offload"], c["clipped"]): c for c in report["cells"]}
     layouts = list(dict.fromkeys((c["stage"], c["offload"]) for c in report["cells"]))
     lines = [
         f"| | {NATIVE}, not clipped | {NATIVE}, clipped | {OURS}, not clipped | {OURS}, clipped |",
         "| --- | --- | --- | --- | --- |",
     ]
     for stage, offload in layouts:
-        cells = [found[side, stage, offload, clipped] for side in (NATIVE, OURS) for clipped in (False, True)]
+        cells = [by_key[side, stage, offload, clipped] for side in (NATIVE, OURS) for clipped in (False, True)]
         shown = [c["failed"] if "failed" in c else _short(c["matrices"]) for c in cells]
         where = "" if offload == "none" else f" + {offload}"
         lines.append(f"| ZeRO-{stage}{where} | {' | '.join(shown)} |")

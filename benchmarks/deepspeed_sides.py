@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Before torch and DeepSpeed are imported, here and in the ranks, which inherit it. Ranks share cores; DeepSpeed's
-# torch.compile would need minutes.
+# Set before the imports of torch and DeepSpeed; ranks inherit it. Ranks share cores, and DeepSpeed's torch.compile
+# would take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -34,13 +34,18 @@ deepspeed.utils.logger.setLevel(logging.ERROR)
 logging.getLogger("hf_muon").setLevel(logging.ERROR)
 
 OURS, NATIVE, ADAMW = "hf_muon", "DeepSpeed's Muon", "AdamW"
-NATIVE_STANDARD = "DeepSpeed's Muon, standard form"  # NATIVE is in the Gram form, its default, in fewer products
+NATIVE_STANDARD = "DeepSpeed's Muon, standard form"  # NATIVE uses the Gram form, its default, which has fewer products
 LR, DECAY, MOMENTUM, BETAS, EPS, STEPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8, 5
 VOCABULARY = 64
 
 
 class Mlp(nn.Module):
-    """A language model without attention: an embedding, residual pairs of matrices of ``widths``, a norm and a head."""
+    """A language model without attention: an embedding, residual pairs of matrices, a norm and a head.
+
+    Args:
+        width: of the embedding.
+        widths: inner width of each pair.
+    """
 
     def __init__(self, width: int, widths: Sequence[int]) -> None:
         super().__init__()
@@ -51,7 +56,7 @@ class Mlp(nn.Module):
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Mean loss of predicting each of ``(batch, length)`` tokens from the one before."""
+        """Return the mean loss of predicting each token of ``(batch, length)`` from the one before."""
         x = self.embed(tokens[:, :-1])
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(F.gelu(up(x)))
@@ -59,7 +64,7 @@ class Mlp(nn.Module):
 
 
 def tokens(step: int, batch: int, length: int) -> Tensor:
-    """``(batch, length + 1)`` of an artificial language, the same on all ranks."""
+    """Return tokens ``(batch, length + 1)`` of an artificial language, the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(VOCABULARY, (batch, 1), generator=generator)
     stride = torch.randint(1, 4, (batch, 1), generator=generator)
@@ -67,14 +72,14 @@ def tokens(step: int, batch: int, length: int) -> Tensor:
 
 
 def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], clipping: float, batch: int) -> Any:
-    """A DeepSpeed engine that steps the model.
+    """Return a DeepSpeed engine that steps the model.
 
     Args:
         side: `OURS`, `NATIVE`, `NATIVE_STANDARD` or `ADAMW`. The last is DeepSpeedCPUAdam where the optimizer is
             offloaded, and torch's AdamW elsewhere.
         stage: of ZeRO.
-        zero: more of ``zero_optimization``.
-        clipping: largest norm of all gradients; 0 for none.
+        zero: further keys of ``zero_optimization``.
+        clipping: maximum norm of all gradients together; 0 for no clipping.
         batch: sequences per step and rank.
     """
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
@@ -84,9 +89,9 @@ def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], cli
         "gradient_clipping": clipping,
         "zero_optimization": {
             "stage": stage,
-            "reduce_bucket_size": 1_000_000,  # memory for the largest bucket is taken at once
+            "reduce_bucket_size": 1_000_000,  # DeepSpeed allocates the largest bucket at once
             "allgather_bucket_size": 1_000_000,
-            "reduce_scatter": stage < 3 or side not in (NATIVE, NATIVE_STANDARD),  # which it refuses in ZeRO-3
+            "reduce_scatter": stage < 3 or side not in (NATIVE, NATIVE_STANDARD),  # refused in ZeRO-3
             **({"stage3_param_persistence_threshold": 100, "memory_efficient_linear": False} if stage == 3 else {}),
             **zero,
         },
@@ -94,11 +99,11 @@ def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], cli
     if side == OURS:
         options = {"lr": LR, "weight_decay": DECAY, "adamw_betas": BETAS, "adamw_eps": EPS, "ns_dtype": "fp32"}
         optimizer = build_optimizer(model, {**options, "ns_coefficients": "original", "momentum": MOMENTUM})
-        made: Any = initialize(model=model, optimizer=optimizer, config=config)[0]
-        return made
+        deepspeed_engine: Any = initialize(model=model, optimizer=optimizer, config=config)[0]
+        return deepspeed_engine
     shared = {"lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
     if side in (NATIVE, NATIVE_STANDARD):
-        # torch_adam: torch's AdamW for its other half, too.
+        # torch_adam: its other parameters use torch's AdamW, too.
         method = "gram" if side == NATIVE else "standard"
         params = {**shared, "momentum": MOMENTUM, "ns_method": method, "torch_adam": True}
         config["optimizer"] = {"type": "Muon", "params": params}
@@ -107,17 +112,17 @@ def engine(side: str, model: nn.Module, stage: int, zero: Mapping[str, Any], cli
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-def whole_weights(made: Any) -> dict[str, Tensor]:
-    """Copies of the parameters of an engine, on all ranks."""
-    found = {}
-    for name, param in made.module.named_parameters():
+def whole_weights(wrapped: Any) -> dict[str, Tensor]:
+    """Return copies of the whole parameters of an engine, on all ranks."""
+    weights = {}
+    for name, param in wrapped.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            found[name] = param.detach().clone()
-    return found
+            weights[name] = param.detach().clone()
+    return weights
 
 
 def is_muon(name: str) -> bool:
-    """Whether a parameter of `Mlp` is stepped by Muon, by both sides."""
+    """Return whether both sides step a parameter of `Mlp` with Muon."""
     return name.startswith(("up.", "down."))
 
 
@@ -134,10 +139,10 @@ def start(rank: int, ranks: int, folder: str) -> None:
         timeout=datetime.timedelta(minutes=8),
     )
     deepspeed.init_distributed(dist_backend="gloo")
-    # On a CPU DeepSpeed says that it has bf16, whether or not the hardware multiplies it.
+    # On a CPU DeepSpeed reports bf16 even if the hardware does not multiply it.
     original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the machine and the versions that the figures depend on."""
     return meters.machine(deepspeed=deepspeed.__version__)

@@ -2,9 +2,9 @@
 
 python benchmarks/deepspeed_step.py --out benchmarks/deepspeed_step.json
 
-Ranks are processes of this machine, on gloo. Sides take turns, one step each, the first of a round being another one
-every time; rounds before the measured ones are not counted. Bytes and memory come from steps of their own, which are
-not timed. Newton-Schulz alone is measured first, beside the products that it consists of.
+Ranks are processes of this machine, on gloo. In each round every side takes one step, and each round starts with
+another side; warm-up rounds are not counted. Bytes and memory come from separate steps, which are not timed.
+Newton-Schulz alone is measured first, beside the products that it consists of.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def products(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
-    """Processor time of Newton-Schulz on one matrix, and of as many products of the same shapes and dtype."""
+    """Return the processor time of Newton-Schulz on one matrix, and of the same number of products of these shapes."""
     torch.set_num_threads(1)
     rows, columns = shape
     coefficients = resolve("original", sides.STEPS)
@@ -79,23 +79,23 @@ def products(shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         ),
         "products s": bare,
     }
-    taken: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for k in range(2 * rounds + 2):
         for name in list(functions) if k % 2 else reversed(list(functions)):
             begin = time.thread_time()
             functions[name]()
             if k >= 2:
-                taken[name].append(time.thread_time() - begin)
-    return {"shape": shape, "dtype": "fp32", "FLOPs": newton_schulz_flops(shape, sides.STEPS), **taken}
+                times[name].append(time.thread_time() - begin)
+    return {"shape": shape, "dtype": "fp32", "FLOPs": newton_schulz_flops(shape, sides.STEPS), **times}
 
 
 def _rank(rank: int, ranks: int, folder: str, rounds: int, cpu_adam: bool) -> None:
-    """One process of a run; rank 0 writes what was found."""
+    """Measure every case in one process of the group; rank 0 writes the figures."""
     sides.start(rank, ranks, folder)
     cases = []
     for stage, offload in CASES:
         begin = time.perf_counter()
-        # AdamW of an offloaded optimizer is DeepSpeedCPUAdam, in C++.
+        # For an offloaded optimizer, AdamW is DeepSpeedCPUAdam, in C++.
         names = [name for name in ALL if name != ADAMW or offload == "none" or cpu_adam]
         cases.append({"stage": stage, "offload": offload, "sides": _case(names, stage, offload, rank, rounds)})
         if rank == 0:
@@ -107,7 +107,7 @@ def _rank(rank: int, ranks: int, folder: str, rounds: int, cpu_adam: bool) -> No
 
 
 def _case(names: list[str], stage: int, offload: str, rank: int, rounds: int) -> dict[str, Any]:
-    """All figures of one stage."""
+    """Return all figures of one stage, for each side."""
     zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
     engines = {}
     for name in names:
@@ -117,7 +117,7 @@ def _case(names: list[str], stage: int, offload: str, rank: int, rounds: int) ->
     batch = sides.tokens(rank, BATCH, LENGTH)
 
     def timed(engine: Any) -> tuple[float, float]:
-        """Seconds of forward and backward, and of the step."""
+        """Return the seconds of forward and backward, and of the step."""
         dist.barrier()
         begin = time.perf_counter()
         engine.backward(engine(batch))
@@ -130,22 +130,22 @@ def _case(names: list[str], stage: int, offload: str, rank: int, rounds: int) ->
         engine.backward(engine(batch))
         engine.step()
 
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times_of: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for k in range(rounds + 2):
         for j in range(len(names)):
             name = names[(j + k) % len(names)]
             seconds = timed(engines[name])
             if k >= 2:
-                taken[name].append(seconds)
-    found: dict[str, Any] = {}
+                times_of[name].append(seconds)
+    by_side: dict[str, Any] = {}
     for name in names:
         with Ledger() as ledger:
             both(engines[name])
         peak = peak_extra_bytes(lambda engine=engines[name]: both(engine), torch.device("cpu"))  # type: ignore[misc]
         by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, (taken[name], ledger.nbytes, ledger.flops, peak))
+        dist.all_gather_object(by_rank, (times_of[name], ledger.nbytes, ledger.flops, peak))
         times = list(zip(*(each[0] for each in by_rank), strict=True))
-        found[name] = {
+        by_side[name] = {
             "backward s": [max(one[0] for one in ranks) for ranks in times],
             "step s": [max(one[1] for one in ranks) for ranks in times],
             "bytes sent": [each[1] for each in by_rank],
@@ -155,18 +155,18 @@ def _case(names: list[str], stage: int, offload: str, rank: int, rounds: int) ->
         }
     for engine in engines.values():
         engine.destroy()
-    return found
+    return by_side
 
 
 def text(report: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     lines = [", ".join(f"{key} {value}" for key, value in report["machine"].items()), ""]
-    for found in report["Newton-Schulz"]:
-        ratio = spread([a / b for a, b in zip(found["Newton-Schulz s"], found["products s"], strict=True)])
-        speed = found["FLOPs"] / spread(found["products s"])["median"] / 1e9
-        rows, columns = found["shape"]
+    for case in report["Newton-Schulz"]:
+        ratio = spread([a / b for a, b in zip(case["Newton-Schulz s"], case["products s"], strict=True)])
+        speed = case["FLOPs"] / spread(case["products s"])["median"] / 1e9
+        rows, columns = case["shape"]
         lines.append(
-            f"Newton-Schulz of {rows}x{columns}: {spread(found['Newton-Schulz s'])['median'] * 1e3:.0f} ms, "
+            f"Newton-Schulz of {rows}x{columns}: {spread(case['Newton-Schulz s'])['median'] * 1e3:.0f} ms, "
             f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}) of its bare products at {speed:.0f} GFLOP/s"
         )
     for case in report["cases"]:

@@ -1,4 +1,4 @@
-"""What metrics cost: optimizer steps that nobody watches beside watched ones, taking turns.
+"""Measure what metrics cost: optimizer steps with and without them take turns.
 
 python benchmarks/diagnostics_cost.py --matrices 4096x4096 --count 8 --device cuda
 """
@@ -19,7 +19,10 @@ from hf_muon import Muon
 
 
 def seconds(function, device: torch.device) -> float:
-    """Processor time of a call on a CPU, which other programs do not add to; wall time on CUDA, its work included."""
+    """Return the processor time of a call on a CPU, or its wall time on CUDA, until the device has finished.
+
+    Other programs do not add to processor time.
+    """
     if device.type != "cuda":
         begin = time.thread_time()
         function()
@@ -32,19 +35,19 @@ def seconds(function, device: torch.device) -> float:
 
 
 def main() -> None:
-    """Measure, and print one JSON object."""
+    """Measure, and print the result as one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrices", default="512x2048", help="shape of the matrices")
     parser.add_argument("--count", type=int, default=8, help="number of matrices")
-    parser.add_argument("--embedding", default="8192x512", help="shape of a parameter of the AdamW half")
+    parser.add_argument("--embedding", default="8192x512", help="shape of the parameter that AdamW steps")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--every", type=int, default=50, help="steps from one watched step to the next")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    shape, table = ([int(n) for n in text.split("x")] for text in (given.matrices, given.embedding))
-    torch.set_num_threads(1)  # on a CPU the calling thread's time is then all of it
-    named = [(f"layers.{i}.weight", nn.Parameter(torch.randn(*shape, device=device))) for i in range(given.count)]
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    shape, table = ([int(n) for n in text.split("x")] for text in (options.matrices, options.embedding))
+    torch.set_num_threads(1)  # so that on a CPU the time of the calling thread is all of it
+    named = [(f"layers.{i}.weight", nn.Parameter(torch.randn(*shape, device=device))) for i in range(options.count)]
     embedding = ("embed.weight", nn.Parameter(torch.randn(*table, device=device)))
     for _, param in (*named, embedding):
         param.grad = torch.randn_like(param)
@@ -53,12 +56,12 @@ def main() -> None:
         optimizer = Muon(groups, diagnostics_every=1, diagnostics_file=str(Path(folder) / "lines.jsonl"))
         metrics = optimizer.metrics
         times: dict[str, list[float]] = {"off": [], "watched": [], "off again": []}
-        for turn in range(given.rounds + 2):
+        for turn in range(options.rounds + 2):
             for side, some in times.items():
                 optimizer.metrics = metrics if side == "watched" else None
-                taken = seconds(optimizer.step, device)
+                step_s = seconds(optimizer.step, device)
                 if turn >= 2:
-                    some.append(taken)
+                    some.append(step_s)
     off, again = times["off"], times["off again"]
     added = [(watched - o) / o for watched, o in zip(times["watched"], off, strict=True)]
     result = {
@@ -66,8 +69,8 @@ def main() -> None:
         "torch": torch.__version__,
         "milliseconds": {side: spread([1e3 * t for t in some]) for side, some in times.items()},
         "a watched step costs more, in optimizer steps": spread(added),
-        f"on average, watched every {given.every} steps, percent of an optimizer step": spread(
-            [100 * part / given.every for part in added]
+        f"on average, watched every {options.every} steps, percent of an optimizer step": spread(
+            [100 * part / options.every for part in added]
         ),
         "two steps that nobody watches differ, percent": spread(
             [100 * (b - a) / a for a, b in zip(off, again, strict=True)]

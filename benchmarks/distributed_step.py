@@ -1,10 +1,10 @@
-"""One Muon step on several ranks, hf_muon beside three other ways: time, products, bytes and memory in one run.
+"""Measure one Muon step on several ranks, of hf_muon and of three others: time, products, bytes and memory in one run.
 
 python benchmarks/distributed_step.py --ranks 2 4 --layout fsdp ddp --dion /path/to/dion
 
-Ranks are processes of this machine: on gloo, or on NCCL where there is a GPU for each. Gradients are given, so that
-there are no tokens. Sides take turns, one step each, the first of a round being another one every time; rounds before
-the measured ones are not counted. FLOPs, bytes and memory come from steps of their own, which are not timed.
+Ranks are processes of this machine: on gloo, or on NCCL if each has a GPU. Gradients are random, and no model runs. In
+each round every side takes one step, and each round starts with another side; warm-up rounds are not counted. FLOPs,
+bytes and memory come from separate steps, which are not timed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Before torch is imported, here and in the ranks, which inherit it: ranks share cores, and dion's torch.compile would
-# need a compiler and minutes.
+# Set before torch is imported; ranks inherit it. Ranks share cores, and dion's torch.compile would need a compiler and
+# take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -47,7 +47,7 @@ BUCKETS = (MuonConfig.max_bucket_bytes, 16 * 2**20, 2 * 2**20)
 
 
 def llama(layers: int, width: int) -> list[tuple[int, int]]:
-    """The matrices of a Llama with a quarter of key and value heads, layer by layer."""
+    """Return the shapes of the matrices of a Llama, layer by layer; one key and value head serves four query heads."""
     inner = -(-8 * width // 3 // 64) * 64
     layer = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
     return [*layer, (inner, width), (inner, width), (width, inner)] * layers
@@ -56,7 +56,7 @@ def llama(layers: int, width: int) -> list[tuple[int, int]]:
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "8 of 256x1024": [(256, 1024)] * 8,
     "Llama, 24 layers of 192": llama(24, 192),
-    # Rows that no number of ranks divides, fewer rows than ranks, and few matrices of a shape.
+    # Row counts that no number of ranks divides, fewer rows than ranks, and few matrices of equal shape.
     "uneven": [
         (250, 1000),
         (513, 257),
@@ -95,7 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
     parser.add_argument("--dion", help="a checkout of github.com/microsoft/dion")
     parser.add_argument("--ns-dtype", choices=["auto", "fp32", "bf16"], default="auto")
-    parser.add_argument("--seconds", type=float, default=15, help="of rounds for each case; at least 3 rounds are made")
+    parser.add_argument("--seconds", type=float, default=15, help="of each case; at least 3 rounds run")
     parser.add_argument("--out", help="where to write the figures as JSON")
     args = parser.parse_args()
     args.dion = args.dion and os.path.abspath(args.dion)
@@ -110,7 +110,7 @@ def _machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:
-    """One process of a run; rank 0 writes what was found."""
+    """Measure every case in one process of the group; rank 0 writes the figures."""
     on_cuda = torch.cuda.device_count() >= ranks
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
@@ -136,9 +136,9 @@ def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:
             prepare(setting)
         for shapes in args["shapes"]:
             begin = time.perf_counter()
-            found = _case(SHAPES[shapes], setting, device, stopwatch, args["seconds"])
+            figures = _case(SHAPES[shapes], setting, device, stopwatch, args["seconds"])
             if rank == 0:
-                cases.append({"ranks": ranks, "layout": layout, "shapes": shapes, **found})
+                cases.append({"ranks": ranks, "layout": layout, "shapes": shapes, **figures})
                 print(f"{layout}, {shapes}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
             else:
                 cases.append({})
@@ -152,7 +152,7 @@ def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:
 def _case(
     shapes: list[tuple[int, int]], setting: Setting, device: torch.device, stopwatch: Stopwatch, limit_s: float
 ) -> dict[str, Any]:
-    """All figures for some shapes in one layout."""
+    """Return all figures for some shapes in one layout."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -160,13 +160,13 @@ def _case(
 
     def parameters() -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
-        made = []
+        with_grads = []
         for shape in shapes:
             value, grad = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
             param = nn.Parameter(stored(value, setting))
             param.grad = stored(grad, setting)
-            made.append(param)
-        return made
+            with_grads.append(param)
+        return with_grads
 
     def timed(step: Callable[[], Any]) -> tuple[float, float]:
         dist.barrier()
@@ -183,10 +183,10 @@ def _case(
         params[name] = parameters()
         steps[name] = make(params[name], setting)
     failed: dict[str, str] = {}
-    for name in list(steps):  # the first step makes states and plans
+    for name in list(steps):  # the first step creates states and plans
         try:
             steps[name]()
-        except RuntimeError as error:  # of the kind that all ranks run into alike; others end in a timeout
+        except RuntimeError as error:  # one that all ranks raise; any other ends in a timeout
             failed[name] = str(error).splitlines()[0]
             del steps[name], params[name]
     parted = _parted(params, parameters())
@@ -194,11 +194,11 @@ def _case(
     names = list(steps)
     wall: dict[str, list[float]] = {name: [] for name in names}
     products: dict[str, list[float]] = {name: [] for name in names}
-    taken = {name: timed(step)[0] for name, step in steps.items()}
+    step_times = {name: timed(step)[0] for name, step in steps.items()}
     if dist.get_rank() == 0:
-        warm = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in taken.items())
+        warm = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in step_times.items())
         print(f"   warm-up: {warm}", file=sys.stderr, flush=True)
-    rounds = min(31, max(3, int(limit_s / gathered(sum(taken.values()))[0])))
+    rounds = min(31, max(3, int(limit_s / gathered(sum(step_times.values()))[0])))
     for k in range(rounds):
         for j in range(len(names)):
             name = names[(j + k) % len(names)]
@@ -207,7 +207,7 @@ def _case(
             products[name].append(products_s)
 
     largest = max(shapes, key=lambda shape: shape[0] * shape[1])
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "elements": sum(rows * columns for rows, columns in shapes),
         "largest matrix, bytes": 4 * largest[0] * largest[1],
         "orthogonalizing the largest matrix, bytes": _work_of(largest, setting, device),
@@ -221,7 +221,7 @@ def _case(
             steps[name]()
         by_rank = gathered((wall[name], products[name], ledger.flops, ledger.nbytes, sum(ledger.collectives.values())))
         memory = gathered(peak_extra_bytes(steps[name], device))
-        found["sides"][name] = {
+        result["sides"][name] = {
             "step s": [max(times) for times in zip(*(each[0] for each in by_rank), strict=True)],
             "Newton-Schulz s": [sum(times) for times in zip(*(each[1] for each in by_rank), strict=True)],
             "FLOPs": [each[2] for each in by_rank],
@@ -232,20 +232,20 @@ def _case(
             "parted": parted[name],
         }
     del steps, params
-    found["by max_bucket_bytes"] = {}
+    result["by max_bucket_bytes"] = {}
     for size in BUCKETS:
         step = ours(parameters(), setting, max_bucket_bytes=size)
         step()
-        taken = [max(gathered(timed(step)[0])) for _ in range(3)]
+        step_times = [max(gathered(timed(step)[0])) for _ in range(3)]
         peak = max(gathered(peak_extra_bytes(step, device)))
-        found["by max_bucket_bytes"][size] = {"step s": taken, "peak extra bytes": peak}
+        result["by max_bucket_bytes"][size] = {"step s": step_times, "peak extra bytes": peak}
         del step
         gc.collect()
-    return found
+    return result
 
 
 def _parted(params: dict[str, list[nn.Parameter]], before: list[nn.Parameter]) -> dict[str, float]:
-    """How far each side's weights are from ours after a step, in parts of the farthest that a weight has moved."""
+    """Return the largest distance of each side's weights from ours after a step, relative to the largest movement."""
     mine = [whole(param) for param in params[OURS]]
     moved = max(float((after - whole(param)).abs().max()) for after, param in zip(mine, before, strict=True))
     return {
@@ -260,7 +260,7 @@ def _flops_of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) 
 
 
 def _work_of(shape: tuple[int, int], setting: Setting, device: torch.device) -> int:
-    """What orthogonalizing one matrix takes, beside the matrix itself."""
+    """Return the bytes that orthogonalizing one matrix needs, without the matrix itself."""
     matrix = torch.randn(1, *shape, device=device)
     coefficients = ((1.0, 0.0, 0.0),) * STEPS
     return peak_extra_bytes(lambda: newton_schulz(matrix, coefficients, setting.dtype), device)
@@ -302,35 +302,35 @@ def _table(case: dict[str, Any]) -> Table:
 
 
 def _ms(seconds: list[float]) -> str:
-    found = spread(seconds)
-    return f"{found['median'] * 1e3:.0f} ({found['min'] * 1e3:.0f}-{found['max'] * 1e3:.0f})"
+    times = spread(seconds)
+    return f"{times['median'] * 1e3:.0f} ({times['min'] * 1e3:.0f}-{times['max'] * 1e3:.0f})"
 
 
 def _ratio(case: dict[str, Any], name: str, figure: str) -> dict[str, float]:
-    """A side's figure over ours, round by round."""
+    """Return the spread of the ratio of a side's figure to ours, taken round by round."""
     mine = case["sides"][OURS][figure]
     return spread([other / own for other, own in zip(case["sides"][name][figure], mine, strict=True)])
 
 
 def _verdict(case: dict[str, Any]) -> list[str]:
-    """What holds of the targets, in words."""
+    """Return in words which targets are reached."""
     lines = []
-    wanted = {2: 1.8, 4: 3.0}.get(case["ranks"])
+    target = {2: 1.8, 4: 3.0}.get(case["ranks"])
     ratio = _ratio(case, REDUNDANT, "Newton-Schulz s")
     line = f"Newton-Schulz time, {REDUNDANT} over ours: {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
-    lines.append(line + (f"; wanted {wanted}: {_word(ratio['median'] >= wanted)}" if wanted else ""))
+    lines.append(line + (f"; target {target}: {_word(ratio['median'] >= target)}" if target else ""))
     if "dion" in case["sides"]:
         ratio = _ratio(case, "dion", "step s")
         lines.append(
-            f"step, dion over ours: {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}); wanted 1: "
+            f"step, dion over ours: {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}); target 1: "
             f"{_word(ratio['median'] >= 1)}"
         )
     work = case["orthogonalizing the largest matrix, bytes"]
-    for size, found in case["by max_bucket_bytes"].items():
-        peak, matrix = found["peak extra bytes"], case["largest matrix, bytes"]
+    for size, figures in case["by max_bucket_bytes"].items():
+        peak, matrix = figures["peak extra bytes"], case["largest matrix, bytes"]
         alone = f"plus a matrix of {matrix / 1e6:.2f} MB: {_word(peak <= int(size) + matrix)}"
         worked = f"plus orthogonalizing it, {work / 1e6:.2f} MB: {_word(peak <= int(size) + matrix + work)}"
-        took = f"step {_ms(found['step s'])} ms, peak {peak / 1e6:.1f} MB"
+        took = f"step {_ms(figures['step s'])} ms, peak {peak / 1e6:.1f} MB"
         lines.append(f"max_bucket_bytes {int(size) / 1e6:.1f} MB: {took}; bound {alone}, {worked}")
     return lines
 

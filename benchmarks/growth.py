@@ -1,4 +1,4 @@
-"""How cost grows: with parameters, width, aspect and the number of equal shapes."""
+"""Measure how the cost grows with parameters, width, aspect and the number of equal shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS, WIDTH, ASPECT, EQUAL = "parameters", "width", "aspect", "equal shape
 
 
 def _points(setting: Setting) -> dict[str, tuple[int, ...]]:
-    """What is varied: layers, sides of squares, columns over rows, matrices."""
+    """Return the values to measure at: layers, sides of squares, columns over rows, and numbers of matrices."""
     if setting.quick:
         return {PARAMETERS: (1, 2), WIDTH: (16, 32), ASPECT: (1, 4), EQUAL: (1, 4)}
     if setting.on_cpu:
@@ -41,7 +41,7 @@ def _points(setting: Setting) -> dict[str, tuple[int, ...]]:
 
 
 def run(setting: Setting) -> list[Row]:
-    """A row for each point and side; `exponent` is the slope, in logarithms, from the point before."""
+    """Return a row for each point and side; `exponent` is the logarithmic slope from the point before."""
     logging.getLogger("hf_muon").setLevel(logging.ERROR)
     rows: list[Row] = []
     for kind, points in _points(setting).items():
@@ -69,7 +69,7 @@ def run(setting: Setting) -> list[Row]:
 
 
 def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
-    """Whole steps on the layers of a Qwen3, by the weights that Muon steps."""
+    """Return whole steps on the layers of a Qwen3, the number of weights that Muon steps, and a description."""
     width = 32 if setting.quick else 256 if setting.on_cpu else 1024
     torch.manual_seed(0)
     model = build(small_qwen3(width, layers, 16 * width)).to(setting.device)
@@ -82,12 +82,12 @@ def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
 
 
 def _matrices(setting: Setting, kind: str, point: int) -> tuple[Calls, int, str]:
-    """Orthogonalization of squares, of wider and wider matrices, of more and more of one shape."""
+    """Return orthogonalizations of square, wide or many equal matrices, the point, and a description."""
     width = 32 if setting.quick else 256 if setting.on_cpu else 2048
     small = width // 2
     shape = {WIDTH: (1, point, point), ASPECT: (1, width, width * point), EQUAL: (point, small, 4 * small)}[kind]
-    given = torch.randn(shape, device=setting.device)
+    matrices = torch.randn(shape, device=setting.device)
     all_sides, _ = sides(setting.device.type, setting.dtype, only=(OURS, TORCH))
-    calls: Calls = {name: (lambda side=side: side.run(given)) for name, side in all_sides.items()}
+    calls: Calls = {name: (lambda side=side: side.run(matrices)) for name, side in all_sides.items()}
     count, rows, columns_ = shape
     return calls, point, f"{count} of {rows}x{columns_}" if count > 1 else f"{rows}x{columns_}"

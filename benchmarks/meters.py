@@ -1,4 +1,4 @@
-"""What a distributed optimizer step costs on one rank: time, products, traffic, memory."""
+"""Measure what a distributed optimizer step costs on one rank: time, products, traffic, memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Stopwatch:
-    """Time inside the functions that it wraps, until it is read.
+    """Measures the time inside the functions that it wraps, until it is read.
 
-    On a CPU it is processor time of the calling thread: ranks that share cores would otherwise be billed for one
-    another's work. With one thread per rank it is all the work there is. On CUDA it is the time between two events.
+    On a CPU that is processor time of the calling thread, to which ranks on the same core do not add. With one thread
+    per rank it covers all work. On CUDA it is the time between two events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Stopwatch:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed."""
+        """Return a function that calls `function` and adds its time."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class Stopwatch:
         return timed
 
     def read(self) -> float:
-        """Seconds since it was last read. On CUDA, call it after a synchronization."""
+        """Return the seconds since the last call, and reset them. On CUDA, synchronize before the call."""
         seconds = self._seconds + sum(begin.elapsed_time(end) / 1e3 for begin, end in self._events)
         self._seconds, self._events = 0.0, []
         return seconds
@@ -69,17 +69,17 @@ def _nbytes(tensors: Any) -> float:
 
 
 def _has_subclass(types: Any) -> bool:
-    """Whether DTensor or the like is among them: it first takes itself apart, and what it calls comes back."""
+    """Return whether a subclass such as DTensor is among the types; its operations dispatch again on local tensors."""
     return any(t is not Tensor and not issubclass(t, torch.nn.Parameter) for t in types)
 
 
 class Ledger(TorchDispatchMode):
     """Counts matrix products and collectives below DTensor, as they reach local tensors and process groups.
 
-    Bytes are those that this rank sends, by the usual costs on a ring of W ranks: n bytes of its own to an all-gather
-    cost (W-1) n, a reduce-scatter of n bytes (W-1)/W n, an all-reduce 2 (W-1)/W n, a broadcast or a reduce (W-1)/W n
-    (the mean over the ranks). An all-to-all costs what is for other ranks, a scatter is paid by its root. All groups
-    are taken to hold all ranks.
+    Bytes are those that this rank sends, by the usual costs on a ring of W ranks: an all-gather costs (W-1) n for n
+    bytes of this rank, a reduce-scatter of n bytes (W-1)/W n, an all-reduce 2 (W-1)/W n, a broadcast or a reduce
+    (W-1)/W n (the mean over the ranks). An all-to-all costs the bytes for other ranks, and a scatter costs its root
+    alone. Every process group is assumed to have all ranks.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Ledger(TorchDispatchMode):
             cost = 2 * share * _nbytes(args[0])
         elif name in ("broadcast", "reduce"):
             cost = share * _nbytes(args[0])
-        elif name == "scatter":  # only the root has anything to scatter
+        elif name == "scatter":  # only the root sends anything
             cost = sum(_nbytes(part) for part in args[1]) * share
         else:
             raise NotImplementedError(f"no rule for what the collective {name} costs")
@@ -141,35 +141,35 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _Held(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are still alive, looked at after each operation."""
+class _LiveStorages(TorchDispatchMode):
+    """Records the peak, over operations, of the bytes of live storages that operations have created."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _has_subclass(types):
             return NotImplemented
         kwargs = kwargs or {}
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:  # neither a view nor written in place
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._made.values()))
+            if storage._cdata not in inputs:  # neither a view nor written in place
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
         return out
 
 
 def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes of tensors held at once during a call, above what was held before it.
+    """Return the peak of the bytes of tensors during a call, above those before it.
 
-    On a CPU: what operations return, for as long as it lives. What they use inside is not in it, nor what the
-    communication library allocates. (The profiler's memory events do not serve: a buffer that the library's own thread
-    gives up last is never seen to go.) On CUDA: the caching allocator's peak.
+    On a CPU this counts the tensors that operations return, while they live, without the memory inside operations and
+    that of the communication library. (The profiler's memory events miss it when the library's own thread frees a
+    buffer.) On CUDA it is the peak of the caching allocator.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -178,19 +178,19 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _Held() as held:
+    with _LiveStorages() as storages:
         function()
-    return held.peak
+    return storages.peak
 
 
 def newton_schulz_flops(shape: tuple[int, int], steps: int) -> int:
-    """Multiplications and additions in the standard form: ``4 s^2 l + 2 s^3`` a step for sides ``s <= l``."""
+    """Return the FLOPs of the standard form: ``4 s^2 l + 2 s^3`` per step for sides ``s <= l``."""
     short, long = sorted(shape)
     return steps * (4 * short * short * long + 2 * short**3)
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest of the values."""
+    """Return the median, the minimum and the maximum of the values."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else math.fsum(ordered[middle - 1 : middle + 1]) / 2
@@ -198,13 +198,13 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def commit(path: str) -> str:
-    """What a checkout is at."""
+    """Return the commit of a checkout, as `git describe` names it."""
     command = ["git", "-C", path, "describe", "--always", "--dirty", "--abbrev=10"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def machine(**versions: Any) -> dict[str, Any]:
-    """What figures depend on, with what else is named."""
+    """Return the machine, the versions and the load that figures depend on, and the versions in `versions`."""
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:

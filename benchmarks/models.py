@@ -1,4 +1,4 @@
-"""Models whose shapes are measured, and how they are made smaller where they do not fit."""
+"""The models to measure, and how to make them smaller for a machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Model:
 
     Attributes:
         fields: of the config of transformers.
-        widths: those fields that are widths of layers, and are divided.
-        cpu_divisor: by what widths are divided on a CPU; on a GPU they stay.
-        layers: how many are stepped, (CPU, GPU).
-        experts: how many are kept, (CPU, GPU).
-        options: of ours, so that others can do the same work.
+        widths: the fields that are widths of layers, which a CPU divides.
+        cpu_divisor: divisor of the widths on a CPU; a GPU keeps them.
+        layers: number of layers to step on a CPU and on a GPU.
+        experts: number of experts to keep on a CPU and on a GPU.
+        options: options of hf_muon with which the other sides do the same work.
     """
 
     fields: dict[str, Any]
@@ -88,7 +88,7 @@ class Layer:
         return max(self.rows, self.columns) / min(self.rows, self.columns)
 
 
-# Divided only as far as a call would take longer than a second. A shape that another model has already is left out.
+# The number divides the sides on a CPU, so that a call takes at most a second. Each shape stands here once.
 _LAYERS = (
     (1, Layer("Qwen3-0.6B", "k_proj", 1024, 1024)),
     (1, Layer("Qwen3-0.6B", "q_proj", 2048, 1024)),
@@ -107,28 +107,28 @@ _LAYERS = (
 
 
 def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
-    """The shapes that orthogonalization is measured on, each with the divisor of its sides."""
-    found: dict[str, tuple[int, Layer]] = {}
+    """Return the layers to measure orthogonalization on, each with the divisor of its sides."""
+    by_shape: dict[str, tuple[int, Layer]] = {}
     for cpu_divisor, layer in _LAYERS:
         divisor = 32 if quick else cpu_divisor if device == "cpu" else 1
         count = layer.count
         if count > 1:
             count = 2 if quick else 8 if device == "cpu" else count
         small = Layer(layer.model, layer.name, layer.rows // divisor, layer.columns // divisor, count)
-        found.setdefault(small.key, (divisor, small))
-    rows = list(found.values())
+        by_shape.setdefault(small.key, (divisor, small))
+    rows = list(by_shape.values())
     return [rows[0], rows[2]] if quick else rows
 
 
 def real_config(name: str) -> Any:
-    """The config of a published model."""
+    """Return the config of a published model."""
     return _config(MODELS[name], {})
 
 
 def scaled_config(name: str, device: str, quick: bool) -> tuple[Any, str]:
-    """A config that fits the device, and what was done to it.
+    """Return a config that fits the device, and in words what is smaller in it.
 
-    The vocabulary shrinks as the layers do, so that Muon and AdamW keep their parts of the parameters.
+    The vocabulary shrinks with the layers, so that Muon and AdamW keep their shares of the parameters.
     """
     model = MODELS[name]
     on_cpu = device == "cpu"
@@ -153,7 +153,7 @@ def scaled_config(name: str, device: str, quick: bool) -> tuple[Any, str]:
 
 
 def small_qwen3(width: int, layers: int, vocabulary: int) -> Any:
-    """The config of a Qwen3 of some width."""
+    """Return the config of a Qwen3 of some width."""
     changed = {
         "hidden_size": width,
         "head_dim": width // 8,
@@ -171,7 +171,7 @@ def _config(model: Model, changed: dict[str, Any]) -> Any:
 
 
 def build(config: Any) -> Any:
-    """The model of a config, with random weights, in fp32."""
+    """Return the model of a config, with random weights, in fp32."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""The whole optimizer step on the parameters of real models, made smaller where they do not fit."""
+"""Measure the whole optimizer step on the parameters of real models, scaled down where they do not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Step = Callable[[], Any]
 
 
 def ours(model: nn.Module, options: dict[str, Any]) -> Any:
-    """This package's optimizer, with the coefficients that the others have."""
+    """Return this package's optimizer, with the coefficients of the others."""
     return build_optimizer(
         model,
         lr=LR,
@@ -46,10 +46,10 @@ def _routed(model: nn.Module, options: dict[str, Any]) -> tuple[list[nn.Paramete
 
 
 def torch_step(model: nn.Module, options: dict[str, Any], half: torch.dtype) -> Step:
-    """torch.optim.Muon for what ours gives to Muon, and fused AdamW for the rest.
+    """Return a step of torch.optim.Muon for the parameters that ours gives to Muon, and of fused AdamW for the rest.
 
     Raises:
-        ValueError: from torch, which takes matrices alone.
+        ValueError: a parameter is no matrix; torch takes matrices alone.
     """
     muon, rest = _routed(model, options)
     first = torch.optim.Muon(
@@ -81,12 +81,12 @@ def llamafactory_step(model: nn.Module, options: dict[str, Any], half: torch.dty
 
 
 def adamw_step(model: nn.Module) -> Step:
-    """One fused AdamW for everything."""
+    """Return the step of one fused AdamW for all parameters."""
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True).step
 
 
 def give_gradients(models: Sequence[nn.Module]) -> None:
-    """The same random gradients to copies of one model, sharing memory: no side writes to them."""
+    """Give copies of one model the same random gradients. Copies share their memory, since no side writes to them."""
     for params in zip(*(model.parameters() for model in models), strict=True):
         grad = torch.randn_like(params[0])
         for param in params:
@@ -94,15 +94,15 @@ def give_gradients(models: Sequence[nn.Module]) -> None:
 
 
 def run(setting: Setting) -> list[Row]:
-    """A row for each model and side."""
+    """Return a row for each model and side."""
     logging.getLogger("hf_muon").setLevel(logging.ERROR)
     names = ["Qwen3-0.6B"] if setting.quick else list(MODELS)
     rows: list[Row] = []
     for place, name in enumerate(names, 1):
-        found = _model(setting, name)
-        rows += found
-        told = ", ".join(f"{row['side']} {row['ms']:.4g} ms" for row in found if row.get("ms"))
-        setting.say(f"optimizer_step {place}/{len(names)}  {name}: {told}")
+        rows_of_model = _model(setting, name)
+        rows += rows_of_model
+        times = ", ".join(f"{row['side']} {row['ms']:.4g} ms" for row in rows_of_model if row.get("ms"))
+        setting.say(f"optimizer_step {place}/{len(names)}  {name}: {times}")
     return rows
 
 
@@ -127,11 +127,11 @@ def _model(setting: Setting, name: str) -> list[Row]:
 
         def first(side: str = side, make: Callable[[], Step] = make) -> None:
             step = make()
-            step()  # makes its state
+            step()  # creates its state
             steps[side] = step
 
         notes[side] = attempt(first)
-    muons = {side: _routed(made, options)[0] for side, made in copies.items()}
+    muons = {side: _routed(model_of_side, options)[0] for side, model_of_side in copies.items()}
     start = _routed(model, options)[0]
     parted = {side: _parted(start, muons[OURS], muons[side]) for side in steps if side != ADAMW}
     times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
@@ -164,7 +164,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
 
 
 def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
-    """Memory of a step of ours under the least bound that one matrix can keep."""
+    """Return the row of the memory of our step with the smallest `max_batch_bytes` that fits every matrix."""
     bounded = copy.deepcopy(model)
     give_gradients([bounded])
     bound = max(_needed(param, setting) for param in _routed(bounded, MODELS[name].options)[0])
@@ -181,7 +181,7 @@ def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
 
 
 def _needed(param: Tensor, setting: Setting) -> int:
-    """Bytes that orthogonalizing one of a parameter's matrices takes, and some for numbers."""
+    """Return the bytes that orthogonalizing one matrix of a parameter needs, and a little for scalars."""
     shape = param.shape[-2:]
     rows = cost.block_rows(min(shape), setting.dtype, setting.device.type)
     working = cost.working_bytes(shape, cost.segments(shape, STEPS, setting.dtype), setting.dtype, rows)
@@ -190,7 +190,7 @@ def _needed(param: Tensor, setting: Setting) -> int:
 
 @torch.no_grad()
 def _parted(start: Sequence[Tensor], first: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """How far Muon's weights are apart after a step, in parts of the farthest that a weight has moved."""
+    """Return the largest distance between two sides' Muon weights after a step, relative to the largest movement."""
     moved = apart = 0.0
     for a, b, c in zip(start, first, other, strict=True):
         moved, apart = max(moved, _farthest(a, b)), max(apart, _farthest(b, c))

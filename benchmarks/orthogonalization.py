@@ -1,4 +1,4 @@
-"""Orthogonalization alone, on layer shapes of real models."""
+"""Measure orthogonalization alone, on the layer shapes of real models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor
 
-_LEAST = 1.05e-3  # of the Frobenius norm; bands are stated for 1e-3 and above, and rounding must not pass below
+_LEAST = 1.05e-3  # of the Frobenius norm; singular-value ranges hold from 1e-3, and rounding must not pass below that
 
 
 def matrices(layer: Layer, device: torch.device) -> Tensor:
-    """``(count, rows, columns)`` in fp32, whose singular values reach down to where bands begin.
+    """Return matrices ``(count, rows, columns)`` in fp32, whose singular values reach down to the start of the ranges.
 
-    They are evenly spread in their logarithm, between one and what is `_LEAST` of the Frobenius norm; all matrices of a
-    batch have the same ones, and directions of their own.
+    The logarithms of the singular values are evenly spaced, from 1 down to `_LEAST` of the Frobenius norm. All matrices
+    of a batch have the same singular values, and different random singular vectors.
     """
     short, long = sorted((layer.rows, layer.columns))
     generator = torch.Generator(device).manual_seed(0)
@@ -39,19 +39,19 @@ def matrices(layer: Layer, device: torch.device) -> Tensor:
     return (wide.mT if layer.rows > layer.columns else wide).contiguous()
 
 
-def singular_values(found: Tensor) -> tuple[float, float]:
-    """Least and greatest, in float64.
+def singular_values(batch: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest singular value of a batch, in float64.
 
-    Roots of the eigenvalues of the Gram matrix: exact to 1e-15 for values near one, and much faster than an SVD.
+    They are roots of the eigenvalues of the Gram matrix: exact to 1e-15 near one, and much faster than an SVD.
     """
-    x = found.double()
+    x = batch.double()
     gram = x @ x.mT if x.size(-2) <= x.size(-1) else x.mT @ x
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     return float(values.min()), float(values.max())
 
 
 def run(setting: Setting) -> list[Row]:
-    """A row for each shape and side."""
+    """Return a row for each shape and side."""
     all_sides, missing = sides(setting.device.type, setting.dtype, setting.dion)
     setting.missing |= missing
     for name, reason in missing.items():
@@ -59,9 +59,9 @@ def run(setting: Setting) -> list[Row]:
     rows = []
     shapes = layers(setting.device.type, setting.quick)
     for place, (divisor, layer) in enumerate(shapes, 1):
-        found = _shape(setting, divisor, layer, all_sides)
-        rows += found
-        best = {row["side"]: row for row in found}
+        rows_of_shape = _shape(setting, divisor, layer, all_sides)
+        rows += rows_of_shape
+        best = {row["side"]: row for row in rows_of_shape}
         setting.say(
             f"orthogonalization {place}/{len(shapes)}  {layer.model} {layer.name} {layer.key}: "
             f"{best['hf_muon']['ms']:.3g} ms, {best['hf_muon']['speedup']:.2f} x as fast as {TORCH}"
@@ -70,8 +70,8 @@ def run(setting: Setting) -> list[Row]:
 
 
 def _shape(setting: Setting, divisor: int, layer: Layer, all_sides: dict[str, Side]) -> list[Row]:
-    given = matrices(layer, setting.device)
-    calls = {name: (lambda side=side: side.run(given)) for name, side in all_sides.items()}
+    batch = matrices(layer, setting.device)
+    calls = {name: (lambda side=side: side.run(batch)) for name, side in all_sides.items()}
     notes = {name: note for name, call in calls.items() if (note := attempt(call))}
     running = {name: call for name, call in calls.items() if name not in notes}
     times = taking_turns({**running, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
@@ -109,7 +109,7 @@ def _measured(setting: Setting, side: Side, call: Any, times: dict[str, list[flo
         "band high": band[1],
         "outside": max(0.0, band[0] - low, high - band[1]),
     }
-    if flops >= standard / 20:  # of kernels of their own torch counts nothing
+    if flops >= standard / 20:  # torch counts nothing for kernels of other packages
         row["gflop"] = flops / 1e9
         row |= columns("gemm fraction", setting.gemm.fractions(flops, times[name], times[GEMM]))
     return row

@@ -1,4 +1,4 @@
-"""A picture of each benchmark, from its CSV file."""
+"""Draw a picture of each benchmark from its CSV file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tables import BENCHMARKS, Row, present, unique
 mpl.use("Agg")
 
 _OURS = ("hf_muon", "hf_muon, original")
-# Ours dark, and told apart from the others without colour by shape.
+# Ours are dark; markers differ, so that sides can be told apart without colour.
 _COLORS = ("#0b3d91", "#5b8bd9", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#8c564b", "#7f7f7f")
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 _LABELS = {
@@ -25,14 +25,14 @@ _LABELS = {
 
 
 def draw(folder: Path) -> list[Path]:
-    """One PNG for each CSV file in the folder."""
+    """Draw one PNG for each CSV file in the folder, and return their paths."""
     picture = dict(zip(BENCHMARKS, (_orthogonalization, _optimizer_step, _share, _growth), strict=True))
-    made = []
+    paths = []
     for benchmark, rows in present(folder):
         path = folder / f"{benchmark}.png"
         picture[benchmark](rows).savefig(path, dpi=110, metadata={"Software": None})
-        made.append(path)
-    return made
+        paths.append(path)
+    return paths
 
 
 def _style(sides: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -40,7 +40,7 @@ def _style(sides: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _errors(rows: Sequence[Row], name: str) -> list[list[float]]:
-    """Down to the least and up to the greatest."""
+    """Return the lengths of error bars, down to the minimum and up to the maximum."""
     return [[row[name] - row[f"{name} min"] for row in rows], [row[f"{name} max"] - row[name] for row in rows]]
 
 
@@ -56,11 +56,11 @@ def _orthogonalization(rows: list[Row]) -> Figure:
         }
         places = [(place, own[shape]) for place, shape in enumerate(shapes) if shape in own]
         lift = -0.35 + 0.7 * i / max(1, len(sides) - 1)
-        found = [row for _, row in places]
+        rows_of_side = [row for _, row in places]
         axes.errorbar(
-            [row["speedup"] for row in found],
+            [row["speedup"] for row in rows_of_side],
             [place + lift for place, _ in places],
-            xerr=_errors(found, "speedup"),
+            xerr=_errors(rows_of_side, "speedup"),
             linestyle="",
             markersize=7 if side in _OURS else 5,
             elinewidth=1,
@@ -88,12 +88,12 @@ def _optimizer_step(rows: list[Row]) -> Figure:
     width = 0.8 / len(sides)
     for i, side in enumerate(sides):
         own = [(models.index(row["model"]), row) for row in rows if row["side"] == side and "ms" in row]
-        found = [row for _, row in own]
+        rows_of_side = [row for _, row in own]
         axes.bar(
             [place + (i - (len(sides) - 1) / 2) * width for place, _ in own],
-            [row["ms"] for row in found],
+            [row["ms"] for row in rows_of_side],
             width * 0.95,
-            yerr=_errors(found, "ms"),
+            yerr=_errors(rows_of_side, "ms"),
             color=style[side]["color"],
             error_kw={"elinewidth": 1},
             label=side,

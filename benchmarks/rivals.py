@@ -1,7 +1,7 @@
-"""Other packages' orthogonalizations, called as they are installed or checked out, on the same matrices.
+"""The orthogonalizations of other packages, called as they are installed or checked out, on the same matrices.
 
-Some name a half precision in their code. Where the hardware has none, that name is given another dtype while they run:
-the functions stay theirs, and all sides multiply in one dtype.
+Some name bf16 or fp16 in their code. If the hardware lacks it, that name refers to another dtype while they run: the
+functions stay theirs, and all sides multiply in one dtype.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Side:
     """One way to orthogonalize.
 
     Attributes:
-        run: ``(B, m, n)`` to what it makes of it; nothing is written to.
-        coefficients: of its steps, from which its band follows.
+        run: returns the directions of matrices ``(B, m, n)``, without writing to them.
+        coefficients: of its steps, from which `band` follows.
         version: of the package or the checkout.
-        preset: of ours.
+        preset: one of our presets; empty for another package.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class Side:
 
     @functools.cached_property
     def band(self) -> tuple[float, float]:
-        """What a preset promises; of others, what their steps make of ``[1e-3, 1]`` in exact arithmetic."""
+        """The singular-value range: of a preset the declared one, of others the image of ``[1e-3, 1]`` in float64."""
         if self.preset:
             return PRESETS[self.preset].singular_range
         values = torch.logspace(-3, 0, 200_001, dtype=torch.float64)
@@ -60,7 +60,7 @@ class Side:
 
 
 class _Torch:
-    """The module torch, in which names of half precisions mean another dtype."""
+    """The module torch, in which `bfloat16` and `float16` are another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.bfloat16 = self.float16 = dtype
@@ -71,7 +71,7 @@ class _Torch:
 
 @contextlib.contextmanager
 def bfloat16_is(dtype: torch.dtype) -> Iterator[None]:
-    """``tensor.bfloat16()`` makes copies in this dtype."""
+    """Have ``tensor.bfloat16()`` return copies in this dtype within the context."""
     if dtype is torch.bfloat16:
         yield
         return
@@ -84,12 +84,12 @@ def bfloat16_is(dtype: torch.dtype) -> Iterator[None]:
 
 
 def one_by_one(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A function of ``(m, n)`` that calls ``.bfloat16()``, on a batch."""
+    """Return a function of ``(B, m, n)`` from one of ``(m, n)`` that calls ``.bfloat16()``."""
 
     def run(matrices: Tensor) -> Tensor:
         with bfloat16_is(dtype):
-            found = [function(matrix) for matrix in matrices]
-        return torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+            directions = [function(matrix) for matrix in matrices]
+        return torch.stack(directions) if len(directions) > 1 else directions[0].unsqueeze(0)
 
     return run
 
@@ -105,7 +105,7 @@ def _torch(dtype: torch.dtype) -> Side:
 
 
 def _keller_jordan(dtype: torch.dtype) -> Side:
-    """The algorithm of https://kellerjordan.github.io/posts/muon/, as plainly as it can be said."""
+    """Return the algorithm of https://kellerjordan.github.io/posts/muon/, in its plainest form."""
     coefficients = resolve("original", STEPS)
 
     def run(matrices: Tensor) -> Tensor:
@@ -122,15 +122,15 @@ def _keller_jordan(dtype: torch.dtype) -> Side:
 
 
 def llamafactory_muon() -> ModuleType:
-    """LLaMA-Factory's file alone; its package imports what is not needed here.
+    """Import LLaMA-Factory's file alone, since its package imports much more.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: LLaMA-Factory is not installed.
     """
-    found = importlib.util.find_spec("llamafactory")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("llamafactory")
+    if package is None or not package.submodule_search_locations:
         raise ImportError("llamafactory is not installed")
-    path = Path(found.submodule_search_locations[0]) / "third_party" / "muon" / "muon.py"
+    path = Path(package.submodule_search_locations[0]) / "third_party" / "muon" / "muon.py"
     spec = importlib.util.spec_from_file_location("llamafactory_muon", path)
     assert spec is not None
     assert spec.loader is not None
@@ -153,7 +153,7 @@ def _deepspeed(device: str, dtype: torch.dtype) -> Side:
     muon = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     if not hasattr(muon, "zeropower_via_gram_newtonschulz"):
         raise ImportError(f"deepspeed {deepspeed.__version__} has no Gram form; 0.19.8 has")
-    if device == "cpu":  # where it says that it has half precision, whatever the hardware
+    if device == "cpu":  # DeepSpeed reports half precision on every CPU
         muon.ns_compute_dtype = lambda ns_method="gram": dtype
     run = functools.partial(muon.zeropower_via_gram_newtonschulz, steps=STEPS)
     return Side(run, resolve("original", STEPS), deepspeed.__version__)
@@ -179,11 +179,11 @@ def _gram_newton_schulz(device: str, dtype: torch.dtype) -> Side:
     package = importlib.import_module("gram_newton_schulz")
     if device == "cpu":
         importlib.import_module("gram_newton_schulz.gram_newton_schulz").torch = _Torch(dtype)
-        made = package.GramNewtonSchulz(ns_use_kernels=False, compile_kwargs=None)
+        run = package.GramNewtonSchulz(ns_use_kernels=False, compile_kwargs=None)
     else:
-        # Graphs that the next call overwrites would hand out memory that is not the caller's.
-        made = package.GramNewtonSchulz(compile_kwargs={"fullgraph": True})
-    return Side(made, tuple(map(tuple, package.POLAR_EXPRESS_COEFFICIENTS)), package.__version__)
+        # Without CUDA graphs, whose results the next call would overwrite.
+        run = package.GramNewtonSchulz(compile_kwargs={"fullgraph": True})
+    return Side(run, tuple(map(tuple, package.POLAR_EXPRESS_COEFFICIENTS)), package.__version__)
 
 
 def _ours(preset: str, version: str) -> Side:
@@ -196,18 +196,18 @@ def _ours(preset: str, version: str) -> Side:
 def sides(
     device: str, dtype: torch.dtype, dion: str | None = None, only: Collection[str] = ()
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """The sides that run here by name, and why the others do not.
+    """Return the sides that run here by name, and the reasons why the others do not.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        dtype: of our products, which on a CPU is that of all sides. On CUDA the others keep their own.
-        dion: a checkout of microsoft/dion, where it is not installed.
-        only: names of sides; all without any.
+        dtype: of our products, and on a CPU of all sides' products. On CUDA the others keep their own.
+        dion: a checkout of microsoft/dion if it is not installed.
+        only: names of the sides to return; empty for all.
     """
     version = meters.commit(str(Path(__file__).parent))
-    found = {OURS: _ours("polar_express", version), OURS_SAME: _ours("original", version)}
+    available = {OURS: _ours("polar_express", version), OURS_SAME: _ours("original", version)}
     missing = {}
-    # torch's, Keller Jordan's and LLaMA-Factory's are bf16 as written, which every GPU that is measured has.
+    # The code of torch, Keller Jordan and LLaMA-Factory says bf16, which every measured GPU has.
     half = dtype if device == "cpu" else torch.bfloat16
     makers: dict[str, Callable[[], Side]] = {
         TORCH: lambda: _torch(half),
@@ -221,9 +221,9 @@ def sides(
         if only and name not in only:
             continue
         try:
-            found[name] = make()
+            available[name] = make()
         except ImportError as error:
             missing[name] = f"not installed: {error}"
         except Exception as error:  # noqa: BLE001 another package's trouble is a line in the report
             missing[name] = f"does not run here: {type(error).__name__}: {error}"
-    return {name: side for name, side in found.items() if not only or name in only}, missing
+    return {name: side for name, side in available.items() if not only or name in only}, missing

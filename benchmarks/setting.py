@@ -1,4 +1,4 @@
-"""What a run of the benchmarks has in common."""
+"""The setting that all benchmarks of a run share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ Row = dict[str, Any]
 
 @dataclass
 class Setting:
-    """Where and how is measured.
+    """Where and how to measure.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        dtype: of our products there, by ``ns_dtype: auto``.
-        rounds: turns that each side takes.
-        quick: shapes so small that the numbers mean nothing, to see that all runs.
+        dtype: of our products on this device, by ``ns_dtype: auto``.
+        clock: measures seconds.
+        gemm: the rate of plain products.
+        rounds: number of measured rounds.
+        quick: use tiny shapes to check that everything runs; the numbers mean nothing.
         dion: a checkout of microsoft/dion.
-        missing: sides that do not run here, with the reason; filled as they are found missing.
+        missing: sides that do not run here, with the reason; benchmarks add to it.
+        began: when the run began, in seconds of `time.monotonic`.
     """
 
     device: torch.device
@@ -41,14 +44,14 @@ class Setting:
         return self.device.type == "cpu"
 
     def say(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
 
 
 def attempt(function: Callable[[], Any]) -> str:
-    """Why a side does not run on this input; empty when it does."""
+    """Call a function and return why it does not run; an empty text if it does."""
     try:
         function()
-    except Exception as error:  # noqa: BLE001 another package's trouble is a line in the report
+    except Exception as error:  # noqa: BLE001 an error of another package becomes a line in the report
         return f"does not run: {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
     return ""

@@ -1,4 +1,4 @@
-"""The part of a training step that the optimizer takes, by tokens: measured on a small model, modelled for others."""
+"""Measure the optimizer's share of a training step, by tokens, on a small model, and model it for published models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20)
 
 
 def _small(setting: Setting) -> tuple[Any, int, int, tuple[int, ...]]:
-    """A Qwen3 config, the length of a sequence, tokens at once, and tokens a step."""
+    """Return a Qwen3 config, the length of a sequence, tokens per micro-batch, and the numbers of tokens per step."""
     if setting.quick:
         width, layers, vocabulary, length, at_once, tokens = 32, 1, 64, 16, 32, (32, 64)
     elif setting.on_cpu:
@@ -37,7 +37,7 @@ def _plan(model: Any, setting: Setting) -> Plan:
 
 
 def run(setting: Setting) -> list[Row]:
-    """Rows of what was measured, beside the model's answer, and of what is modelled for the published models."""
+    """Return the measured rows, with the shares that `hf-muon plan` predicts, and the modelled rows."""
     logging.getLogger("hf_muon").setLevel(logging.ERROR)
     return _measured(setting) + _modelled(setting)
 
@@ -67,8 +67,8 @@ def _measured(setting: Setting) -> list[Row]:
         ADAMW: adamw_step(copies[ADAMW]),
     }
     rows: list[Row] = []
-    for made in copies.values():
-        for param in made.parameters():
+    for copied in copies.values():
+        for param in copied.parameters():
             param.grad = torch.randn_like(param)
     executed = executed_flops(steps[OURS])
     per_token: dict[str, float] = {}
@@ -86,7 +86,7 @@ def _measured(setting: Setting) -> list[Row]:
                 **columns("step ms", [1e3 * seconds for seconds in times[side]]),
                 **columns("forward and backward ms", [1e3 * seconds for seconds in times["model"]]),
             }
-            # Of a larger step the smallest says: time in the model grows with tokens, the optimizer's does not.
+            # Extrapolate from the smallest step: time in the model grows with tokens, the optimizer's time does not.
             per_token.setdefault(side, row["forward and backward ms"] / tokens / row["step ms"])
             row["from smallest"] = 1 / (1 + per_token[side] * tokens)
             if side == OURS:
@@ -96,8 +96,8 @@ def _measured(setting: Setting) -> list[Row]:
                     "gflop": executed / 1e9,
                 }
             rows.append(row)
-        told = ", ".join(f"{row['side']} {row['share']:.1%}" for row in rows[-len(steps) :])
-        setting.say(f"share {place}/{len(all_tokens)}  {tokens} tokens a step: {told}")
+        shares_of_sides = ", ".join(f"{row['side']} {row['share']:.1%}" for row in rows[-len(steps) :])
+        setting.say(f"share {place}/{len(all_tokens)}  {tokens} tokens a step: {shares_of_sides}")
     return rows
 
 

@@ -1,7 +1,8 @@
-"""The sides of the comparison: ways to take a Muon step on several ranks, each with the same mathematics.
+"""The sides of the comparison: ways to take a Muon step on several ranks, all with the same mathematics.
 
-All of them average gradients with Nesterov momentum, take the same number of Newton-Schulz steps with the same
-coefficients, scale by ``0.2 sqrt(max(out, in))`` and decay decoupled. Weights that part show that a side does not.
+All sides average gradients with Nesterov momentum, take the same number of Newton-Schulz steps with the same
+coefficients, scale by ``0.2 sqrt(max(out, in))``, and apply decoupled weight decay. If a side differs in one of these,
+its weights differ from ours after a step.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from hf_muon.math.coefficients import resolve
 from hf_muon.math.update import lr_scale
 
 LR, DECAY, MOMENTUM, STEPS = 0.02, 0.1, 0.95, 5
-COEFFICIENTS = "original"  # the one preset that torch.optim.Muon can express, too
+COEFFICIENTS = "original"  # the only preset that torch.optim.Muon supports, too
 
 Orthogonalize = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a side is made for.
+    """The ranks, the storage and the products of a comparison.
 
     Attributes:
         mesh: one-dimensional, over all ranks.
@@ -51,7 +52,7 @@ class Setting:
         return {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
 
     def orthogonalize(self) -> Orthogonalize:
-        """Our Newton-Schulz on ``(m, n)`` or ``(B, m, n)``, timed: then only the distribution differs."""
+        """Return our Newton-Schulz for ``(m, n)`` or ``(B, m, n)``, timed; then sides differ in distribution alone."""
         coefficients = resolve(COEFFICIENTS, STEPS)
 
         def run(matrices: Tensor) -> Tensor:
@@ -62,12 +63,12 @@ class Setting:
 
 
 def prepare(setting: Setting) -> None:
-    """Time every call of our Newton-Schulz in this process, whoever makes it."""
+    """Time every call of our Newton-Schulz in this process."""
     hf_muon.math.newton_schulz.newton_schulz = setting.timed(hf_muon.math.newton_schulz.newton_schulz)
 
 
 def ours(params: Sequence[nn.Parameter], setting: Setting, **options: Any) -> Callable[[], Any]:
-    """This package's step."""
+    """Return the step of this package's optimizer."""
     group = None if setting.sharded else setting.mesh.get_group()
     return Muon(
         params,
@@ -83,10 +84,10 @@ def ours(params: Sequence[nn.Parameter], setting: Setting, **options: Any) -> Ca
 
 
 def full_tensor(params: Sequence[nn.Parameter], setting: Setting, *, scatter: bool) -> Callable[[], Any]:
-    """Every rank gathers every update and orthogonalizes all of them.
+    """Return a step in which every rank gathers every update and orthogonalizes all of them.
 
-    With `scatter` the direction is distributed from rank 0 again, as `distribute_tensor` does by default and as
-    LLaMA-Factory has it; without, each rank keeps its own part of what it has computed anyway.
+    With `scatter`, rank 0 distributes the direction again, the default of `distribute_tensor` and the way of
+    LLaMA-Factory; without it, each rank keeps its own part of the direction that it has computed.
     """
     orthogonalize = setting.orthogonalize()
     buffers = [torch.zeros_like(param) for param in params]
@@ -110,9 +111,9 @@ def full_tensor(params: Sequence[nn.Parameter], setting: Setting, *, scatter: bo
 
 
 def torch_muon(params: Sequence[nn.Parameter], setting: Setting) -> Callable[[], Any]:
-    """torch.optim.Muon, with DTensor's own choice of what to gather.
+    """Return the step of torch.optim.Muon, in which DTensor chooses what to gather.
 
-    Its products are bf16 whatever the hardware; where another dtype is asked for, the same formulas run in that one.
+    Its products are in bf16 on any hardware; for another dtype of the setting, the same formulas run in that dtype.
     """
     module = importlib.import_module("torch.optim._muon")
 
@@ -137,10 +138,9 @@ def torch_muon(params: Sequence[nn.Parameter], setting: Setting) -> Callable[[],
 
 
 def dion(params: Sequence[nn.Parameter], setting: Setting) -> Callable[[], Any]:
-    """microsoft/dion's Muon, from a checkout, with our Newton-Schulz through its `newton_schulz_func`.
+    """Return the step of microsoft/dion's Muon, from a checkout, with our Newton-Schulz as its `newton_schulz_func`.
 
-    It sends bf16 in both directions, always; the result goes back to it in the dtype of the input, as from its own
-    functions.
+    It always sends bf16 in both directions. Our function returns the dtype of its input, as dion's own functions do.
     """
     if setting.dion not in sys.path:
         sys.path.insert(0, setting.dion)
@@ -167,28 +167,28 @@ def dion(params: Sequence[nn.Parameter], setting: Setting) -> Callable[[], Any]:
 
 
 def sides(setting: Setting) -> dict[str, Callable[[Sequence[nn.Parameter], Setting], Callable[[], Any]]]:
-    """All sides by name, ours first."""
-    found: dict[str, Any] = {
+    """Return all sides by name, ours first."""
+    by_name: dict[str, Any] = {
         "hf_muon": ours,
         "hf_muon, bf16 wire": lambda params, setting: ours(params, setting, comm_dtype="bf16"),
         "full_tensor": lambda params, setting: full_tensor(params, setting, scatter=True),
     }
     if setting.sharded:
-        found["full_tensor, no scatter"] = lambda params, setting: full_tensor(params, setting, scatter=False)
-    found["torch.optim.Muon"] = torch_muon
+        by_name["full_tensor, no scatter"] = lambda params, setting: full_tensor(params, setting, scatter=False)
+    by_name["torch.optim.Muon"] = torch_muon
     if setting.dion:
-        found["dion"] = dion
-    return found
+        by_name["dion"] = dion
+    return by_name
 
 
 def whole(param: Tensor) -> Tensor:
-    """A parameter's value on all ranks."""
+    """Return the whole value of a parameter, on all ranks."""
     value = param.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 def stored(tensor: Tensor, setting: Setting) -> Tensor:
-    """A tensor that all ranks have, stored as the setting stores parameters."""
+    """Return a tensor that all ranks have whole, stored as the setting stores parameters."""
     if not setting.sharded:
         return tensor.clone()
     from torch.distributed.tensor import Shard
@@ -197,7 +197,7 @@ def stored(tensor: Tensor, setting: Setting) -> Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each rank has."""
+    """Return the values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

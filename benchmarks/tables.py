@@ -1,4 +1,4 @@
-"""CSV files of the benchmarks, and tables and verdicts made of them."""
+"""CSV files of the benchmarks, and the tables and verdicts that follow from them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ASPECTS = (
 )
 _STEP = (1.4, 2.0)
 _FRACTION = (0.8, 0.7)
-_OUTSIDE = {"float32": 2e-3, "bfloat16": 6e-2, "float16": 2e-2}  # what rounding may add
+_OUTSIDE = {"float32": 2e-3, "bfloat16": 6e-2, "float16": 2e-2}  # what rounding may add, by dtype
 
 
 def write(folder: Path, benchmark: str, rows: Sequence[Row], machine: dict[str, Any]) -> None:
-    """A CSV of the rows, and what it was measured on in machine.json."""
+    """Write the rows as CSV, and the machine of the measurement into machine.json."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(name for row in rows for name in row))
     with (folder / f"{benchmark}.csv").open("w", newline="") as file:
@@ -40,7 +40,7 @@ def _text(value: Any) -> str:
 
 
 def read(folder: Path, benchmark: str) -> list[Row]:
-    """Its rows, numbers as numbers and without what is empty; none where there is no file."""
+    """Read the rows of a benchmark, with numbers as floats and without empty cells; none if there is no file."""
     path = folder / f"{benchmark}.csv"
     if not path.exists():
         return []
@@ -49,7 +49,7 @@ def read(folder: Path, benchmark: str) -> list[Row]:
 
 
 def present(folder: Path) -> Iterator[tuple[str, list[Row]]]:
-    """Each benchmark that the folder has rows of."""
+    """Yield each benchmark of which the folder has rows, with its rows."""
     for benchmark in BENCHMARKS:
         if rows := read(folder, benchmark):
             yield benchmark, rows
@@ -63,19 +63,19 @@ def _value(text: str) -> Any:
 
 
 def unique(rows: Iterable[Row], *names: str) -> list[Any]:
-    """Values of a column, or of several together, in their order."""
+    """Return the distinct values of a column, or of several columns together, in their order."""
     return list(dict.fromkeys(row[names[0]] if len(names) == 1 else tuple(row[name] for name in names) for row in rows))
 
 
 def ranged(row: Row, name: str, text: Callable[[float], str]) -> str:
-    """Median (least-greatest)."""
+    """Return a figure as the text "median (minimum-maximum)"; its note or "-" if the row lacks it."""
     if name not in row:
         return row.get("note") or "-"
     return f"{text(row[name])} ({text(row[f'{name} min'])}-{text(row[f'{name} max'])})"
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of Markdown."""
+    """Return the lines of a Markdown table."""
     return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body)] + [""]
 
 
@@ -88,7 +88,7 @@ def _ratio(x: float) -> str:
 
 
 def summary(folder: Path) -> Path:
-    """Write tables.md from the CSV files of a folder."""
+    """Write tables.md from the CSV files of a folder, and return its path."""
     machines = json.loads((folder / "machine.json").read_text())
     lines = ["Made by `bench.py` from the CSV files beside it; see [benchmarks/README.md](../../README.md).", ""]
     write_tables = dict(zip(BENCHMARKS, (_orthogonalization, _optimizer_step, _share, _growth), strict=True))
@@ -229,34 +229,34 @@ def _targets(folder: Path, machines: dict[str, Any]) -> list[str]:
     column = 0 if on_cpu else 1
     body = []
 
-    def verdict(name: str, aim: str, found: Sequence[float], reached: Callable[[float], bool]) -> None:
-        if not found:
+    def verdict(name: str, aim: str, figures: Sequence[float], reached: Callable[[float], bool]) -> None:
+        if not figures:
             body.append([name, aim, "not measured", "-"])
             return
-        times = sum(map(reached, found))
-        answer = "reached" if times == len(found) else f"missed in {len(found) - times} of {len(found)}"
-        spread = f"{min(found):.3g} to {max(found):.3g}" if len(found) > 1 else f"{found[0]:.3g}"
+        times = sum(map(reached, figures))
+        answer = "reached" if times == len(figures) else f"missed in {len(figures) - times} of {len(figures)}"
+        spread = f"{min(figures):.3g} to {max(figures):.3g}" if len(figures) > 1 else f"{figures[0]:.3g}"
         body.append([name, aim, spread, answer])
 
     rows = read(folder, "orthogonalization")
     own = [row for row in rows if row["side"] == OURS and "speedup" in row]
     for name, low, high, *aims in _ASPECTS:
         aim = aims[column]
-        found = [row["speedup"] for row in own if low <= row["aspect"] <= high]
-        verdict(f"{name}, times as fast as {TORCH}'s", f">= {aim}", found, lambda x, aim=aim: x >= aim)
+        figures = [row["speedup"] for row in own if low <= row["aspect"] <= high]
+        verdict(f"{name}, times as fast as {TORCH}'s", f">= {aim}", figures, lambda x, aim=aim: x >= aim)
     steps = [row for row in read(folder, "optimizer_step") if row["side"] == OURS]
-    found = [row["speedup"] for row in steps if row["model"] == "Qwen3-0.6B" and "speedup" in row]
+    figures = [row["speedup"] for row in steps if row["model"] == "Qwen3-0.6B" and "speedup" in row]
     aim = _STEP[column]
-    verdict(f"whole step, Qwen3-0.6B, times as fast as {TORCH} + AdamW", f">= {aim}", found, lambda x: x >= aim)
+    verdict(f"whole step, Qwen3-0.6B, times as fast as {TORCH} + AdamW", f">= {aim}", figures, lambda x: x >= aim)
     fraction = _FRACTION[column]
-    found = [row["gemm fraction"] for row in own if "gemm fraction" in row]
-    verdict("fraction of the GEMM rate", f">= {fraction}", found, lambda x: x >= fraction)
+    figures = [row["gemm fraction"] for row in own if "gemm fraction" in row]
+    verdict("fraction of the GEMM rate", f">= {fraction}", figures, lambda x: x >= fraction)
     limit = _OUTSIDE[any_machine["dtype"]]
-    found = [row["outside"] for row in rows if row["side"].startswith(OURS) and "outside" in row]
-    verdict("singular values outside of the band", f"none (<= {limit:g}, rounding)", found, lambda x: x <= limit)
+    figures = [row["outside"] for row in rows if row["side"].startswith(OURS) and "outside" in row]
+    verdict("singular values outside of the band", f"none (<= {limit:g}, rounding)", figures, lambda x: x <= limit)
     bounded = [row for row in read(folder, "optimizer_step") if "max batch mb" in row]
-    found = [row["peak mb"] / row["max batch mb"] for row in bounded]
-    verdict("extra peak memory of the step, of max_batch_bytes", "<= 1", found, lambda x: x <= 1)
+    figures = [row["peak mb"] / row["max batch mb"] for row in bounded]
+    verdict("extra peak memory of the step, of max_batch_bytes", "<= 1", figures, lambda x: x <= 1)
     lines = table(["target", "aim", "found, least to greatest", "verdict"], body)
     if on_cpu and any_machine["dtype"] != "bfloat16":
         lines.append(

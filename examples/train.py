@@ -48,11 +48,11 @@ class ScriptArguments:
         data_path: a .txt, .json or .jsonl file, or a folder of them; a .json file holds a list of objects.
         from_scratch: start from random weights; only the configuration and the tokenizer are read.
         text_column: the key of the text in .json and .jsonl files.
-        prompt_column: the key of what comes before the text and is not learned (supervised fine-tuning): each entry is
-            an example of its own. Without it, texts are joined and cut into examples of equal length.
-        block_size: tokens in a training example, or the most of them.
+        prompt_column: the key of the prompt, on which no loss is computed (supervised fine-tuning). Each entry is then
+            one example. Without a prompt column, texts are concatenated and cut into examples of equal length.
+        block_size: number of tokens in an example; with prompts, the maximum.
         attn_implementation: of transformers, such as sdpa or flash_attention_2.
-        eval_fraction: the part of the examples, from the end, that is held out.
+        eval_fraction: the fraction of the examples, from the end, that is held out.
     """
 
     model_name_or_path: str = ""
@@ -71,7 +71,7 @@ def fail(message: str) -> NoReturn:
 
 
 def parse_arguments(argv: list[str]) -> tuple[ScriptArguments, TrainingArguments]:
-    """Read the YAML file named first, then what follows it."""
+    """Return the settings of the YAML file that comes first in `argv`, overridden by the rest of `argv`."""
     if not argv or argv[0].startswith("-"):
         fail("usage: python train.py settings.yaml [--key value ...]")
     path = Path(argv[0])
@@ -95,7 +95,7 @@ def parse_arguments(argv: list[str]) -> tuple[ScriptArguments, TrainingArguments
 
 
 def read_texts(path: Path, text_column: str, prompt_column: str = "") -> Iterator[tuple[str, str]]:
-    """Every prompt and text in a file, or in the files of a folder in alphabetical order."""
+    """Yield every prompt and text in a file, or in the files of a folder in alphabetical order."""
     if not path.exists():
         fail(f"data_path: {path} does not exist")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
@@ -120,7 +120,7 @@ def read_texts(path: Path, text_column: str, prompt_column: str = "") -> Iterato
 
 
 def make_examples(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and those held out. All of them are kept in memory."""
+    """Return the examples to train on, and the held-out ones, all in memory."""
     pairs = read_texts(Path(script.data_path), script.text_column, script.prompt_column)
     pairs = [(prompt, text) for prompt, text in pairs if text.strip()]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -153,7 +153,7 @@ def make_examples(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -
 
 @dataclass
 class PadRight:
-    """Makes a batch of examples of any length, padded on the right."""
+    """Collate examples of any length into a batch, padded on the right."""
 
     pad_token_id: int
 
@@ -171,7 +171,10 @@ class PadRight:
 
 
 def start_deepspeed_on_cpu() -> None:
-    """DeepSpeed takes no backend for a CPU by itself, and would compile collectives in shared memory for a minute."""
+    """Initialize DeepSpeed with gloo, which it does not choose by itself, and without its shared-memory collectives.
+
+    DeepSpeed would compile those for a minute.
+    """
     import deepspeed
     import deepspeed.ops
 
@@ -180,7 +183,7 @@ def start_deepspeed_on_cpu() -> None:
 
 
 def load_model(script: ScriptArguments) -> PreTrainedModel:
-    """The model, with weights in float32; `bf16: true` computes in bfloat16."""
+    """Return the model with weights in float32; `bf16: true` computes in bfloat16."""
     how = {"dtype": torch.float32, "attn_implementation": script.attn_implementation}
     if not script.from_scratch:
         return AutoModelForCausalLM.from_pretrained(script.model_name_or_path, **how)

@@ -2,8 +2,8 @@
 
     python examples/demo/prepare.py
 
-Everything is made from the documentation that ships with the running Python and goes to build/demo/input/.
-A complete folder is reused; a half-written one is never visible under that name.
+All text comes from the documentation of the running Python. The result is the folder build/demo/input/, which is
+reused once it is complete; an interrupted run leaves no folder of that name.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def prepare() -> dict[str, object]:
     """Return the manifest of build/demo/input, building the folder first where it is missing or outdated."""
-    wanted = _recipe()
+    current = _recipe()
     manifest = _read_manifest()
-    if manifest is not None and manifest["recipe"] == wanted:
+    if manifest is not None and manifest["recipe"] == current:
         print(f"reusing {INPUT.relative_to(ROOT)}", flush=True)
         return manifest
 
@@ -60,7 +60,7 @@ def prepare() -> dict[str, object]:
     partial = INPUT.with_name("input.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    manifest = {"recipe": wanted, **_build(partial)}
+    manifest = {"recipe": current, **_build(partial)}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(INPUT, ignore_errors=True)
     partial.rename(INPUT)
@@ -74,7 +74,7 @@ def prepare() -> dict[str, object]:
 
 
 def _recipe() -> dict[str, str]:
-    """What the result depends on: this file, the Python whose text is read, the libraries it goes through."""
+    """Return what the folder depends on: this file, and the versions of Python and of the libraries."""
     return {
         "prepare.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
         "python": platform.python_version(),
@@ -91,7 +91,7 @@ def _build(folder: Path) -> dict[str, object]:
     documents = collect_documents()
     held_out = [text for name, text in documents.items() if _is_held_out(name)]
     train = [text for name, text in documents.items() if not _is_held_out(name)]
-    random.Random(SEED).shuffle(train)  # packed blocks should not run through the library alphabetically
+    random.Random(SEED).shuffle(train)  # so that the order of the blocks is not alphabetical
 
     tokenizer = train_tokenizer(train)
     model = build_model(tokenizer)
@@ -109,8 +109,8 @@ def _build(folder: Path) -> dict[str, object]:
 
 
 def _is_held_out(name: str) -> bool:
-    # By name, so that a module more in another Python moves no other one between the two sets. Topics are no
-    # choice: they retell each other's contents.
+    # The name decides, so that a module that another Python adds does not change the set of any other module. Topics
+    # are never held out, because they repeat each other's contents.
     return not name.startswith(TOPIC) and zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -126,12 +126,12 @@ def _content_hash(folder: Path) -> str:
 
 
 def collect_documents() -> dict[str, str]:
-    """One document per module and per pydoc topic, by name, in a fixed order; no passage occurs twice."""
-    seen: set[str] = set()
+    """Return a document for each module and each pydoc topic, by name, in a fixed order, without repeated passages."""
+    earlier: set[str] = set()
 
     def is_new(passage: str) -> bool:
-        new = passage not in seen
-        seen.add(passage)
+        new = passage not in earlier
+        earlier.add(passage)
         return new
 
     documents = {}
@@ -153,7 +153,7 @@ def _module_name(path: Path) -> str:
 
 
 def _docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """The module's own docstring, then those of its classes and functions, in the order of the source."""
+    """Yield the docstrings of a module, its classes and functions, each with a heading, in source order."""
     tree = ast.parse(path.read_bytes())
     if docstring := ast.get_docstring(tree):
         yield f"module {_module_name(path)}:", docstring.strip()
@@ -173,7 +173,7 @@ def _heading(node: Definition) -> str:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast  # here: slow to import, and not needed to reuse a folder
+    from transformers import PreTrainedTokenizerFast  # here, because it is slow and not needed to reuse a folder
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -212,7 +212,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def write_data(folder: Path, **texts: list[str]) -> None:
-    """LLaMA-Factory's layout: one file per data set and dataset_info.json, which names its columns."""
+    """Write data sets as LLaMA-Factory reads them: one file each, and dataset_info.json, which names their columns."""
     folder.mkdir()
     for name, documents in texts.items():
         _write_json(folder / f"{name}.json", [{"text": text} for text in documents])

@@ -2,7 +2,7 @@
 
     python examples/demo/run.py
 
-It reuses what is complete in build/demo/, and resumes what was interrupted from its last checkpoint.
+It reuses finished runs in build/demo/, and resumes interrupted ones from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def interrupt(*_: object) -> None:
 
 
 def lock_build() -> int:
-    """Two demos at once would write into each other's runs. Held by a training process left behind, too."""
+    """Lock build/demo/, so that two demos do not write into the same runs.
+
+    Training processes inherit the lock, and hold it even if this process is killed.
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
     lock = os.open(BUILD / "lock", os.O_CREAT | os.O_RDWR)
     try:
@@ -76,7 +79,7 @@ def lock_build() -> int:
 
 
 def train(name: str, content: str, lock: int) -> Result:
-    """Train one optimizer's model, unless that is done already."""
+    """Train the model with one optimizer, unless a finished run exists, and return the result."""
     config = read_config(name)
     folder = ROOT / config["output_dir"]
     if not folder.is_relative_to(BUILD):
@@ -99,30 +102,30 @@ def train(name: str, content: str, lock: int) -> Result:
 
 
 def open_folder(folder: Path, settings: str, max_steps: int) -> str:
-    """Leave in `folder` only what a run with these settings can use; say in words what that is."""
+    """Remove from `folder` what a run with these settings cannot use, and return in words how the run starts."""
     written = folder / SETTINGS
-    found = "starting"
+    start = "starting"
     if folder.exists():
         if not written.is_file() or written.read_text(encoding="utf-8") != settings:
-            found = "the settings, the data or a library changed, starting over"
+            start = "the settings, the data or a library changed, starting over"
         elif held_out_loss(folder) is not None:
             return f"reusing {folder.relative_to(ROOT)}"
         elif steps := usable_checkpoints(folder, max_steps):
-            (folder / "all_results.json").unlink(missing_ok=True)  # may be cut off in the middle
+            (folder / "all_results.json").unlink(missing_ok=True)  # may be incomplete
             return f"going on from step {steps[-1]}"
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     written.write_text(settings, encoding="utf-8")
-    return found
+    return start
 
 
 def usable_checkpoints(folder: Path, max_steps: int) -> list[int]:
-    """Steps of the checkpoints to go on from; deletes the others."""
+    """Return the steps of the checkpoints from which a run can resume, and delete the other checkpoints."""
     steps = []
     for checkpoint in folder.glob("checkpoint-*"):
         step = int(checkpoint.name.split("-")[1])
         is_complete = (checkpoint / "trainer_state.json").is_file()  # the last file that Trainer writes
-        if is_complete and step < max_steps:  # resumed from the last step, Trainer takes one more
+        if is_complete and step < max_steps:  # if it resumes from the last step, Trainer takes one more
             steps.append(step)
         else:
             shutil.rmtree(checkpoint)
@@ -130,7 +133,7 @@ def usable_checkpoints(folder: Path, max_steps: int) -> list[int]:
 
 
 def call(command: list[str], lock: int) -> int:
-    """Run to the end, on the same terminal; Ctrl-C ends the command without its traceback."""
+    """Run a command on this terminal and return its exit status; Ctrl-C ends it without a traceback of its own."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so only this process gets Ctrl-C
     process = subprocess.Popen(command, cwd=ROOT, env=train_environment(THREADS), pass_fds=[lock])
     signal.signal(signal.SIGINT, previous)

@@ -1,10 +1,10 @@
-"""Find each optimizer's learning rate for the demo: its YAML file as it is, once per learning rate.
+"""Find each optimizer's best learning rate for the demo: run its YAML file once for each learning rate.
 
     python examples/demo/sweep.py [adamw] [muon]
 
-Two runs at a time on one thread each. Every finished one adds a row to examples/demo/sweep.csv, and a row that
-is there is not run again. As long as an optimizer's best learning rate is its smallest or largest, the next one
-beyond is tried as well.
+Two runs at a time use one thread each. Every finished run adds a row to examples/demo/sweep.csv, and learning rates
+that already have a row are skipped. While the best learning rate of an optimizer is the smallest or largest one, the
+sweep tries the next one beyond it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Row = dict[str, str]
 
 
 def rate(rung: int) -> float:
-    """The ladder 1, 2, 5, 10, 20, 50, ... in both directions; rung 0 is 1."""
+    """Return a rung of the ladder 1, 2, 5, 10, 20, 50, ..., which continues below 1; rung 0 is 1."""
     return float(f"{(1, 2, 5)[rung % 3]}e{rung // 3}")
 
 
 def sweep(name: str, content: str) -> None:
-    """Fill the table for one optimizer until its best learning rate has a neighbour on either side."""
+    """Add rows for one optimizer until its best learning rate has a neighbour on each side."""
     setup = setup_of(name, content)
     rungs = list(FIRST_RUNGS)
     while True:
@@ -68,7 +68,7 @@ def sweep(name: str, content: str) -> None:
 
 
 def setup_of(name: str, content: str) -> str:
-    """What all rows to be compared share: data, model, and all else in the YAML file that can change the result."""
+    """Return a fingerprint of what comparable rows share: data, model, and the settings that can change the result."""
     return fingerprint(content, {k: v for k, v in read_config(name).items() if k not in NOT_THE_SETUP})
 
 
@@ -119,10 +119,10 @@ def read_table() -> list[Row]:
 
 
 def losses(name: str, setup: str) -> dict[float, float]:
-    """Held-out loss by learning rate; a run that diverged counts as infinitely bad."""
+    """Return the held-out loss for each learning rate; it is infinite for a run that diverged."""
     rows = [row for row in read_table() if row["optimizer"] == name and row["setup"] == setup]
-    found = {float(row["learning_rate"]): float(row["held_out_loss"]) for row in rows}
-    return {key: math.inf if math.isnan(loss) else loss for key, loss in found.items()}
+    by_rate = {float(row["learning_rate"]): float(row["held_out_loss"]) for row in rows}
+    return {key: math.inf if math.isnan(loss) else loss for key, loss in by_rate.items()}
 
 
 def add(row: Row) -> None:
@@ -136,10 +136,10 @@ def add(row: Row) -> None:
 
 
 def report(name: str, content: str) -> None:
-    found = losses(name, setup_of(name, content))
-    best = min(found, key=lambda key: found[key])
+    by_rate = losses(name, setup_of(name, content))
+    best = min(by_rate, key=lambda key: by_rate[key])
     used = float(read_config(name)["learning_rate"])
-    print(f"{name}: " + ", ".join(f"{key:g} {found[key]:.4f}" for key in sorted(found)))
+    print(f"{name}: " + ", ".join(f"{key:g} {by_rate[key]:.4f}" for key in sorted(by_rate)))
     print(f"  best {best:g}" + ("" if used == best else f", while {CONFIGS[name].relative_to(ROOT)} says {used:g}"))
 
 

@@ -1,4 +1,4 @@
-"""Run `llamafactory-cli train` on a YAML file of this repository and read what the run left behind."""
+"""Run `llamafactory-cli train` on a YAML file of this repository, and read the files that the run writes."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def train_command(name: str, **overrides: object) -> list[str]:
 def train_environment(threads: int) -> dict[str, str]:
     return {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",  # more devices would mean more tokens a step than in the sweep
+        "CUDA_VISIBLE_DEVICES": "",  # with more devices, a step would have more tokens than in the sweep
         "DISABLE_VERSION_CHECK": "1",
         "HF_HOME": str(BUILD / "cache"),
         "HF_HUB_OFFLINE": "1",
         "LLAMAFACTORY_VERBOSITY": "WARN",
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads take several times as long where anything else runs
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads are several times slower beside other programs
         "PYTHONWARNINGS": "ignore:'pin_memory' argument:UserWarning",
     }
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            installed[package] = "missing"
+    return installed
 
 
 def fingerprint(*parts: object) -> str:
@@ -61,10 +61,10 @@ def fingerprint(*parts: object) -> str:
 
 
 def held_out_loss(folder: Path) -> float | None:
-    """The last number a run writes; None while the run is not through."""
+    """Return the final evaluation loss of a run; None if the run has not finished."""
     try:
         results: dict[str, float] = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # not written yet, or cut off while it was
+    except (FileNotFoundError, json.JSONDecodeError):  # not written yet, or incomplete
         return None
     return results.get("eval_loss")
 
@@ -75,7 +75,7 @@ def log_history(folder: Path) -> list[dict[str, float]]:
 
 
 def train_seconds(folder: Path) -> float:
-    """Wall seconds inside the training loop; a run that was interrupted counts the parts it took."""
+    """Return the wall seconds of the training loop, summed over the parts of an interrupted run."""
     total = last = 0.0
     for line in (folder / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines():
         hours, minutes, seconds = json.loads(line)["elapsed_time"].split(":")
