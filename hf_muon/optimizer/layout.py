@@ -204,7 +204,7 @@ def _process_groups(
     if any(map(is_dtensor, params)):
         from hf_muon.distributed.groups import mesh_groups
 
-        process_groups += mesh_groups(param.device_mesh for param in params if is_dtensor(param))
+        process_groups += mesh_groups([param.device_mesh for param in params if is_dtensor(param)])
     has_plain = any(param not in partitions and not is_dtensor(param) for param in params)
     if has_plain and replicate_group is not None and replicate_group.size() > 1:
         process_groups.append(replicate_group)
