@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from hf_muon.math.adamw import ADAMW_STATE_DTYPES
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import MOMENTUM_DTYPES
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.update import ADJUST_LR_FNS
+from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import types
 from hf_muon.options.declaration import check_value, documented, option, options_of, quoted, unknown_option
 
@@ -146,6 +148,22 @@ class MuonConfig:
         scope="group",
         fallback="`adam_epsilon`",
         source="torch",
+    )
+    adamw_state_dtype: str = option(
+        "auto",
+        types.choice(ADAMW_STATE_DTYPES),
+        "Dtype in which AdamW's moments are stored: `auto` (fp32, also for bf16 and fp16 weights), `fp32` or `bf16` "
+        "(stochastic rounding). Steps compute in fp32.",
+        scope="group",
+        source="torch, [docs](docs/bf16-weights.md)",
+    )
+    weight_rounding: str = option(
+        "auto",
+        types.choice(WEIGHT_ROUNDINGS),
+        "How steps round bf16 and fp16 weights: `auto` (stochastic), `stochastic`, which on average loses no update, "
+        "or `nearest`, which loses updates below half a unit in the last place. fp32 weights are not rounded.",
+        scope="group",
+        source="[2010.06192](https://arxiv.org/abs/2010.06192), [docs](docs/bf16-weights.md)",
     )
     muon_patterns: str | Sequence[str] | None = option(
         None,

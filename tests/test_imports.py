@@ -29,14 +29,19 @@ ROOMS = [
 ]
 # The same inside a room, where that has more than one file.
 FLOORS = {
-    "math": ["adamw coefficients cost precision rounding update", "momentum products", "gram", "newton_schulz"],
+    "math": [
+        "coefficients cost precision rounding",
+        "momentum products weight_rounding",
+        "adamw gram update",
+        "newton_schulz",
+    ],
     "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["blocks tensors", "views", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
     "distributed": ["agreement units", "groups executor", "holdings local", "schedule", "exchange", "select"],
     "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "rules", "route", "table"],
     "optimizer": [
-        "state copies empty_steps",
+        "state copies empty_steps lost_updates",
         "groups gradients",
         "state_check layout",
         "preflight first_step_report watching",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_muon.convert.formats import ALGORITHM, SourceParameter, format_of, read_state, refuse
 from hf_muon.convert.names import as_matrix, names_of
 from hf_muon.diagnostics.log import first_few
+from hf_muon.math.adamw import moment_dtype
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import state_check
@@ -140,8 +141,9 @@ def convert_state_dict(
         )
     refuse(source, complaints)
     step = max([1, *(int(param.state["step"]) for param in source_params if "step" in param.state)])
-    # The averages are in fp32; load_state_dict converts them to the optimizer's `momentum_dtype`.
-    converted = {"state": state, "param_groups": [{**g, "step": step, "momentum_dtype": "auto"} for g in groups]}
+    # The averages are in fp32; load_state_dict converts them to the optimizer's dtypes.
+    stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
+    converted = {"state": state, "param_groups": [{**group, **stored} for group in groups]}
     state_check.check_loadable(optimizer.param_groups, converted)
     distinct_factors = tuple(dict.fromkeys(factors.values()))
     other_options = _differing(_options(source_params, source), optimizer)
@@ -168,7 +170,7 @@ def _converted(source_param: SourceParameter, param: Tensor, factor: float) -> d
 def _zeros(param: Tensor, use_muon: bool) -> dict[str, Tensor]:
     if use_muon:
         return {"momentum_buffer": torch.zeros(param.shape, dtype=update_dtype(param))}
-    averages = {key: torch.zeros(param.shape, dtype=param.dtype) for key in ("exp_avg", "exp_avg_sq")}
+    averages = {key: torch.zeros(param.shape, dtype=moment_dtype(param)) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.tensor(0.0), **averages}
 
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 to bf16, which needs no generator: random bits are a hash of the value and the step.
+"""Stochastic rounding of fp32 to bf16 and fp16, without a generator: random bits are a hash of values and the step.
 
 The result is the same on every rank, in every layout and on all hardware.
 """
@@ -15,14 +15,22 @@ _CHUNK = 2**22  # on other devices
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
-def random_bits(values: Tensor, step: int) -> Tensor:
+def random_bits(values: Tensor, step: int, others: Tensor | None = None) -> Tensor:
     """Return 32 pseudorandom bits for each fp32 value, as int32: a hash of the value and the step.
 
     Neither a generator nor a position is involved, so that every rank draws the same bits for the same element.
     The hash function is lowbias32 by Chris Wellons (https://nullprogram.com/blog/2018/07/31/).
+
+    Args:
+        values: fp32, of any shape.
+        step: number of the step.
+        others: fp32 numbers of the same elements, to be hashed too: equal values with different others draw different
+            bits.
     """
     salt = _mixed((step * 0x9E3779B9) & 0xFFFFFFFF)
     bits = values.view(torch.int32) ^ (salt - 2**32 if salt >= 2**31 else salt)
+    if others is not None:
+        bits += others.view(torch.int32) * (0x9E3779B1 - 2**32)
     bits ^= (bits >> 16) & 0xFFFF  # shifts of signed numbers repeat the sign
     bits *= 0x7FEB352D
     bits ^= (bits >> 15) & 0x1FFFF
@@ -47,10 +55,33 @@ def round_to_bf16(values: Tensor, step: int) -> Tensor:
         step: number of the step.
     """
     bounded = values.clamp(-_LARGEST_BF16, _LARGEST_BF16)  # nothing finite is rounded to infinity
-    bits = random_bits(bounded, step)
-    bits &= 0xFFFF
-    bits += bounded.view(torch.int32)
-    bits &= -0x10000
+    return _with_fewer_bits(bounded, random_bits(bounded, step), 16)
+
+
+def round_to_half(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values up or down at random to bf16 or fp16, so that the mean is the value. NaN stays NaN.
+
+    Args:
+        values: fp32, of any shape.
+        bits: 32 random bits for each value, as int32. They are overwritten.
+        dtype: bf16 or fp16.
+    """
+    if dtype is torch.bfloat16:
+        rounded = _with_fewer_bits(values, bits, 16)
+    else:
+        # Below 2**-14 the values of fp16 are the multiples of 2**-24.
+        steps = values * 2.0**24
+        below = steps.floor()
+        below += (bits & 0xFFFFFF) < (steps - below) * 2.0**24
+        rounded = torch.where(values.abs() < 2.0**-14, below * 2.0**-24, _with_fewer_bits(values, bits, 13))
+    return torch.where(values.isnan(), values, rounded).to(dtype)
+
+
+def _with_fewer_bits(values: Tensor, bits: Tensor, count: int) -> Tensor:
+    """Round fp32 values at random to values whose last bits are zero; `count` says how many. Overwrites `bits`."""
+    bits &= (1 << count) - 1
+    bits += values.view(torch.int32)
+    bits &= -(1 << count)
     return bits.view(torch.float32)
 
 
@@ -63,4 +94,9 @@ def store_bf16_(buffer: Tensor, values: Tensor, step: int) -> None:
 
 def rows_per_chunk(tensor: Tensor, columns: int) -> int:
     """Return how many rows of a tensor to work on at once."""
-    return max(1, _CHUNKS.get(tensor.device.type, _CHUNK) // max(1, columns))
+    return max(1, chunk_size(tensor) // max(1, columns))
+
+
+def chunk_size(tensor: Tensor) -> int:
+    """Return how many elements to work on at once on a tensor's device."""
+    return _CHUNKS.get(tensor.device.type, _CHUNK)

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_muon.math import weight_rounding
+from hf_muon.math.weight_rounding import Observer, Result, is_half
+
 ADJUST_LR_FNS = ("match_rms_adamw", "original", "rms_to_rms")
 
 
@@ -35,15 +38,28 @@ def apply_directions_(
     lr: float,
     weight_decay: float,
     scales: Sequence[float],
+    step: int,
+    rounding: str = "auto",
+    observer: Observer | None = None,
 ) -> None:
     """Apply decoupled weight decay, then ``param -= lr * scale * direction``.
 
     bf16 and fp16 parameters are computed in fp32 and rounded once. The directions are overwritten.
+
+    Args:
+        params: pieces of parameters.
+        directions: of these pieces.
+        lr: learning rate.
+        weight_decay: decoupled from the gradient.
+        scales: of the directions, as `lr_scale` returns them.
+        step: number of the step, which seeds stochastic rounding.
+        rounding: `weight_rounding` of the param group.
+        observer: of what is rounded.
     """
     full: list[int] = []
     half: list[int] = []
     for i, param in enumerate(params):
-        (half if param.dtype.itemsize < 4 else full).append(i)
+        (half if is_half(param) else full).append(i)
     if full:
         weights = [params[i] for i in full]
         moves = [directions[i].to(params[i]) for i in full]  # from where they were computed to where they are stored
@@ -51,6 +67,10 @@ def apply_directions_(
         if weight_decay:
             torch._foreach_mul_(weights, 1 - lr * weight_decay)
         torch._foreach_add_(weights, moves)
-    for i in half:
+
+    def result(i: int) -> Result:
         exact = params[i].float().mul_(1 - lr * weight_decay)
-        params[i].copy_(exact.add_(directions[i].to(exact.device), alpha=-lr * scales[i]))
+        move = directions[i].to(exact)
+        return Result(params[i], exact.add_(move, alpha=-lr * scales[i]), move)
+
+    weight_rounding.store_(map(result, half), rounding, step, observer)

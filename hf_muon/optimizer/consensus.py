@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-State = Mapping[Tensor, Mapping[str, Any]]
 
 DIVERGING = (
     "{name} has a gradient on rank {having} and none on rank {lacking}, which store the same part of it: replicas "
@@ -51,7 +50,6 @@ def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None)
 
 def agree(
     groups: Sequence[Group],
-    state: State,
     layout: StepLayout,
     complaints: Sequence[str],
     *,
@@ -65,7 +63,6 @@ def agree(
 
     Args:
         groups: param groups.
-        state: of their parameters.
         layout: of these groups.
         complaints: why this rank cannot take the step.
         may_be_idle: whether to look for gradients that are all zero.
@@ -80,7 +77,7 @@ def agree(
     stop = functools.partial(refuse, head=refusal)
     if not layout.process_groups:
         stop(complaints)
-        return _check_alone(groups, state, stop, may_be_idle=may_be_idle)
+        return _check_alone(groups, stop, may_be_idle=may_be_idle)
 
     from hf_muon.distributed import agreement
 
@@ -90,12 +87,12 @@ def agree(
     complaints = list(complaints)
     options: list[str] = []
     stored: list[str] = []
-    flags = gradients.flags([], {}, may_be_idle=False)
+    flags = gradients.flags([], may_be_idle=False)
     with layout.guarded(complaints):
         if not complaints:
             options = _option_lines(groups, layout)
             stored = [_stored(param) for param in params]
-            flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
+            flags = gradients.flags(groups, may_be_idle=may_be_idle)
     root = layout.root
     assert root is not None
     model_device = local_of(params[0]).device
@@ -112,7 +109,7 @@ def agree(
     if len({report.fingerprint for report in reports}) > 1:
         stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
     if any(report.flags[0] for report in reports):
-        names = gradients.bad_names(groups, state) if flags[0].item() else []
+        names = gradients.bad_names(groups) if flags[0].item() else []
         stop(of_all_ranks(names), gradients.NOT_FINITE)
     if len({report.gradients for report in reports}) > 1:
         # All ranks have as many parameters: the layouts that they agree on have a line for each.
@@ -132,17 +129,15 @@ def agree(
     return _by_group(groups, bits) if any(report.flags[1] for report in reports) else None
 
 
-def _check_alone(
-    groups: Sequence[Group], state: State, stop: Callable[..., None], *, may_be_idle: bool
-) -> list[list[int]] | None:
+def _check_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> list[list[int]] | None:
     """Do what `agree` does in a process that is alone with its parameters and has no complaints."""
     bits = [param.grad is not None for group in groups for param in group["params"]]
-    flags = gradients.flags(groups, state, may_be_idle=may_be_idle)
+    flags = gradients.flags(groups, may_be_idle=may_be_idle)
     if not has_data(flags):  # of fake tensors, by which memory is estimated
         return _by_group(groups, bits)
     bad, moves = flags.tolist()
     if bad:
-        stop(gradients.bad_names(groups, state), gradients.NOT_FINITE)
+        stop(gradients.bad_names(groups), gradients.NOT_FINITE)
     return _by_group(groups, bits) if moves else None
 
 

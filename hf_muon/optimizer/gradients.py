@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.math.adamw import moment_dtype
 from hf_muon.math.momentum import update_dtype
-from hf_muon.optimizer.state import describe
+from hf_muon.optimizer.state import adamw_state_dtype_of, describe
 from hf_muon.storage.tensors import STEPPED_DTYPES, class_complaint, has_data, is_dtensor, local_of
 
 Group = Mapping[str, Any]
-State = Mapping[Tensor, Mapping[str, Any]]
 
 NOT_FINITE = (
     "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
@@ -67,12 +67,11 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def flags(groups: Sequence[Group], state: State, *, may_be_idle: bool) -> Tensor:
+def flags(groups: Sequence[Group], *, may_be_idle: bool) -> Tensor:
     """Return two flags, ``(2,)`` int64, still on the device: any entry that cannot be stepped; any that is not zero.
 
     Args:
         groups: param groups.
-        state: of their parameters.
         may_be_idle: whether to compute the second flag, which is 1 otherwise.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
@@ -82,7 +81,7 @@ def flags(groups: Sequence[Group], state: State, *, may_be_idle: bool) -> Tensor
         if not has_data(grad):
             unread = True
         elif grad.numel():
-            buckets.setdefault((grad.device, grad.dtype, largest(group, param, state.get(param))), []).append(grad)
+            buckets.setdefault((grad.device, grad.dtype, largest(group, param)), []).append(grad)
     bad = _any([_too_large(grads, limit) for (_, _, limit), grads in buckets.items()])
     if unread or not may_be_idle:
         return torch.cat([bad, torch.ones_like(bad)])
@@ -93,31 +92,15 @@ def _with_gradient(groups: Sequence[Group]) -> list[tuple[Group, Tensor]]:
     return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
 
 
-def largest(group: Group, param: Tensor, moments: Mapping[str, Any] | None = None) -> float:
+def largest(group: Group, param: Tensor) -> float:
     """Return the largest magnitude of a gradient with which every moment of its parameter stays finite.
 
     Momentum moves by the difference of two gradients; a quarter of the dtype's range leaves room for rounding. AdamW's
-    second moment becomes ``beta2 * exp_avg_sq + (1 - beta2) * grad**2``, computed in fp32 for half precision
-    parameters. fp16 has room for a few large gradients in a row, not for many, so on a CPU the limit follows
-    `exp_avg_sq`. On an accelerator that would synchronize with the device once for each parameter.
-
-    Args:
-        group: of the parameter.
-        param: a parameter with a gradient.
-        moments: its state; None before the first step.
+    second moment is an average of squares. Steps compute in fp32 at least.
     """
     if group["use_muon"]:
         return torch.finfo(update_dtype(param, group.get("momentum_dtype", "auto"))).max / 4
-    top = torch.finfo(param.dtype).max
-    if param.dtype is not torch.float16:
-        return 0.99 * math.sqrt(top)
-    decay = group["adamw_betas"][1]
-    second = local_of(moments["exp_avg_sq"]) if moments and "exp_avg_sq" in moments else None
-    is_readable = second is not None and second.device.type == "cpu" and second.numel() and has_data(second)
-    level = float(second.max()) if second is not None and is_readable else 0.0
-    # An average never exceeds the largest of the values that it averages.
-    room = max(0.99 * top - decay * level, 0.9 * (1 - decay) * top)
-    return 0.99 * min(top / 4, math.sqrt(room / (1 - decay)))
+    return 0.99 * math.sqrt(torch.finfo(moment_dtype(param, adamw_state_dtype_of(group))).max)
 
 
 def _too_large(grads: list[Tensor], limit: float) -> Tensor:
@@ -139,10 +122,10 @@ def _any(bits: Sequence[Tensor]) -> Tensor:
     return torch.stack([bit.to(bits[0].device) for bit in bits]).any().to(torch.int64).reshape(1)
 
 
-def bad_names(groups: Sequence[Group], state: State) -> list[str]:
+def bad_names(groups: Sequence[Group]) -> list[str]:
     """Return the parameters whose gradients cannot be stepped, each with the reason."""
     stepped = [(g, p) for g, p in _with_gradient(groups) if local_of(p.grad).numel() and has_data(local_of(p.grad))]  # type: ignore[arg-type]
-    reasons = {p: _too_large_reason(local_of(p.grad), largest(g, p, state.get(p))) for g, p in stepped}  # type: ignore[arg-type]
+    reasons = {p: _too_large_reason(local_of(p.grad), largest(g, p)) for g, p in stepped}  # type: ignore[arg-type]
     if len(stepped) > 1 and all(reason == _NOT_FINITE for reason in reasons.values()):
         everything = f"every parameter (clipping by a norm that is not finite spreads it), {len(stepped)} in all,"
         return [f"{everything} {_NOT_FINITE}"]

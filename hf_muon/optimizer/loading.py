@@ -1,7 +1,7 @@
 """Loading a state dict: `check` on all ranks, then `restore_`; a load that fails changes nothing.
 
 Moments are matched with parameters by position, as in torch, unless `accept_rerouted` matches them by name. Options,
-learning rates and step counts come from the checkpoint; views and `momentum_dtype` stay this run's.
+learning rates and step counts come from the checkpoint; views and the options in `OWN_OPTIONS` stay this run's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hf_muon.optimizer import consensus
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     STATE_KEYS,
+    adamw_state_dtype_of,
     converted_momentum,
     describe,
     has_own,
@@ -38,6 +39,9 @@ from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
+
+OWN_OPTIONS = ("momentum_dtype", "adamw_state_dtype", "weight_rounding")
+"""Options that say how state and weights are stored: a checkpoint is converted to this run's."""
 
 
 class Notice(NamedTuple):
@@ -149,8 +153,7 @@ def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Map
         rerouted_groups.append(options)
         for name, key, param in zip(options["param_names"], options["params"], group["params"], strict=True):
             if name in rerouted:
-                keys, momentum_dtype = state_keys(options, param), momentum_dtype_of(options)
-                state[key] = {kind: zero_state(param, kind, momentum_dtype) for kind in keys}
+                state[key] = {kind: zero_state(param, kind, options) for kind in state_keys(options, param)}
             elif key in state_dict["state"]:
                 state[key] = state_dict["state"][key]
     notice = Notice(logging.WARNING, f"moments start from zero for {first_few(rerouted)}, whose routing changed")
@@ -182,7 +185,7 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     """Return the state of these parameters alone, with options of this run where an older version had none."""
     saved_groups = []
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name != "momentum_dtype"}
+        own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name not in OWN_OPTIONS}
         if own:
             notices.append(Notice(logging.WARNING, f"the checkpoint does not say {first_few(own)}; this run's stay"))
         counts = {"step": steps_of(saved["step"]), "params": list(saved["params"])}
@@ -220,8 +223,8 @@ def _changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator
             f"{changes}. A scheduler whose state is loaded goes on from the checkpoint's, too. To change a rate, write "
             "it into param_groups and the scheduler's base_lrs, or start from the weights without the optimizer",
         )
-    if changes := changed_momentum(groups, saved_groups):
-        yield Notice(logging.INFO, f"momentum is converted: {changes}")
+    if changes := changed_dtypes(groups, saved_groups):
+        yield Notice(logging.INFO, f"moments are converted: {changes}")
     if changes := changed_views(groups, saved_groups):
         yield Notice(logging.WARNING, f"from here on, other matrices than before are orthogonalized: {changes}")
 
@@ -232,7 +235,7 @@ def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> s
         f"{name} {saved[name]!r}, not {group[name]!r}"
         for group, saved in zip(groups, saved_groups, strict=True)
         for name in GROUP_OPTIONS
-        if name not in ("lr", "momentum_dtype") and name in saved and check_option(name, saved[name]) != group[name]
+        if name not in ("lr", *OWN_OPTIONS) and name in saved and check_option(name, saved[name]) != group[name]
     }
     return "; ".join(sorted(changes))
 
@@ -252,15 +255,16 @@ def changed_rates(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str
     return "; ".join(changes)
 
 
-def changed_momentum(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the momentum dtypes of the checkpoint and of this run where they differ."""
-    changes = {
-        f"{there} in the checkpoint, {here} here"
-        for group, saved in zip(groups, saved_groups, strict=True)
-        if group["use_muon"]
-        and (there := momentum_dtype_of(saved).replace("auto", "fp32"))
-        != (here := momentum_dtype_of(group).replace("auto", "fp32"))
-    }
+def changed_dtypes(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
+    """Return the dtypes of moments in the checkpoint and in this run where they differ."""
+    changes = set()
+    for group, saved in zip(groups, saved_groups, strict=True):
+        name, dtype_of = (
+            ("momentum_dtype", momentum_dtype_of) if group["use_muon"] else ("adamw_state_dtype", adamw_state_dtype_of)
+        )
+        there, here = (dtype_of(g).replace("auto", "fp32") for g in (saved, group))
+        if there != here:
+            changes.add(f"{name} {there} in the checkpoint, {here} here")
     return "; ".join(sorted(changes))
 
 
@@ -289,8 +293,9 @@ def log(notices: Sequence[Notice]) -> None:
 def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Replace an optimizer's moments and options by those that `check` has returned.
 
-    `Optimizer.load_state_dict` would cast moments to the parameters' dtype. Here momentum gets this run's
-    `momentum_dtype`, whatever the checkpoint's, and whole tensors are sharded like their parameters. All are copies.
+    `Optimizer.load_state_dict` would cast moments to the parameters' dtype. Here they get this run's `momentum_dtype`
+    and `adamw_state_dtype`, whatever the checkpoint's, and whole tensors are sharded like their parameters. All are
+    copies.
     """
     groups = [
         _restored_group(group, saved)
@@ -307,26 +312,26 @@ def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     """Return a param group with the options of the checkpoint, in their canonical form.
 
-    Parameters, `views` and `momentum_dtype` stay this run's. The views follow from the model, and saved moments do not
-    depend on them; momentum is converted to this run's dtype.
+    Parameters, `views` and `OWN_OPTIONS` stay this run's. The views follow from the model, and saved moments do not
+    depend on them; moments are converted to this run's dtypes.
     """
     restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
     restored.update({name: check_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
-    own = {key: group[key] for key in ("params", "views", "momentum_dtype") if group.get(key) is not None}
+    own = {key: group[key] for key in ("params", "views", *OWN_OPTIONS) if group.get(key) is not None}
     names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
     return {**restored, **own, **names}
 
 
 def _restored_moments(group: Group, param: Tensor, moments: Mapping[str, Any]) -> dict[str, Any]:
     if group["use_muon"]:
-        return dict(converted_momentum(param, moments, momentum_dtype_of(group)))
+        return dict(converted_momentum(param, moments, group))
     restored = {}
     for name in STATE_KEYS[False]:
         if name == "step":
             restored[name] = _counter(moments[name])
         else:
             value = stored_like(param, moments[name])
-            restored[name] = value.to(device=param.device, dtype=state_dtype(param, name), copy=True)
+            restored[name] = value.to(device=param.device, dtype=state_dtype(param, name, group), copy=True)
     return restored
 
 

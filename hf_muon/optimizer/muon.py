@@ -19,6 +19,7 @@ from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import check_group, with_checked_options
 from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
+from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.state import complete_state_, state_complaints
 from hf_muon.optimizer.step import adamw_step, muon_step
@@ -48,9 +49,11 @@ class Muon(Optimizer):
     parameters stored differently (as ``(in, out)``, several matrices in one, a convolution), the group's `views` has a
     text for each parameter, as :mod:`hf_muon.storage.views` describes.
 
-    Momentum is stored in fp32, also for bf16 and fp16 parameters, unless `momentum_dtype` is set; AdamW's moments have
-    the parameter's dtype, as in torch. State is stored like its parameter. A group has the state of all of its
-    parameters or of none.
+    Moments are stored in fp32, also for bf16 and fp16 parameters, unless `momentum_dtype` or `adamw_state_dtype` is
+    set. State is stored like its parameter. A group has the state of all of its parameters or of none.
+
+    A step of bf16 and fp16 parameters computes in fp32 and rounds once, up or down at random, so that updates smaller
+    than a unit in the last place are not lost; see `weight_rounding`.
 
     DTensor parameters (FSDP2, HSDP, tensor parallel) need nothing else: the ranks send their parts of a matrix's update
     to one owner, which orthogonalizes the matrix and sends back the parts of the direction. With `replicate_group`, the
@@ -101,6 +104,8 @@ class Muon(Optimizer):
         adamw_eps: float = MuonConfig.adamw_eps,
         *,
         momentum_dtype: str = MuonConfig.momentum_dtype,
+        adamw_state_dtype: str = MuonConfig.adamw_state_dtype,
+        weight_rounding: str = MuonConfig.weight_rounding,
         max_bucket_bytes: int = MuonConfig.max_bucket_bytes,
         max_batch_bytes: int = MuonConfig.max_batch_bytes,
         comm_dtype: str = MuonConfig.comm_dtype,
@@ -126,6 +131,7 @@ class Muon(Optimizer):
         every = self.diagnostics_every or log.every_from_environment()
         self.metrics = Metrics(every, self.diagnostics_file) if every and log.is_rank_zero() else None
         self._report = FirstStepReport()
+        self._lost_updates = LostUpdates()
         self._warned_of_empty_step = False
         self._layouts = Layouts()
 
@@ -178,6 +184,7 @@ class Muon(Optimizer):
         for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
             if indices:
                 self._step_group(group, work, indices, watch)
+        self._lost_updates.log()
         complete = self.partitioned.completes_step(self.param_groups)
         if watch is not None:
             watch.end(complete=complete)
@@ -217,7 +224,7 @@ class Muon(Optimizer):
                 watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
         try:
             indices = consensus.agree(
-                groups, self.state, layout, complaints, may_be_idle=may_be_idle, refusal=self.partitioned.refusal
+                groups, layout, complaints, may_be_idle=may_be_idle, refusal=self.partitioned.refusal
             )
         except RuntimeError:
             self._report.log_incomplete()
@@ -237,10 +244,11 @@ class Muon(Optimizer):
         if self.partitioned.completes_group(group):
             group["step"] = number
         group_watch = None if watch is None else watch.of_group(group, work)
+        observer = self._lost_updates.observer(group)
         if group["use_muon"]:
-            muon_step(group, work, indices, self.state, number, self.max_batch_bytes, group_watch)
+            muon_step(group, work, indices, self.state, number, self.max_batch_bytes, group_watch, observer)
         else:
-            adamw_step(group, indices, self.state, group_watch)
+            adamw_step(group, indices, self.state, number, group_watch, observer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch.
@@ -258,8 +266,9 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, after checking all of it.
 
-        Momentum is converted to this run's `momentum_dtype`. Whole tensors are sharded like their parameters, so that
-        the state of a single process loads under FSDP2. With DTensor parameters all ranks must load together.
+        Moments are converted to this run's `momentum_dtype` and `adamw_state_dtype`. Whole tensors are sharded like
+        their parameters, so that the state of a single process loads under FSDP2. With DTensor parameters all ranks
+        must load together.
 
         Raises:
             ValueError: the state of another optimizer, of other parameters or of another routing, or one that lacks

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.math import momentum
-from hf_muon.math.adamw import uses_fused_adamw
+from hf_muon.math import adamw, momentum
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
@@ -38,6 +37,11 @@ def has_own(state: Any) -> bool:
 def momentum_dtype_of(group: Mapping[str, Any]) -> str:
     """Return the `momentum_dtype` of a group; states of older versions lack the option, and are in fp32."""
     return str(group.get("momentum_dtype", "auto"))
+
+
+def adamw_state_dtype_of(group: Mapping[str, Any]) -> str:
+    """Return the `adamw_state_dtype` of a group; states of older versions lack the option."""
+    return str(group.get("adamw_state_dtype", "auto"))
 
 
 def describe(group: Mapping[str, Any], index: int) -> str:
@@ -89,19 +93,19 @@ def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | No
     return f"is {words[0]}, the parameter {words[1]}"
 
 
-def state_dtype(param: Tensor, key: str, momentum_dtype: str = "auto") -> torch.dtype:
-    """Return the dtype of a parameter's state, in a group with this `momentum_dtype`."""
+def state_dtype(param: Tensor, key: str, group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a parameter's state, in a group with these options."""
     if key in momentum.STATE_KEYS:
-        return momentum.state_dtype(key, param, momentum_dtype)
-    return torch.float32 if key == "step" else param.dtype
+        return momentum.state_dtype(key, param, momentum_dtype_of(group))
+    return torch.float32 if key == "step" else adamw.moment_dtype(param, adamw_state_dtype_of(group))
 
 
-def zero_state(param: Tensor, key: str, momentum_dtype: str = "auto") -> Tensor:
+def zero_state(param: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
     """Return a parameter's state before the first step, stored like the parameter."""
     if key == "step":
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant, which fake tensors know the value of
-    dtype = state_dtype(param, key, momentum_dtype)
-    if key in momentum.STATE_KEYS and momentum.is_quantized(momentum_dtype, param.shape):
+    dtype = state_dtype(param, key, group)
+    if key in momentum.STATE_KEYS and momentum.is_quantized(momentum_dtype_of(group), param.shape):
         local = local_of(param)
         zeros = torch.zeros(state_shape(local, key), dtype=dtype, device=local.device)  # contiguous
         return wrapped_like(param, zeros, state_shape(param, key))
@@ -124,20 +128,19 @@ def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict
         group: a param group.
         state: of an optimizer, which creates an empty dict for a parameter without state.
     """
-    fused = not group["use_muon"] and uses_fused_adamw(group["params"])
-    momentum_dtype = group["momentum_dtype"]
+    fused = not group["use_muon"] and adamw.uses_fused_adamw(group["params"])
     for param in group["params"]:
         moments = state[param]
         keys = state_keys(group, param)
         if momentum.BUFFER in moments and (momentum.SCALE in moments) != (momentum.SCALE in keys):
-            converted = converted_momentum(param, moments, momentum_dtype)
+            converted = converted_momentum(param, moments, group)
             moments.clear()
             moments.update(converted)
         for key in keys:
             if key not in moments:
-                moments[key] = zero_state(param, key, momentum_dtype)
+                moments[key] = zero_state(param, key, group)
             device = torch.device("cpu") if key == "step" and not fused else param.device
-            dtype = state_dtype(param, key, momentum_dtype)
+            dtype = state_dtype(param, key, group)
             if not torch.is_tensor(moments[key]):
                 moments[key] = torch.as_tensor(moments[key], dtype=dtype, device=device)
             elif moments[key].dtype != dtype or moments[key].device != device:
@@ -154,30 +157,30 @@ def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
     return quantization_complaint(param)  # type: ignore[arg-type]
 
 
-def converted_momentum(param: Tensor, state: Mapping[str, Tensor], momentum_dtype: str) -> dict[str, Tensor]:
+def converted_momentum(param: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return momentum as a group with this `momentum_dtype` stores it, in memory of its own.
 
     Args:
         param: the parameter; the result is stored like it.
         state: the momentum, whole or stored like the parameter.
-        momentum_dtype: one of `MOMENTUM_DTYPES`.
+        group: the param group.
     """
     state = {key: state[key] for key in momentum.STATE_KEYS if key in state}
-    keys = momentum.state_keys(momentum_dtype, param.shape)
+    keys = momentum.state_keys(momentum_dtype_of(group), param.shape)
     from_blocks, to_blocks = momentum.SCALE in state, momentum.SCALE in keys
     # Whole int8 momentum that is not to be int8 is decoded first: here its blocks may be cut.
     if to_blocks or (from_blocks and any(map(is_dtensor, state.values()))):
         state = {key: stored_like(param, value) for key, value in state.items()}
     if from_blocks and to_blocks:
-        return {key: _copied(param, value, state_dtype(param, key, momentum_dtype)) for key, value in state.items()}
+        return {key: _copied(param, value, state_dtype(param, key, group)) for key, value in state.items()}
     buffer = state[momentum.BUFFER]
     if from_blocks:
         values = momentum.decoded({key: local_of(value) for key, value in state.items()})
         buffer = wrapped_like(param, values, param.shape) if is_dtensor(buffer) else values
     if not to_blocks:
-        dtype = state_dtype(param, momentum.BUFFER, momentum_dtype)
+        dtype = state_dtype(param, momentum.BUFFER, group)
         return {momentum.BUFFER: _copied(param, stored_like(param, buffer), dtype)}
-    zeros = {key: zero_state(param, key, momentum_dtype) for key in keys}
+    zeros = {key: zero_state(param, key, group) for key in keys}
     momentum.encode_({key: local_of(zero) for key, zero in zeros.items()}, local_of(buffer))
     return zeros
 

@@ -23,7 +23,6 @@ from hf_muon.optimizer.state import (
     blocks_complaint,
     describe,
     has_own,
-    momentum_dtype_of,
     state_dtype,
     state_keys,
     state_shape,
@@ -235,7 +234,7 @@ def _moment_complaint(name: str, value: Any, param: Tensor, saved: Group) -> str
         return f"is {quoted(value)}, and not a tensor"
     if tuple(value.shape) != state_shape(param, name):
         return f"has shape {tuple(value.shape)}"
-    dtype = state_dtype(param, name, momentum_dtype_of(saved))
+    dtype = state_dtype(param, name, saved)
     has_codes = not dtype.is_floating_point
     if value.dtype not in ((dtype,) if has_codes else STEPPED_DTYPES) or value.layout != torch.strided:
         return f"has dtype {value.dtype}" + (f" and layout {value.layout}" if value.layout != torch.strided else "")

@@ -8,11 +8,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from hf_muon.math import update
-from hf_muon.math.adamw import adamw_
+from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import STATE_KEYS, MomentumBuffers
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
+from hf_muon.math.weight_rounding import Observer
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.watching import GroupWatch
@@ -30,6 +31,7 @@ def muon_step(
     number: int,
     max_batch_bytes: int,
     watch: GroupWatch | None = None,
+    observer: Observer | None = None,
 ) -> None:
     """Step a Muon group: momentum, orthogonalization, weights, one bucket of pieces after the other.
 
@@ -41,6 +43,7 @@ def muon_step(
         number: of the step, from one.
         max_batch_bytes: as of `Muon`.
         watch: measures this step; None where nothing does.
+        observer: of weights that are rounded.
     """
     coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
     params = {i: group["params"][i] for i in indices}
@@ -74,6 +77,9 @@ def muon_step(
                 lr=float(group["lr"]),
                 weight_decay=group["weight_decay"],
                 scales=piece_scales,
+                step=number,
+                rounding=group["weight_rounding"],
+                observer=observer,
             )
             del directions  # before the next ones are made
     if watch is not None:
@@ -81,27 +87,44 @@ def muon_step(
             watch.momentum(k, momentum.values(k))
 
 
-def adamw_step(group: Group, indices: Sequence[int], state: State, watch: GroupWatch | None = None) -> None:
+def adamw_step(
+    group: Group,
+    indices: Sequence[int],
+    state: State,
+    number: int,
+    watch: GroupWatch | None = None,
+    observer: Observer | None = None,
+) -> None:
     """Step an AdamW group.
 
     Args:
         group: a param group.
         indices: of the parameters to step.
         state: of its parameters; complete.
+        number: of the group's step, from one.
         watch: measures this step; None where nothing does.
+        observer: of weights that are rounded.
     """
     params = [group["params"][i] for i in indices]
     states = [state[param] for param in params]
     adamw_(
-        [local_of(param) for param in params],
-        [gradients.local_grad(param) for param in params],
-        [local_of(moments["exp_avg"]) for moments in states],
-        [local_of(moments["exp_avg_sq"]) for moments in states],
-        [moments["step"] for moments in states],
+        [
+            Stepped(
+                local_of(param),
+                gradients.local_grad(param),
+                local_of(moments["exp_avg"]),
+                local_of(moments["exp_avg_sq"]),
+                moments["step"],
+            )
+            for param, moments in zip(params, states, strict=True)
+        ],
         lr=float(group["lr"]),
         betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
         eps=group["adamw_eps"],
         weight_decay=group["weight_decay"],
+        step=number,
+        rounding=group["weight_rounding"],
+        observer=observer,
     )
     if watch is not None:
         for i, moments in zip(indices, states, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_muon.distributed.executor import StepCost
 from hf_muon.math import cost
+from hf_muon.math.adamw import moment_dtype
 from hf_muon.math.momentum import state_bytes as momentum_bytes
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.model_facts import expert_counts, text_config_of
@@ -49,7 +50,7 @@ def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dty
 
 
 def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> tuple[list[int], list[int]]:
-    """Return the bytes of optimizer state on each rank, and what they would be if all weights went to AdamW."""
+    """Return the bytes of optimizer state on each rank, and what they would be if torch's AdamW had all weights."""
     # Elements and bytes of momentum on each rank, by the identity of the regions and the momentum's dtype.
     known: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     own = torch.zeros(ranks, dtype=torch.int64)
@@ -70,8 +71,8 @@ def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int
                         torch.tensor([nbytes[shape] for shape in shapes]),
                     )
                 numel, momentum = known[key]
-            moments = numel * 2 * param.dtype.itemsize + 4  # and the step, an fp32 number
-            adamw += moments
+            adamw += numel * 2 * param.dtype.itemsize + 4  # and the step, an fp32 number
+            moments = numel * 2 * moment_dtype(param, group["adamw_state_dtype"]).itemsize + 4
             own += momentum if group["use_muon"] else moments
     return own.tolist(), adamw.tolist()
 

@@ -82,7 +82,7 @@ def _groups(routes: Sequence[Route], params: Sequence[nn.Parameter], config: Muo
     for group in groups:
         names, members = zip(*group["params"], strict=True)
         group["param_names"], group["params"] = list(names), list(members)
-        group["momentum_dtype"] = config.momentum_dtype
+        group |= {"momentum_dtype": config.momentum_dtype, "adamw_state_dtype": config.adamw_state_dtype}
     return groups
 
 

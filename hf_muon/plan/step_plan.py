@@ -38,7 +38,7 @@ class Plan:
         ranks: number of ranks.
         muon_weights, adamw_weights: number of trained weights by route.
         state_bytes: optimizer state, bytes.
-        adamw_state_bytes: optimizer state if all weights went to AdamW, bytes.
+        adamw_state_bytes: optimizer state if torch's AdamW had all weights, bytes.
         sent_bytes: updates and directions sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
         working_bytes: bound on the temporary memory of updates and directions on a rank, bytes.

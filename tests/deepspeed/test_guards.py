@@ -45,11 +45,20 @@ def test_what_was_not_shown_to_work_is_refused_by_name(word):
         refuse_config(REFUSED[word])
 
 
-@pytest.mark.parametrize(("choice", "device"), [("int8", "none"), ("int8", "cpu"), ("bf16", "nvme")])
-def test_momentum_that_is_not_kept_there(choice, device):
+@pytest.mark.parametrize(
+    ("option", "choice", "device"),
+    [
+        ("momentum_dtype", "int8", "none"),
+        ("momentum_dtype", "int8", "cpu"),
+        ("momentum_dtype", "bf16", "nvme"),
+        ("adamw_state_dtype", "bf16", "nvme"),
+    ],
+)
+def test_moments_that_are_not_kept_there(option, choice, device):
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, "device": device, "buffer_count": 4}}}
-    optimizer = Muon([nn.Parameter(torch.ones(4, 64))], momentum_dtype=choice)
-    with pytest.raises(RuntimeError, match=f"momentum_dtype={choice} does not run"), wrapping(optimizer, config):
+    group = {"params": [nn.Parameter(torch.ones(4, 64))], "use_muon": option == "momentum_dtype"}
+    optimizer = Muon([group], **{option: choice})
+    with pytest.raises(RuntimeError, match=f"{option}={choice} does not run"), wrapping(optimizer, config):
         pass
 
 

@@ -111,9 +111,10 @@ def test_weights_that_are_several_matrices_and_transposed_ones(ranks, name):
 
 @pytest.mark.extended(but="1")
 @pytest.mark.parametrize("name", ["0", "1", "2-cpu", "3", "3-cpu"])
-def test_bf16_momentum_is_rounded_as_in_one_process_and_resumed(ranks, name, tmp_path):
-    options = {"same_data": True, "momentum_dtype": "bf16", **STAGES[name]}
-    expected = reference(dtype="float32", momentum_dtype="bf16")
+def test_bf16_moments_are_rounded_as_in_one_process_and_resumed(ranks, name, tmp_path):
+    dtypes = {"momentum_dtype": "bf16", "adamw_state_dtype": "bf16"}
+    options = {"same_data": True, **dtypes, **STAGES[name]}
+    expected = reference(dtype="float32", **dtypes)
     assert any(not torch.equal(w, expected["weights"][n]) for n, w in reference(dtype="float32")["weights"].items())
     straight = ranks.run(train, save=str(tmp_path), **options)
     for found in straight:

@@ -193,7 +193,7 @@ def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_logged(there, he
     optimizer, params = build(here)
     with caplog.at_level("INFO"):
         optimizer.load_state_dict(source.state_dict())
-    line = f"momentum is converted: {there} in the checkpoint, {here} here"
+    line = f"moments are converted: momentum_dtype {there} in the checkpoint, {here} here"
     assert (line in caplog.text) is (there != here)
     assert "win over" not in caplog.text
     assert optimizer.param_groups[0]["momentum_dtype"] == here

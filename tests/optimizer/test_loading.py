@@ -168,7 +168,7 @@ class TestFormsOfTheSameState:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            zero = zero_state(nn.Parameter(torch.ones(3)), "step")
+            zero = zero_state(nn.Parameter(torch.ones(3)), "step", {})
         finally:
             torch.set_default_dtype(before)
         assert zero.dtype is torch.float32

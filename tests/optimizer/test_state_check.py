@@ -226,8 +226,8 @@ def assert_loaded(optimizer, saved, title, *, accept_rerouted):
     """Assert that every number of the optimizer is the saved one, unless routing changed."""
     for group, there in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         assert isinstance(group["step"], int), title
-        names = [g.get("param_names") for g in saved["param_groups"]]
-        rerouted = accept_rerouted and names != [g["param_names"] for g in optimizer.param_groups]
+        routes = [(g.get("param_names"), g["use_muon"]) for g in saved["param_groups"]]
+        rerouted = accept_rerouted and routes != [(g["param_names"], g["use_muon"]) for g in optimizer.param_groups]
         for param, key in zip(group["params"], there["params"], strict=True):
             moments = saved["state"].get(key)
             if not moments or rerouted:

@@ -50,7 +50,7 @@ class TestStateDict:
 
     @pytest.mark.parametrize("saved_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_momentum_is_fp32_whatever_the_checkpoint_held(self, dtype, saved_dtype):
+    def test_moments_are_fp32_whatever_the_checkpoint_held(self, dtype, saved_dtype):
         optimizer, params = both_halves(dtype)
         run(optimizer, params, both_gradients(2, dtype))
         saved = optimizer.state_dict()
@@ -66,7 +66,9 @@ class TestStateDict:
                 assert buffer.dtype == torch.float32
                 assert torch.equal(buffer, saved["state"][i]["momentum_buffer"].float())
             else:
-                assert resumed.state[param]["exp_avg"].dtype == dtype
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert resumed.state[param][key].dtype == torch.float32
+                    assert torch.equal(resumed.state[param][key], saved["state"][i][key].float())
         run(resumed, resumed_params, both_gradients(1, dtype))
 
     def test_loading_shares_no_memory_with_the_checkpoint(self):

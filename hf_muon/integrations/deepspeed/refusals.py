@@ -86,23 +86,25 @@ def refuse_config(config: Config) -> None:
 
 
 def refuse_momentum(optimizer: Muon, config: Config) -> None:
-    """Raise if DeepSpeed cannot store momentum in the dtype of a param group.
+    """Raise if DeepSpeed cannot store moments in the dtype of a param group.
 
     Raises:
-        RuntimeError: with the `momentum_dtype`, and what to write instead.
+        RuntimeError: with the `momentum_dtype` or `adamw_state_dtype`, and what to write instead.
     """
     dtypes = {group["momentum_dtype"] for group in optimizer.param_groups if group["use_muon"]}
+    adamw_dtypes = {group["adamw_state_dtype"] for group in optimizer.param_groups if not group["use_muon"]}
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
     if "int8" in dtypes:
         raise RuntimeError(
             "momentum_dtype=int8 does not run under DeepSpeed, which cuts matrices anywhere: int8 has a scale for "
             "every 64 elements of a row. Use bf16"
         )
-    if "bf16" in dtypes and offload.get("device") == "nvme":
-        raise RuntimeError(
-            "momentum_dtype=bf16 does not run with the optimizer on NVMe, where DeepSpeed swaps fp32. Use auto, or "
-            "offload to the CPU"
-        )
+    for name in ("momentum_dtype",) * ("bf16" in dtypes) + ("adamw_state_dtype",) * ("bf16" in adamw_dtypes):
+        if offload.get("device") == "nvme":
+            raise RuntimeError(
+                f"{name}=bf16 does not run with the optimizer on NVMe, where DeepSpeed swaps fp32. Use auto, or "
+                "offload to the CPU"
+            )
 
 
 def refuse_arguments(args: Any) -> None:

@@ -174,10 +174,14 @@ def _check_arguments(settings: Settings) -> None:
 def _check_deepspeed(settings: Settings) -> None:
     from hf_muon.integrations.deepspeed.refusals import refuse_momentum
 
-    group = {"use_muon": True, "momentum_dtype": options_of(settings).momentum_dtype}
+    options = options_of(settings)
+    groups = [
+        {"use_muon": True, "momentum_dtype": options.momentum_dtype},
+        {"use_muon": False, "adamw_state_dtype": options.adamw_state_dtype},
+    ]
     config = _deepspeed_config(settings.get("deepspeed"))
     if config is not None:
-        refuse_momentum(SimpleNamespace(param_groups=[group]), config)  # type: ignore[arg-type]
+        refuse_momentum(SimpleNamespace(param_groups=groups), config)  # type: ignore[arg-type]
 
 
 _trainer_checks = (_check_rivals, _check_arguments, _check_deepspeed)

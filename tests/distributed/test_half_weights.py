@@ -1,0 +1,49 @@
+"""bf16 and fp16 weights and AdamW moments in bf16: the same bits in every layout and after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.cases import WIDE, given_gradients
+from tests.distributed.test_layouts import assert_equal
+from tests.distributed.test_training import assert_same
+
+
+@pytest.mark.extended(but="fsdp-2-bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp-tp-row", 4)])
+def test_rounded_alike_in_every_layout(pools, layout, ranks, dtype):
+    options = {"adamw_state_dtype": "bf16", "dtype": dtype, "viewed": WIDE}
+    expected = given_gradients(0, "single", **options)
+    assert any(value.dtype is torch.bfloat16 for state in expected[len(WIDE) :] for value in state)
+    assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
+
+
+def test_nearest_is_another_result():
+    """Show that the comparison above sees how weights are rounded."""
+    results = [given_gradients(0, "single", dtype="bfloat16", weight_rounding=r) for r in ("stochastic", "nearest")]
+    weights = [[state[0] for state in result] for result in results]
+    assert not all(map(torch.equal, *weights))
+
+
+@pytest.fixture
+def run(pools):
+    from tests.distributed.training import train
+
+    def run(layout, ranks, **options):
+        return train(0, layout, **options) if ranks == 1 else pools[ranks].run(train, layout=layout, **options)[0]
+
+    return run
+
+
+def test_resume_is_exact_and_state_moves_between_layouts(run, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    options = {"adamw_state_dtype": "bf16", "dtype": "bfloat16", "full": False}
+    saved = run("fsdp", 2, last=4, save=path, **options)
+    straight = run("fsdp", 2, last=6, **options)
+    resumed = run("fsdp", 2, first=4, last=6, load=path, **options)
+    assert_same(resumed, {**straight, "losses": straight["losses"][4:]})
+    for layout, ranks in (("fsdp", 4), ("single", 1)):
+        loaded = run(layout, ranks, first=4, last=4, load=path, **options)
+        assert_same({**loaded, "losses": []}, {**saved, "losses": []})
