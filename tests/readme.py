@@ -18,7 +18,7 @@ LAYOUTS = {
     "FSDP2 and HSDP": [
         "distributed/test_training.py::test_every_layout_trains_as_one_process",
         "e2e/test_trainer_layouts.py::test_layout_equals_one_process",
-        "e2e/test_examples.py::test_llamafactory_fsdp2",
+        "e2e/test_examples_llamafactory.py::test_llamafactory_fsdp2",
     ],
     "LLaMA-Factory v1": [
         "e2e/test_llamafactory_v1.py::test_two_processes_agree_with_one",
@@ -85,9 +85,9 @@ OTHERS = {
         "test_config.py::test_optim_args_are_typed",
     ],
     "examples of LLaMA-Factory, TRL and the Trainer": [
-        "e2e/test_examples.py::test_llamafactory_sft",
-        "e2e/test_examples.py::test_trl_sft",
-        "e2e/test_examples.py::test_trainer_equals_a_plain_loop_and_resumes",
+        "e2e/test_examples_llamafactory.py::test_llamafactory_sft",
+        "e2e/test_examples_trl.py::test_trl_sft",
+        "e2e/test_examples_trainer.py::test_trainer_equals_a_plain_loop_and_resumes",
     ],
     "routes of real models, in both versions of transformers": [
         "routing/test_golden.py::test_routes_and_views_are_the_committed_ones"
@@ -105,13 +105,13 @@ OTHERS = {
     "exact resume": [
         "distributed/test_training.py::test_resume_is_exact",
         "integrations/test_transformers.py::TestResume::test_is_bit_exact",
-        "e2e/test_trainer_layouts.py::test_resumed_run_is_the_uninterrupted_one",
+        "e2e/test_trainer_resume.py::test_resumed_run_is_the_uninterrupted_one",
         "e2e/test_llamafactory.py::test_resumed_run_equals_the_uninterrupted_one",
         "deepspeed/test_trainer.py::test_resume_is_exact",
     ],
     "a checkpoint of another layout": [
         "distributed/test_checkpoints.py::test_from_layout_to_layout",
-        "e2e/test_trainer_layouts.py::test_resumed_run_on_another_number_of_processes",
+        "e2e/test_trainer_resume.py::test_resumed_run_on_another_number_of_processes",
     ],
     "moments cannot be lost": ["distributed/test_training.py::test_resume_without_moments_is_refused_or_seen"],
     "DeepSpeed's damaged and exchanged files": [

@@ -39,7 +39,7 @@ OLD_DEEPSPEED = re.compile(
 )
 # What the first tier runs of the older versions: LLaMA-Factory itself, the hooks, the Trainer, and the routes.
 OLDER_VERSIONS_FIRST = (
-    *("tests/e2e/test_llamafactory", "tests/e2e/test_examples.py::test_llamafactory", "tests/e2e/test_deepspeed.py"),
+    *("tests/e2e/test_llamafactory", "tests/e2e/test_examples_llamafactory.py", "tests/e2e/test_deepspeed.py"),
     *("tests/integrations/", "tests/routing/test_golden.py", "tests/test_autoload.py", "tests/deepspeed/"),
 )
 # Processes of a Trainer script, which the end-to-end tests start there anyway.

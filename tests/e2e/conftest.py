@@ -1,28 +1,60 @@
-"""A tiny model and tiny data, made once for all processes of a test session."""
+"""Tiny models and data for all processes of a test session, and the runs of Trainer in every layout."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import fixtures_text
 from tests.e2e.harness import rounding_of_runs
 
+if TYPE_CHECKING:
+    from tests.e2e.layout_stages import Stages
+
+pytest.register_assert_rewrite("tests.e2e.layout_stages")
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 with an output embedding of its own."""
+    """Return the folder of a Qwen3 with an output embedding of its own."""
     return fixtures_text.build_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def rounding(tiny_model: Path) -> dict[str, float]:
-    """How far rounding takes the weights of a short run on the tiny model; see `harness.assert_close`."""
+    """Return how far rounding moves the weights of a short run of the tiny model; see `harness.assert_close`."""
     return rounding_of_runs(tiny_model)
 
 
 @pytest.fixture(scope="session")
 def llamafactory_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LLaMA-Factory's dataset_dir with tiny_sft and tiny_pt."""
+    """Return LLaMA-Factory's dataset_dir with tiny_sft and tiny_pt."""
     return fixtures_text.write_llamafactory_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    """Return the starts of processes that run Trainer in every layout."""
+    from tests.e2e.layout_stages import Stages
+
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # the folder that all workers share
+    return Stages(base / "layouts", first=request.config.getoption("--tier") == "first")
+
+
+@pytest.fixture
+def get(stages: Stages) -> Callable[[str], dict[str, Any]]:
+    """Return a function that runs the stage of a case, checks that the case raised no error, and returns its result."""
+    from tests.e2e.layout_cases import STAGE_OF
+
+    def result_of(name: str) -> dict[str, Any]:
+        result = stages.result(STAGE_OF[name], name)
+        assert "error" not in result, result["traceback"]
+        return result
+
+    return result_of

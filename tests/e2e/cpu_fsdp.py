@@ -1,9 +1,9 @@
-"""Opens the real FSDP2 path of accelerate and Trainer on CPU and gloo; for tests alone.
+"""Open the real FSDP2 path of accelerate and Trainer on CPU and gloo; for tests alone.
 
-accelerate looks at an FSDP plugin on accelerators only: on CPU the run goes on as DDP without a word. Everything behind
-that one decision (`fully_shard`, the swap of the optimizer's parameters, clipping, checkpoints) works on gloo.
+accelerate uses an FSDP plugin on accelerators only: on a CPU it uses DDP without a warning. Everything after that one
+decision (`fully_shard`, the swap of the optimizer's parameters, clipping, checkpoints) works on gloo.
 
-As a script it runs another one: ``torchrun --nproc-per-node 2 tests/e2e/cpu_fsdp.py train.py arguments ...``
+As a script this module runs another: ``torchrun --nproc-per-node 2 tests/e2e/cpu_fsdp.py train.py arguments ...``
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 
 
 def open_fsdp() -> Callable[[], None]:
-    """Let accelerate take FSDP plugins and tensor parallel sizes on CPU; returns what undoes it."""
+    """Let accelerate take FSDP plugins and tensor parallel sizes on CPU; return a function that undoes this."""
     initialize = AcceleratorState.__init__
 
     @functools.wraps(initialize)
@@ -29,7 +29,7 @@ def open_fsdp() -> Callable[[], None]:
         initialize(self, *args, **kwargs)
         plugin = kwargs.get("fsdp_plugin")
         if fresh and plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            # As the constructor does it for the other MULTI_ types.
+            # The constructor does the same for the other MULTI_ types.
             self.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             if self._mixed_precision != "no":
@@ -47,7 +47,7 @@ def open_fsdp() -> Callable[[], None]:
 
 
 def _open_sizes() -> Callable[[], None]:
-    """accelerate does not count MULTI_CPU as several devices, and refuses `ParallelismConfig(tp_size=2)` on it."""
+    """Let accelerate take `ParallelismConfig(tp_size=2)` on MULTI_CPU, which it does not count as several devices."""
     try:
         from accelerate import Accelerator, ParallelismConfig
     except ImportError:
@@ -72,16 +72,16 @@ def _open_sizes() -> Callable[[], None]:
 
 
 def forget_accelerator() -> None:
-    """Let the next Trainer of this process choose anew; the process group and the environment stay."""
+    """Let the next Trainer of this process choose its layout again; the process group and the environment stay."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def end() -> None:
-    """End this process together with the other ranks; a rank that leaves alone makes the others abort.
+    """End this process together with the other ranks: if one rank ends alone, the others abort.
 
-    A thread of gloo that drops the tensors of the last collective waits for the interpreter. It aborts the process when
-    the interpreter is finalized meanwhile, so this process ends without that.
+    A thread of gloo waits for the interpreter to drop the tensors of the last collective. If the interpreter is
+    finalized meanwhile, the thread aborts the process, so this process ends without finalizing it.
     """
     import torch
 

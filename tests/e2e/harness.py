@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: real processes, what they saved, and the plain loop they are compared with."""
+"""Shared by the end-to-end tests: real processes, the files they save, and the plain loop to compare with."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ from tests import bounds, fixtures_text
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"
 BIN = Path(sys.executable).parent
-CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # what LLaMA-Factory v1 needs for several processes on a CPU
-TIMEOUT = 600.0  # a process takes seconds; machines may be busy
+CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # lets LLaMA-Factory v1 run in several processes on a CPU
+TIMEOUT = 600.0  # a process takes seconds, but the machine may be busy
 MARK = "e2e_mark"
 
 
 def run(
     command: Sequence[object], *, cwd: Path, fails: bool = False, path: Path | None = None, **variables: str
 ) -> str:
-    """What a process prints. It starts as a user's would: from outside the checkout, with `optim: muon` autoloaded.
+    """Run a process as a user would, outside the checkout and with `optim: muon` autoloaded; return what it prints.
 
-    path: a folder to put in front of PYTHONPATH.
+    Args:
+        command: the words of the command.
+        cwd: the working directory.
+        fails: whether the process must fail; otherwise it must succeed.
+        path: a folder to put in front of PYTHONPATH.
+        variables: environment variables.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_MUON", "PYTEST"))}
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [environment.get("PYTHONPATH")])])
     environment |= {
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # LLaMA-Factory calls torchrun by name
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # LLaMA-Factory looks torchrun up on the PATH
         "CUDA_VISIBLE_DEVICES": "",
         "DISABLE_VERSION_CHECK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -60,7 +65,7 @@ def run(
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that a timeout ends torchrun's children, too
+        start_new_session=True,  # so that a timeout also ends torchrun's children
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT)
@@ -71,17 +76,17 @@ def run(
     return output
 
 
-_TELLING = re.compile(r"error|exception|terminate|signal|exitcode|abort|refuse|killed", re.IGNORECASE)
+_SYMPTOMS = re.compile(r"error|exception|terminate|signal|exitcode|abort|refuse|killed", re.IGNORECASE)
 
 
 def _shown(command: Sequence[object], code: int, output: str) -> str:
-    """What a reader needs of a process that ended as it should not; reports are cut at their end, causes come first."""
+    """Return a report of a process with the wrong exit code. Causes come first: pytest cuts the end of a report."""
     lines = output.splitlines()
-    telling = [line[:300] for line in lines if _TELLING.search(line)]
+    symptoms = [line[:300] for line in lines if _SYMPTOMS.search(line)]
     return "\n".join(
         [
             f"{' '.join(map(str, command))}\nexit code {code}",
-            *telling[:30],
+            *symptoms[:30],
             "--- the end of what it printed",
             output[-6000:],
         ]
@@ -89,7 +94,7 @@ def _shown(command: Sequence[object], code: int, output: str) -> str:
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skip where a package is not installed, without importing it here."""
+    """Return a mark that skips where a package is not installed, without importing the package."""
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
@@ -105,11 +110,11 @@ def llamafactory(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: b
 
 
 def v1_has_top_level_keys() -> bool:
-    """Whether the LLaMA-Factory here is newer than 0.9.5: with cp_size at the top level, and a muon of its own."""
-    found = importlib.util.find_spec("llamafactory")
-    assert found is not None
-    assert found.origin is not None
-    return (Path(found.origin).parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
+    """Return whether LLaMA-Factory is newer than 0.9.5, with cp_size at the top level and its own muon."""
+    spec = importlib.util.find_spec("llamafactory")
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
 
 
 def llamafactory_v1(
@@ -122,7 +127,7 @@ def llamafactory_v1(
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as ``--key value``."""
+    """Return settings as ``--key value``."""
     return [part for key, value in settings.items() for part in (f"--{key}", _text(value))]
 
 
@@ -131,23 +136,23 @@ def _text(value: Any) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file."""
+    """Return the settings in a YAML file."""
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return settings
 
 
 def free_port() -> str:
-    """A port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
 
 
-# --- what makes an example small
+# --- settings that make an example small
 
 
 def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -> dict[str, Any]:
-    """What makes a LLaMA-Factory example small."""
+    """Return settings that make a LLaMA-Factory example small."""
     return {
         "model_name_or_path": model,
         "dataset_dir": data,
@@ -158,7 +163,7 @@ def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -
         "use_cpu": True,
         "cutoff_len": 64,
         "gradient_accumulation_steps": 1,
-        "preprocessing_num_workers": None,  # worker processes cost more than they bring here
+        "preprocessing_num_workers": None,  # worker processes cost more time than they save here
         "dataloader_num_workers": 0,
     }
 
@@ -176,15 +181,15 @@ TINY = {
     "bf16": False,
     "use_cpu": True,
 }
-"""The same for examples/train.py."""
+"""Settings that make a run of examples/train.py small."""
 
 
-# --- what a run has saved
+# --- saved files
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The optimizer of a checkpoint, by parameter name."""
+    """The optimizer state of a checkpoint, by parameter name."""
 
     groups: list[dict[str, Any]]
     state: dict[str, dict[str, Tensor]]
@@ -201,14 +206,14 @@ class Saved:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in a folder, of a model or of an adapter."""
+    """Return the weights in a folder, of a model or of an adapter."""
     files = [folder / name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).exists()]
     assert len(files) == 1, f"{folder} has {files}"
     return load_file(files[0])
 
 
 def assert_routed(checkpoint: Path, *, muon: set[str], adamw: set[str], steps: int) -> Saved:
-    """The checkpoint's optimizer gave these parameters to Muon and those to AdamW, and each has its whole state."""
+    """Check which parameters of a checkpoint are Muon's and AdamW's, and that each has its whole state."""
     saved = Saved.of(checkpoint)
     assert saved.names(use_muon=True) == sorted(muon)
     assert saved.names(use_muon=False) == sorted(adamw)
@@ -224,20 +229,21 @@ def assert_routed(checkpoint: Path, *, muon: set[str], adamw: set[str], steps: i
     return saved
 
 
-def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-    """How far two runs ended from each other, relative to how far they went; the largest of all parameters."""
-    assert found.keys() == expected.keys()
+def distance(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """Return the distance of two runs' weights relative to the distance from the start, the largest of all weights."""
+    assert result.keys() == expected.keys()
     assert all(not torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
     return max(
-        ((found[name] - expected[name]).norm() / (expected[name] - start[name]).norm()).item() for name in expected
+        ((result[name] - expected[name]).norm() / (expected[name] - start[name]).norm()).item() for name in expected
     )
 
 
 def rounding_of_runs(model_folder: Path, **settings: Any) -> dict[str, float]:
-    """How far rounding takes the weights of a run: the plain loop, from weights that are moved by one bit.
+    """Return how far rounding moves the weights of a run: the plain loop from weights moved by one bit.
 
     Args:
-        settings: in place of these, which are those of the runs but for their data.
+        model_folder: the folder of the model.
+        settings: settings that differ from those of the usual runs.
     """
     from transformers import AutoModelForCausalLM
 
@@ -254,21 +260,24 @@ def rounding_of_runs(model_folder: Path, **settings: Any) -> dict[str, float]:
 
 
 def assert_close(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor], rounding: dict[str, float]
+    weights_after: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    rounding: dict[str, float],
 ) -> None:
-    """Two runs have ended at the same weights, but for rounding.
+    """Check that two runs have ended at the same weights, up to rounding.
 
-    Norm weights stand at one and move by a thousandth, so that one bit of one of them is 3e-5 of the way that it went.
+    Norm weights start at 1 and move by 1e-3, so that one unit in the last place of a norm weight is 3e-5 of its way.
     """
     assert all(not torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
-    # Half the usual bound: these runs start from the same weights, of which one bit is much of what norms move.
-    assert not bounds.beyond(found, expected, rounding, bounds.TIMES / 2)
+    # Half the usual bound: the runs start from the same weights, and one unit in the last place is much for norms.
+    assert not bounds.beyond(weights_after, expected, rounding, bounds.TIMES / 2)
 
 
 def interrupt(output: Path, *, after: int, destination: Path) -> Path:
-    """A copy of a run's folder as if the run had been stopped after a checkpoint.
+    """Copy a run's folder as if the run had stopped after a checkpoint; return the checkpoint's folder.
 
-    The checkpoint gets a mark in its log, which is carried on by a run that resumes it and by no other.
+    The log of the checkpoint gets a mark, which only a run that resumes it carries on.
     """
     checkpoint = destination / f"checkpoint-{after}"
     shutil.copytree(output / checkpoint.name, checkpoint)
@@ -279,24 +288,24 @@ def interrupt(output: Path, *, after: int, destination: Path) -> Path:
 
 
 def assert_resumed(checkpoint: Path, straight: Path) -> None:
-    """A run that was interrupted and resumed has reached, bit for bit, what the uninterrupted one has."""
+    """Check that an interrupted and resumed run is bit-identical to the uninterrupted one."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    assert any(MARK in entry for entry in state["log_history"]), "it was not resumed"
-    found, expected = weights(checkpoint), weights(straight)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    here, there = Saved.of(checkpoint), Saved.of(straight)
-    assert here.groups == there.groups
-    assert here.state.keys() == there.state.keys()
-    for name, state in there.state.items():
-        assert [key for key in state if not torch.equal(here.state[name][key], state[key])] == [], name
+    assert any(MARK in entry for entry in state["log_history"]), "the run was not resumed"
+    here, expected = weights(checkpoint), weights(straight)
+    assert here.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(here[name], expected[name])] == []
+    saved, saved_straight = Saved.of(checkpoint), Saved.of(straight)
+    assert saved.groups == saved_straight.groups
+    assert saved.state.keys() == saved_straight.state.keys()
+    for name, state in saved_straight.state.items():
+        assert [key for key in state if not torch.equal(saved.state[name][key], state[key])] == [], name
 
 
-# --- what it is compared with
+# --- the plain loop to compare with
 
 
 def blocks_of(texts: Sequence[str], model_folder: Path, size: int) -> Tensor:
-    """Texts, each with an end, joined and cut: (count, size)."""
+    """Tokenize texts, each with an end token, and cut them into blocks of shape (count, size)."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -306,7 +315,7 @@ def blocks_of(texts: Sequence[str], model_folder: Path, size: int) -> Tensor:
 
 
 def plain_loop(model: torch.nn.Module, blocks: Tensor, batch_size: int, settings: Mapping[str, Any]) -> None:
-    """Train on one batch after the other, by the settings of a run with `ns_dtype=fp32`."""
+    """Train on one batch after the other, with the settings of a run and `ns_dtype=fp32`."""
     from transformers import get_scheduler
 
     steps = settings["max_steps"]

@@ -1,19 +1,19 @@
-"""Runs many small Trainer runs in one start of processes; `test_trainer_layouts.py` compares what they leave behind.
+"""Run many small Trainer runs in one start of processes; `layout_cases` lists them and tests compare their results.
 
 Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun or `accelerate launch`.
 
 Each case is a mapping:
     name: of the file `FOLDER/name.pt` with the results, and of the folder of checkpoints
-    layout: plain (one process or DDP, unless the environment says otherwise) | fsdp2 | fp16 (`fp16_by_hand`)
-    environment: variables, as `accelerate launch` sets them
+    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`)
+    environment: environment variables, as `accelerate launch` sets them
     model: options of `network`
-    load: how transformers cuts the model as it loads it: options of DistributedConfig, or `tp_plan`
-    arguments: of TrainingArguments, and `parallelism`, of ParallelismConfig; the batch is made from GLOBAL_BATCH
+    load: how transformers shards the model while it loads: options of DistributedConfig, or `tp_plan`
+    arguments: of TrainingArguments, and `parallelism`, of ParallelismConfig; GLOBAL_BATCH sets the batch size
     resume: a checkpoint to resume from
     fault: one of FAULTS
-    alone: whether an error ends all processes, where only some ranks meet it
+    alone: whether an error, which only some ranks raise, ends all processes
 
-An error ends a case; its text is the result.
+An error ends its case, and its text is the result.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """Blocks of text. Nothing predicts the first token; said so, all versions of transformers count the same tokens."""
+    """Return blocks of text. The first label is ignored: all versions of transformers then count the same tokens."""
     tokenizer = fixtures_text.build_tokenizer()
     ids = torch.tensor([i for text in fixtures_text.texts(40) for i in tokenizer(text).input_ids])
     blocks = ids[: len(ids) // BLOCK * BLOCK].view(-1, BLOCK)
@@ -82,11 +82,13 @@ def network(
     lora_seed: int = 12,
     moved: int | None = None,
 ) -> Any:
-    """A Qwen3 whose matrices divide by neither two nor four, unless `even`; some shards on four ranks are empty.
+    """Return a Qwen3 whose matrices divide by neither two nor four, so that on four ranks some shards are empty.
 
-    fused: a Phi-3 of these sizes, whose queries, keys and values are one weight, and gate and up another.
-    bf16: "stored" in that dtype, or only "rounded" to it.
-    moved: a seed of `tests.bounds.move`.
+    Args:
+        even: whether all matrices divide by four.
+        fused: whether the model is a Phi-3, with fused query, key and value and fused gate and up projections.
+        bf16: "stored" in bf16, "rounded" to bf16 and stored in fp32, or "".
+        moved: a seed of `tests.bounds.move`.
     """
     torch.manual_seed(seed)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -115,7 +117,7 @@ def network(
 
 
 def sharded_while_loading(model: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """The same model, cut by transformers itself as it reads it."""
+    """Return the model as transformers loads and shards it."""
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
@@ -134,7 +136,7 @@ class InOrder(Trainer):
 
 
 class DropMoments(TrainerCallback):
-    """What a checkpoint without moments would give."""
+    """Zeros all moments before training, as if a checkpoint had none."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for moments in kwargs["optimizer"].optimizer.state.values():
@@ -144,7 +146,7 @@ class DropMoments(TrainerCallback):
 
 
 class PoisonOneRank(TrainerCallback):
-    """A gradient that is not finite in the last rank's piece alone, in the third step."""
+    """Puts NaN into the last rank's shard of one gradient in the third step."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
@@ -175,26 +177,26 @@ def arguments_of(case: dict[str, Any], folder: Path) -> TrainingArguments:
             "transformer_layer_cls_to_wrap": [layer],
         }
         config |= options.pop("fsdp_config", {})
-        # Only newer transformers hand this on.
+        # Older versions of transformers do not pass this to accelerate.
         os.environ["FSDP_STATE_DICT_TYPE"] = config.setdefault("state_dict_type", "FULL_STATE_DICT")
         options = {"fsdp": "full_shard auto_wrap"} | options | {"fsdp_config": config}
     return TrainingArguments(str(folder), **options)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every rank."""
+    """Return a copy of the whole tensor; every rank takes part."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def clean(name: str) -> str:
-    """A parameter's name without wrappers."""
+    """Return a parameter's name without the prefixes of wrappers."""
     wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def agree(tensors: dict[str, Tensor]) -> bool:
-    """Whether all ranks hold the same, bit for bit."""
+    """Return whether the tensors are bit-identical on all ranks."""
     if not dist.is_initialized():
         return True
     total = torch.cat([tensor.flatten().double() for tensor in tensors.values()])
@@ -206,9 +208,9 @@ def agree(tensors: dict[str, Tensor]) -> bool:
 
 
 def fp16_by_hand() -> dict[str, Any]:
-    """FSDP2 in fp16 with a GradScaler, which Trainer and accelerate allow on a GPU only; the third step overflows.
+    """Train with FSDP2 in fp16 and a GradScaler, which Trainer and accelerate allow on a GPU only.
 
-    One rank alone has the infinite gradient, in its piece of one matrix.
+    In the third step one rank has an infinite gradient in its shard of one matrix.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -256,7 +258,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
-    """Weights, moments and logs of a finished run; every rank takes part."""
+    """Return weights, moments and logs of a finished run; every rank takes part."""
     wrapped = trainer.model_wrapped
     parameters = {clean(name): p for name, p in wrapped.named_parameters()}
     optimizer = trainer.optimizer.optimizer
@@ -295,11 +297,11 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
         try:
             os.environ.update(case.get("environment", {}))
             result = run(case, folder)
-        except (Exception, CheckpointException) as error:  # which is no Exception
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if case.get("alone"):
                 raise
             result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            # Where only some ranks have met it, the others abort soon, and nothing else tells why.
+            # If only some ranks raise it, the others abort soon, and no other output has the cause.
             print(
                 f"rank {os.environ.get('RANK', '0')}, case {case['name']}:",
                 result["traceback"],

@@ -1,4 +1,4 @@
-"""`optim: muon` under DeepSpeed as people start it: two processes against one without DeepSpeed, on a CPU."""
+"""`optim: muon` under DeepSpeed as users start it, on a CPU: two processes against one without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.e2e.harness import (
     weights,
 )
 
-# One worker makes the runs without DeepSpeed that others are compared with.
+# One worker of pytest-xdist makes the runs without DeepSpeed that all others are compared with.
 pytestmark = [pytest.mark.slow, needs("deepspeed"), pytest.mark.xdist_group("e2e_deepspeed")]
 
 JSON = ROOT / "examples" / "deepspeed"
@@ -39,14 +39,14 @@ CHANGES = {
     "warmup_steps": 1,
     "learning_rate": 0.001,
     "weight_decay": 0.1,
-    "max_grad_norm": 0.5,  # gradients are larger
-    "adam_epsilon": 1e-5,  # AdamW would make steps of what is but rounding in a gradient
+    "max_grad_norm": 0.5,  # smaller than the norms: clipping is active
+    "adam_epsilon": 1e-5,  # with a smaller one AdamW turns rounding errors of gradients into steps
     "optim_args": "ns_dtype=fp32",
 }
 
 
 def llamafactory_config(name: str) -> dict[str, Any]:
-    """What LLaMA-Factory's ds_z0, ds_z2, ds_z2_offload, ds_z3 and ds_z3_offload hold, of August 2026."""
+    """Return the content of LLaMA-Factory's ds_z0, ds_z2, ds_z2_offload, ds_z3 or ds_z3_offload of August 2026."""
     stage, offload = int(name[1]), name.endswith("_offload")
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True}
     if stage == 3:
@@ -71,7 +71,7 @@ def llamafactory_config(name: str) -> dict[str, Any]:
 
 
 def config_file(name: str, folder: Path) -> Path:
-    """The file of a config: an example's, or with the name of one of LLaMA-Factory's, that one."""
+    """Return the file of a DeepSpeed config: an example's, or LLaMA-Factory's config of this name."""
     if name not in EXAMPLES:
         path = folder / f"ds_{name}_config.json"
         path.write_text(json.dumps(llamafactory_config(name)), encoding="utf-8")
@@ -88,7 +88,7 @@ def config_file(name: str, folder: Path) -> Path:
 
 
 def skip_without_nvme(config: dict[str, Any]) -> None:
-    """Skip where DeepSpeed's async_io is not compiled yet, which takes minutes, or hf_muon refuses NVMe."""
+    """Skip if hf_muon refuses NVMe, or if DeepSpeed's async_io is not compiled, which takes minutes."""
     from hf_muon.integrations.deepspeed.refusals import config_complaints
 
     if complaints := list(config_complaints(config)):
@@ -99,17 +99,17 @@ def skip_without_nvme(config: dict[str, Any]) -> None:
 
 
 def on_cpu() -> dict[str, str]:
-    """Environment variables of a run with DeepSpeed."""
+    """Return the environment variables of a run with DeepSpeed."""
     return {"PYTHONPATH": os.pathsep.join([ON_CPU, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def assert_same(found: Path, alone: Path, start: Path, rounding: dict[str, float]) -> None:
-    """Two ranks under ZeRO have ended where one process has.
+def assert_same(output: Path, alone: Path, start: Path, rounding: dict[str, float]) -> None:
+    """Check that two ranks under ZeRO have ended at the weights of one process.
 
-    ZeRO-3 multiplies by functions of its own (`memory_efficient_linear`), which sum in another order than torch's.
+    ZeRO-3 multiplies with its own functions (`memory_efficient_linear`), which sum in another order than torch's.
     """
-    assert len(list((found / "checkpoint-3").glob("global_step3/*optim_states.pt"))) == 2, "it did not run under ZeRO"
-    assert_close(weights(found), weights(alone), weights(start), rounding)
+    assert len(list((output / "checkpoint-3").glob("global_step3/*optim_states.pt"))) == 2, "it did not run under ZeRO"
+    assert_close(weights(output), weights(alone), weights(start), rounding)
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +159,17 @@ def test_llamafactory(
     rounding: dict[str, float],
     tmp_path: Path,
 ) -> None:
-    """`llamafactory-cli train` with the examples' configs and with LLaMA-Factory's own."""
+    """Run `llamafactory-cli train` with the examples' configs and with LLaMA-Factory's own."""
     inputs, config = (tiny_model, llamafactory_data), config_file(name, tmp_path)
-    found = factory_run(f"llamafactory_qwen3_{example}.yaml", inputs, tmp_path, config)
-    assert_same(found, factory_alone, tiny_model, rounding)
+    output = factory_run(f"llamafactory_qwen3_{example}.yaml", inputs, tmp_path, config)
+    assert_same(output, factory_alone, tiny_model, rounding)
 
 
 # --- examples/train.py
 
 
 def trainer_run(name: str, model: Path, data: Path, folder: Path, config: Path | None) -> Path:
-    """The same with examples/train.py."""
+    """Train with examples/train.py as `factory_run` does with LLaMA-Factory."""
     settings = TINY | CHANGES | {"model_name_or_path": model, "data_path": data, "output_dir": folder / "out"}
     everything = read_yaml(YAML / name)
     path = folder / name
@@ -207,5 +207,5 @@ def test_trainer(
     name: str, tiny_model: Path, texts: Path, trainer_alone: Path, rounding: dict[str, float], tmp_path: Path
 ) -> None:
     config = config_file(name, tmp_path)
-    found = trainer_run(f"trainer_qwen3_{name}.yaml", tiny_model, texts, tmp_path, config)
-    assert_same(found, trainer_alone, tiny_model, rounding)
+    output = trainer_run(f"trainer_qwen3_{name}.yaml", tiny_model, texts, tmp_path, config)
+    assert_same(output, trainer_alone, tiny_model, rounding)

@@ -1,4 +1,4 @@
-"""`optim: muon` in LLaMA-Factory as people start it: `llamafactory-cli train`, one process and two."""
+"""`optim: muon` in LLaMA-Factory as users start it: `llamafactory-cli train`, in one process and in two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.harness import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-    pytest.mark.xdist_group("llamafactory"),  # one worker makes the run that others are compared with
+    pytest.mark.xdist_group("llamafactory"),  # one worker of pytest-xdist makes the run to compare with
 ]
 
 BASE = {
@@ -47,7 +47,7 @@ PRETRAIN = {
     "finetuning_type": "full",
     "dataset": "tiny_pt",
     "packing": True,
-    "optim_args": "ns_dtype=fp32",  # bf16 products would drown the order of a sum in their own rounding
+    "optim_args": "ns_dtype=fp32",  # in bf16 the rounding of products would hide the order of a sum
     "save_steps": 2,
 }
 LORA = {
@@ -73,7 +73,7 @@ class Factory:
         self.inputs = {"model_name_or_path": model, "dataset_dir": data}
 
     def train(self, name: str, settings: dict[str, Any], *, fails: bool = False, **variables: str) -> tuple[Path, str]:
-        """The output folder, and what was printed."""
+        """Train and return the output folder and what the process printed."""
         output = self.folder / name
         everything = self.inputs | BASE | settings | {"output_dir": output}
         path = self.folder / f"{name}.yaml"
@@ -88,7 +88,7 @@ def factory(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafac
 
 @pytest.fixture(scope="module")
 def straight(factory: Factory) -> Path:
-    """Four steps of pretraining in one process, two blocks a step, in LLaMA-Factory's shuffled order."""
+    """Pretrain for four steps in one process, with two blocks a step in LLaMA-Factory's shuffled order."""
     return factory.train("straight", PRETRAIN)[0]
 
 
@@ -142,7 +142,7 @@ def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
     assert 0 < min(scheduled.values()) < 1e-3
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.extended(but="use_muon")
@@ -177,7 +177,7 @@ def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
     assert not list(output.glob("checkpoint-*"))
 
 
-# mcore_adapter, of which LLaMA-Factory's parser needs one name, is stood in for.
+# A stand-in for mcore_adapter, of which LLaMA-Factory's parser needs one name.
 MEGATRON = """
 import importlib.machinery, sys, types
 import transformers
@@ -202,7 +202,7 @@ def test_megatron_is_refused(tmp_path: Path) -> None:
     assert "optim: muon does not run with USE_MCA=1: LLaMA-Factory then trains with Megatron (mcore_adapter)" in printed
 
 
-# --- PPO, which makes its optimizer from param groups
+# --- PPO, which builds its optimizer from param groups
 
 PPO = """
 import sys

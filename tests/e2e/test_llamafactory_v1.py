@@ -1,4 +1,4 @@
-"""`optim_config: {name: muon}` in the real LLaMA-Factory v1: one process, two with DDP, two with FSDP2."""
+"""`optim_config: {name: muon}` in the real LLaMA-Factory v1: in one process, and in two with DDP and with FSDP2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.e2e.harness import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-    pytest.mark.xdist_group("llamafactory_v1"),  # one worker makes the runs that its tests look at
+    pytest.mark.xdist_group("llamafactory_v1"),  # one worker of pytest-xdist makes the runs that the tests compare
 ]
 
 MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
@@ -36,7 +36,7 @@ DDP, FSDP2 = "ddp", "fsdp2"
 
 
 class Runs:
-    """Folders of finished runs, the settings they share, and what the two ranks printed."""
+    """Folders of finished runs, their common settings, and the output of the two ranks."""
 
     def __init__(self, folder: Path, model: Path, data: Path) -> None:
         self.folder, self.model = folder, model
@@ -49,7 +49,7 @@ class Runs:
             "save_steps": 2,
             "bf16": False,
             "batching_workers": 0,
-            # bf16 products would drown the order of a sum in their own rounding
+            # In bf16 the rounding of products would hide the order of a sum.
             "optim_config": {"name": "muon", "wd": 0.1, "ns_dtype": "fp32"},
         }
         self.printed = ""
@@ -58,14 +58,14 @@ class Runs:
         return weights(self.folder / name)
 
     def yaml(self, name: str, changes: dict[str, Any]) -> Path:
-        """A YAML file of one process, which takes the batches that two processes share."""
+        """Write the YAML file of a run in one process, whose batch is that of two processes together."""
         settings = self.shared | {"micro_batch_size": 2, "output_dir": str(self.folder / name)} | changes
         path = self.folder / f"{name}.yaml"
         path.write_text(json.dumps(settings), encoding="utf-8")
         return path
 
     def optimizer(self, name: str) -> dict[str, Any]:
-        """The optimizer of the last checkpoint, as `Muon.state_dict` or, under FSDP2, with names for positions."""
+        """Return the optimizer state of the last checkpoint, keyed by position, or by name under FSDP2."""
         saved = self.folder / name / "checkpoint-4" / "optimizer"
         if not (saved / "state_dict.pt").exists():
             from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -77,7 +77,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactory_data: Path) -> Runs:
-    """One process from the command line; two ranks with everything else, one after the other."""
+    """Run one process from the command line, and all other runs one after the other in two ranks."""
     runs = Runs(tmp_path_factory.mktemp("v1"), tiny_model, llamafactory_data)
     llamafactory_v1(runs.yaml("one", {}), {}, cwd=runs.folder)
     cases: dict[str, dict[str, Any]] = {}
@@ -117,7 +117,7 @@ def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
 def test_resumed_run_equals_the_uninterrupted_one(name: str, runs: Runs) -> None:
     assert runs.printed.count("Resumed from checkpoint: step=2") == 4
     assert_equal(runs, name, f"{name}_resumed")
-    # Which these comparisons would not see if the first steps had left no trace in the momentum.
+    # A run that resumes without momentum differs; otherwise the comparison above would show nothing.
     assert distance(runs.weights(f"{name}_dropped"), runs.weights(name), weights(runs.model)) > 1e-2
 
 
@@ -131,12 +131,12 @@ def test_resumed_run_equals_the_uninterrupted_one_in_one_process(runs: Runs) -> 
 
 
 def assert_equal(runs: Runs, straight: str, resumed: str) -> None:
-    """Weights, moments and groups of two runs are equal, bit for bit."""
-    expected, found = runs.weights(straight), runs.weights(resumed)
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    """Compare weights, moments and param groups of two runs bit for bit."""
+    expected, weights_resumed = runs.weights(straight), runs.weights(resumed)
+    assert [name for name in expected if not torch.equal(weights_resumed[name], expected[name])] == []
     there, here = runs.optimizer(straight), runs.optimizer(resumed)
     for group in (*here["param_groups"], *there["param_groups"]):
-        group.pop("differentiable", None)  # torch adds it to groups that are loaded
+        group.pop("differentiable", None)  # torch adds this key to loaded groups
     assert here["param_groups"] == there["param_groups"]
     assert here["state"].keys() == there["state"].keys()
     for name, state in there["state"].items():
@@ -145,7 +145,7 @@ def assert_equal(runs: Runs, straight: str, resumed: str) -> None:
 
 def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
     reports = runs.printed.split("the first step of Muon, as rank 0 sees it (2 processes, gloo):")[1:]
-    assert len(reports) == 6, "one for each run, of rank 0 alone"
+    assert len(reports) == 6, "rank 0 logs one for each run"
     stored = {
         DDP: ["parameter  Parameter (80, 32), float32, cpu", "gradient   Tensor (80, 32), float32, cpu"],
         FSDP2: [
@@ -167,8 +167,7 @@ def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
 
 
 def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> None:
-    """0.9.5 has none."""
-    expected = 6 if v1_has_top_level_keys() else 0
+    expected = 6 if v1_has_top_level_keys() else 0  # LLaMA-Factory 0.9.5 has no muon
     assert runs.printed.count("hf_muon's muon runs instead of LLaMA-Factory's own") == expected
     assert "already registered" not in runs.printed
 

@@ -1,6 +1,6 @@
 """LLaMA-Factory v1's own Ulysses with Muon, on two CPU ranks, against one process without it.
 
-It needs CUDA and flash-attn as shipped; `v1_ulysses.py` stands in for these two. Runs where it is asked for:
+As shipped it needs CUDA and flash-attn, for which `v1_ulysses.py` stands in. The test runs only on request:
 ``HF_MUON_TEST_ULYSSES=1 pytest tests/e2e/test_v1_ulysses.py``
 """
 
@@ -44,7 +44,7 @@ def test_cp_on_two_ranks_equals_cp_off(tiny_model: Path, llamafactory_data: Path
         "optim_config": {"name": "muon", "ns_dtype": "fp32"},
         "max_grad_norm": 0.5,  # clips every step
     }
-    found = {}
+    records = {}
     for name, processes in (("off", 1), ("on", 2)):
         settings = shared | {"output_dir": str(tmp_path / name)}
         if processes == 1:
@@ -53,9 +53,9 @@ def test_cp_on_two_ranks_equals_cp_off(tiny_model: Path, llamafactory_data: Path
         path.write_text(json.dumps(settings), encoding="utf-8")
         launcher = [BIN / "python"] if processes == 1 else [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]
         run([*launcher, SCRIPT, path, record], cwd=tmp_path, path=CPU_V1)
-        found[name] = torch.load(record, weights_only=True)
+        records[name] = torch.load(record, weights_only=True)
 
-    on, off = found["on"], found["off"]
+    on, off = records["on"], records["off"]
     assert on["attended"] == {(64, 2, 1)}, "whole sequences, and half of the 4 query and 2 key heads"
     assert off["attended"] == set()
     assert on["losses"] == pytest.approx(off["losses"], rel=1e-6)

@@ -1,7 +1,7 @@
-"""Runs LLaMA-Factory v1 with its own Ulysses on a CPU: ``torchrun ... v1_ulysses.py settings.json record.pt``.
+"""Run LLaMA-Factory v1 with its own Ulysses on a CPU: ``torchrun ... v1_ulysses.py settings.json record.pt``.
 
-As shipped it asks for CUDA and flash-attn in three places, and these alone are replaced: the attention it calls for
-whole sequences of some heads, the device it moves a batch to, and the name of the attention it insists on.
+LLaMA-Factory asks for CUDA and flash-attn in three places, and this script replaces only these: the attention over
+whole sequences of some heads, the device of a batch, and the name of the attention that it requires.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llamafactory.v1.plugins.model_plugins.parallelization import sequence_paral
 from llamafactory.v1.trainers.sft_trainer import SFTTrainer, run_sft
 from torch import Tensor
 
-seen: dict[str, Any] = {"losses": [], "attended": set()}
+recorded: dict[str, Any] = {"losses": [], "attended": set()}
 
 
 def _flash_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """Causal attention over (batch, length, heads, size); padding stands on the right, where nobody attends to it."""
-    seen["attended"].add((*query.shape[1:3], key.shape[2]))
+    """Causal attention over (batch, length, heads, size); padding is on the right, where no token attends to it."""
+    recorded["attended"].add((*query.shape[1:3], key.shape[2]))
     heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     out = torch.nn.functional.scaled_dot_product_attention(
         *heads, is_causal=True, scale=kwargs["softmax_scale"], enable_gqa=True
@@ -38,7 +38,7 @@ def _flash_attention_forward(
 
 
 class OnCpu:
-    """torch.distributed, whose own rank stands for a device where no group is named."""
+    """torch.distributed, except that `get_rank` without a group returns the CPU device."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -55,7 +55,7 @@ def open_ulysses() -> None:
 
     @functools.wraps(init_model)
     def init_with_its_name(self: ModelEngine) -> Any:
-        model = init_model(self)  # with sdpa, because the other is not installed
+        model = init_model(self)  # with sdpa, because flash-attn is not installed
         model.config._attn_implementation = "flash_attention_2"
         return model
 
@@ -67,19 +67,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def record() -> None:
-    """Keep the first gradients, and the loss of every step."""
+    """Record the gradients of the first step and the loss of every step."""
     fit = SFTTrainer.fit
 
     def fit_and_record(self: SFTTrainer) -> None:
         def before_step(*args: Any) -> None:
-            if "gradients" not in seen:
-                seen["gradients"] = {name: whole(p.grad) for name, p in self.model.named_parameters()}
+            if "gradients" not in recorded:
+                recorded["gradients"] = {name: whole(p.grad) for name, p in self.model.named_parameters()}
 
         self.optimizer.register_step_pre_hook(before_step)
         log = self.callback_handler.on_log
 
         def log_and_record(args: Any, state: Any, logs: dict[str, Any]) -> None:
-            seen["losses"].append(logs["loss"])
+            recorded["losses"].append(logs["loss"])
             log(args, state, logs)
 
         self.callback_handler.on_log = log_and_record
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     record()
     run_sft(settings)
     if os.environ.get("RANK", "0") == "0":
-        torch.save(seen, sys.argv[2])
+        torch.save(recorded, sys.argv[2])

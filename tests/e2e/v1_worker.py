@@ -1,6 +1,6 @@
-"""Runs LLaMA-Factory v1 several times in the same ranks: ``torchrun ... v1_worker.py cases.json``.
+"""Run LLaMA-Factory v1 several times in the same ranks: ``torchrun ... v1_worker.py cases.json``.
 
-A case is the run's settings, and under `drop_momentum` whether its momentum is zeroed before it trains.
+A case has the settings of a run. With `drop_momentum` the worker zeros the momentum before the run trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def fit_without_momentum(self: SFTTrainer) -> None:
 
 
 def main(cases: dict[str, dict[str, Any]]) -> None:
-    # The ranks and their mesh serve all cases.
+    # All cases share the ranks and their mesh.
     DistributedInterface.destroy = lambda self: torch.distributed.barrier()
     for settings in cases.values():
         SFTTrainer.fit = fit_without_momentum if settings.pop("drop_momentum", False) else fit
@@ -34,7 +34,7 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
     torch.distributed.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread of gloo may still wait for the interpreter, and aborts while it is finalized
+    os._exit(0)  # finalizing the interpreter may make a waiting thread of gloo abort the process
 
 
 if __name__ == "__main__":

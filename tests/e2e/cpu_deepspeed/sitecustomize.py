@@ -1,4 +1,4 @@
-"""Lets DeepSpeed run on CPU and gloo in every process that has this folder on its PYTHONPATH; for tests alone."""
+"""Let DeepSpeed run on CPU and gloo in every process that has this folder on its PYTHONPATH; for tests alone."""
 
 import functools
 import importlib.machinery
@@ -9,12 +9,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def leave_out_shared_memory(ops):
-    """Without this DeepSpeed compiles a C++ extension for collectives on one machine, for a minute in each process."""
+    """Keep DeepSpeed from compiling its collectives in shared memory, which takes a minute in each process."""
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def name_gloo(state):
-    """accelerate 1.15 looks for a backend for DeepSpeed on accelerators only, and each rank goes on alone."""
+    """Name gloo as the backend: accelerate 1.15 has a backend for DeepSpeed on accelerators only."""
     prepare = state.PartialState._prepare_backend
 
     @functools.wraps(prepare)
@@ -29,7 +29,7 @@ AFTER = {"deepspeed.ops": leave_out_shared_memory, "accelerate.state": name_gloo
 
 
 class Finder:
-    """Finds modules as everybody does, and has a function called after two of them were executed."""
+    """Finds modules as usual, and calls a function of AFTER when its module has been executed."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

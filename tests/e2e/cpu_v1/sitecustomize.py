@@ -1,6 +1,7 @@
-"""Lets LLaMA-Factory v1 run in several processes on a CPU; for tests alone, by putting this folder on PYTHONPATH.
+"""Let LLaMA-Factory v1 run in several processes on a CPU; for tests alone, which put this folder on PYTHONPATH.
 
-It synchronizes the accelerator at the end of each step of a distributed run, and torch has no such thing on a CPU.
+After each step of a distributed run LLaMA-Factory v1 synchronizes the accelerator. torch raises an error where there is
+none, so `synchronize` does nothing here.
 """
 
 import os

@@ -1,0 +1,82 @@
+"""Checkpoints of Trainer with `optim: muon`: resumed in every layout, on other numbers of processes, and damaged.
+
+`test_trainer_layouts.py` compares the runs themselves with one process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import layouts_worker as worker
+from tests.e2e.layout_cases import LOADS_SHARDS, ddp_resumes, loads_shards, needs_parallelism
+from tests.e2e.layout_stages import Get, Stages, assert_identical, assert_same_run, controls_of, distance, start_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.extended(but="^(one|ddp|fsdp|fsdp_sharded|launched|hsdp)$")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("one", "fsdp", "launched"),
+        pytest.param("ddp", marks=ddp_resumes),
+        pytest.param("hsdp", marks=needs_parallelism),
+        *(pytest.param(name, marks=loads_shards) for name in ("fsdp_sharded", "fsdp_lora")),
+    ],
+)
+def test_resumed_run_is_the_uninterrupted_one(name: str, get: Get) -> None:
+    assert_identical(get(f"{name}_resumed"), get(name))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
+def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
+    dropped, straight = get(f"{name}_dropped"), get(name)
+    with pytest.raises(AssertionError):
+        assert_identical(dropped, straight)
+    assert distance(dropped, straight, start_of()) > 0.1
+
+
+@pytest.mark.extended(but="two_to_four_sharded")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("two_to_four", "four_to_two", "two_to_one"),
+        *(pytest.param(name, marks=loads_shards) for name in ("two_to_four_sharded", "four_to_two_sharded")),
+        *(pytest.param(x, marks=needs_parallelism) for x in ("two_to_hsdp_sharded", "hsdp_to_two_sharded")),
+    ],
+)
+def test_resumed_run_on_another_number_of_processes(name: str, get: Get) -> None:
+    assert_same_run(get(name), get("one"), start_of(), controls_of("one", get))
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(LOADS_SHARDS, reason="accelerate loads sharded moments")
+def test_moments_that_accelerate_forgets_are_missed(stages: Stages) -> None:
+    error = stages.result("two", "fsdp_sharded_resumed")["error"]
+    assert "This optimizer state cannot be loaded, and nothing was changed" in error
+    assert "moments are missing" in error
+    assert "cannot load them again" in stages.run("two")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "file"), [("damaged_ddp", "optimizer.pt"), ("damaged_sharded", "optimizer_0/__1_0.distcp")]
+)
+def test_damaged_checkpoint_is_named_with_the_one_before_it(name: str, file: str, stages: Stages) -> None:
+    error = stages.result("damaged", name)["error"]
+    folder = stages.folder / name
+    assert f"This checkpoint is damaged: {folder}/checkpoint-{worker.SAVE_STEP + 1}/{file} is cut off" in error
+    assert f"the one before it, {folder}/checkpoint-{worker.SAVE_STEP}, and remove this one" in error
+
+
+@pytest.mark.extended
+def test_damaged_checkpoint_that_one_rank_reads(stages: Stages) -> None:
+    printed = stages.run("damaged")  # rank 0 alone reads a full state dict
+    damaged = stages.folder / "damaged_fsdp" / f"checkpoint-{worker.SAVE_STEP + 1}" / "optimizer.bin"
+    assert f"RuntimeError: This checkpoint is damaged: {damaged} is cut off" in printed
+
+
+@pytest.mark.extended
+def test_checkpoint_before_a_damaged_one_resumes(get: Get) -> None:
+    assert_identical(get("undamaged"), get("fsdp"))
