@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, and when."""
+"""Faults of one rank: their kinds, and the phases of a run in which they happen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fault:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def inject(self) -> None:
-        """Have it happen in this process: amid the exchange of a step, half of a file, or the moments."""
+        """Patch this process to fail in the exchange of a step, half-way through a file, or before moments load."""
         from hf_muon import Muon
         from hf_muon.distributed.exchange import Exchange
 
@@ -55,7 +55,7 @@ class Fault:
         setattr(owner, name, patched)
 
     def _while_writing(self) -> None:
-        """When half of what is written of a checkpoint has reached the disk; `torch.save` to a path has no fsync."""
+        """Fail when half of a checkpoint's bytes are on the disk; `torch.save` to a path calls no fsync."""
         fsync, save = os.fsync, torch.save
 
         def half(descriptor: int) -> None:

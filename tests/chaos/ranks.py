@@ -1,4 +1,4 @@
-"""Ranks of one run each, forked from a process that has imported everything: they may die, hang or fail."""
+"""Ranks that may die, hang or fail: forked for one run from a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def run(
     later: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Train on two ranks; what `train` gives on each, or the text of its error, or the signal that ended it.
+    """Train on two ranks; return for each the result of `train`, the text of its error, or the signal that ended it.
 
     Args:
-        layout: of `tests.distributed.training`.
-        fault: what goes wrong, on one rank.
-        timeout: seconds of the process group.
-        later: options of another run in the same processes, in which the fault happens; the first one's results are
-            those of ranks that it has ended, too.
+        layout: a layout of `tests.distributed.training`.
+        fault: the fault of one rank.
+        timeout: timeout of the process group in seconds.
+        later: options of a second run in the same processes. The fault happens in the second run, and `run` returns
+            the results of the first, also for the rank that the fault ended.
     """
     context = forking()
     with tempfile.TemporaryDirectory(prefix="hf_muon_chaos") as folder:
@@ -45,7 +45,7 @@ def run(
         ranks = [context.Process(target=_rank, args=each, daemon=True) for each in arguments]
         for process in ranks:
             process.start()
-        # A rank that is stopped never ends; the others must.
+        # A stopped rank never ends; the others must.
         stopped = fault.rank if fault and fault.kind == "stopped" else None
         deadline = time.monotonic() + timeout + 60
         for rank, process in enumerate(ranks):
@@ -54,7 +54,7 @@ def run(
         results = []
         for rank, process in enumerate(ranks):
             if process.is_alive():
-                results.append("stopped" if rank == stopped else "it waits in vain")
+                results.append("stopped" if rank == stopped else "it hangs")
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
             elif process.exitcode < 0 and not later:
@@ -62,12 +62,12 @@ def run(
             else:
                 results.append(torch.load(path / str(rank), weights_only=False))
         if later and fault:
-            assert ranks[fault.rank].exitcode == -signal.SIGKILL, "it was not killed"
+            assert ranks[fault.rank].exitcode == -signal.SIGKILL, "the fault did not kill the rank"
         return results
 
 
 def write(result: Any, path: Path) -> None:
-    """All of it or nothing."""
+    """Write a file completely or not at all."""
     part = path.with_suffix(".part")
     torch.save(result, part)
     part.rename(path)
@@ -92,8 +92,8 @@ def _rank(
         if fault and fault.rank == rank:
             fault.inject()
         result: Any = train(rank, layout, **(later or options))
-    except BaseException:  # noqa: BLE001  a full disk ends torch.distributed.checkpoint with one that is no Exception
+    except BaseException:  # noqa: BLE001  torch.distributed.checkpoint raises a BaseException on a full disk
         result = traceback.format_exc()
     if not later:
         write(result, path / str(rank))
-    os._exit(0)  # as a script that failed ends: without waiting for the others
+    os._exit(0)  # end as a script that failed, without waiting for other ranks

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or fails: the others end with an error, and the checkpoint before resumes bit for bit."""
+"""When a rank dies, hangs or fails, the others raise an error, and the previous checkpoint resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.chaos.ranks import RANKS, run
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 GROUP_TIMEOUT = 8.0
-LAYOUTS = {"ddp": {"full": True}, "fsdp": {}}  # one file of rank 0, and a file for each rank
+LAYOUTS = {"ddp": {"full": True}, "fsdp": {}}  # DDP saves one file, from rank 0; FSDP2 one file per rank
 CASES = [
     *((kind, phase) for kind in ("killed", "stopped", "out of memory") for phase in ("step", "save", "load")),
     ("disk full", "save"),
@@ -21,7 +21,7 @@ CASES = [
 
 
 def assert_equal(one, other):
-    """Weights and moments, bit for bit."""
+    """Compare weights and moments bit for bit."""
     assert isinstance(one, dict), one
     assert one["found"].keys() == other["found"].keys()
     for name, state in other["found"].items():
@@ -31,13 +31,13 @@ def assert_equal(one, other):
 
 @pytest.fixture(scope="module")
 def straight():
-    """Uninterrupted runs, by layout: six steps."""
+    """Return uninterrupted runs of six steps, by layout."""
     return {layout: run(layout, last=6)[0] for layout in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """What the same runs have saved after four steps, by layout."""
+    """Return checkpoints of the same runs after four steps, by layout."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for layout, how in LAYOUTS.items():
         assert all(isinstance(result, dict) for result in run(layout, last=4, save=str(folder / layout), **how))
@@ -49,7 +49,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints, layout, kind, phase, tmp_path):
     how, good = LAYOUTS[layout], checkpoints[layout]
-    # Rank 0 alone writes where the checkpoint is one file.
+    # In DDP rank 0 alone writes the checkpoint.
     victim = 0 if (layout, phase) == ("ddp", "save") else 1
     options = {"first": 4, "last": 6, "load": good, **how}
     start = time.monotonic()
@@ -58,11 +58,11 @@ def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints,
     signs = {"killed": "SIGKILL", "stopped": "stopped", "out of memory": "memory", "disk full": "No space left"}
     assert signs[kind] in results[victim]
     if (layout, phase) == ("ddp", "save"):
-        assert isinstance(other, dict), "it has nothing to do with the file"
+        assert isinstance(other, dict), "this rank does not write the file"
     else:
         assert other.startswith("Traceback"), other
         assert time.monotonic() - start < 3 * GROUP_TIMEOUT + 30
-    if phase == "save":  # and what is half written is never taken for a checkpoint
+    if phase == "save":  # no later run takes the half-written files for a checkpoint
         broken = run(layout, timeout=GROUP_TIMEOUT, **{**options, "load": str(tmp_path / "6")})
         assert all(isinstance(result, str) and "Traceback" in result for result in broken)
     for result in run(layout, **options):
@@ -76,7 +76,7 @@ def test_twenty_rounds_of_save_kill_and_resume_are_the_uninterrupted_run(layout,
     load = None
     for step in range(rounds):
         path = str(tmp_path / str(step))
-        # It goes on, and dies in the next step or as it writes; in turns, on either rank.
+        # The run goes on and dies in the next step or while it saves, on alternating ranks.
         fault = Fault("killed", ("step", "save")[step % 2], 0 if layout == "ddp" else step // 2 % RANKS)
         later = {"first": step + 1, "last": step + 2, "load": path, "save": str(tmp_path / "lost"), **how}
         saved = run(layout, fault, first=step, last=step + 1, load=load, save=path, later=later, **how)
