@@ -1,7 +1,7 @@
-"""Random models in random settings of ZeRO, given gradients; imported by name in the pool.
+"""Random models with random gradients, in random settings of ZeRO; the ranks of the pool import this module.
 
-The loss of a parameter is its product with what its gradient is to be, and the same on both ranks. The mean over two
-ranks of equal gradients is exact in every order and dtype, so that the bits are those of one process.
+The loss of a parameter is its product with the gradient that it is to get, the same on both ranks. The mean of two
+equal gradients is exact in every order and dtype, so that results are bit-identical to a single process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CELLS = ("0", "1", "1-cpu", "2", "2-cpu", "3", "3-cpu")
 
 
 class ZeroModel(Model):
-    """A model of one dtype, as DeepSpeed has them, with momentum that it can keep, and settings of ZeRO."""
+    """A model of one dtype and a momentum dtype that DeepSpeed supports, and settings of ZeRO."""
 
     def __init__(self, seed, cell):
         super().__init__(seed)
@@ -52,15 +52,15 @@ class ZeroModel(Model):
                 "stage3_prefetch_bucket_size": rng.choice([0, 10**6]),
             }
             if self.zero["sub_group_size"] < 10**9:
-                # ZeRO steps one sub-group after the other, so that matrices of one shape are batched otherwise.
+                # ZeRO steps one sub-group after the other, so that matrices of one shape form other batches.
                 self.bounds["max_batch_bytes"] = 1
 
     def __repr__(self):
         return f"{self.zero}, {super().__repr__()}"
 
 
-class Held(nn.Module):
-    """A parameter, whose gradient is given."""
+class Weight(nn.Module):
+    """A parameter whose gradient is the input."""
 
     def __init__(self, weight):
         super().__init__()
@@ -73,23 +73,23 @@ class Held(nn.Module):
 class Net(nn.Module):
     def __init__(self, weights):
         super().__init__()
-        self.held = nn.ModuleList(Held(weight) for weight in weights)
+        self.parts = nn.ModuleList(Weight(weight) for weight in weights)
 
     def forward(self, grads):
-        return torch.stack([held(grad) for held, grad in zip(self.held, grads, strict=True) if grad is not None]).sum()
+        return torch.stack([part(grad) for part, grad in zip(self.parts, grads, strict=True) if grad is not None]).sum()
 
 
-def rates(optimizer, step):
+def set_rates(optimizer, step):
     for group in optimizer.param_groups:
         group["lr"] = 0.02 / (step + 1)
 
 
 def alone(model):
-    """Masters and states of one process, zeros for a gradient that is missing."""
+    """Return master weights and states of one process, in which a missing gradient is zeros."""
     params = [nn.Parameter(tensor.float()) for tensor in model.tensors(0)]
     optimizer = model.optimizer(params)
     for step in range(STEPS):
-        rates(optimizer, step)
+        set_rates(optimizer, step)
         for i, (param, grad) in enumerate(zip(params, model.tensors(step + 1), strict=True)):
             param.grad = torch.zeros_like(param) if (step, i) in model.missing else grad.float()
         optimizer.step()
@@ -97,10 +97,10 @@ def alone(model):
 
 
 def in_zero(model):
-    """The engine, after the same steps, and its optimizer."""
+    """Take the same steps under ZeRO; return the engine and its optimizer."""
     rank_of_environment()
     net = Net(model.tensors(0))
-    optimizer = model.optimizer([held.weight for held in net.held])
+    optimizer = model.optimizer([part.weight for part in net.parts])
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -109,7 +109,7 @@ def in_zero(model):
     }
     engine, *_ = initialize(model=net, optimizer=optimizer, config=config)
     for step in range(STEPS):
-        rates(optimizer, step)
+        set_rates(optimizer, step)
         grads = model.tensors(step + 1)
         engine.backward(engine([None if (step, i) in model.missing else grad for i, grad in enumerate(grads)]))
         engine.step()
@@ -117,41 +117,41 @@ def in_zero(model):
 
 
 def differences_of(engine, optimizer, expected):
-    """Where weights, and what this rank has of masters and moments, differ from one process."""
-    for i, held in enumerate(engine.module.held):
-        with deepspeed.zero.GatheredParameters([held.weight], enabled=hasattr(held.weight, "ds_id")):
-            if not torch.equal(held.weight.detach(), expected[i]["weight"].to(held.weight.dtype)):
+    """Yield the differences of weights, and of this rank's master weights and moments, from one process."""
+    for i, part in enumerate(engine.module.parts):
+        with deepspeed.zero.GatheredParameters([part.weight], enabled=hasattr(part.weight, "ds_id")):
+            if not torch.equal(part.weight.detach(), expected[i]["weight"].to(part.weight.dtype)):
                 yield f"weight of parameter {i}"
     for flat, partition in (optimizer.partitioned.partitions or {}).items():
-        for part in partition.slices:
-            i = int(part.name.split(".")[1])
-            first, last = part.bounds[partition.rank]
+        for slice_ in partition.slices:
+            i = int(slice_.name.split(".")[1])
+            first, last = slice_.bounds[partition.rank]
             stored = {"weight": flat.detach(), **optimizer.state[flat]}
             if stored.keys() != expected[i].keys():
                 yield f"parameter {i} has {sorted(stored)} in place of {sorted(expected[i])}"
             for key in stored.keys() - {"step"}:
                 if not torch.equal(
-                    stored[key][part.elements(partition.rank)], expected[i][key].reshape(-1)[first:last]
+                    stored[key][slice_.elements(partition.rank)], expected[i][key].reshape(-1)[first:last]
                 ):
                     yield f"{key} of parameter {i}, elements {first} to {last}"
 
 
 def compare(rank, runs):
-    """What differs from one process, of runs `(seed, cell)`.
+    """Return the differences from one process, for runs `(seed, cell)`.
 
-    Each rank makes its share of the references, and both take part in each run.
+    Each rank makes a share of the references, and both take part in each run.
     """
     models = [ZeroModel(seed, cell) for seed, cell in runs]
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, {k: alone(models[k]) for k in range(rank, len(runs), len(shares))})
     references = {k: one for share in shares for k, one in share.items()}
-    found = []
+    differences = []
     for k, (seed, cell) in enumerate(runs):
         try:
             engine, optimizer = in_zero(models[k])
         except Exception as error:
             raise AssertionError(f"seed {seed}, ZeRO-{cell}: {models[k]}") from error
         for line in differences_of(engine, optimizer, references[k]):
-            found.append(f"seed {seed}, ZeRO-{cell}: {line}; {models[k]}")
+            differences.append(f"seed {seed}, ZeRO-{cell}: {line}; {models[k]}")
         engine.destroy()
-    return found
+    return differences

@@ -1,4 +1,4 @@
-"""Two ranks with DeepSpeed on the CPU, started when a test first asks for them."""
+"""Two ranks with DeepSpeed on the CPU, which the first test that needs them starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("deepspeed") else ["test_*.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs all of them, so that ranks are started once."""
+    """Run these tests in one worker of pytest-xdist, which starts the ranks once."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.xdist_group("deepspeed"))
@@ -22,7 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    """Two of them."""
+    """Yield a pool of two ranks."""
     pool = Pool(2, timeout=240)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def quiet(recwarn: pytest.WarningsRecorder) -> None:
+    """Record warnings: DeepSpeed uses what torch has deprecated."""

@@ -1,4 +1,4 @@
-"""A model of which a micro-batch reaches a part, and parameters that carry DeepSpeed's own `use_muon`."""
+"""A model with a branch that not every micro-batch reaches, and parameters with DeepSpeed's own `use_muon`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Branched(nn.Module):
-    """A branch with a matrix and a bias, one for each half, that a micro-batch reaches or not."""
+    """A branch with a weight and a bias that a micro-batch reaches or not."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Branched(nn.Module):
 
 
 class Partial(nn.Module):
-    """DeepSpeed's test of partial training: its flag on every matrix, the table and the output among them."""
+    """The model of DeepSpeed's test of partial training, with a flag on every matrix, also embedding and output."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ REACHED = {
 }
 
 
-def _made(kind, dtype="float32"):
+def _build(kind, dtype="float32"):
     torch.manual_seed(3)
     return kind().to(getattr(torch, dtype))
 
@@ -70,11 +70,11 @@ def _rows(step, micro):
 
 
 def branched(pattern, accumulate=1, clipping=None, dtype="float32", overflow=None):
-    """Weights after steps in one process, zeros for a gradient that is missing. Step `overflow` is skipped.
+    """Train in one process and return the weights. A missing gradient is zeros, and step `overflow` is skipped.
 
-    Gradients are added up in fp32.
+    The sum of gradients is in fp32.
     """
-    model, masters = _made(Branched, dtype), _made(Branched, dtype).float()
+    model, masters = _build(Branched, dtype), _build(Branched, dtype).float()
     optimizer = _optimizer(masters)
     for step in range(STEPS):
         if step == overflow:
@@ -98,14 +98,14 @@ def branched(pattern, accumulate=1, clipping=None, dtype="float32", overflow=Non
 
 
 def weights_of(model, partitioned=False):
-    found = {}
+    weights = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=partitioned):
-            found[name] = param.detach().clone()
-    return found
+            weights[name] = param.detach().clone()
+    return weights
 
 
-def started(model, stage, zero, batch=ROWS, accumulate=1, clipping=None, optimizer=_optimizer, **config):
+def start_engine(model, stage, zero, batch=ROWS, accumulate=1, clipping=None, optimizer=_optimizer, **config):
     rank_of_environment()
     settings = {"stage": stage, **(zero or {})}
     if stage == 3:
@@ -128,11 +128,11 @@ def started(model, stage, zero, batch=ROWS, accumulate=1, clipping=None, optimiz
 def branched_in_zero(
     rank, stage, patterns, accumulate=1, zero=None, clipping=None, dtype="float32", overflow=None, **config
 ):
-    """The same under ZeRO, each rank with the same data: for each pattern the weights."""
-    found = {}
+    """Train as `branched` under ZeRO, with the same data on each rank; return the weights for each pattern."""
+    weights = {}
     for pattern in patterns:
-        model = _made(Branched, dtype)
-        engine = started(
+        model = _build(Branched, dtype)
+        engine = start_engine(
             model, stage, zero, accumulate=accumulate, clipping=clipping, bf16={"enabled": dtype != "float32"}, **config
         )
         for step in range(STEPS):
@@ -142,17 +142,17 @@ def branched_in_zero(
                 loss = (engine(x, reached).float() - x.float()).square().mean()
                 engine.backward(loss * torch.inf if step == overflow else loss)
                 engine.step()
-        found[pattern] = weights_of(model, stage == 3)
+        weights[pattern] = weights_of(model, stage == 3)
         engine.destroy()
-    return found
+    return weights
 
 
 def dropped(rank, stage, zero=None):
-    """Weights after a gradient of the branch that `zero_grad` dropped, and after a run that never had it."""
+    """Return weights after a run in which `zero_grad` drops a gradient of the branch, and after one without it."""
     weights = []
     for drops in (True, False):
-        model = _made(Branched)
-        engine = started(model, stage, zero)
+        model = _build(Branched)
+        engine = start_engine(model, stage, zero)
         for step, reached in ((0, True), (1, True), (2, False)):
             x = _rows(step, 0)
             if step != 1 or drops:
@@ -167,15 +167,15 @@ def dropped(rank, stage, zero=None):
 
 
 def forgetful(rank, **options):
-    """The same with a DeepSpeed that keeps no sum of micro-batches but the first, as 0.18.4 with CPU offload."""
+    """Train with a DeepSpeed that loses sums of later micro-batches, as 0.18.4 does with CPU offload."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     plain = DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu
 
     def accumulate(self, param):
         number = self.get_param_id(param)
-        kept = self.accumulated_grads_in_cpu.get(number)
-        before = 0.0 if kept is None else kept.clone()
+        total = self.accumulated_grads_in_cpu.get(number)
+        before = 0.0 if total is None else total.clone()
         plain(self, param)
         if self.micro_step_id > 0:
             self.accumulated_grads_in_cpu[number].copy_(torch.as_tensor(before))
@@ -204,14 +204,14 @@ def _everything(model):
 
 
 def partly_frozen(frozen):
-    model = _made(Partial)
+    model = _build(Partial)
     for name, param in model.named_parameters():
         param.requires_grad_(not any(name.startswith(start) for start in FROZEN[frozen]))
     return model
 
 
 def partial(frozen):
-    """Weights of the partly frozen model after some steps in one process."""
+    """Train the partly frozen model in one process and return its weights."""
     model = partly_frozen(frozen)
     optimizer = _everything(model)
     for step in range(STEPS):
@@ -223,26 +223,26 @@ def partial(frozen):
 
 
 def partial_in_zero(rank, stage, zero=None):
-    """The same under ZeRO, with DeepSpeed's flag on the parameters, set before or after they are wrapped."""
-    found = {}
+    """Train as `partial` under ZeRO, with parameters flagged before or after DeepSpeed wraps the model."""
+    weights = {}
     for frozen, flagged in (("nothing", "before"), ("nothing", "after"), ("one layer", "before")):
         model = partly_frozen(frozen)
         if flagged == "before":
             flag(model)
-        engine = started(model, stage, zero, optimizer=_everything)
+        engine = start_engine(model, stage, zero, optimizer=_everything)
         if flagged == "after":
             flag(engine.module)
         for step in range(STEPS):
             tokens = _tokens(step)
             engine.backward(nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
             engine.step()
-        found[frozen, flagged] = weights_of(model, stage == 3)
+        weights[frozen, flagged] = weights_of(model, stage == 3)
         engine.destroy()
-    return found
+    return weights
 
 
-def reported(rank, stage, zero=None, seen=("first.weight", "rows 20+6")):
-    """The report of the first step, of which a micro-batch does not reach the branch."""
+def reports(rank, stage, zero=None, named_view=("first.weight", "rows 20+6")):
+    """Return this rank's reports of the first step, whose micro-batch does not reach the branch."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -251,7 +251,7 @@ def reported(rank, stage, zero=None, seen=("first.weight", "rows 20+6")):
 
     def viewed(model):
         optimizer = _optimizer(model)
-        name, view = seen
+        name, view = named_view
         group = optimizer.param_groups[0]
         group["views"] = [view if one == name else "" for one in group["param_names"]]
         return optimizer
@@ -262,8 +262,8 @@ def reported(rank, stage, zero=None, seen=("first.weight", "rows 20+6")):
     logger.addHandler(keep)
     logger.setLevel(logging.INFO)
     try:
-        model = _made(Branched)
-        engine = started(model, stage, zero, optimizer=viewed)
+        model = _build(Branched)
+        engine = start_engine(model, stage, zero, optimizer=viewed)
         for step in (1, 2):
             x = _rows(step, 0)
             engine.backward((engine(x, False) - x).square().mean())

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or do not fit, what loading them does, and errors of one rank while it saves."""
+"""Loading of checkpoints that are damaged or do not fit, and errors of one rank while it saves."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from tests.deepspeed.cases import engine_of, loss_of, tokens_of
+from tests.deepspeed.cases import engine_of
+from tests.deepspeed.models import loss_of, tokens_of
 from tests.distributed.kills import dying
 from tests.distributed.training import batches
 
 SAVED_AT = 2
 
 
-def refused_load(rank, load, error=ValueError, arguments=None, **options):
-    """The error of loading a checkpoint; None where DeepSpeed says that there is none. Nothing has changed."""
+def load_error(rank, load, error=ValueError, arguments=None, **options):
+    """Return the error of loading a checkpoint, or None where DeepSpeed finds none; check that nothing has changed."""
     engine, optimizer = engine_of(**options)
     engine.backward(loss_of(engine, batches(0)[:4]))
     engine.step()
 
-    def held():
+    def tensors():
         params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
         moments = [value for state in optimizer.state.values() for value in state.values()]
         return [*params, *(optimizer.partitioned.partitions or ()), *moments]
 
-    before = [tensor.detach().clone() for tensor in held()]
+    before = [tensor.detach().clone() for tensor in tensors()]
     text = None
     try:
         assert engine.load_checkpoint(load, **(arguments or {})) == (None, None)
     except error as raised:
         text = str(raised)
-    assert error is not ValueError or all(torch.equal(one, other) for one, other in zip(held(), before, strict=True))
+    assert error is not ValueError or all(torch.equal(one, other) for one, other in zip(tensors(), before, strict=True))
     engine.destroy()
     return text
 
 
 def damage(source, target, how):
-    """A copy of a checkpoint in which something is wrong with the second rank's file."""
+    """Copy a checkpoint and damage the second rank's file."""
     folder = shutil.copytree(source, target, dirs_exist_ok=True)
     if how.startswith("exchanged"):
         kind = how.split()[1]
@@ -54,7 +55,7 @@ def damage(source, target, how):
     if how == "cut":
         file.write_bytes(file.read_bytes()[:-1000])
     elif how == "zeroed":
-        zero_bytes(file, place_of_largest(file))
+        zero_bytes(file, middle_of_largest_tensor(file))
     elif how == "gone":
         file.unlink()
     if how in ("cut", "zeroed", "gone"):
@@ -67,21 +68,21 @@ def damage(source, target, how):
     elif how == "routing":
         for group in state["param_groups"]:
             del group["use_muon"]
-    else:  # masters that are not the model's, of the last group, which is AdamW's
+    else:  # master weights of the last group, AdamW's, are not those of the model
         flats = zero["single_partition_of_fp32_groups"]
         flats[-1].data = flats[-1].data.roll(1)
     torch.save(content, file)
     return str(folder)
 
 
-def zero_bytes(file, place):
+def zero_bytes(file, position):
     with Path(file).open("r+b") as stream:
-        stream.seek(place)
+        stream.seek(position)
         stream.write(bytes(64))
 
 
-def place_of_largest(file):
-    """The middle of the largest tensor in a file of torch.save."""
+def middle_of_largest_tensor(file):
+    """Return the position of the middle of the largest tensor in a file of torch.save."""
     with zipfile.ZipFile(file) as archive:
         record = max(archive.infolist(), key=lambda record: record.file_size)
         with archive.open(record) as data:
@@ -90,7 +91,7 @@ def place_of_largest(file):
 
 
 def without_labels(folder):
-    """A checkpoint as older versions wrote it: files do not say under which names they were written."""
+    """Remove the files' own names from a checkpoint, as older versions wrote it."""
     for file in Path(folder).glob("*/*_states.pt"):
         content = torch.load(file, weights_only=False)
         del content["hf_muon_file"]
@@ -98,8 +99,8 @@ def without_labels(folder):
     return folder
 
 
-def loaded_at_once(rank, save, stage):
-    """Whether a checkpoint can be loaded as soon as saving it has returned, where rank 0 has a slow disk."""
+def load_at_once(rank, save, stage):
+    """Return whether a checkpoint loads as soon as saving has returned, although rank 0 has a slow disk."""
     engine, _ = engine_of(stage=stage)
     replace = Path.replace
 
@@ -119,8 +120,8 @@ def loaded_at_once(rank, save, stage):
         engine.destroy()
 
 
-def failed_save(rank, stage, save, victim, how):
-    """Train, save, and save again with an error of one rank; what each rank raises, and weights after a third save."""
+def save_with_fault(rank, stage, save, victim, how):
+    """Train and save three times, the second time with a fault of one rank; return its error, and `latest` after it."""
     engine, _ = engine_of(stage=stage)
 
     def step(index):
@@ -157,11 +158,17 @@ def failed_save(rank, stage, save, victim, how):
 
 
 def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
-    """Resume, take a step, save or load, and die on the way if this is the victim.
+    """Resume, take a step, and save or load; the victim dies on the way.
 
     Args:
-        part: of the calls that a first save or load takes, after which to die.
-        whole_before: whether to save whole, and take another step, before that.
+        rank: of this process.
+        stage: stage of ZeRO.
+        path: folder of the checkpoints.
+        victim: the rank that dies.
+        phase: "save" or "load".
+        part: when to die, as a share of the function calls that an uninterrupted save or load takes.
+        how: "killed" or "stopped".
+        whole_before: whether to finish a save and take another step before the phase.
     """
     engine, _ = engine_of(stage=stage)
     engine.load_checkpoint(path)
@@ -184,8 +191,8 @@ def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
         act(path)
 
 
-def failed_state(rank, stage, save):
-    """The error of a save in which one rank cannot make its state, and how long it takes to come."""
+def save_without_state(rank, stage, save):
+    """Save while one rank has no memory for its state; return the error, and the seconds until it is raised."""
     engine, _ = engine_of(stage=stage)
     if rank == 1:
         engine.optimizer.state_dict = lambda *_: bytes(1 << 60)
@@ -201,8 +208,12 @@ def failed_state(rank, stage, save):
     return text, seconds
 
 
-def of_a_tag(rank, save):
-    """Weights of two checkpoints of ZeRO-3 at their saves, and loaded alone by their tags; the state of the user."""
+def load_tags(rank, save):
+    """Save two checkpoints of ZeRO-3 and load the weights of each tag alone.
+
+    Returns:
+        for each tag, whether the weights are those that were saved; and the user's client state.
+    """
     engine, _ = engine_of(stage=3)
     weights = {}
 
@@ -224,7 +235,7 @@ def of_a_tag(rank, save):
     return same, states
 
 
-def own_files_only(rank, load):
+def load_own_files(rank, load):
     """Load from a folder that holds this rank's files alone, as on a node with storage of its own."""
     engine, _ = engine_of(stage=3)
     path, _ = engine.load_checkpoint(load[rank])
@@ -232,8 +243,8 @@ def own_files_only(rank, load):
     return path is not None
 
 
-def weights_alone(rank, stage, load, **arguments):
-    """Whole weights after loading them without the optimizer, and one step that they take."""
+def load_weights_alone(rank, stage, load, **arguments):
+    """Load weights without the optimizer and take a step; return the whole weights before the step."""
     engine, _ = engine_of(stage=stage, dtype="bfloat16")
     engine.load_checkpoint(load, **arguments)
     weights = {}

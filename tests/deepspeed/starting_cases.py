@@ -1,4 +1,4 @@
-"""Ways to call `initialize`, as scripts for DeepSpeed do."""
+"""The ways in which scripts call DeepSpeed's `initialize`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
-from tests.deepspeed.cases import OPTIONS, config_of, loss_of, made, rank_of_environment
+from tests.deepspeed.cases import OPTIONS, config_of, rank_of_environment
+from tests.deepspeed.models import build_model, loss_of
 from tests.distributed.training import batches
 
 WAYS = ("mapping", "file", "hjson", "base64", "args", "old args", "config_params", "positional", "function")
 
 
-def started(rank, way, folder):
-    """Weights after one step of an engine that was started in some way."""
+def step_once(rank, way, folder):
+    """Start an engine in one of WAYS, step it once, and return its weights."""
     rank_of_environment()
-    model, config = made(), config_of(1, "float32", 1, None, {})
+    model, config = build_model(), config_of(1, "float32", 1, None, {})
     optimizer = build_optimizer(model, OPTIONS)
     text = json.dumps(config)
     args = argparse.Namespace(local_rank=rank, deepspeed_config=None)

@@ -1,4 +1,4 @@
-"""What `initialize` is called with: all that DeepSpeed takes, and sentences for what it cannot be."""
+"""Arguments of `initialize`: all that DeepSpeed takes, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
-from tests.deepspeed.starting_cases import WAYS, started
+from tests.deepspeed.starting_cases import WAYS, step_once
 
-
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def model_of(width=4):
@@ -28,9 +25,9 @@ def muon_of(model):
 
 
 def test_every_way_of_deepspeed_starts_the_same_run(ranks, tmp_path):
-    expected = ranks.run(started, way=WAYS[0], folder=str(tmp_path))[0]
+    expected = ranks.run(step_once, way=WAYS[0], folder=str(tmp_path))[0]
     for way in WAYS[1:]:
-        for weights in ranks.run(started, way=way, folder=str(tmp_path)):
+        for weights in ranks.run(step_once, way=way, folder=str(tmp_path)):
             assert all(torch.equal(weight, weights[name]) for name, weight in expected.items()), way
 
 

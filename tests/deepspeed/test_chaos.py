@@ -1,8 +1,8 @@
-"""Random models in random settings of ZeRO: given equal gradients, bit-equal to one process.
+"""Random models in random settings of ZeRO with equal gradients: bit-identical to one process.
 
-Weights are compared whole; masters and moments as each rank holds them. Gradients are equal on both ranks, and so the
-sums in which DeepSpeed rounds are exact; how near it comes with a batch that is shared is for `test_training`.
-HF_MUON_CHAOS_MODELS sets how many models, HF_MUON_CHAOS_SEED the first one's seed: both are for long runs by hand.
+The test compares whole weights, and master weights and moments as each rank stores them. Gradients are equal on both
+ranks, so that the sums that DeepSpeed rounds are exact; `test_training` has batches that the ranks share.
+HF_MUON_CHAOS_MODELS sets the number of models, HF_MUON_CHAOS_SEED the first seed: both are for long runs by hand.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import pytest
 
 from tests.deepspeed.chaos import CELLS, ZeroModel, compare
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 MODELS = int(os.environ.get("HF_MUON_CHAOS_MODELS", "210"))
 FIRST = int(os.environ.get("HF_MUON_CHAOS_SEED", "0"))
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
-
-
 def seeds_of(cell):
-    """Each model is tried in two or three cells; an engine of ZeRO-3 takes ten times as long as others."""
-    tried = (0, 2, 3) if cell[0] != "3" else (0,)
-    return [seed for seed in range(FIRST, FIRST + MODELS) if (seed + CELLS.index(cell)) % len(CELLS) in tried]
+    """Return the models of a cell. ZeRO-3 has fewer, because its engine takes ten times as long as others."""
+    residues = (0, 2, 3) if cell[0] != "3" else (0,)
+    return [seed for seed in range(FIRST, FIRST + MODELS) if (seed + CELLS.index(cell)) % len(CELLS) in residues]
 
 
 @pytest.mark.extended(but="^1$")

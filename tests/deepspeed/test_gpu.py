@@ -1,4 +1,4 @@
-"""What DeepSpeed does on a GPU only: fp16 with loss scaling, and offload from a device."""
+"""DeepSpeed on a GPU: fp16 with loss scaling, and offload from a device."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def step(factor=1.0):
     engine.step()
 
 
-def held():
+def tensors():
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return [tensor.detach().clone().cpu() for tensor in (*optimizer.partitioned.partitions, *moments)]
 
 
 step()
-before, steps, scale = held(), [g["step"] for g in optimizer.param_groups], engine.optimizer.loss_scale
+before, steps, scale = tensors(), [g["step"] for g in optimizer.param_groups], engine.optimizer.loss_scale
 step(torch.inf)
 assert engine.skipped_steps == 1 and engine.optimizer.loss_scale < scale
-assert all(torch.equal(one, other) for one, other in zip(held(), before, strict=True))
+assert all(torch.equal(one, other) for one, other in zip(tensors(), before, strict=True))
 assert [g["step"] for g in optimizer.param_groups] == steps
 step()
-assert not torch.equal(held()[0], before[0])
-torch.save(held(), sys.argv[2])
+assert not torch.equal(tensors()[0], before[0])
+torch.save(tensors(), sys.argv[2])
 """
 
 

@@ -1,4 +1,4 @@
-"""Gradients that reach Muon under ZeRO: the sum of a step's micro-batches, of no other step, orthogonalized once."""
+"""Gradients that reach Muon under ZeRO: the sum of the micro-batches of one step, orthogonalized once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tests.deepspeed.gradient_cases import (
 )
 from tests.deepspeed.test_training import CPU, STAGES
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 reference = functools.cache(branched)
 CELLS = {
     **STAGES,
@@ -33,44 +35,39 @@ CELLS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal(weights, expected):
+    assert weights.keys() == expected.keys()
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(weights[name], weight), name
 
 
 @pytest.mark.extended(but="^(2-cpu|3)-4")
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
-    """Four micro-batches a step, of which DeepSpeed 0.18.4 loses those in the middle in ZeRO-2 with CPU offload."""
+    """Run four micro-batches a step, of which DeepSpeed 0.18.4 loses the middle ones in ZeRO-2 with CPU offload."""
     patterns = list(REACHED) if accumulate > 1 else ["odd steps never"]
-    for found in ranks.run(branched_in_zero, patterns=patterns, accumulate=accumulate, **CELLS[cell]):
-        for pattern, weights in found.items():
+    for weights_by_pattern in ranks.run(branched_in_zero, patterns=patterns, accumulate=accumulate, **CELLS[cell]):
+        for pattern, weights in weights_by_pattern.items():
             assert_equal(weights, reference(pattern, accumulate))
 
 
 @pytest.mark.extended(but="2")
 @pytest.mark.parametrize("cell", ["1-cpu", "2-cpu"])
 def test_a_deepspeed_that_forgets_micro_batches(ranks, cell):
-    for found in ranks.run(forgetful, patterns=list(REACHED), accumulate=4, **CELLS[cell]):
-        for pattern, weights in found.items():
+    for weights_by_pattern in ranks.run(forgetful, patterns=list(REACHED), accumulate=4, **CELLS[cell]):
+        for pattern, weights in weights_by_pattern.items():
             assert_equal(weights, reference(pattern, 4))
 
 
 @pytest.mark.extended(but="2-cpu")
 @pytest.mark.parametrize("zero", [{}, CPU], ids=["2", "2-cpu"])
 def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
-    """With `reduce_scatter`, DeepSpeed loses some of them, with any optimizer."""
+    """Run without `reduce_scatter`, with which DeepSpeed loses some gradients of any optimizer."""
     options = {"dtype": "bfloat16", "accumulate": 4}
     config = {"stage": 2, "zero": {**zero, "reduce_scatter": False}, "data_types": {"grad_accum_dtype": "fp32"}}
-    for found in ranks.run(branched_in_zero, patterns=list(REACHED), **options, **config):
-        for pattern, weights in found.items():
+    for weights_by_pattern in ranks.run(branched_in_zero, patterns=list(REACHED), **options, **config):
+        for pattern, weights in weights_by_pattern.items():
             assert_equal(weights, reference(pattern, **options))
 
 
@@ -79,37 +76,38 @@ def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
 def test_what_a_step_does_not_reach_does_not_count_when_gradients_are_clipped(ranks, cell):
     pattern = "odd steps never"
     expected = reference(pattern, clipping=0.1)
-    # Four rows make gradients of low rank, whose rounding is orthogonalized, too: how far a few units in the last
-    # place of the factor move the weights is measured, and an old gradient would move them 10,000 times as far.
+    # Gradients of four rows have a low rank, so that Muon orthogonalizes their rounding, too. The bound is measured: it
+    # is how far a few units in the last place of the factor move the weights. An old gradient moves them 10,000 times
+    # as far.
     rounded = reference(pattern, clipping=0.1 * (1 + 2**-20))
-    found = ranks.run(branched_in_zero, patterns=[pattern], clipping=0.1, **CELLS[cell])[0][pattern]
+    weights = ranks.run(branched_in_zero, patterns=[pattern], clipping=0.1, **CELLS[cell])[0][pattern]
     for name, weight in expected.items():
-        assert (found[name] - weight).norm() < 10 * (rounded[name] - weight).norm(), name
+        assert (weights[name] - weight).norm() < 10 * (rounded[name] - weight).norm(), name
 
 
 @pytest.mark.extended(but="^2$")
 @pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
 def test_gradients_of_a_step_that_overflowed_do_not_stay(ranks, cell):
-    """Step 2 reaches the branch and overflows, step 3 does not reach it."""
+    """Overflow in step 2, which reaches the branch; step 3 does not reach it."""
     pattern, options = "odd steps never", {"dtype": "bfloat16", "overflow": 2}
-    for found in ranks.run(branched_in_zero, patterns=[pattern], **options, **CELLS[cell]):
-        assert_equal(found[pattern], reference(pattern, **options))
+    for weights_by_pattern in ranks.run(branched_in_zero, patterns=[pattern], **options, **CELLS[cell]):
+        assert_equal(weights_by_pattern[pattern], reference(pattern, **options))
 
 
 @pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_sums_in_fp32_of_a_step_that_overflowed_do_not_stay(ranks, stage):
-    """With the optimizer offloaded; DeepSpeed alone skips all steps from then on."""
+    """Offload the optimizer: without hf_muon, DeepSpeed then skips all later steps."""
     options = {"dtype": "bfloat16", "overflow": 1}
     config = {"stage": stage, "zero": {**CPU, "reduce_scatter": False}, "data_types": {"grad_accum_dtype": "fp32"}}
-    for found in ranks.run(branched_in_zero, patterns=["always"], **options, **config):
-        assert_equal(found["always"], reference("always", **options))
+    for weights_by_pattern in ranks.run(branched_in_zero, patterns=["always"], **options, **config):
+        assert_equal(weights_by_pattern["always"], reference("always", **options))
 
 
 @pytest.mark.extended(but="^2$")
 @pytest.mark.parametrize("cell", ["2", "2-cpu", "3", "3-cpu"])
 def test_gradients_that_were_dropped_do_not_stay(ranks, cell):
-    """As where a loss that is not finite is left out: backward, zero_grad, and the next batch."""
+    """Skip a batch as a loop that leaves out a non-finite loss: backward, zero_grad, and the next batch."""
     for one, other in ranks.run(dropped, **CELLS[cell]):
         assert_equal(one, other)
 
@@ -117,9 +115,9 @@ def test_gradients_that_were_dropped_do_not_stay(ranks, cell):
 @pytest.mark.extended(but="^(2|3)$")
 @pytest.mark.parametrize("cell", STAGES)
 def test_deepspeeds_own_flag_on_parameters(ranks, cell):
-    """Its model of partial training, all of whose matrices carry `use_muon`: the table and the output stay AdamW's."""
-    for found in ranks.run(partial_in_zero, **STAGES[cell]):
-        for (frozen, _), weights in found.items():
+    """Train a model whose matrices all carry `use_muon`: the embedding and the output stay with AdamW."""
+    for weights_by_case in ranks.run(partial_in_zero, **STAGES[cell]):
+        for (frozen, _), weights in weights_by_case.items():
             assert_equal(weights, reference_of_partial(frozen))
 
 
@@ -133,7 +131,7 @@ def test_nothing_but_a_table_to_train_is_refused():
 
 @pytest.mark.parametrize("kind", [Muon, type("MyMuon", (Muon,), {})])
 def test_the_name_that_deepspeed_sees(kind):
-    """A later DeepSpeed may look at the name in more places; it is hidden in all of them, and is still a Muon."""
+    """Hide the class name everywhere, because a later DeepSpeed may look at it in more places; it is still a Muon."""
     optimizer = kind([torch.nn.Parameter(torch.ones(3, 4))])
     hide_name(optimizer)
     assert isinstance(optimizer, kind)

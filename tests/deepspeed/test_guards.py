@@ -1,4 +1,4 @@
-"""What does not work is an error, never something else in silence."""
+"""Set-ups that do not work raise an error; nothing is replaced silently."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_was_not_shown_to_work_is_refused_by_name(word):
 
 
 @pytest.mark.parametrize(
-    ("option", "choice", "device"),
+    ("option", "dtype", "device"),
     [
         ("momentum_dtype", "int8", "none"),
         ("momentum_dtype", "int8", "cpu"),
@@ -54,11 +54,11 @@ def test_what_was_not_shown_to_work_is_refused_by_name(word):
         ("adamw_state_dtype", "bf16", "nvme"),
     ],
 )
-def test_moments_that_are_not_kept_there(option, choice, device):
+def test_moments_that_are_not_kept_there(option, dtype, device):
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, "device": device, "buffer_count": 4}}}
     group = {"params": [nn.Parameter(torch.ones(4, 64))], "use_muon": option == "momentum_dtype"}
-    optimizer = Muon([group], **{option: choice})
-    with pytest.raises(RuntimeError, match=f"{option}={choice} does not run"), wrapping(optimizer, config):
+    optimizer = Muon([group], **{option: dtype})
+    with pytest.raises(RuntimeError, match=f"{option}={dtype} does not run"), wrapping(optimizer, config):
         pass
 
 
@@ -79,7 +79,7 @@ def test_what_is_said_by_default_is_not_refused():
 
 def test_an_offloaded_optimizer_that_is_not_ours(ranks):
     assert all(
-        "steps with DeepSpeedCPUAdam, and not with the Muon" in found for found in ranks.run(complaint, fault="swapped")
+        "steps with DeepSpeedCPUAdam, and not with the Muon" in error for error in ranks.run(complaint, fault="swapped")
     )
 
 
@@ -94,13 +94,13 @@ def test_an_offloaded_optimizer_that_is_not_ours(ranks):
     ],
 )
 def test_a_layout_that_is_not_known(ranks, fault, words, stage):
-    for found in ranks.run(complaint, fault=fault, stage=stage):
-        assert words in found
+    for error in ranks.run(complaint, fault=fault, stage=stage):
+        assert words in error
 
 
 def test_deepspeed_started_without_us(ranks):
-    for found in ranks.run(complaint, fault="started without us"):
-        assert "start it with hf_muon.integrations.deepspeed.initialize" in found
+    for error in ranks.run(complaint, fault="started without us"):
+        assert "start it with hf_muon.integrations.deepspeed.initialize" in error
 
 
 def test_gradients_that_an_old_deepspeed_unscales_without_having_scaled():
@@ -121,6 +121,6 @@ def test_model_parallelism_and_other_engines():
 @pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_partitions_without_a_matrix(ranks, stage):
-    """One small matrix: nothing of it lies on the second rank, or nothing but a part of one row."""
+    """Route one small matrix to Muon: the second rank stores none of it, or a part of one row."""
     options = {"adamw_patterns": r"blocks|experts"}
     assert ranks.run(complaint, fault=None, stage=stage, **options) == [None, None]

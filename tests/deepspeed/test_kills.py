@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped while it saves or loads: no other one hangs, and `latest` resumes bit-exactly."""
+"""When a rank is killed or stopped while it saves or loads, no other rank hangs, and `latest` resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ from tests.deepspeed.loading_cases import SAVED_AT, dies
 from tests.deepspeed.test_training import assert_equal, assert_same_state
 from tests.distributed.kills import Mortal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 SEED = 0
 LAST = 5
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
-
-
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A checkpoint, and the uninterrupted run, for each stage."""
+    """Return a checkpoint and the uninterrupted run, by stage."""
     runs = {}
     for stage in (2, 3):
         path = str(tmp_path_factory.mktemp(f"zero{stage}"))
@@ -35,8 +30,8 @@ def saved(ranks, tmp_path_factory):
     return runs
 
 
-def drawn():
-    """Stage, phase, victim and moment of each death, spread over the whole of a save and of a load."""
+def deaths():
+    """Draw stage, phase, victim and moment of each death, spread over a whole save and a whole load."""
     draw = random.Random(SEED)
     parts = [(part + draw.random()) / 9 for part in range(9)]
     return [
@@ -62,7 +57,7 @@ def assert_survived(ranks, saved, folder, victim, stage, timeout, **options):
     shutil.copytree(path, folder)
     (error,) = mortal(timeout).survivors(dies, victim, stage=stage, path=str(folder), **options)
     latest = Path(folder, "latest").read_text()
-    # A rank that dies after all have agreed leaves the others, and the checkpoint, whole.
+    # If a rank dies after all have agreed, the others finish, and the checkpoint is complete.
     assert error is not None or options["phase"] == "load" or latest == f"global_step{SAVED_AT + 1}"
     step = int(latest.removeprefix("global_step"))
     assert_resumes(ranks, folder, step, straight, stage)
@@ -70,7 +65,7 @@ def assert_survived(ranks, saved, folder, victim, stage, timeout, **options):
 
 
 @pytest.mark.extended(but="2-save-0.0|3-load-0.1")
-@pytest.mark.parametrize(("stage", "phase", "victim", "part"), drawn())
+@pytest.mark.parametrize(("stage", "phase", "victim", "part"), deaths())
 def test_a_rank_that_is_killed(ranks, saved, stage, phase, victim, part, tmp_path):
     print(f"seed {SEED}")
     assert_survived(ranks, saved, tmp_path / "run", victim, stage, 60, phase=phase, part=part, how="killed")
@@ -79,7 +74,7 @@ def test_a_rank_that_is_killed(ranks, saved, stage, phase, victim, part, tmp_pat
 @pytest.mark.extended
 @pytest.mark.parametrize(("stage", "phase", "part"), [(2, "save", 0.5), (3, "load", 0.3)])
 def test_a_rank_that_is_stopped(ranks, saved, stage, phase, part, tmp_path):
-    """The others wait for it until the group's time-out, which is half of the pool's."""
+    """Stop a rank: the others wait for it until the group's timeout, which is half of the pool's."""
     error = assert_survived(ranks, saved, tmp_path / "run", 1, stage, 30, phase=phase, part=part, how="stopped")
     assert "imed out" in error
 

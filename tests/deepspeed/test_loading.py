@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed that cannot be loaded, or were never finished: one error on all ranks, nothing touched."""
+"""DeepSpeed checkpoints that cannot be loaded or were never finished: one error on all ranks, and no change."""
 
 from __future__ import annotations
 
@@ -11,41 +11,38 @@ import torch
 from tests.deepspeed.cases import train
 from tests.deepspeed.loading_cases import (
     damage,
-    failed_save,
-    failed_state,
-    loaded_at_once,
-    of_a_tag,
-    own_files_only,
-    refused_load,
-    weights_alone,
+    load_at_once,
+    load_error,
+    load_own_files,
+    load_tags,
+    load_weights_alone,
+    save_with_fault,
+    save_without_state,
     without_labels,
 )
 from tests.deepspeed.test_training import assert_equal, assert_same_state
 from tests.distributed.pool import Pool
 
-
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture
 def fresh():
-    """Pools that a test may break."""
-    made = []
+    """Yield a function that starts a pool, which the test may break."""
+    pools = []
 
     def start(ranks):
-        made.append(Pool(ranks, timeout=240))
-        return made[-1]
+        pools.append(Pool(ranks, timeout=240))
+        return pools[-1]
 
     yield start
-    for pool in made:
+    for pool in pools:
         pool.close(kill=True)
 
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A checkpoint of two ranks for each stage."""
+    """Return checkpoints of two ranks, by stage."""
     folders = {stage: str(tmp_path_factory.mktemp(f"zero{stage}")) for stage in (0, 2, 3)}
     for stage, folder in folders.items():
         ranks.run(train, stage=stage, last=2, save=folder)
@@ -57,9 +54,9 @@ def saved(ranks, tmp_path_factory):
 def test_another_number_of_ranks_is_refused_with_what_to_do(fresh, saved, others):
     pool = fresh(others)
     for stage in (2, 3):
-        for found in pool.run(refused_load, stage=stage, load=saved[stage]):
-            assert f"was written by 2 ranks, and this run has {others}" in found
-            assert "Resume on 2 ranks, or start from the weights alone" in found
+        for error in pool.run(load_error, stage=stage, load=saved[stage]):
+            assert f"was written by 2 ranks, and this run has {others}" in error
+            assert "Resume on 2 ranks, or start from the weights alone" in error
 
 
 @pytest.mark.extended(but="2$")
@@ -77,14 +74,14 @@ def test_another_number_of_ranks_is_refused_with_what_to_do(fresh, saved, others
 )
 def test_an_error_of_one_rank_is_an_error_of_all(ranks, saved, stage, how, words, tmp_path):
     folder = damage(saved[stage], tmp_path, how)
-    one, other = ranks.run(refused_load, stage=stage, load=folder)
+    one, other = ranks.run(load_error, stage=stage, load=folder)
     assert one == other
     assert re.search(words, one)
 
 
 def test_one_advice_in_one_error(ranks, saved, tmp_path):
-    """Of two, one told to resume from the checkpoint before, and one with other options."""
-    text = ranks.run(refused_load, stage=2, load=damage(saved[2], tmp_path, "cut"))[0]
+    """Give one of two pieces of advice: to resume from the checkpoint before, and not to set other options."""
+    text = ranks.run(load_error, stage=2, load=damage(saved[2], tmp_path, "cut"))[0]
     assert text.count("Resume ") == 1
 
 
@@ -95,7 +92,7 @@ def test_files_of_older_versions_tell_their_names_too(ranks, saved, stage, kind,
     if (stage, kind) == (2, "model"):
         pytest.skip("all ranks read one file")
     older = without_labels(shutil.copytree(saved[stage], tmp_path / "older"))
-    one, other = ranks.run(refused_load, stage=stage, load=damage(older, tmp_path / "damaged", f"exchanged {kind}"))
+    one, other = ranks.run(load_error, stage=stage, load=damage(older, tmp_path / "damaged", f"exchanged {kind}"))
     assert one == other
     assert "files were exchanged" in one
     ranks.run(train, stage=stage, first=2, last=2, load=str(older))
@@ -105,7 +102,7 @@ def test_files_of_older_versions_tell_their_names_too(ranks, saved, stage, kind,
 @pytest.mark.parametrize(("there", "here"), [(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)])
 def test_another_stage_is_refused_as_that(ranks, saved, there, here):
     name = "1 or 2" if there == 2 else there
-    for text in ranks.run(refused_load, stage=here, load=saved[there]):
+    for text in ranks.run(load_error, stage=here, load=saved[there]):
         assert "cannot be loaded, and nothing was changed" in text
         assert f"was written by ZeRO-{name}, and this run has ZeRO-{here}" in text
         assert f"Set zero_optimization.stage to {name}, or start from the weights alone" in text
@@ -115,7 +112,7 @@ def test_another_stage_is_refused_as_that(ranks, saved, there, here):
 def test_another_precision_is_refused_as_that(ranks, saved, dtype, tmp_path):
     path, other = str(tmp_path), "bfloat16" if dtype == "float32" else "float32"
     ranks.run(train, stage=2, last=1, dtype=dtype, save=path)
-    for text in ranks.run(refused_load, stage=2, dtype=other, load=path):
+    for text in ranks.run(load_error, stage=2, dtype=other, load=path):
         assert f"Set bf16.enabled to {str(dtype == 'bfloat16').lower()}, or start" in text
 
 
@@ -128,7 +125,7 @@ ROUND_ROBIN = {"round_robin_gradients": True}
 def test_partitions_in_another_order_are_refused_with_the_option_to_set(ranks, there, here, dtype, tmp_path):
     path = str(tmp_path)
     ranks.run(train, stage=2, last=2, save=path, zero=there, dtype=dtype)
-    one, other = ranks.run(refused_load, stage=2, load=path, zero=here, dtype=dtype)
+    one, other = ranks.run(load_error, stage=2, load=path, zero=here, dtype=dtype)
     value = "true" if there else "false"
     for text in (one, other):
         assert "elsewhere in the fp32 partitions than this run" in text
@@ -137,7 +134,7 @@ def test_partitions_in_another_order_are_refused_with_the_option_to_set(ranks, t
 
 
 def test_other_sub_groups_are_refused_with_the_option_to_set(ranks, saved):
-    for text in ranks.run(refused_load, stage=3, load=saved[3], zero={"sub_group_size": 1500}):
+    for text in ranks.run(load_error, stage=3, load=saved[3], zero={"sub_group_size": 1500}):
         assert "elsewhere in the fp32 partitions than this run" in text
         assert "Set zero_optimization.sub_group_size to 1000000000, as it was" in text
 
@@ -145,11 +142,11 @@ def test_other_sub_groups_are_refused_with_the_option_to_set(ranks, saved):
 @pytest.mark.extended(but="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masters_that_are_not_the_models_are_seen_after_a_load(ranks, dtype, tmp_path):
-    """Of a group of AdamW, where nothing in the files tells of it."""
+    """Change the master weights of a group of AdamW, which no check of the files can see."""
     path = str(tmp_path / "saved")
     ranks.run(train, stage=2, last=2, save=path, dtype=dtype)
     folder = damage(path, tmp_path / "damaged", "masters")
-    one, other = ranks.run(refused_load, stage=2, dtype=dtype, load=folder, error=RuntimeError)
+    one, other = ranks.run(load_error, stage=2, dtype=dtype, load=folder, error=RuntimeError)
     assert one == other
     assert re.search(r"fp32 master weights of some parameters are not .*: .*norm.weight.* \[rank 1\]", one)
 
@@ -157,7 +154,7 @@ def test_masters_that_are_not_the_models_are_seen_after_a_load(ranks, dtype, tmp
 @pytest.mark.extended(but="3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_can_be_loaded_as_soon_as_it_is_saved(ranks, stage, tmp_path):
-    assert ranks.run(loaded_at_once, stage=stage, save=str(tmp_path)) == [True, True]
+    assert ranks.run(load_at_once, stage=stage, save=str(tmp_path)) == [True, True]
 
 
 @pytest.mark.extended(but="2$|^2")
@@ -173,14 +170,14 @@ def test_a_checkpoint_can_be_loaded_as_soon_as_it_is_saved(ranks, stage, tmp_pat
 )
 def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, victim, words, tmp_path):
     path = str(tmp_path)
-    (one, latest), other = ranks.run(failed_save, stage=stage, save=path, victim=victim, how=how)
+    (one, latest), other = ranks.run(save_with_fault, stage=stage, save=path, victim=victim, how=how)
     assert (one, latest) == other
     before = "there is none that `latest` names" if how == "folder" else "`latest` names the one before it"
     assert f"was not written whole, and {before}:" in one
     assert re.search(words, one)
     assert latest == "global_step1"
     straight = ranks.run(train, stage=stage, last=4)
-    for first in ("global_step1", "global_step3"):  # the run has gone on, and both whole checkpoints resume exactly
+    for first in ("global_step1", "global_step3"):  # the run went on, and both complete checkpoints resume exactly
         (tmp_path / "latest").write_text(first)
         resumed = ranks.run(train, stage=stage, first=int(first[-1]), last=4, load=path)
         for mine, theirs in zip(resumed, straight, strict=True):
@@ -189,7 +186,7 @@ def test_an_error_of_one_rank_while_saving_is_one_of_all(ranks, stage, how, vict
 
 
 def test_where_there_is_no_checkpoint_deepspeed_says_so(ranks, tmp_path):
-    assert ranks.run(refused_load, stage=2, load=str(tmp_path)) == [None, None]
+    assert ranks.run(load_error, stage=2, load=str(tmp_path)) == [None, None]
 
 
 ALONE = {"load_optimizer_states": False, "load_module_only": True}
@@ -200,16 +197,16 @@ ALONE = {"load_optimizer_states": False, "load_module_only": True}
     ("stage", "names"), [(0, [0]), (0, [1]), (0, [0, 1]), (2, [0]), (2, [1]), (3, [0]), (3, [0, 1])], ids=str
 )
 def test_weights_can_be_loaded_without_the_optimizer(ranks, stage, names, tmp_path):
-    """In ZeRO-0 and bf16, DeepSpeed's first step would put back the weights that were there before."""
+    """Load in bf16, where in ZeRO-0 DeepSpeed's first step alone would restore the weights from before the load."""
     path, arguments = str(tmp_path), dict(list(ALONE.items())[i] for i in names)
     expected = ranks.run(train, stage=stage, last=2, save=path, dtype="bfloat16")[0]["weights"]
-    for weights in ranks.run(weights_alone, stage=stage, load=path, **arguments):
+    for weights in ranks.run(load_weights_alone, stage=stage, load=path, **arguments):
         assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
 def test_weights_alone_are_those_of_the_tag(ranks, tmp_path):
-    """DeepSpeed makes them of the masters of `latest`, whatever the tag."""
-    for same, states in ranks.run(of_a_tag, save=str(tmp_path)):
+    """Load by tag; DeepSpeed alone takes the weights from the master weights of `latest`, whatever the tag."""
+    for same, states in ranks.run(load_tags, save=str(tmp_path)):
         assert same == {"one": True, "two": True}
         for tag, state in states.items():
             assert state["mine"] == tag
@@ -221,7 +218,7 @@ def test_a_rank_needs_its_own_files_alone(ranks, saved, tmp_path):
     for rank, folder in enumerate(folders):
         for file in folder.glob(f"*/*zero_pp_rank_{1 - rank}_*"):
             file.unlink()
-    assert ranks.run(own_files_only, load=[str(folder) for folder in folders]) == [True, True]
+    assert ranks.run(load_own_files, load=[str(folder) for folder in folders]) == [True, True]
 
 
 @pytest.mark.extended(but="all")
@@ -230,7 +227,7 @@ def test_weights_of_a_rank_that_are_missing(ranks, saved, arguments, tmp_path):
     folder = shutil.copytree(saved[3], tmp_path / "copy")
     (file,) = folder.glob("*/zero_pp_rank_1_mp_rank_00_model_states.pt")
     file.unlink()
-    one, other = ranks.run(refused_load, stage=3, load=str(folder), arguments=arguments)
+    one, other = ranks.run(load_error, stage=3, load=str(folder), arguments=arguments)
     assert one == other
     assert f"{file.name} is missing. Resume from the checkpoint before it [rank 1]" in one
 
@@ -238,7 +235,7 @@ def test_weights_of_a_rank_that_are_missing(ranks, saved, arguments, tmp_path):
 @pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_state_that_one_rank_cannot_make_is_an_error_of_all(ranks, stage, tmp_path):
-    (one, _), (other, seconds) = ranks.run(failed_state, stage=stage, save=str(tmp_path))
+    (one, _), (other, seconds) = ranks.run(save_without_state, stage=stage, save=str(tmp_path))
     assert one == other
     assert re.search(
         r"was not written whole, and there is none that `latest` names:\n  - MemoryError.* \[rank 1\]", one
@@ -247,12 +244,12 @@ def test_a_state_that_one_rank_cannot_make_is_an_error_of_all(ranks, stage, tmp_
 
 
 def test_a_load_of_nothing_is_refused(ranks, saved):
-    for text in ranks.run(refused_load, stage=3, load=saved[3], arguments={"load_module_only": True}):
+    for text in ranks.run(load_error, stage=3, load=saved[3], arguments={"load_module_only": True}):
         assert "DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False" in text
 
 
 def test_a_checkpoint_that_is_overwritten_in_vain_is_told(ranks, tmp_path):
-    for text, latest in ranks.run(failed_save, stage=2, save=str(tmp_path), victim=1, how="same tag"):
+    for text, latest in ranks.run(save_with_fault, stage=2, save=str(tmp_path), victim=1, how="same tag"):
         assert "global_step1 was not written whole, and a checkpoint of the same tag was overwritten:" in text
         assert latest == "global_step1"
 
@@ -260,7 +257,7 @@ def test_a_checkpoint_that_is_overwritten_in_vain_is_told(ranks, tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_torchs_older_format_resumes_exactly(ranks, stage, tmp_path):
-    """It has no checksums, and cannot be mapped into memory."""
+    """Save in the format that has no checksums and that torch cannot map into memory."""
     options = {"stage": stage, "config": {"checkpoint": {"checkpoint_serialization": False}}}
     path = str(tmp_path / "saved")
     ranks.run(train, last=2, save=path, **options)
@@ -268,6 +265,6 @@ def test_torchs_older_format_resumes_exactly(ranks, stage, tmp_path):
     for mine, theirs in zip(ranks.run(train, first=2, last=3, load=path, **options), straight, strict=True):
         assert_equal(mine, {**theirs, "losses": theirs["losses"][2:]})
         assert_same_state(mine, theirs)
-    one, other = ranks.run(refused_load, stage=stage, load=damage(path, tmp_path / "cut", "cut"))
+    one, other = ranks.run(load_error, stage=stage, load=damage(path, tmp_path / "cut", "cut"))
     assert one == other
     assert "rank_1_mp_rank_00_optim_states.pt is cut off" in one

@@ -1,7 +1,7 @@
-"""The cases that DeepSpeed tries its own Muon on (`tests/unit/ops/muon`), tried on ours and compared with one process.
+"""The cases of DeepSpeed's tests of its own Muon (`tests/unit/ops/muon`), with ours, compared with one process.
 
-Written anew from its case tables, in fp32 and bf16 in the place of fp16, which a CPU has not. Its model of partial
-training is in `test_gradients`, steps that overflow and exact resumes are in `test_training`.
+We rewrote them from its tables of cases, with fp32 and bf16 in place of fp16, which DeepSpeed lacks on a CPU. Its model
+of partial training is in `test_gradients`; steps that overflow and exact resumes are in `test_training`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import torch
 from torch import nn
 
 from hf_muon import build_optimizer
-from tests.deepspeed.gradient_cases import started, weights_of
+from tests.deepspeed.gradient_cases import start_engine, weights_of
 from tests.deepspeed.test_training import CPU
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CONFIGS = list(itertools.product([0.01, 0.05], [32, 128], [5, 10]))  # learning rate, width, layers
 BATCH = 8
-
-
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
 
 
 class Simple(nn.Module):
@@ -39,7 +36,7 @@ class Simple(nn.Module):
         return nn.functional.cross_entropy(x, labels)
 
 
-def _made(width, layers, dtype):
+def _build(width, layers, dtype):
     torch.manual_seed(7)
     return Simple(width, layers).to(dtype)
 
@@ -57,7 +54,7 @@ def _batch(step, width, dtype):
 
 @functools.cache
 def one_process(lr, width, layers, dtype=torch.float32, steps=5):
-    model, masters = _made(width, layers, dtype), _made(width, layers, dtype).float()
+    model, masters = _build(width, layers, dtype), _build(width, layers, dtype).float()
     optimizer = _optimizer(masters, lr)
     for step in range(steps):
         model.zero_grad()
@@ -71,11 +68,11 @@ def one_process(lr, width, layers, dtype=torch.float32, steps=5):
 
 
 def in_zero(rank, configs, stage, zero=None, dtype=torch.float32, steps=5, reload_at=None, folder=None, **config):
-    """Weights of each config after steps, on the way saved and loaded again by the same engine."""
-    found = []
+    """Train with each config and return the weights; at step `reload_at` the engine saves and loads a checkpoint."""
+    results = []
     for lr, width, layers in configs:
-        model = _made(width, layers, dtype)
-        engine = started(
+        model = _build(width, layers, dtype)
+        engine = start_engine(
             model,
             stage,
             zero,
@@ -90,14 +87,14 @@ def in_zero(rank, configs, stage, zero=None, dtype=torch.float32, steps=5, reloa
                 engine.load_checkpoint(folder)
             engine.backward(engine(*_batch(step, width, dtype)))
             engine.step()
-        found.append(weights_of(model, stage == 3))
+        results.append(weights_of(model, stage == 3))
         engine.destroy()
-    return found
+    return results
 
 
-def assert_one_process(found, configs, dtype=torch.float32, steps=5):
-    for config, weights in zip(configs, found, strict=True):
-        start = dict(_made(*config[1:], dtype).named_parameters())
+def assert_one_process(results, configs, dtype=torch.float32, steps=5):
+    for config, weights in zip(configs, results, strict=True):
+        start = dict(_build(*config[1:], dtype).named_parameters())
         for name, weight in one_process(*config, dtype, steps).items():
             assert torch.equal(weights[name], weight), (config, name)
             assert not torch.equal(weight, start[name])
@@ -106,8 +103,8 @@ def assert_one_process(found, configs, dtype=torch.float32, steps=5):
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_its_configs(ranks, stage):
-    for found in ranks.run(in_zero, configs=CONFIGS, stage=stage):
-        assert_one_process(found, CONFIGS)
+    for results in ranks.run(in_zero, configs=CONFIGS, stage=stage):
+        assert_one_process(results, CONFIGS)
 
 
 @pytest.mark.extended
@@ -115,21 +112,21 @@ def test_its_configs(ranks, stage):
 def test_a_checkpoint_in_bf16_loaded_by_the_engine_that_wrote_it(ranks, stage, tmp_path):
     options = {"dtype": torch.bfloat16, "steps": 6}
     configs = [(0.02, 64, 3)]
-    for found in ranks.run(in_zero, configs=configs, stage=stage, reload_at=3, folder=str(tmp_path), **options):
-        assert_one_process(found, configs, **options)
+    for results in ranks.run(in_zero, configs=configs, stage=stage, reload_at=3, folder=str(tmp_path), **options):
+        assert_one_process(results, configs, **options)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offloaded_as_not(ranks, stage):
     configs = [(0.01, 32, 5)]
-    for found in ranks.run(in_zero, configs=configs, stage=stage, zero={**CPU, "reduce_scatter": False}):
-        assert_one_process(found, configs)
+    for results in ranks.run(in_zero, configs=configs, stage=stage, zero={**CPU, "reduce_scatter": False}):
+        assert_one_process(results, configs)
 
 
 def test_bf16_with_gradients_in_fp32(ranks):
     options = {"dtype": torch.bfloat16, "steps": 2}
     configs = [(1e-3, 64, 2)]
     config = {"zero": {"reduce_scatter": False}, "data_types": {"grad_accum_dtype": "fp32"}}
-    for found in ranks.run(in_zero, configs=configs, stage=2, **config, **options):
-        assert_one_process(found, configs, **options)
+    for results in ranks.run(in_zero, configs=configs, stage=2, **config, **options):
+        assert_one_process(results, configs, **options)

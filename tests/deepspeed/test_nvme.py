@@ -1,4 +1,4 @@
-"""ZeRO-3 with its optimizer on a disk: DeepSpeed swaps master weights and moments, by asynchronous I/O."""
+"""ZeRO-3 with its optimizer on a disk: DeepSpeed swaps master weights and moments with asynchronous I/O."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import pytest
 
 from tests.bounds import TIMES
 from tests.deepspeed.cases import single, train, why_no_async_io
-from tests.deepspeed.loading_cases import refused_load, zero_bytes
+from tests.deepspeed.loading_cases import load_error, zero_bytes
 from tests.deepspeed.test_training import assert_close, assert_equal, assert_resumes
 
 WHY_NOT = why_no_async_io()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"DeepSpeed's async_io: {WHY_NOT}")
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"DeepSpeed's async_io: {WHY_NOT}"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 reference = functools.lru_cache(maxsize=16)(functools.partial(single, wide=True))
 PIPELINE = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-# By default a pipeline lacks room for the next partition.
+# With the default of buffer_count a pipeline has no room for the next partition.
 KINDS = {"plain": {}, "pipelined": PIPELINE}
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
-
-
 def on_disk(folder, **options):
-    """Two sub-groups of Muon and one of AdamW are swapped, the last one of Muon is too small."""
+    """Return options with which DeepSpeed swaps large sub-groups and leaves small ones in memory."""
     offload = {"device": "nvme", "nvme_path": str(folder), **options}
     return {"stage": 3, "wide": True, "zero": {"offload_optimizer": offload, "sub_group_size": 262144}}
 
@@ -44,7 +42,7 @@ def test_nvme_trains_as_memory_and_as_one_process(ranks, accumulate, clipping, d
     in_memory = {**on_nvme, "zero": {**on_nvme["zero"], "offload_optimizer": {"device": "cpu"}}}
     assert_equal(one, ranks.run(train, **options, **in_memory)[0])
     if dtype == "float32":
-        # Sums of 10,350 products are rounded more often than their inputs are moved.
+        # A sum of 10,350 products rounds more often than the controls move its inputs.
         assert_close(one, reference, times=4 * TIMES, **options)
 
 
@@ -52,10 +50,10 @@ def test_nvme_trains_as_memory_and_as_one_process(ranks, accumulate, clipping, d
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_equal_gradients_nvme_gives_the_bits_of_one_process(ranks, kind, dtype, tmp_path):
-    """Also for a matrix without gradients amid others: DeepSpeed leaves what lay in the buffer as its gradient."""
-    for found in ranks.run(train, same_data=True, dtype=dtype, **on_disk(tmp_path, **KINDS[kind])):
-        assert_equal(found, reference(dtype=dtype))
-        assert found["dtypes"] == ["torch.float32"]
+    """Include a matrix without gradients among others, for which DeepSpeed leaves stale memory of the buffer."""
+    for result in ranks.run(train, same_data=True, dtype=dtype, **on_disk(tmp_path, **KINDS[kind])):
+        assert_equal(result, reference(dtype=dtype))
+        assert result["dtypes"] == ["torch.float32"]
 
 
 @pytest.mark.extended(but="plain-float32")
@@ -74,12 +72,12 @@ def test_a_model_too_small_to_be_swapped_resumes_exactly(ranks, tmp_path):
 
 
 def test_swap_files_of_other_names_are_refused(ranks, tmp_path):
-    """As of a process that has made another model before."""
+    """Rename swap files as a process writes them that has built another model before."""
     path = str(tmp_path / "checkpoint")
     ranks.run(train, last=2, save=path, **on_disk(tmp_path / "swap"))
     for file in (tmp_path / "checkpoint").glob("*/offloaded_tensors/rank01/momentum_buffer*"):
         file.rename(file.with_name("momentum_buffer-90_91.tensor.swp"))
-    one, other = ranks.run(refused_load, load=path, **on_disk(tmp_path / "swap"))
+    one, other = ranks.run(load_error, load=path, **on_disk(tmp_path / "swap"))
     assert one == other
     assert "make the same models as the run that wrote it, in the same order" in one
 
@@ -89,6 +87,6 @@ def test_a_swap_file_that_was_overwritten_is_refused(ranks, tmp_path):
     ranks.run(train, last=2, save=path, **on_disk(tmp_path / "swap"))
     (file, *_) = (tmp_path / "checkpoint").glob("*/offloaded_tensors/rank01/momentum_buffer*")
     zero_bytes(file, file.stat().st_size // 2)
-    one, other = ranks.run(refused_load, load=path, **on_disk(tmp_path / "swap"))
+    one, other = ranks.run(load_error, load=path, **on_disk(tmp_path / "swap"))
     assert one == other
     assert f"{file.name} has changed since it was written" in one

@@ -1,4 +1,4 @@
-"""`scripts/run_ulysses.sh` with the example as it stands, but for a tiny model, little text, few steps and the CPU."""
+"""`scripts/run_ulysses.sh` with the example as it is but for a tiny model, little text, few steps and the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = YAML / "trainer_qwen3_ulysses.yaml"
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """What makes the example small. 10 pairs to learn, so that an epoch has 10 steps, and one held out."""
+    """Return settings that make the example small: 10 pairs to learn, an epoch of 10 steps, and one pair held out."""
     folder = tmp_path_factory.mktemp("small")
     pairs = [{"prompt": f"What is {name}?\n", "text": text[:160]} for name, text in fixtures_text.documents()[:11]]
     fixtures_text.write_jsonl(folder / "pairs.jsonl", pairs)
@@ -32,7 +32,7 @@ def settings(tmp_path_factory):
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing": False,
         "max_steps": 15,
-        "save_steps": 13,  # within the second epoch, and between the two ranks' batches
+        "save_steps": 13,  # in the second epoch, and between the two ranks' batches
         "logging_steps": 1,
         "learning_rate": 1e-3,
     }
@@ -46,7 +46,7 @@ def launch(settings, output, cwd, *flags, fails=False, **variables):
 
 @pytest.fixture(scope="module")
 def straight(settings, tmp_path_factory):
-    """What an uninterrupted run has printed, and its folder."""
+    """Return the output of an uninterrupted run, and its folder."""
     folder = tmp_path_factory.mktemp("straight")
     return launch(settings, folder / "straight", folder, NPROC="2"), folder / "straight"
 
@@ -80,7 +80,7 @@ def test_stops_and_resumes_to_the_same_weights(settings, straight, tmp_path):
 
 @pytest.mark.slow
 def test_refuses_before_it_launches(settings, tmp_path):
-    told = launch({**settings, "optim": "adamw_torch"}, tmp_path / "out", tmp_path, "--sp-size", "3", fails=True)
-    assert "run_ulysses.sh: optim: adamw_torch. Set optim: muon" in told
-    assert "run_ulysses.sh: 4 attention heads are not divisible by SP_SIZE=3. Use one of 2, 4" in told
+    printed = launch({**settings, "optim": "adamw_torch"}, tmp_path / "out", tmp_path, "--sp-size", "3", fails=True)
+    assert "run_ulysses.sh: optim: adamw_torch. Set optim: muon" in printed
+    assert "run_ulysses.sh: 4 attention heads are not divisible by SP_SIZE=3. Use one of 2, 4" in printed
     assert not (tmp_path / "out").exists()

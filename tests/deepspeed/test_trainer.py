@@ -14,12 +14,9 @@ from tests.bounds import beyond_rounding, move
 from tests.deepspeed.trainer_cases import complaint, config_of, train
 from tests.integrations.plain_script import BATCH, LR, STEPS, model, sentences
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 CONFIGS = ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
 
 
 @functools.cache
@@ -47,9 +44,9 @@ def by_hand(accumulation=1, max_grad_norm=0.05, moved=None, **options):
 def test_trainer_equals_a_loop_by_hand(ranks, name, accumulation, tmp_path):
     options = {"max_grad_norm": 0.05, "gradient_accumulation_steps": accumulation, "optim_args": "ns_dtype=fp32"}
     controls = [by_hand(accumulation, moved=seed) for seed in (0, 1)]
-    for found in ranks.run(train, folder=str(tmp_path), config=config_of(name), **options):
-        assert found["optimizer"] == "Muon"
-        assert not beyond_rounding(found["weights"], by_hand(accumulation), controls)
+    for result in ranks.run(train, folder=str(tmp_path), config=config_of(name), **options):
+        assert result["optimizer"] == "Muon"
+        assert not beyond_rounding(result["weights"], by_hand(accumulation), controls)
 
 
 @pytest.mark.extended(but="zero1|zero3_offload")
@@ -77,17 +74,17 @@ def test_lora(ranks, name, tmp_path):
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_an_optimizer_in_the_config_is_refused(ranks, optimizer, tmp_path):
     config = {**config_of("zero2"), "optimizer": {"type": optimizer, "params": {"lr": "auto"}}}
-    for found in ranks.run(complaint, folder=str(tmp_path), config=config):
-        assert f'"optimizer" ({optimizer}), which DeepSpeed would use in place of Muon' in found
+    for error in ranks.run(complaint, folder=str(tmp_path), config=config):
+        assert f'"optimizer" ({optimizer}), which DeepSpeed would use in place of Muon' in error
 
 
 def test_what_is_refused_is_refused_before_a_model_is_wrapped(ranks, tmp_path):
     config = config_of("zero3", zero_hpz_partition_size=2)
-    assert all("hpZ" in found for found in ranks.run(complaint, folder=str(tmp_path), config=config))
+    assert all("hpZ" in error for error in ranks.run(complaint, folder=str(tmp_path), config=config))
 
 
 def test_a_scheduler_in_the_config(ranks, tmp_path):
-    """DeepSpeed's own scheduler gives all groups one rate, which is its way."""
+    """Use DeepSpeed's own scheduler, which gives all groups one learning rate."""
     config = {
         **config_of("zero2"),
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 2}},

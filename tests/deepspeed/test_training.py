@@ -12,7 +12,10 @@ import torch
 from hf_muon import MuonConfig
 from hf_muon.plan import step_plan as plan
 from tests.bounds import TIMES, beyond_rounding
-from tests.deepspeed.cases import consolidated, cost, made, sent, single, train, view_of
+from tests.deepspeed.cases import bytes_sent, consolidated, cost, single, train
+from tests.deepspeed.models import build_model, view_of
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 STAGES = {
@@ -24,22 +27,17 @@ STAGES = {
     "3": {"stage": 3},
     "3-cpu": {"stage": 3, "zero": {**CPU, "sub_group_size": 1500}},
 }
-# Partitions without a matrix, and all matrices in one of them.
+# Leaves one matrix for Muon, so that one partition has it and the others have none.
 ALL_BUT_ONE = r"blocks|experts"
 BF16_OPTIMIZER = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
-
-
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
 
 
 reference = functools.lru_cache(maxsize=64)(single)
 
 
 def distance(one, other, wide=False):
-    """The largest distance of any parameter, relative to the distance that it has moved."""
-    start = dict(made(wide=wide).named_parameters())
+    """Return the distance of two runs' weights relative to the distance from the start, the largest of all weights."""
+    start = dict(build_model(wide=wide).named_parameters())
     return max(
         float((one["weights"][name] - weight).norm() / (weight - start[name].to(weight.dtype)).norm())
         for name, weight in other["weights"].items()
@@ -48,12 +46,12 @@ def distance(one, other, wide=False):
 
 
 def tensors(result):
-    """Losses and weights by name."""
+    """Return losses and weights by name."""
     return {"losses": torch.tensor(result["losses"]), **result["weights"]}
 
 
 def assert_close(one, reference=reference, times=TIMES, **options):
-    """One process, but for rounding: gradients are summed in another order."""
+    """Compare with one process, up to the rounding of another order of sums of gradients."""
     controls = [tensors(reference(**options, moved=seed)) for seed in (0, 1)]
     assert not beyond_rounding(tensors(one), tensors(reference(**options)), controls, times)
 
@@ -95,9 +93,9 @@ def assert_same_state(one, other):
 def test_given_equal_gradients_every_stage_gives_the_bits_of_one_process(ranks, options, dtype):
     shared = {name: options[name] for name in ("frozen", "adamw_patterns") if name in options}
     expected = reference(dtype=dtype, **shared)
-    for found in ranks.run(train, same_data=True, dtype=dtype, **options):
-        assert_equal(found, expected)
-        assert found["dtypes"] == ["torch.float32"]
+    for result in ranks.run(train, same_data=True, dtype=dtype, **options):
+        assert_equal(result, expected)
+        assert result["dtypes"] == ["torch.float32"]
 
 
 @pytest.mark.extended(but="2-cpu")
@@ -105,8 +103,8 @@ def test_given_equal_gradients_every_stage_gives_the_bits_of_one_process(ranks, 
 def test_weights_that_are_several_matrices_and_transposed_ones(ranks, name):
     expected = reference(dtype="float32", viewed=True, adjust_lr_fn="original")
     assert any(not torch.equal(w, expected["weights"][n]) for n, w in reference(dtype="float32")["weights"].items())
-    for found in ranks.run(train, same_data=True, viewed=True, adjust_lr_fn="original", **STAGES[name]):
-        assert_equal(found, expected)
+    for result in ranks.run(train, same_data=True, viewed=True, adjust_lr_fn="original", **STAGES[name]):
+        assert_equal(result, expected)
 
 
 @pytest.mark.extended(but="1")
@@ -117,13 +115,13 @@ def test_bf16_moments_are_rounded_as_in_one_process_and_resumed(ranks, name, tmp
     expected = reference(dtype="float32", **dtypes)
     assert any(not torch.equal(w, expected["weights"][n]) for n, w in reference(dtype="float32")["weights"].items())
     straight = ranks.run(train, save=str(tmp_path), **options)
-    for found in straight:
-        assert_equal(found, expected)
-        assert found["dtypes"] == ["torch.bfloat16", "torch.float32"]
+    for result in straight:
+        assert_equal(result, expected)
+        assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]
     longer = ranks.run(train, last=12, **options)
-    for found, wanted in zip(ranks.run(train, first=10, last=12, load=str(tmp_path), **options), longer, strict=True):
-        assert_equal(found, {**wanted, "losses": wanted["losses"][10:]})
-        assert_same_state(found, wanted)
+    for one, other in zip(ranks.run(train, first=10, last=12, load=str(tmp_path), **options), longer, strict=True):
+        assert_equal(one, {**other, "losses": other["losses"][10:]})
+        assert_same_state(one, other)
 
 
 @pytest.mark.extended(but="4-clipped")
@@ -145,17 +143,17 @@ def test_bf16_is_within_the_noise_of_one_process(ranks, stage, accumulate, clipp
     options = {"dtype": "bfloat16", "accumulate": accumulate, "clipping": clipping}
     one, other = ranks.run(train, **options, **STAGES[stage])
     assert_equal(one, other)
-    # Gradients are rounded to eight bits after they are summed in another order, and orthogonalization amplifies that.
+    # A sum in another order is rounded to the eight bits of bf16, and orthogonalization amplifies the difference.
     assert_close(one, times=2, **options)
 
 
 @pytest.mark.extended(but="^3$")
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "1"])
 def test_bf16_stages_give_the_same_bits(ranks, stage):
-    """Of two ranks, whose gradients have one sum whatever its order."""
+    """Train on two ranks: the order does not change a sum of two gradients."""
     options = {"dtype": "bfloat16", "last": 5}
-    found, expected = (ranks.run(train, **options, **STAGES[name])[0] for name in (stage, "1"))
-    assert_equal(found, expected)
+    result, expected = (ranks.run(train, **options, **STAGES[name])[0] for name in (stage, "1"))
+    assert_equal(result, expected)
 
 
 def test_a_clipped_direction_would_be_seen():
@@ -182,7 +180,7 @@ def test_options_of_zero(ranks, options):
 
 
 def assert_resumes(ranks, path, saved, last, **options):
-    """A run that is saved and resumed on the way is the uninterrupted one, which is returned, rank by rank."""
+    """Check that a resumed run is bit-identical to the uninterrupted one; return the latter, by rank."""
     straight = ranks.run(train, last=last, **options)
     ranks.run(train, last=saved, save=path, **options)
     for one, other in zip(ranks.run(train, first=saved, last=last, load=path, **options), straight, strict=True):
@@ -203,7 +201,7 @@ def test_resume_is_exact(ranks, options, dtype, tmp_path):
     path = str(tmp_path / "checkpoint")
     straight = assert_resumes(ranks, path, 4, 8, **options)
     assert all(one["steps"] == [8, 8, 8] for one in straight)
-    for how in ("zero", "cast"):  # this test would see momentum that is lost or rounded on the way
+    for how in ("zero", "cast"):  # this test sees momentum that a checkpoint loses or rounds
         other = ranks.run(train, first=4, last=8, load=path, drop=how, **options)[0]
         with pytest.raises(AssertionError):
             assert_same_state(other, straight[0])
@@ -212,7 +210,7 @@ def test_resume_is_exact(ranks, options, dtype, tmp_path):
 @pytest.mark.extended(but="^2$")
 @pytest.mark.parametrize("stage", ["1", "2", "2-cpu", "3", "3-cpu"])
 def test_a_step_that_overflows_leaves_everything_as_it_was(ranks, stage):
-    """As fp16's loss scaling has it; on a CPU DeepSpeed does the same for bf16, and has no fp16."""
+    """Skip a step as fp16's loss scaling does. On a CPU DeepSpeed has no fp16, and does the same for bf16."""
     options = {"dtype": "bfloat16", **STAGES[stage]}
     for one, other in zip(
         ranks.run(train, last=4, overflow=3, **options), ranks.run(train, last=3, **options), strict=True
@@ -224,13 +222,13 @@ def test_a_step_that_overflows_leaves_everything_as_it_was(ranks, stage):
 @pytest.mark.extended(but="2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_to_fp32_finds_the_weights(ranks, stage, tmp_path):
-    found = ranks.run(consolidated, path=str(tmp_path), stage=stage)[0]
-    assert len(found) == 27
-    assert all(found.values())
+    equal = ranks.run(consolidated, path=str(tmp_path), stage=stage)[0]
+    assert len(equal) == 27
+    assert all(equal.values())
 
 
 def parameters_of(file):
-    """What a run has watched: the names of Muon's matrices with layer, kind and shape, and the steps."""
+    """Return Muon's matrices in a file of metrics, by name with layer, kind and shape, and its steps."""
     start, *steps = [json.loads(line) for line in file.read_text().splitlines()]
     watched = {p["name"]: (p["layer"], p["kind"], p["shape"]) for p in start["parameters"] if p["shape"]}
     return watched, [line["step"] for line in steps]
@@ -245,29 +243,29 @@ def test_metrics_change_nothing_and_have_the_names_of_one_process(ranks, kind, t
     )[0]  # fmt: skip
     assert_equal(watched, ranks.run(train, last=4, viewed=True, **STAGES[kind])[0])
     single(last=4, viewed=True, diagnostics_every=2, diagnostics_file=str(tmp_path / "single.jsonl"))
-    found, steps = parameters_of(file)
+    matrices, steps = parameters_of(file)
     expected = parameters_of(tmp_path / "single.jsonl")
-    assert (found, steps) == expected
-    assert {"blocks.0.qkv.weight[2]", "experts.up_proj[1]"} < found.keys()
-    assert steps == [2, 4]  # the last one, too, although ZeRO steps partition by partition
+    assert (matrices, steps) == expected
+    assert {"blocks.0.qkv.weight[2]", "experts.up_proj[1]"} < matrices.keys()
+    assert steps == [2, 4]  # also the last, although ZeRO steps partition by partition
 
 
 @pytest.mark.extended(but="3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage, monkeypatch):
-    found = ranks.run(cost, stage=stage)
+    measured = ranks.run(cost, stage=stage)
     routes = plan.route_parameters
     monkeypatch.setattr(
         plan, "route_parameters", lambda *args: [replace(r, view=view_of(r.name)) for r in routes(*args)]
     )
-    made_of_it = plan.plan_step(made(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
+    step_plan = plan.plan_step(build_model(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
     for quantity in ("sent_bytes", "flops", "state_bytes"):
-        assert getattr(made_of_it, quantity) == [rank[quantity] for rank in found], quantity
+        assert getattr(step_plan, quantity) == [rank[quantity] for rank in measured], quantity
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
-    """A flat group that is cut in two leaves most matrices whole; ZeRO-3 cuts all of them."""
-    for mine, updates in ranks.run(sent, stage=2):
+    """Count bytes: ZeRO-2 cuts a flat group in two and most matrices stay whole, ZeRO-3 cuts every matrix."""
+    for mine, updates in ranks.run(bytes_sent, stage=2):
         assert mine < 0.2 * updates
-    for mine, updates in ranks.run(sent, stage=3):
+    for mine, updates in ranks.run(bytes_sent, stage=3):
         assert mine < 0.6 * updates

@@ -9,34 +9,31 @@ from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.trainer_cases import config_of
 from tests.deepspeed.ulysses_cases import by_hand, complaint, train
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 EXACT = {"optim_args": "ns_dtype=fp32", "max_grad_norm": 1e3}
 
 
-@pytest.fixture(autouse=True)
-def _quiet(recwarn):
-    """DeepSpeed's use of what torch has deprecated is not ours to judge."""
-
-
 def tensors(result, parts):
-    """Some of losses, norms of all gradients, gradients of the first step, and weights, by name."""
+    """Return the parts of a result by name: of losses, gradient norms, gradients of the first step, and weights."""
     lists = {part: torch.tensor(result[part]) for part in ("losses", "norms") if part in parts}
     grads = {f"{name} gradient": grad for name, grad in result["grads"][0].items()} if "grads" in parts else {}
     return {**lists, **grads, **(result["weights"] if "weights" in parts else {})}
 
 
-def assert_close(found, *parts, times=TIMES, **options):
-    """One process, but for rounding: losses and gradients are summed in another order."""
+def assert_close(result, *parts, times=TIMES, **options):
+    """Compare with one process, up to the rounding of another order of sums of losses and gradients."""
     expected, *controls = (tensors(by_hand(**options, moved=seed), parts) for seed in (None, 0, 1))
-    assert not beyond_rounding(tensors(found, parts), expected, controls, times)
+    assert not beyond_rounding(tensors(result, parts), expected, controls, times)
 
 
-def assert_same_gradients(found, times=1):
-    """Those of one process, times a number."""
+def assert_same_gradients(result, times=1):
+    """Compare the first step's gradients with those of one process times a number."""
     expected, *controls = (
         {name: times * grad for name, grad in by_hand(steps=1, moved=seed)["grads"][0].items()} for seed in (None, 0, 1)
     )
-    assert not beyond_rounding(found["grads"][0], expected, controls)
+    assert not beyond_rounding(result["grads"][0], expected, controls)
 
 
 def assert_same_on_all_ranks(ranks):
@@ -57,56 +54,56 @@ CASES = [
 @pytest.mark.extended(but="plain")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_equals_one_process(ranks, name, kind, tmp_path):
-    found = ranks.run(train, folder=str(tmp_path), config=config_of(name), kind=kind, **EXACT)
-    assert_same_on_all_ranks(found)
-    assert len(found[0]["grads"]) == 3
-    norms = ("norms",) if name != "zero0" else ()  # which logs none in fp32
-    assert_close(found[0], "losses", "grads", "weights", *norms, kind=kind)
+    results = ranks.run(train, folder=str(tmp_path), config=config_of(name), kind=kind, **EXACT)
+    assert_same_on_all_ranks(results)
+    assert len(results[0]["grads"]) == 3
+    norms = ("norms",) if name != "zero0" else ()  # ZeRO-0 logs none in fp32
+    assert_close(results[0], "losses", "grads", "weights", *norms, kind=kind)
 
 
 @pytest.mark.extended(but="zero1")
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero3"])
 def test_bf16(ranks, name, tmp_path):
-    found = ranks.run(train, folder=str(tmp_path), config=config_of(name), bf16=True, **EXACT)
-    assert_same_on_all_ranks(found)
-    # Weights that are moved change all of a gradient, and not only the order of its sum.
-    assert_close(found[0], "grads", "norms", dtype=torch.bfloat16, times=2)
+    results = ranks.run(train, folder=str(tmp_path), config=config_of(name), bf16=True, **EXACT)
+    assert_same_on_all_ranks(results)
+    # The controls move weights, which changes all of a gradient, and not only the order of its sum.
+    assert_close(results[0], "grads", "norms", dtype=torch.bfloat16, times=2)
 
 
 @pytest.mark.extended
 def test_newton_schulz_in_bf16(ranks, tmp_path):
     options = {"optim_args": "ns_dtype=bf16", "max_grad_norm": 1e3}
-    found = ranks.run(train, folder=str(tmp_path), config=config_of("zero2"), **options)
-    assert_same_on_all_ranks(found)
-    assert_close(found[0], "weights", ns_dtype="bf16")
+    results = ranks.run(train, folder=str(tmp_path), config=config_of("zero2"), **options)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], "weights", ns_dtype="bf16")
 
 
 @pytest.mark.extended(but="zero2")
 @pytest.mark.parametrize("name", STAGES)
 def test_clipping(ranks, name, tmp_path):
     options = {"optim_args": "ns_dtype=fp32", "max_grad_norm": 0.05}
-    found = ranks.run(train, folder=str(tmp_path), config=config_of(name), **options)
-    assert_close(found[0], "weights", max_grad_norm=0.05)
+    results = ranks.run(train, folder=str(tmp_path), config=config_of(name), **options)
+    assert_close(results[0], "weights", max_grad_norm=0.05)
 
 
 @pytest.mark.extended(but="zero1")
 @pytest.mark.parametrize("name", STAGES)
 def test_what_upstream_gives(ranks, name, tmp_path):
-    """Below ZeRO-3 twice the gradient. Where this fails, a version has mended it, and nothing is corrected any more."""
+    """Expect twice the gradient below ZeRO-3. If this fails, a version has fixed it, and hf_muon no longer divides."""
     options = {"upstream": "not corrected", "steps": 1, **EXACT}
-    found = ranks.run(train, folder=str(tmp_path), config=config_of(name), **options)
+    results = ranks.run(train, folder=str(tmp_path), config=config_of(name), **options)
     times = 1 if name == "zero3" else 2
-    assert_same_gradients(found[0], times)
+    assert_same_gradients(results[0], times)
 
 
 def test_what_is_mended_is_not_divided_again(ranks, tmp_path):
     options = {"upstream": "fixed", "steps": 1, **EXACT}
-    found = ranks.run(train, folder=str(tmp_path), config=config_of("zero2"), **options)
-    assert_same_gradients(found[0])
+    results = ranks.run(train, folder=str(tmp_path), config=config_of("zero2"), **options)
+    assert_same_gradients(results[0])
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "words"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is ignored"),
         ({"compute_loss_func": max}, "compute_loss_func is ignored"),
@@ -114,6 +111,6 @@ def test_what_is_mended_is_not_divided_again(ranks, tmp_path):
         ({"size": 1}, None),
     ],
 )
-def test_refused(ranks, options, told, tmp_path):
-    for found in ranks.run(complaint, folder=str(tmp_path), config=config_of("zero2"), steps=1, **options):
-        assert (found is None) if told is None else (told in found)
+def test_refused(ranks, options, words, tmp_path):
+    for error in ranks.run(complaint, folder=str(tmp_path), config=config_of("zero2"), steps=1, **options):
+        assert (error is None) if words is None else (words in error)

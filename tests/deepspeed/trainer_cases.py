@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def config_of(name, **zero):
-    """One of the example configs."""
+    """Return one of the example configs."""
     config = json.loads((ROOT / "examples" / "deepspeed" / f"{name}.json").read_text())
     config["zero_optimization"].update(zero)
     if "offload_optimizer" in config["zero_optimization"]:
-        # Memory cannot be pinned without a GPU.
+        # torch cannot pin memory without a GPU.
         for kind in ("offload_optimizer", "offload_param"):
             config["zero_optimization"].get(kind, {}).pop("pin_memory", None)
     if config["zero_optimization"]["stage"] == 3:
@@ -32,7 +32,7 @@ def config_of(name, **zero):
 
 
 def forget():
-    """A process has one accelerate state and one DeepSpeed config."""
+    """Reset accelerate's state and the DeepSpeed config, of which a process has one each."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -52,7 +52,7 @@ def arguments(folder, config, **options):
 
 
 def train(rank, folder, config, resume=None, lora=False, dtype="float32", extra=None, **options):
-    """Whole weights after training, and whether the optimizer of the engine is a `Muon`."""
+    """Train and return whole weights, losses, and the class of the engine's optimizer."""
     args = arguments(folder, config, per_device_train_batch_size=2, **options)
     network = model(getattr(torch, dtype))
     if lora:
@@ -65,12 +65,12 @@ def train(rank, folder, config, resume=None, lora=False, dtype="float32", extra=
     trainer = InOrder(network, args, train_dataset=dataset())
     trainer.train(resume_from_checkpoint=resume)
     engine = trainer.model_wrapped
-    held = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     weights = {}
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
             weights[name] = param.detach().clone()
-    kind = "Muon" if isinstance(held, Muon) else type(held).__name__
+    kind = "Muon" if isinstance(optimizer, Muon) else type(optimizer).__name__
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     engine.destroy()
     dist.barrier()
@@ -78,7 +78,7 @@ def train(rank, folder, config, resume=None, lora=False, dtype="float32", extra=
 
 
 def complaint(rank, folder, config, **options):
-    """The error at the start of such a run."""
+    """Train and return the error, or None."""
     try:
         train(rank, folder, config, **options)
     except (RuntimeError, ValueError) as error:

@@ -20,8 +20,8 @@ LENGTH = 16
 
 
 def rows(kind="plain", count=16):
-    """Examples of one length. What is not to be learned stands unevenly: one rank may have none of a row's labels."""
-    found = []
+    """Return examples of one length with labels spread unevenly: a rank may have none of a row's labels."""
+    examples = []
     for i, tokens in enumerate(sentences(count, LENGTH)):
         labels, positions = tokens.clone(), torch.arange(LENGTH)
         labels[: (3 * i) % 12] = -100
@@ -34,12 +34,12 @@ def rows(kind="plain", count=16):
             cut = 3 + (5 * i) % 11
             row["position_ids"] = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
             labels[cut] = -100
-        found.append(row)
-    return found
+        examples.append(row)
+    return examples
 
 
 class Watched(TrainerCallback):
-    """Notes every parameter's whole gradient as the optimizer gets it."""
+    """Records every parameter's whole gradient as the optimizer gets it."""
 
     def __init__(self):
         self.grads = []
@@ -65,8 +65,8 @@ class Watched(TrainerCallback):
 
 
 def flat_gradients(zero, names):
-    """Of those groups that are being stepped; `safe_get_full_grad` fails in ZeRO-1."""
-    found = {}
+    """Return the gradients of the groups that are being stepped; `safe_get_full_grad` fails in ZeRO-1."""
+    grads = {}
     for i, flat in enumerate(zero.single_partition_of_fp32_groups):
         if any(flat is param for group in zero.optimizer.param_groups for param in group["params"]):
             parts = [torch.empty_like(flat.grad) for _ in range(dist.get_world_size())]
@@ -74,8 +74,8 @@ def flat_gradients(zero, names):
             whole, start = torch.cat(parts), zero.bit16_groups_flat[i].data_ptr()
             for param in zero.bit16_groups[i]:
                 first = (param.data_ptr() - start) // param.element_size()
-                found[names[param]] = whole[first : first + param.numel()].view_as(param)
-    return found
+                grads[names[param]] = whole[first : first + param.numel()].view_as(param)
+    return grads
 
 
 def parallelism(size):
@@ -89,7 +89,7 @@ def parallelism(size):
 
 @contextlib.contextmanager
 def fresh_groups():
-    """DeepSpeed keeps one sequence parallel group in a process, and an attention function in transformers' table."""
+    """Restore what DeepSpeed changes in a process: its sequence parallel group and transformers' attention."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -115,7 +115,19 @@ class NoCall(InOrder):
 
 
 def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as found", trainer="InOrder", **options):
-    """Three steps; `upstream` is "not corrected", for the gradients that it gives, or "fixed", as it may be one day."""
+    """Train with sequence parallel; return the gradients of each step, whole weights, losses and norms.
+
+    Args:
+        rank: of this process.
+        folder: of the Trainer.
+        config: of DeepSpeed.
+        kind: kind of `rows`.
+        steps: number of steps.
+        size: ranks that share a sequence.
+        upstream: "not corrected" to leave upstream's gradients as they are, "fixed" to correct them upstream.
+        trainer: "InOrder" or "NoCall".
+        options: of TrainingArguments, and `compute_loss_func`.
+    """
     import transformers.trainer
 
     from hf_muon.integrations.ulysses import hooks as ulysses
@@ -137,17 +149,17 @@ def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as foun
         network = model(attn_implementation="sdpa")
         watched = Watched()
         kinds = {"InOrder": InOrder, "NoCall": NoCall}
-        made = kinds[trainer](
+        run = kinds[trainer](
             network, args, train_dataset=rows(kind), callbacks=[watched], compute_loss_func=loss_function
         )
-        watched.trainer = made
-        made.train()
-        engine = made.model_wrapped
+        watched.trainer = run
+        run.train()
+        engine = run.model_wrapped
         weights = {}
         for name, param in engine.module.named_parameters():
             with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
                 weights[name] = param.detach().clone()
-        logs = made.state.log_history
+        logs = run.state.log_history
         engine.destroy()
         dist.barrier()
     return {
@@ -159,7 +171,7 @@ def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as foun
 
 
 def fixed(size):
-    """transformers' loss with the gradient that it should have below ZeRO-3."""
+    """Return transformers' loss function with the gradient that it should have below ZeRO-3."""
     from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
     def loss_of(*args):
@@ -171,7 +183,7 @@ def fixed(size):
 
 
 def complaint(rank, **options):
-    """The error of such a run."""
+    """Train and return the error, or None."""
     try:
         train(rank, **options)
     except (RuntimeError, ValueError) as error:
@@ -181,25 +193,25 @@ def complaint(rank, **options):
 
 @functools.cache
 def by_hand(kind="plain", steps=3, dtype=torch.float32, max_grad_norm=None, ns_dtype="fp32", moved=None):
-    """The same steps in one process, without sequence parallel and DeepSpeed."""
+    """Train as `train` in one process, without sequence parallel and DeepSpeed."""
     network, masters = model(dtype, attn_implementation="sdpa"), model(attn_implementation="sdpa")
     for each in (network, masters):
         move(each, moved)
     optimizer = build_optimizer(masters, lr=OPTIONS["learning_rate"], weight_decay=0.1, ns_dtype=ns_dtype)
-    found = {"grads": [], "losses": [], "norms": []}
+    results = {"grads": [], "losses": [], "norms": []}
     data = rows(kind)
     network.train()
     for step in range(steps):
         batch = {name: torch.stack([row[name] for row in data[2 * step : 2 * step + 2]]) for name in data[0]}
         loss = network(**batch, use_cache=False).loss
         loss.backward()
-        found["losses"].append(loss.item())
-        found["grads"].append({name: param.grad.float().clone() for name, param in network.named_parameters()})
+        results["losses"].append(loss.item())
+        results["grads"].append({name: param.grad.float().clone() for name, param in network.named_parameters()})
         for param, master in zip(network.parameters(), masters.parameters(), strict=True):
             master.grad, param.grad = param.grad.float(), None
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), max_grad_norm or 1e9)
-        found["norms"].append(norm.item())
+        results["norms"].append(norm.item())
         optimizer.step()
         for param, master in zip(network.parameters(), masters.parameters(), strict=True):
             param.data.copy_(master.data)
-    return {**found, "weights": {name: param.detach().clone() for name, param in masters.named_parameters()}}
+    return {**results, "weights": {name: param.detach().clone() for name, param in masters.named_parameters()}}
