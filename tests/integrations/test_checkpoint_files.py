@@ -1,4 +1,4 @@
-"""Which files of a checkpoint are damaged; `tests/e2e/test_trainer_layouts.py` resumes from such checkpoints."""
+"""Which files of a checkpoint are damaged; `tests/e2e/test_trainer_resume.py` resumes from such checkpoints."""
 
 from __future__ import annotations
 
