@@ -1,8 +1,8 @@
-"""That the parts of fused projections are what they are said to be, by what the model makes of them.
+"""The parts of fused projections are the named ones, as the output of the model shows.
 
-A value of zero leaves an attention with nothing to mix, whatever its queries and keys are; a gate of zero closes an
-MLP, whatever goes up. So one part of every fused weight is set to zero, and the others may then be anything. Parts that
-are cut at the wrong places fail at once.
+Attention with zero values returns zero, whatever its queries and keys are; an MLP with a zero gate returns zero,
+whatever its up projection is. So the tests set one part of every fused weight to zero: the others must then not change
+the output. Parts that are cut at the wrong places fail at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import transformers
 from hf_muon import route_parameters
 from hf_muon.storage.views import parse
 
-# Which part silences which others.
+# The part of each fused weight whose zeros silence the other parts.
 SILENT = {
     "q, k, v": "v",
     "q, v, k": "v",
@@ -179,7 +179,7 @@ MODELS = {
 }
 
 
-def made(name):
+def build_model(name):
     model_class, config_class, options, _ = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**options)
@@ -191,7 +191,7 @@ def made(name):
 
 
 def fused(model):
-    """For each fused weight the parts that it is said to hold, as views of it, by their names."""
+    """Yield each fused weight's name, the names of its parts, and the parts as views of the weight, by name."""
     for route in route_parameters(model):
         _, _, names = route.reason.partition(": ")
         if names:
@@ -211,14 +211,14 @@ def output(model, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_part_of_zeros_silences_the_others(name):
-    model = made(name)
+    model = build_model(name)
     kinds = {names for _, names, _ in fused(model)}
     assert MODELS[name][3] <= kinds & SILENT.keys()
     for kind in sorted(kinds & SILENT.keys()):
         for silent in (False, True):
-            model = made(name)
-            found = [(n, parts) for n, names, parts in fused(model) if names == kind]
-            for weight, parts in found:
+            model = build_model(name)
+            weights_of_kind = [(n, parts) for n, names, parts in fused(model) if names == kind]
+            for weight, parts in weights_of_kind:
                 if silent:
                     parts[SILENT[kind]].zero_()
                     bias = dict(model.named_parameters()).get(weight.removesuffix("weight") + "bias")
@@ -228,7 +228,7 @@ def test_a_part_of_zeros_silences_the_others(name):
                         bias.data.zero_()
             before = output(model, name)
             generator = torch.Generator().manual_seed(1)
-            for _, parts in found:
+            for _, parts in weights_of_kind:
                 for part, weights in parts.items():
                     if part != SILENT[kind]:
                         weights.copy_(torch.randn(weights.shape, generator=generator))
@@ -237,10 +237,10 @@ def test_a_part_of_zeros_silences_the_others(name):
 
 
 def test_a_gated_query_takes_turns_with_its_gate():
-    """Keys of zero leave the queries without a say, and not the gates."""
+    """Set the keys to zero: queries then do not change the output, and gates do."""
     for part, same in (("q", True), ("gate", False)):
-        model = made("qwen3_next")
-        ((weight, _, parts),) = [found for found in fused(model) if found[1] == "q, gate"]
+        model = build_model("qwen3_next")
+        ((weight, _, parts),) = [entry for entry in fused(model) if entry[1] == "q, gate"]
         dict(model.named_parameters())[weight.replace("q_proj", "k_proj")].data.zero_()
         before = output(model, "")
         parts[part].copy_(torch.randn(parts[part].shape))
@@ -260,8 +260,8 @@ def test_the_rows_of_a_vision_tower():
     parts["v"].zero_()
     results = []
     for _ in range(2):
-        found = model(patches, grid_thw=grid)
-        results.append(found if torch.is_tensor(found) else found.last_hidden_state)
+        hidden = model(patches, grid_thw=grid)
+        results.append(hidden if torch.is_tensor(hidden) else hidden.last_hidden_state)
         parts["q"].normal_()
         parts["k"].normal_()
     assert torch.allclose(*results, rtol=0, atol=1e-5)

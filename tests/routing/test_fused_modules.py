@@ -1,6 +1,6 @@
-"""That the parts of gates and of attentions in modules that no text model has are what they are said to be.
+"""The parts of fused gates and attentions in modules outside text models are the named ones.
 
-As in tests/routing/test_fused.py: one part of zeros leaves the others without a say, and only that one.
+As in tests/routing/test_fused.py, zeros in one part silence the other parts, and nothing else does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import sigmoid, tanh
 from hf_muon import route_parameters
 from tests.routing.test_fused import fused
 
-# What a sigmoid lets through is half of what a gate of zeros has beside it: that one is silent where it is zero itself.
+# The part whose zeros silence the others. A sigmoid gate of zeros passes half of the value, so there it is the value.
 SILENT = {
     "value, gate": "value",
     "gate, up": "gate",
@@ -45,7 +45,7 @@ SEAMLESS = {
 }
 LEVIT = {"key_dim": 4, "num_attention_heads": 2, "attention_ratio": 3}
 
-# The module of transformers, the class, its configuration's class and options or its arguments, shapes of inputs.
+# A module of transformers, the class, its configuration's class and options or its arguments, and shapes of inputs.
 MODULES = [
     ("moonshine", "MoonshineDecoderMLP", "MoonshineConfig", {"hidden_size": 16}, {"hidden_act": "silu"}, [TOKENS]),
     (
@@ -113,7 +113,7 @@ MODULES = [
 ]
 
 
-def made(case):
+def build_case(case):
     module, name, config_class, options, arguments, shapes = case
     code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     config = []
@@ -131,16 +131,16 @@ def made(case):
 @torch.no_grad()
 @pytest.mark.parametrize("case", MODULES, ids=lambda case: case[1])
 def test_a_part_of_zeros_silences_the_others(case):
-    kinds = {names for _, names, _ in fused(made(case)[0])}
+    kinds = {names for _, names, _ in fused(build_case(case)[0])}
     assert kinds
     assert kinds <= SILENT.keys()
     for silent in (False, True):
-        model, inputs = made(case)
+        model, inputs = build_case(case)
         weights = list(fused(model))
         for name, names, parts in weights:
             if silent:
                 rows = parts[SILENT[names]]
-                if "parametrizations" in name:  # a weight norm has no direction of zeros, but magnitudes
+                if "parametrizations" in name:  # under a weight norm, zero the magnitudes: a direction cannot be zero
                     rows = model.get_parameter(name.replace("original1", "original0"))[: len(rows)]
                 rows.zero_()
                 owner, _, leaf = name.replace(".parametrizations.weight.original1", ".weight").rpartition(".")
@@ -194,7 +194,7 @@ def test_the_gates_of_a_gru():
 
 
 def test_layouts_of_one_matrix_with_more_dims():
-    """Funnel's positions are read as (in, heads x size); Moshi's codebooks have a matrix each."""
+    """Check Funnel's position kernel, (in, heads x size), and Moshi's linear layer, one matrix for each codebook."""
     funnel = importlib.import_module("transformers.models.funnel.modeling_funnel")
     code = importlib.import_module("transformers.models.kyutai_speech_to_text.modeling_kyutai_speech_to_text")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Real architectures, against the tables in tests/golden. `make golden` writes them anew."""
+"""Real architectures, compared with the tables in tests/golden. `make golden` rewrites the tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_table_belongs_to_an_architecture():
 
 
 def test_most_of_a_mixture_of_experts_reaches_muon():
-    """Qwen3-30B-A3B; by the number of dims alone it would be 3 %."""
+    """Check Qwen3-30B-A3B, of which a rule by the number of dims would send 3 % to Muon."""
     routes = route_parameters(build("qwen3_moe"))
     weights = {use: sum(r.parameter.numel() for r in routes if r.use_muon is use) for use in (True, False)}
     assert sum(weights.values()) == 30_532_122_624
@@ -35,9 +35,9 @@ def test_parts_can_be_kept_together_and_taken_apart_by_head(name):
     for route in route_parameters(model):
         assert (route.use_muon, route.reason) == (whole[route.name].use_muon, whole[route.name].reason)
         assert (route.use_muon, route.reason) == (heads[route.name].use_muon, heads[route.name].reason)
-        # Matrices that stand in one tensor without being fused stay apart: groups of channels, flattened experts.
-        kept = [f for f in route.view.split(", ") if not f.startswith(("rows", "columns")) or ":" not in route.reason]
-        assert whole[route.name].view == ", ".join(kept)
+        # Without split_fused, groups of channels and flattened experts stay separate: they are not fused.
+        folds = [f for f in route.view.split(", ") if not f.startswith(("rows", "columns")) or ":" not in route.reason]
+        assert whole[route.name].view == ", ".join(folds)
         if any(word in route.reason for word in (" gate, up", " x, gate", " dt, B, C")):
             assert heads[route.name].view == route.view
 
@@ -63,5 +63,5 @@ def test_parts_can_be_kept_together_and_taken_apart_by_head(name):
     ],
 )
 def test_heads(name, weight, view):
-    found = {route.name: route.view for route in route_parameters(build(name), per_head=True)}
-    assert found[weight] == view
+    views = {route.name: route.view for route in route_parameters(build(name), per_head=True)}
+    assert views[weight] == view

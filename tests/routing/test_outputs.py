@@ -1,4 +1,4 @@
-"""Outputs and projections, told by what matrices read and who reads what they put out, whatever they are called."""
+"""Outputs and projections, recognized by the matrices around them instead of by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mlp(*widths):
 
 
 class Detector(nn.Module):
-    """A backbone of hidden size 64, and what the test adds."""
+    """A backbone of hidden size 64, with the modules that a test adds."""
 
     def __init__(self, config=None, **modules):
         super().__init__()
@@ -33,24 +33,24 @@ class Detector(nn.Module):
 
 
 def routes(**modules):
-    """Muon, or the reason against it, of what was added to the backbone."""
+    """Return "muon" or the reason against it for each weight that a test adds to the backbone."""
     with torch.device("meta"):
         model = Detector(**modules)
-    found = {route.name: "muon" if route.use_muon else route.reason for route in route_parameters(model)}
-    assert {found.pop(f"layers.{i}.{name}.weight") for i in range(2) for name in ("up", "down")} == {"muon"}
-    del found["tokens.weight"]
-    return {name.removesuffix(".weight"): reason for name, reason in found.items()}
+    reasons = {route.name: "muon" if route.use_muon else route.reason for route in route_parameters(model)}
+    assert {reasons.pop(f"layers.{i}.{name}.weight") for i in range(2) for name in ("up", "down")} == {"muon"}
+    del reasons["tokens.weight"]
+    return {name.removesuffix(".weight"): reason for name, reason in reasons.items()}
 
 
 def test_few_rows_at_the_end_of_an_mlp_are_an_output():
-    """The four sides of a box: the MLP that makes them of hidden states is a head."""
+    """Route an MLP that predicts the four sides of a box as a head."""
     assert set(routes(sides=mlp(64, 64, 64, 4)).values()) == {"output"}
     assert set(routes(sides=nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)])).values()) == {"output"}
     assert set(routes(sides=mlp(64, 64, 64, 48)).values()) == {"muon"}
 
 
 def test_the_last_matrix_is_the_one_that_nobody_beside_it_reads():
-    """SAM defines the first matrix of an MLP, then its last one, then those in between."""
+    """Define the last matrix of an MLP before the middle ones, as SAM does."""
 
     class Late(nn.Module):
         def __init__(self):
@@ -61,8 +61,8 @@ def test_the_last_matrix_is_the_one_that_nobody_beside_it_reads():
 
 
 def test_a_model_that_is_an_mlp_keeps_its_hidden_matrices():
-    found = {route.name: route.use_muon for route in route_parameters(mlp(40, 64, 64, 3))}
-    assert found == {"0.weight": True, "1.weight": True, "2.weight": False}
+    use_muon = {route.name: route.use_muon for route in route_parameters(mlp(40, 64, 64, 3))}
+    assert use_muon == {"0.weight": True, "1.weight": True, "2.weight": False}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_model_that_is_an_mlp_keeps_its_hidden_matrices():
         ({"state_dim": 17}, 17, "output"),
         ({"num_mel_bins": 40}, 40, "output"),
         ({"num_mel_bins": 20, "reduction_factor": 2}, 40, "output"),
-        ({"num_mel_bins": 96}, 96, "muon"),  # what layers read is a hidden size
+        ({"num_mel_bins": 96}, 96, "muon"),  # layers read as many: a hidden size
         ({}, 20, "muon"),
     ],
 )
@@ -83,35 +83,35 @@ def test_a_row_for_each_number_that_the_config_says_is_predicted(config, rows, r
 
 
 def test_what_reads_the_same_numbers_does_not_make_them_a_hidden_size():
-    """An agent reads states and predicts them."""
-    found = routes(config={"state_dim": 17}, read_state=linear(64, 17), predict_state=linear(17, 64))
-    assert found == {"read_state": "muon", "predict_state": "output"}
+    """Route an agent that reads states and predicts them."""
+    reasons = routes(config={"state_dim": 17}, read_state=linear(64, 17), predict_state=linear(17, 64))
+    assert reasons == {"read_state": "muon", "predict_state": "output"}
 
 
 def test_a_bottleneck_is_none():
-    """Few rows that a later matrix beside them reads; one before them reads what came from elsewhere."""
+    """Accept few rows if a later neighbour reads them; an earlier neighbour reads something else."""
     assert set(routes(down=linear(4, 64), up=linear(64, 4)).values()) == {"muon"}
     assert routes(places=linear(64, 4), sides=linear(4, 64)) == {"places": "muon", "sides": "output"}
 
 
 def test_few_rows_in_a_layer_are_none():
-    found = routes(more=nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "mlp": mlp(64, 32, 64)})]))
-    assert set(found.values()) == {"muon"}
+    reasons = routes(more=nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "mlp": mlp(64, 32, 64)})]))
+    assert set(reasons.values()) == {"muon"}
 
 
 def test_outputs_of_convolutions():
-    found = routes(
+    reasons = routes(
         decoder=nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.Conv2d(64, 3, 3, bias=False)),
         ctc=nn.Conv1d(64, 500, 1, bias=False),
         config={"vocab_size": 500},
     )
-    assert found == {"decoder.0": "muon", "decoder.1": "output", "ctc": "head"}
+    assert reasons == {"decoder.0": "muon", "decoder.1": "output", "ctc": "head"}
 
 
 def test_projections_that_are_called_embeddings():
-    """A linear layer whose results others read is no table. What takes coordinates, pixels or tokens may be one."""
+    """Send linear layers between hidden states to Muon, and layers that read coordinates, pixels or tokens to AdamW."""
     embed = "name contains 'embed'"
-    found = routes(
+    reasons = routes(
         config={"vocab_size": 500, "num_labels": 20},
         embed_projection=linear(64, 48),
         embed_patches=linear(64, 300),
@@ -126,27 +126,27 @@ def test_projections_that_are_called_embeddings():
         embed_out=linear(50, 64),
         pos_embed=nn.Embedding(9, 64),
     )
-    muon = {name for name, reason in found.items() if reason == "muon"}
+    muon = {name for name, reason in reasons.items() if reason == "muon"}
     assert muon == {"embed_projection", "embed_patches", "mask_embed.0", "mask_embed.1", "conv_embed"}
-    assert {reason for name, reason in found.items() if name not in muon} == {embed}
+    assert {reason for name, reason in reasons.items() if name not in muon} == {embed}
 
 
 def test_a_users_patterns_win():
     modules = {"sides": mlp(64, 64, 4), "embed_projection": linear(64, 48)}
     with torch.device("meta"):
         model = Detector(**modules)
-    found = {r.name: r.reason for r in route_parameters(model, muon_patterns="sides", adamw_patterns="embed_proj")}
-    assert found["sides.1.weight"] == "muon_patterns 'sides'"
-    assert found["embed_projection.weight"] == "adamw_patterns 'embed_proj'"
+    reasons = {r.name: r.reason for r in route_parameters(model, muon_patterns="sides", adamw_patterns="embed_proj")}
+    assert reasons["sides.1.weight"] == "muon_patterns 'sides'"
+    assert reasons["embed_projection.weight"] == "adamw_patterns 'embed_proj'"
 
 
 def test_tables_that_are_stored_transposed():
-    """MobileBERT adds columns to the vectors of its tokens; as many as tokens are read, and few numbers put out."""
+    """Recognize MobileBERT's extra columns of its token table: one column for each token, and few rows."""
     assert routes(config={"vocab_size": 900}, more=linear(64, 900)) == {"more": "table: a column for each token"}
 
 
 class Blocks(nn.Module):
-    """Tokens, blocks of hidden size `width` with MLPs four times as wide, and what the test adds."""
+    """Tokens and blocks of hidden size `width` with MLPs four times as wide, and the modules that a test adds."""
 
     def __init__(self, width, tokens=256, **modules):
         super().__init__()
@@ -158,9 +158,9 @@ class Blocks(nn.Module):
 
 
 def optimizers(model, *names):
-    """Where those weights of a model go whose names begin with one of these."""
-    found = {r.name.removesuffix(".weight"): "muon" if r.use_muon else "adamw" for r in route_parameters(model)}
-    chosen = {name: to for name, to in found.items() if "bias" not in name and name.startswith(names)}
+    """Return the optimizer of every weight whose name begins with one of `names`."""
+    by_name = {r.name.removesuffix(".weight"): "muon" if r.use_muon else "adamw" for r in route_parameters(model)}
+    chosen = {name: to for name, to in by_name.items() if "bias" not in name and name.startswith(names)}
     assert chosen
     return chosen
 
@@ -172,7 +172,7 @@ def optimizers(model, *names):
     [(64, (64, 64)), (64, (128, 64)), (64, (256, 64)), (256, (256, 1)), (256, (256, 256)), (256, (256, 64, 1))],
 )
 def test_a_head_with_as_many_tokens_as_a_hidden_size(config, name, width, after):
-    """MLPs before it that read as many numbers do not read its logits, nor do heads and predictors after it."""
+    """Surround the head with MLPs, heads and predictors that read as many numbers, and none of its logits."""
     with torch.device("meta"):
         later = mlp(*after) if len(after) > 2 else linear(*after[::-1])
         model = Blocks(width, **{name: linear(256, width), "mtp": later})
@@ -181,7 +181,7 @@ def test_a_head_with_as_many_tokens_as_a_hidden_size(config, name, width, after)
 
 
 def test_a_head_called_embedding_in_a_model_without_a_known_vocabulary():
-    """Only what comes after it can read what it puts out."""
+    """Expect AdamW although an earlier MLP reads as many numbers: only a later module could read the head's output."""
     with torch.device("meta"):
         model = Blocks(64, tokens=100, unembed=linear(256, 64))
     assert optimizers(model, "unembed", "blocks.0.proj") == {"unembed": "adamw", "blocks.0.proj": "muon"}
@@ -194,7 +194,7 @@ def test_a_one_hot_table_in_a_model_without_a_known_vocabulary():
 
 
 def test_a_one_hot_table_of_as_many_tokens_as_a_hidden_size():
-    """It comes before all that puts out as many numbers; a projection of hidden states comes after."""
+    """Tell a one-hot table from a projection: no module before the table has as many outputs as it reads."""
     with torch.device("meta"):
         model = nn.ModuleDict({"embed": linear(64, 256), "blocks": Blocks(64, tokens=9).blocks})
         model["embed_projection"], model["last"] = linear(128, 256), linear(64, 128)
@@ -213,10 +213,10 @@ def test_a_long_trunk_keeps_its_hidden_matrices(wrapped):
     with torch.device("meta"):
         model = nn.ModuleDict({"stem": linear(512, 64), "trunk": mlp(*[512] * 13, 8)})
         model.register_parameter("token", nn.Parameter(torch.zeros(1, 512)))
-        if wrapped:  # by a model of many more layers
+        if wrapped:  # in a model with many more layers
             model = Detector(policy=model, encoder=nn.ModuleList([Blocks(512) for _ in range(3)]))
-    found = optimizers(model, "policy.trunk" if wrapped else "trunk")
-    assert list(found.values()) == ["muon"] * 12 + ["adamw"]
+    by_name = optimizers(model, "policy.trunk" if wrapped else "trunk")
+    assert list(by_name.values()) == ["muon"] * 12 + ["adamw"]
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -244,7 +244,7 @@ def attention(*names, width=1024, keys=64):
 )
 @pytest.mark.parametrize("layers", [("layer1", "layer2"), ("block_1", "block_2"), ("block",), ("body",)])
 def test_keys_and_values_of_few_heads_are_no_output(names, layers):
-    """Whatever their layer is called, as one that is looped is."""
+    """Try layers of any name, and one that a model might call in a loop."""
     with torch.device("meta"):
         model = nn.ModuleDict({"embed": nn.Embedding(5000, 1024)})
         for layer in layers:
@@ -257,7 +257,7 @@ def test_keys_and_values_of_few_heads_are_no_output(names, layers):
 
 
 def test_heads_after_matrices_that_lead_out_and_back_are_outputs():
-    """An attention ends in the way back; what comes after that is no key."""
+    """Expect an output after up and down projections: keys come before the way back, not after it."""
     with torch.device("meta"):
         heads = nn.ModuleDict({"up": linear(4096, 1024), "down": linear(1024, 4096), "sides": linear(4, 1024)})
         model = nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": heads})
@@ -265,7 +265,7 @@ def test_heads_after_matrices_that_lead_out_and_back_are_outputs():
 
 
 def test_values_and_advantages_of_an_agent_are_outputs():
-    """What is called a value is a projection only beside a key."""
+    """Expect outputs: a module named "value" is a projection only beside a key."""
     with torch.device("meta"):
         heads = nn.ModuleDict({"value": linear(51, 1024), "q": linear(18, 1024)})
         model = nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": heads})
@@ -274,21 +274,21 @@ def test_values_and_advantages_of_an_agent_are_outputs():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_listed_bottlenecks_are_no_output(count):
-    found = routes(
+    reasons = routes(
         downs=nn.ModuleList([linear(4, 64) for _ in range(count)]),
         ups=nn.ModuleList([linear(64, 4) for _ in range(count)]),
     )
-    assert set(found.values()) == {"muon"}
+    assert set(reasons.values()) == {"muon"}
 
 
 def test_listed_heads_are_outputs_although_something_embeds_what_they_put_out():
     heads = nn.ModuleList([linear(4, 64) for _ in range(3)])
-    found = routes(sides=heads, positions=mlp(4, 64, 64))
-    assert {to for name, to in found.items() if name.startswith("sides")} == {"output"}
+    reasons = routes(sides=heads, positions=mlp(4, 64, 64))
+    assert {to for name, to in reasons.items() if name.startswith("sides")} == {"output"}
 
 
 class TestWeightNorm:
-    """The directions are seen as the weight would be; the magnitudes are none of Muon's."""
+    """Muon sees the directions like the plain weight, and AdamW gets the magnitudes."""
 
     @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
     @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ class TestWeightNorm:
     @pytest.mark.filterwarnings("ignore::FutureWarning")
     def test_the_direction_is_seen_as_the_weight(self, norm, module):
         (plain,) = (route for route in route_parameters(nn.ModuleDict({"m": module()})) if len(route.shape) > 1)
-        found = {route.name: route for route in route_parameters(nn.ModuleDict({"m": norm(module())}))}
-        magnitude, direction = sorted((route for route in found.values() if "bias" not in route.name), key=_size)
+        by_name = {route.name: route for route in route_parameters(nn.ModuleDict({"m": norm(module())}))}
+        magnitude, direction = sorted((route for route in by_name.values() if "bias" not in route.name), key=_size)
         assert (direction.use_muon, direction.view, direction.reason) == (plain.use_muon, plain.view, plain.reason)
         assert direction.shape == plain.shape
         assert not magnitude.use_muon
@@ -325,8 +325,8 @@ class TestWeightNorm:
 
         model = nn.ModuleDict({"m": nn.Conv1d(6, 10, 3)})
         nn.utils.parametrize.register_parametrization(model["m"], "weight", Sum())
-        found = {route.name: route.reason for route in route_parameters(model) if len(route.shape) > 1}
-        assert set(found.values()) == {"three dims, not known as a stack of matrices (muon_patterns opts in)"}
+        reasons = {route.name: route.reason for route in route_parameters(model) if len(route.shape) > 1}
+        assert set(reasons.values()) == {"three dims, not known as a stack of matrices (muon_patterns opts in)"}
 
 
 def _size(route):

@@ -1,0 +1,133 @@
+"""The options of routing: lora, muon_patterns, adamw_patterns and optim_target_modules."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from torch import nn
+
+from hf_muon import route_parameters
+from tests.routing.models import ATTENTION, MLP, TINY, layers, linear, muon_names, qwen3, reasons
+
+
+def test_names_that_only_look_like_lora():
+    model = nn.ModuleDict({"floral": linear(8), "exploration": linear(8)})
+    assert muon_names(model) == {"floral.weight", "exploration.weight"}
+
+
+class TestLora:
+    @pytest.fixture
+    def model(self):
+        import peft
+
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"]))
+
+    def test_factors_go_to_adamw(self, model):
+        assert muon_names(model) == set()
+        assert "name contains 'lora' (lora=muon opts in)" in reasons(model).values()
+
+    def test_opting_in(self, model):
+        routed = muon_names(model, lora="muon")
+        assert len(routed) == 8
+        assert all("q_proj.lora_" in name or "v_proj.lora_" in name for name in routed)
+
+    def test_modules_to_save(self):
+        import peft
+
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        adamw_reasons = reasons(peft.get_peft_model(base, config), lora="muon")
+        assert any("lm_head" in name for name in adamw_reasons)
+
+    @pytest.mark.parametrize("model_class", ["Qwen3ForSequenceClassification", "LlamaForSequenceClassification"])
+    def test_label_head_inside_peft(self, model_class):
+        import peft
+
+        config = getattr(transformers, model_class.replace("ForSequenceClassification", "Config"))(**TINY, num_labels=5)
+        config.pad_token_id = 0
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
+        model = peft.get_peft_model(getattr(transformers, model_class)(config), lora)
+        assert muon_names(model) == set()
+        assert any("score" in name and reason == "head" for name, reason in reasons(model).items())
+
+    def test_other_adapters(self):
+        import peft
+
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+        model = peft.get_peft_model(base, peft.LoHaConfig(r=4, target_modules=["q_proj"]))
+        assert muon_names(model) == set()
+        assert "adapter factor (muon_patterns opts in)" in reasons(model).values()
+
+
+class TestPatterns:
+    def test_override_both_ways(self):
+        routed = muon_names(qwen3(), muon_patterns="lm_head", adamw_patterns="k_proj|v_proj")
+        attention = [name for name in ATTENTION if "k_proj" not in name and "v_proj" not in name]
+        assert routed == layers(*attention, *MLP) | {"lm_head.weight"}
+
+    def test_adamw_patterns_win(self):
+        assert muon_names(qwen3(), muon_patterns="proj", adamw_patterns="proj") == set()
+
+    def test_muon_patterns_leave_vectors_alone(self):
+        assert muon_names(qwen3(), muon_patterns="layers") == layers(*ATTENTION, *MLP)
+
+    def test_flags_hold_for_every_alternative(self):
+        expected = layers(*MLP, "self_attn.o_proj.weight", "self_attn.v_proj.weight")
+        assert muon_names(qwen3(), adamw_patterns="(?i)Q_PROJ|K_PROJ") == expected
+
+    def test_pattern_of_frozen_parameters(self):
+        model = qwen3()
+        model.lm_head.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"'lm_head' matches no trained parameter, only lm_head"):
+            route_parameters(model, adamw_patterns="lm_head")
+
+    def test_reasons_name_the_pattern(self):
+        routes = {
+            route.name: route for route in route_parameters(qwen3(), muon_patterns="lm_head", adamw_patterns="k_")
+        }
+        assert routes["lm_head.weight"].reason == "muon_patterns 'lm_head'"
+        assert routes["model.layers.0.self_attn.k_proj.weight"].reason == "adamw_patterns 'k_'"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"adamw_patterns": "router|gate"}, "adamw_patterns: 'router' matches no parameter. Names look like model"),
+            ({"muon_patterns": "k_proj|nothing"}, "muon_patterns: 'nothing' matches no parameter"),
+            ({"muon_patterns": "norm"}, "muon_patterns: 'norm' matches no matrix, only model.layers.0"),
+            ({"lora": "muon"}, "lora=muon: no LoRA factor is trained"),
+            ({"adamw_patterns": "(q|z"}, "is not a regular expression"),
+            ({"adamw_patterns": "q_proj||k_proj"}, "empty alternative"),
+            ({"optim_target_modules": "nowhere"}, "optim_target_modules='nowhere' matches no module"),
+            ({"optim_target_modules": ["nowhere"]}, "matches no module. Names look like model"),
+        ],
+    )
+    def test_mistakes(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            route_parameters(qwen3(), **options)
+
+    def test_alternatives_inside_brackets_stay_together(self):
+        assert muon_names(qwen3(), adamw_patterns="(q|k)_proj|[v|]_proj|mlp") == layers("self_attn.o_proj.weight")
+        with pytest.raises(ValueError, match=r"'\(z\|y\)_proj' matches no parameter"):
+            route_parameters(qwen3(), adamw_patterns="(z|y)_proj|q_proj")
+
+    @pytest.mark.parametrize(
+        ("targets", "expected"),
+        [
+            (["mlp"], MLP),
+            (["q_proj", "up_proj"], ["self_attn.q_proj.weight", "mlp.up_proj.weight"]),
+            (r".*\.self_attn\..*", ATTENTION),
+            ([r".*\.self_attn\.[qk]_proj"], ["self_attn.q_proj.weight", "self_attn.k_proj.weight"]),
+            ("all-linear", [*ATTENTION, *MLP]),
+        ],
+    )
+    def test_target_modules_mean_what_transformers_says(self, targets, expected):
+        from transformers.trainer_utils import check_target_module_exists
+
+        model = qwen3()
+        assert muon_names(model, optim_target_modules=targets) == layers(*expected)
+        if targets != "all-linear":
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Linear) and "lm_head" not in name:
+                    inside = f"{name}.weight" in muon_names(model, optim_target_modules=targets)
+                    assert inside == bool(check_target_module_exists(targets, name))
