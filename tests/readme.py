@@ -1,12 +1,12 @@
-"""The promises of README.md, each with the tests of the first tier that show it.
+"""The promises of README.md, each with the tests of the first tier that prove it.
 
-`make test` refuses to start if the first tier of a stack has lost a test that is named here. `test_tiers` checks that
-the tests exist, and that every layout and command of the README is named.
+`make test` refuses to start if a test that is named here is missing from the first tier of a stack. `test_tiers` checks
+that the tests exist, and that every layout and command of the README is named.
 """
 
 from __future__ import annotations
 
-# Words of the README's table of layouts.
+# Keys are words of the README's table of layouts.
 LAYOUTS = {
     "one process": ["integrations/test_transformers.py::test_trainer_equals_a_loop_by_hand"],
     "DDP": [
@@ -48,16 +48,16 @@ LAYOUTS = {
     ],
     "pipeline stages": ["distributed/test_agreement.py::test_stages_of_a_pipeline_step_by_themselves"],
     "FSDP version 1": [
-        "integrations/test_transformers.py::TestRefusedLayouts::test_fsdp1_of_the_arguments",
-        "integrations/test_transformers.py::TestRefusedLayouts::test_megatron",
-        "integrations/test_transformers.py::TestRefusedLayouts::test_parallel_sequences",
+        "integrations/test_transformers_layout.py::TestRefusedLayouts::test_fsdp1_of_the_arguments",
+        "integrations/test_transformers_layout.py::TestRefusedLayouts::test_megatron",
+        "integrations/test_transformers_layout.py::TestRefusedLayouts::test_parallel_sequences",
         "e2e/test_trainer_layouts.py::test_offload_is_refused_by_name",
         "e2e/test_llamafactory.py::test_megatron_is_refused",
     ],
     "tensor class": ["optimizer/test_tensor_classes.py::test_refused_by_its_class"],
 }
 
-# What follows `hf-muon` on the command line.
+# Keys are the words that follow `hf-muon` on the command line.
 COMMANDS = {
     "inspect": ["cli/test_inspect.py::TestInspect::test_a_checkpoint_as_a_process"],
     "plan": [
@@ -104,7 +104,7 @@ OTHERS = {
     ],
     "exact resume": [
         "distributed/test_training.py::test_resume_is_exact",
-        "integrations/test_transformers.py::TestResume::test_is_bit_exact",
+        "integrations/test_resume.py::TestResume::test_is_bit_exact",
         "e2e/test_trainer_resume.py::test_resumed_run_is_the_uninterrupted_one",
         "e2e/test_llamafactory.py::test_resumed_run_equals_the_uninterrupted_one",
         "deepspeed/test_trainer.py::test_resume_is_exact",

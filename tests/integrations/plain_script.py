@@ -1,4 +1,4 @@
-"""A Trainer script that does not import hf_muon; run by the tests in processes of its own.
+"""A Trainer script that does not import hf_muon; tests run it in its own processes.
 
 Usage: plain_script.py OPTIM WEIGHTS_FILE [BATCH_PER_PROCESS]
 """
@@ -64,7 +64,7 @@ def model(dtype: torch.dtype = torch.float32, **options: Any) -> Qwen3ForCausalL
 
 
 class InOrder(Trainer):
-    """Takes the rows as they come, so that a loop can take the same."""
+    """A Trainer that does not shuffle, so that a loop can read the same batches."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -76,7 +76,7 @@ def main(optim: str, path: str, batch: int = BATCH) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = {**OPTIONS, "optim": optim, "per_device_train_batch_size": batch}
         if optim == "muon":
-            options["optim_args"] = "ns_dtype=fp32"  # on every machine; bf16 would drown what is compared
+            options["optim_args"] = "ns_dtype=fp32"  # on every machine: bf16 rounding would hide differences
         args = TrainingArguments(folder, **options)
         InOrder(network, args, train_dataset=dataset()).train()
     if args.process_index == 0:
@@ -87,7 +87,7 @@ def main(optim: str, path: str, batch: int = BATCH) -> None:
         torch.distributed.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # a thread of gloo may still wait for the interpreter, and aborts while it is finalized
+        os._exit(0)  # a gloo thread that still waits for the interpreter would abort while the interpreter shuts down
 
 
 if __name__ == "__main__":

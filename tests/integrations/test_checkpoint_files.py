@@ -1,4 +1,4 @@
-"""Which files of a checkpoint are damaged; `tests/e2e/test_trainer_resume.py` resumes from such checkpoints."""
+"""Detection of damaged checkpoint files; `tests/e2e/test_trainer_resume.py` resumes from such checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_muon.integrations.transformers.checkpoint_files import damaged_files, ea
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Make a folder with what Trainer may save, in one process or under FSDP2."""
+    """Make a folder with the files that Trainer may save, in one process or under FSDP2."""
     folder = tmp_path / "checkpoint-20"
     folder.mkdir()
     for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt"):
@@ -44,7 +44,7 @@ def test_cut_off(checkpoint, name, part):
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "optimizer_0/__0_0.distcp"])
 def test_one_bit_of_one_number(checkpoint, name):
-    """Loading alone does not see it: the number is still a number."""
+    """Flip a bit that loading does not notice: the number is still a number."""
     content = bytearray((checkpoint / name).read_bytes())
     place = content.index(torch.tensor([300.0, 301.0]).numpy().tobytes())
     content[place] ^= 1
@@ -70,7 +70,7 @@ def test_earlier_checkpoint(checkpoint):
 
 
 def test_without_checksums_what_can_be_read_is_not_damaged(checkpoint):
-    """torch writes zeros in their places."""
+    """Accept files without checksums, for which torch writes zeros."""
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"x": torch.arange(1000.0)}, checkpoint / "optimizer.pt")

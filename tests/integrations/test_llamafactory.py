@@ -1,4 +1,4 @@
-"""The guard of LLaMA-Factory's arguments, on a stand-in for its modules; `tests/e2e` runs the real ones."""
+"""The check of LLaMA-Factory's arguments, on stand-ins for its modules; `tests/e2e` runs the real ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LLaMA-Factory v1's plugin on stand-ins for both of its layouts; `tests/e2e` runs the real 0.9.5.
 
-The stand-ins say what this package assumes of LLaMA-Factory; the last test holds the installed one against them.
+The last test compares the stand-ins with the installed LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -15,112 +15,18 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from hf_muon import Muon
 from hf_muon.diagnostics.metrics import FILE
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.hooks import patch_optimizers, patch_training_arguments
 from hf_muon.integrations.llamafactory.v1.refusals import INTERFACE, refuse_unsupported
-
-OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
-NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
-ARGUMENTS = "llamafactory.v1.config.training_args"
-
-# What each layout's modules hold. 0.9.5 keeps methods by name, for all families of plugins together, has no muon and
-# keeps the rate to itself. Newer sources keep a function by name and family, have a muon, and hand it the rate.
-OLD_REGISTRY = """
-from collections import defaultdict
-
-class BasePlugin:
-    _registry = defaultdict(dict)
-    def __init__(self, name=None):
-        self.name = name
-    def register(self, method_name="__call__"):
-        if method_name in self._registry[self.name]:
-            print("already registered")
-        def decorator(function):
-            self._registry[self.name][method_name] = function
-            return function
-        return decorator
-    def __call__(self, *args, **kwargs):
-        if "__call__" not in self._registry[self.name]:
-            raise ValueError(f"Method __call__ of plugin {self.name} is not registered.")
-        return self._registry[self.name]["__call__"](*args, **kwargs)
-
-class OptimizerPlugin(BasePlugin):
-    pass
-"""
-NEW_REGISTRY = """
-class BasePlugin:
-    _registry = {}
-    def __init_subclass__(cls):
-        cls._registry = {}
-    def __init__(self, name=None):
-        self.name = name
-    def register(self):
-        if self.name in type(self)._registry:
-            print("already registered")
-        def decorator(function):
-            type(self)._registry[self.name] = function
-            return function
-        return decorator
-    def __call__(self, *args, **kwargs):
-        return type(self)._registry[self.name](*args, **kwargs)
-
-class OptimizerPlugin(BasePlugin):
-    pass
-
-@OptimizerPlugin("muon").register()
-def create_muon_optimizer(model, optim_config):
-    return "theirs"
-"""
-OLD_ARGUMENTS = """
-from dataclasses import dataclass
-
-class PluginConfig(dict):
-    @property
-    def name(self):
-        return self["name"]
-
-@dataclass
-class TrainingArguments:
-    output_dir: str = "out"
-    learning_rate: float = 1e-4
-    dist_config: dict = None
-    optim_config: dict = None
-
-    def __post_init__(self):
-        self.dist_config = self.dist_config and PluginConfig(self.dist_config)
-        self.optim_config = self.optim_config and PluginConfig(self.optim_config)
-"""
-NEW_ARGUMENTS = OLD_ARGUMENTS.replace(
-    "    optim_config: dict = None\n", "    cp_size: int = 1\n    optim_config: dict = None\n"
-)
-NEW_ARGUMENTS += """
-        if self.optim_config is not None:
-            self.optim_config["lr"] = self.learning_rate
-"""
-LAYOUTS = {"0.9.5": (OLD, OLD_REGISTRY, OLD_ARGUMENTS), "newer": (NEW, NEW_REGISTRY, NEW_ARGUMENTS)}
-
-
-def module_of(name: str, source: str) -> ModuleType:
-    module = ModuleType(name)
-    exec(compile(source, name, "exec", dont_inherit=True), vars(module))
-    return module
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 6)
-        self.inner = nn.Linear(6, 4)
-        self.lm_head = nn.Linear(4, 8)
+from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD, OLD_ARGUMENTS, Net, module_of
 
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request):
-    """Patch the registry and the TrainingArguments of a layout, and return both with how to undo the patches."""
+    """Patch the registry and the TrainingArguments of a layout; return both, and functions that undo the patches."""
     name, registry, arguments = LAYOUTS[request.param]
     plugins, parsed = module_of(name, registry), module_of(ARGUMENTS, arguments)
     undo = [patch_optimizers(plugins), patch_training_arguments(parsed)]
@@ -202,7 +108,7 @@ def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one():
 
 
 def test_a_registry_that_has_changed_is_an_error():
-    """Raise for `hf_muon._autoload` to log; the user gets LLaMA-Factory's own error."""
+    """Expect an error that `hf_muon._autoload` logs; the user gets LLaMA-Factory's own error."""
     module = ModuleType(OLD)
     module.OptimizerPlugin = type("OptimizerPlugin", (), {})
     with pytest.raises(AttributeError, match="_registry"):
@@ -251,7 +157,7 @@ def test_wrong_options(options, message):
         config_from({"name": "muon", "lr": 1e-3, **options})
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -344,7 +250,7 @@ def test_import_torch_alone_brings_it_in(name, tmp_path):
     assert process.stderr.count("instead of LLaMA-Factory's own") == (name == "newer")
 
 
-# --- the real one
+# --- the installed LLaMA-Factory
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed")

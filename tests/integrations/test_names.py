@@ -1,4 +1,4 @@
-"""What all integrations share: the mark of a patch, and flags of other packages."""
+"""Names that all integrations share: the mark of a patch, and flags of other packages."""
 
 from __future__ import annotations
 

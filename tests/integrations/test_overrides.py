@@ -1,4 +1,4 @@
-"""How words of a command line are told apart."""
+"""Words of a command line: overrides, and words that only look similar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_muon.integrations.transformers.overrides import read_overrides
     [
         ("--use_cpu bf16=false", [("use_cpu", None), ("bf16", "false")]),
         ("--use_cpu dist_config.name=fsdp2 --a", [("use_cpu", None), ("dist_config.name", "fsdp2"), ("a", None)]),
-        # values
+        # words that look like overrides and are values
         ("--output_dir out/lr=1", [("output_dir", "out/lr=1")]),
         ("--a 1=2", [("a", "1=2")]),
         ("--a=b c=d", [("a", "b"), ("c", "d")]),

@@ -1,4 +1,4 @@
-"""What a resumed Trainer run says: rates that are ignored, and moments that are not there."""
+"""A resumed Trainer run is bit-identical to the uninterrupted one, or it warns or raises an error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,78 @@ import torch
 from transformers import Trainer
 
 from tests.integrations.plain_script import LR, InOrder, dataset, model
-from tests.integrations.test_transformers import arguments
+from tests.integrations.trainer_runs import arguments, lora, train
+from tests.reference import relative_difference
+
+
+class TestResume:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_is_bit_exact(self, tmp_path, dtype):
+        straight, first, second = model(dtype), model(dtype), model(dtype)
+        options = {"save_strategy": "steps", "save_steps": 3}
+        _, losses = train(straight, tmp_path / "straight")
+        train(first, tmp_path / "run", **options)
+        trainer, resumed = train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
+        assert resumed[-3:] == losses[3:]
+        for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
+            assert torch.equal(a, b), name
+        for group in trainer.optimizer.param_groups:
+            if group["use_muon"]:
+                assert all(
+                    trainer.optimizer.state[p]["momentum_buffer"].dtype == torch.float32 for p in group["params"]
+                )
+
+    def test_lora_is_bit_exact(self, tmp_path):
+        straight, first, second = lora(), lora(), lora()
+        options = {"save_strategy": "steps", "save_steps": 3, "optim_args": "lora=muon"}
+        train(straight, tmp_path / "straight", optim_args="lora=muon")
+        train(first, tmp_path / "run", **options)
+        train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
+        for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+    def test_shows_when_the_momentum_is_lost(self, tmp_path):
+        """Show that the comparison above fails without the moments."""
+        straight, first, second = model(), model(), model()
+        train(straight, tmp_path / "straight")
+        train(first, tmp_path / "run", save_strategy="steps", save_steps=3)
+        checkpoint = tmp_path / "run" / "checkpoint-3"
+        saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        for state in saved["state"].values():
+            for value in state.values():
+                value.zero_()
+        torch.save(saved, checkpoint / "optimizer.pt")
+        train(second, tmp_path / "run", resume=str(checkpoint))
+        start = model()
+        params = [list(network.parameters()) for network in (start, straight, second)]
+        assert relative_difference(*params) > 1e-2
+
+    def test_checkpoint_of_another_optimizer(self, tmp_path):
+        train(model(), tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=3)
+        with pytest.raises(ValueError, match="written by another optimizer"):
+            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
+
+    def test_checkpoint_of_another_routing(self, tmp_path):
+        train(model(), tmp_path, save_strategy="steps", save_steps=3)
+        with pytest.raises(
+            ValueError, match=r"the routing changed for model.layers.0.mlp.down_proj.weight \(Muon there"
+        ):
+            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"), optim_args="adamw_patterns=down_proj")
+
+    def test_truncated_checkpoint(self, tmp_path):
+        train(model(), tmp_path, save_strategy="steps", save_steps=3)
+        file = tmp_path / "checkpoint-3" / "optimizer.pt"
+        file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(RuntimeError):
+            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
+
 
 RATES = "the checkpoint's learning rates win over those of this run"
 FRESH = "the moments start from zero: Trainer has loaded no optimizer state from"
 
 
 class WithoutInitialRates(InOrder):
-    """A schedule that keeps no `initial_lr`, as DeepSpeed's do."""
+    """A Trainer whose schedule, like DeepSpeed's, stores no `initial_lr`."""
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         super().create_scheduler(num_training_steps, optimizer)

@@ -1,4 +1,4 @@
-"""Sequence parallelism: which models are refused, how batches are completed, and which factor is believed."""
+"""Sequence parallelism: refused models, padded batches, and the measured gradient factor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_muon.integrations.ulysses.hooks import within_texts
     ("config", "implementation", "size", "sentence"),
     [
         (Qwen3Config(num_attention_heads=4, num_key_value_heads=2), "sdpa", 2, None),
-        (Qwen3Config(num_attention_heads=8, num_key_value_heads=2), "sdpa", 4, None),  # heads are repeated
+        (Qwen3Config(num_attention_heads=8, num_key_value_heads=2), "sdpa", 4, None),  # DeepSpeed repeats these heads
         (GPT2Config(n_head=4), "sdpa", 2, None),
         (Qwen3Config(num_attention_heads=24, num_key_value_heads=3), "sdpa", 2, "3 key and value heads neither"),
         (MistralConfig(sliding_window=8), "sdpa", 2, "layers of sliding_attention under sdpa"),
@@ -71,7 +71,7 @@ def test_rows_are_lengthened():
 
 
 class Adapter:
-    """Every batch of the two ranks in two turns, as DeepSpeed's does; here all ranks read the same."""
+    """Yields every batch twice, once for each of two ranks, as DeepSpeed's adapter does; all read the same data."""
 
     def __init__(self, loader, skip):
         self.loader = loader[skip:]
@@ -91,7 +91,7 @@ def test_skipped_batches(count):
 def test_an_epoch_starts_anew():
     loader = batches.ShardedLoader([1, 2], Adapter, 2)
     epoch = iter(loader)
-    assert [next(epoch) for _ in range(len(loader))] == list(loader)  # asked for no more, as Trainer does
+    assert [next(epoch) for _ in range(len(loader))] == list(loader)  # Trainer does not exhaust it either
 
 
 def test_texts_stay_apart():

@@ -1,4 +1,4 @@
-"""`scripts/run_ulysses.sh`: what is refused before a launch, and what is launched."""
+"""`scripts/run_ulysses.sh`: the checks before a launch, and the command that it launches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def everything_installed(monkeypatch):
     monkeypatch.setattr(launch_check, "_installed", lambda name: True)
     monkeypatch.setattr(launch_check, "cp_keys_at_top", lambda: False)
     monkeypatch.setattr(launch_check, "v1_keys", set)
-    monkeypatch.setattr(launch_check, "knows_sequence_parallel", lambda: True)  # not an accelerate of 2025
+    monkeypatch.setattr(launch_check, "knows_sequence_parallel", lambda: True)  # an older accelerate does not
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_wrong_flags(words, sentence):
 
 @pytest.fixture
 def answer(tmp_path):
-    """Make a `python` that gives the answer of the check, and writes its arguments into a file."""
+    """Make a `python` that prints the answer of the check and writes its arguments into a file."""
 
     def make(code=0, **settings):
         path = tmp_path / "python"
@@ -219,7 +219,7 @@ def test_a_refusal_ends_the_script(answer):
 
 
 def test_a_python_without_hf_muon_or_without_torch(tmp_path):
-    """Also none at all; `-S` and `-I` leave out what is installed, and the folder one stands in."""
+    """Try a python without installed packages (`-I -S`), a missing python, and one whose torch does not import."""
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
@@ -237,11 +237,11 @@ def test_a_python_without_hf_muon_or_without_torch(tmp_path):
 
 
 class TestWords:
-    """What follows `--`."""
+    """The arguments after `--`."""
 
     @pytest.fixture
     def check(self, model, tmp_path, monkeypatch, capsys):
-        """Return the script's check, called in an empty folder, on two CPUs."""
+        """Return a function that runs the script's check in an empty folder, on two CPUs."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         (tmp_path / "my_pairs.jsonl").touch()

@@ -1,0 +1,103 @@
+"""Stand-ins for LLaMA-Factory v1's modules in both of their layouts: what hf_muon assumes of LLaMA-Factory."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import nn
+
+OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
+NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
+ARGUMENTS = "llamafactory.v1.config.training_args"
+
+# The modules of each layout. 0.9.5 registers methods by name, for all families of plugins together, has no muon, and
+# does not pass the learning rate on. Newer sources register a function by name and family, have a muon, and pass it the
+# learning rate.
+OLD_REGISTRY = """
+from collections import defaultdict
+
+class BasePlugin:
+    _registry = defaultdict(dict)
+    def __init__(self, name=None):
+        self.name = name
+    def register(self, method_name="__call__"):
+        if method_name in self._registry[self.name]:
+            print("already registered")
+        def decorator(function):
+            self._registry[self.name][method_name] = function
+            return function
+        return decorator
+    def __call__(self, *args, **kwargs):
+        if "__call__" not in self._registry[self.name]:
+            raise ValueError(f"Method __call__ of plugin {self.name} is not registered.")
+        return self._registry[self.name]["__call__"](*args, **kwargs)
+
+class OptimizerPlugin(BasePlugin):
+    pass
+"""
+NEW_REGISTRY = """
+class BasePlugin:
+    _registry = {}
+    def __init_subclass__(cls):
+        cls._registry = {}
+    def __init__(self, name=None):
+        self.name = name
+    def register(self):
+        if self.name in type(self)._registry:
+            print("already registered")
+        def decorator(function):
+            type(self)._registry[self.name] = function
+            return function
+        return decorator
+    def __call__(self, *args, **kwargs):
+        return type(self)._registry[self.name](*args, **kwargs)
+
+class OptimizerPlugin(BasePlugin):
+    pass
+
+@OptimizerPlugin("muon").register()
+def create_muon_optimizer(model, optim_config):
+    return "theirs"
+"""
+OLD_ARGUMENTS = """
+from dataclasses import dataclass
+
+class PluginConfig(dict):
+    @property
+    def name(self):
+        return self["name"]
+
+@dataclass
+class TrainingArguments:
+    output_dir: str = "out"
+    learning_rate: float = 1e-4
+    dist_config: dict = None
+    optim_config: dict = None
+
+    def __post_init__(self):
+        self.dist_config = self.dist_config and PluginConfig(self.dist_config)
+        self.optim_config = self.optim_config and PluginConfig(self.optim_config)
+"""
+NEW_ARGUMENTS = OLD_ARGUMENTS.replace(
+    "    optim_config: dict = None\n", "    cp_size: int = 1\n    optim_config: dict = None\n"
+)
+NEW_ARGUMENTS += """
+        if self.optim_config is not None:
+            self.optim_config["lr"] = self.learning_rate
+"""
+LAYOUTS = {"0.9.5": (OLD, OLD_REGISTRY, OLD_ARGUMENTS), "newer": (NEW, NEW_REGISTRY, NEW_ARGUMENTS)}
+
+
+def module_of(name: str, source: str) -> ModuleType:
+    """Return a module with this source, without a file."""
+    module = ModuleType(name)
+    exec(compile(source, name, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 6)
+        self.inner = nn.Linear(6, 4)
+        self.lm_head = nn.Linear(4, 8)

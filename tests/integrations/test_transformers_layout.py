@@ -1,0 +1,139 @@
+"""The layouts that Trainer refuses, and the process group whose ranks hold copies of every parameter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer
+
+from hf_muon.diagnostics import log as diagnostics
+from hf_muon.integrations.transformers import layout as trainer_layout
+from hf_muon.integrations.transformers.layout import replicate_group
+from tests.integrations.plain_script import model
+from tests.integrations.trainer_runs import arguments
+
+
+class TestRefusedLayouts:
+    """Errors before any optimizer exists; `tests/e2e/test_trainer_layouts.py` runs the supported layouts."""
+
+    def refused(self, args, network=None):
+        with pytest.raises(RuntimeError) as refusal:
+            Trainer.get_optimizer_cls_and_kwargs(args, network)
+        return str(refusal.value)
+
+    @pytest.mark.parametrize("version", [None, "1"])
+    def test_fsdp1_of_accelerate_launch(self, tmp_path, monkeypatch, version):
+        args = arguments(tmp_path)
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        if version:  # else accelerate's own default, which is 1
+            monkeypatch.setenv("FSDP_VERSION", version)
+        message = self.refused(args, model())
+        assert message.startswith("optim: muon does not run under FSDP version 1, which keeps flat slices")
+        assert 'fsdp_config={"version": 2} in TrainingArguments' in message
+        assert "accelerate launch --fsdp_version 2" in message
+
+    def test_fsdp1_of_the_arguments(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # transformers would set it as a side effect
+        args = arguments(tmp_path, fsdp="full_shard auto_wrap", fsdp_config={"version": 1})
+        assert "FSDP version 1" in self.refused(args, model())
+
+    def test_tensor_parallel_in_plain_tensors(self, tmp_path):
+        network = model()
+        network._tp_size = 2
+        assert "cuts matrices for 2 ranks into plain tensors" in self.refused(arguments(tmp_path), network)
+
+    @pytest.mark.parametrize("source", ["arguments", "environment"])
+    def test_fsdp2_that_became_something_else_is_told(self, tmp_path, monkeypatch, caplog, source):
+        """Expect a warning: on a CPU, accelerate silently trains in one process instead of FSDP."""
+        trainer = Trainer(model(), arguments(tmp_path))
+        if source == "environment":
+            monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+            monkeypatch.setenv("FSDP_VERSION", "2")
+        else:
+            trainer.args.fsdp, trainer.args.fsdp_plugin_args = "full_shard auto_wrap", {"fsdp_version": 2}
+        monkeypatch.setattr(diagnostics.logger(), "propagate", True)
+        with caplog.at_level("WARNING", "hf_muon"):
+            trainer.create_optimizer()
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert warning.startswith("FSDP was asked for, and accelerate runs one process: nothing is sharded")
+
+    def test_deepspeed(self, tmp_path, monkeypatch):
+        args = arguments(tmp_path)
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model())
+        args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+        with pytest.raises(RuntimeError, match="does not run with this DeepSpeed config"):
+            Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+    def test_megatron(self, tmp_path, monkeypatch):
+        args = arguments(tmp_path)
+        monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+        assert "does not run under Megatron-LM" in self.refused(args, model())
+
+    @pytest.mark.parametrize("axis", ["cp", "sp"])
+    def test_parallel_sequences(self, tmp_path, axis):
+        args = arguments(tmp_path)
+        args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2})
+        assert f"does not run under ParallelismConfig({axis}_size) in this version" in self.refused(args, model())
+
+    @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
+    def test_other_axes_are_not_refused(self, tmp_path, axis):
+        args = arguments(tmp_path)
+        args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "cp_size": 1, "sp_size": None})
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+
+class TestReplicas:
+    """The process group whose ranks hold copies of every parameter, as accelerate's state implies."""
+
+    @pytest.fixture
+    def world(self, monkeypatch):
+        """Stand in for accelerate's state under DDP, with a process group of all ranks."""
+        state = SimpleNamespace(distributed_type=SimpleNamespace(value="MULTI_GPU"), parallelism_config=None)
+        monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: state)
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        yield state
+        torch.distributed.destroy_process_group()
+
+    def test_ddp(self, world):
+        assert replicate_group(model()) is torch.distributed.group.WORLD
+        assert replicate_group(None) is torch.distributed.group.WORLD
+
+    def test_reaches_the_optimizer(self, world, tmp_path):
+        args = arguments(tmp_path)
+        network = model()
+        factory, options = Trainer.get_optimizer_cls_and_kwargs(args, network)
+        assert factory()(network, **options).replicate_group is torch.distributed.group.WORLD
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        assert cls(network.parameters(), **options).replicate_group is torch.distributed.group.WORLD
+
+    @pytest.mark.parametrize("kind", ["NO", "FSDP", "XLA", "DEEPSPEED"])
+    def test_process_group_alone_says_nothing(self, world, kind):
+        world.distributed_type.value = kind
+        assert replicate_group(model()) is None
+
+    @pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
+    def test_axes_that_accelerate_does_not_wrap(self, world, axis):
+        world.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "dp_replicate_size": 2})
+        assert replicate_group(model()) is None
+
+    @pytest.mark.parametrize(
+        ("attribute", "value"),
+        [
+            ("_is_distributed_loading_by_transformers", True),
+            ("_ddp_params_and_buffers_to_ignore", ["lm_head.weight"]),
+            ("hf_device_map", {"model": 0, "lm_head": 1}),
+        ],
+    )
+    def test_models_that_are_not_copies(self, world, attribute, value):
+        network = model()
+        if attribute.startswith("_is_") and not hasattr(type(network), attribute.removeprefix("_")):
+            pytest.skip("this transformers does not cut models as it loads them")
+        setattr(network, attribute, value)
+        assert replicate_group(network) is None
+
+    def test_no_accelerator(self, monkeypatch):
+        monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: None)
+        assert replicate_group(model()) is None
