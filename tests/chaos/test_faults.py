@@ -23,10 +23,10 @@ CASES = [
 def assert_equal(one, other):
     """Compare weights and moments bit for bit."""
     assert isinstance(one, dict), one
-    assert one["found"].keys() == other["found"].keys()
-    for name, state in other["found"].items():
-        assert one["found"][name].keys() == state.keys()
-        assert [key for key, value in state.items() if not torch.equal(one["found"][name][key], value)] == [], name
+    assert one["states"].keys() == other["states"].keys()
+    for name, state in other["states"].items():
+        assert one["states"][name].keys() == state.keys()
+        assert [key for key, value in state.items() if not torch.equal(one["states"][name][key], value)] == [], name
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Random models, stepped in random layouts, and what one process makes of them; imported by name in the pools."""
+"""Random models stepped in random layouts and in one process; pools import these functions by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 class Model:
-    """Parameters of random shapes, dtypes and views, few enough shapes that many share one, and options of a run."""
+    """Random shapes, dtypes and views of parameters, and options of a run; many parameters share a shape."""
 
     def __init__(self, seed):
         rng = self.rng = random.Random(seed)
@@ -52,7 +52,7 @@ class Model:
             self.bounds["max_bucket_bytes"] = rng.choice([1, 500, 4000, 30000])
         if rng.random() < 0.4:
             self.bounds["max_batch_bytes"] = rng.choice([1, 2000, 20000])
-        # Which gradients are missing everywhere, and which have experts that saw nothing.
+        # Gradients that no rank has, and gradients of stacks in which some experts saw no token.
         self.missing = {(step, i) for step in range(STEPS) for i in range(len(self.shapes)) if rng.random() < 0.12}
         self.partly = {(step, i) for step in range(STEPS) for i in range(len(self.shapes)) if rng.random() < 0.3}
         self.decays = [rng.choice([0.0, 0.1]) for _ in range(rng.choice([1, 1, 2]))]
@@ -125,13 +125,13 @@ def mesh_of(*shape):
 
 
 def somewhere(rng, ndim):
-    """Draw any placement."""
+    """Draw a placement for a tensor with `ndim` dims."""
     dim = rng.randrange(ndim)
     return rng.choice([Replicate(), Shard(dim), Shard(0), _StridedShard(dim, split_factor=rng.randint(1, 3))])
 
 
 def place(layout, model, i):
-    """Mesh and placements of a parameter; None for a plain one."""
+    """Return the mesh and the placements of a parameter; None for a plain one."""
     world, ndim = dist.get_world_size(), len(model.shapes[i])
     half = world // 2
     if layout == "ddp":
@@ -159,7 +159,7 @@ def place(layout, model, i):
     }[layout]
 
 
-# Matrices of one shape that are stored on two groups do not share a unit, as they do in one process.
+# Here matrices of one shape live on two groups and do not share a unit; in one process they do.
 SEVERAL_GROUPS = {"fsdp-tp", "submesh"}
 LAYOUTS = {
     2: ["ddp", "fsdp", "last", "replicate", "in turns", "tp", "experts", "mixed"],
@@ -176,7 +176,7 @@ def take_steps(model, put, options):
         for i, (param, grad) in enumerate(zip(params, model.tensors(step + 1), strict=True)):
             param.grad = None if (step, i) in model.missing else put(grad, i)
             if isinstance(param.grad, DTensor) and (step, i) in model.partly and not local_of(param.grad).any():
-                param.grad = None  # this rank's experts saw nothing, those of others did
+                param.grad = None  # the experts of this rank saw no token, those of others did
         optimizer.step()
     return [{"weight": param.detach(), **optimizer.state[param]} for param in params]
 
@@ -186,19 +186,19 @@ def reference(model, options):
 
 
 def part(tensor, where):
-    """Return what this rank stores of a whole tensor."""
+    """Return the part of a full tensor that this rank stores."""
     if where is None or not tensor.ndim:
         return tensor
     return local_of(store(tensor, *where))
 
 
 def options_of(model, layout):
-    """Return the options with which one process is bit-identical."""
+    """Return the options with which a layout is bit-identical to one process."""
     options = {}
     if layout in SEVERAL_GROUPS:
-        options["max_batch_bytes"] = 1  # each matrix by itself, whatever stands beside it
+        options["max_batch_bytes"] = 1  # each matrix by itself, whatever its unit is
     if model.options["momentum_dtype"] == "int8" and any(cuts_blocks(model, layout, i) for i in range(model.matrices)):
-        options["momentum_dtype"] = "bf16"  # refused otherwise
+        options["momentum_dtype"] = "bf16"  # int8 raises an error there
     return options
 
 
@@ -213,15 +213,15 @@ def cuts_blocks(model, layout, i):
 
 
 def compare(rank, runs):
-    """Return what differs from one process, for cases `(seed, layout)`.
+    """Return the differences from one process, for cases `(seed, layout)`.
 
-    Each rank makes its share of the references, and all ranks take part in each run.
+    Each rank computes its share of the references, and all ranks take part in each run.
     """
     world = dist.get_world_size()
     models = {seed: Model(seed) for seed, _ in runs}
-    wanted = sorted({(seed, str(sorted(options_of(models[seed], layout).items()))) for seed, layout in runs})
+    reference_keys = sorted({(seed, str(sorted(options_of(models[seed], layout).items()))) for seed, layout in runs})
     texts = {str(sorted(o.items())): o for o in (options_of(models[seed], layout) for seed, layout in runs)}
-    mine = {key: reference(models[key[0]], texts[key[1]]) for key in wanted[rank::world]}
+    mine = {key: reference(models[key[0]], texts[key[1]]) for key in reference_keys[rank::world]}
     shares = [None] * world
     dist.all_gather_object(shares, mine)
     references = {key: results for share in shares for key, results in share.items()}
@@ -253,7 +253,7 @@ def compare(rank, runs):
 
 
 class Narrow(nn.Module):
-    """Layers so narrow that tensor parallelism leaves nothing of them for some ranks."""
+    """Layers so narrow that tensor parallelism leaves some ranks without a row or column."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ class Narrow(nn.Module):
 
 
 def narrow(rank):
-    """Return what differs from one process for layers that torch has sharded, then load the state of one process."""
+    """Return the differences from one process, before and after loading its state, for layers that torch shards."""
     torch.manual_seed(0)
     mesh = mesh_of(2, 2)
     single = Narrow()

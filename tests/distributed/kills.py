@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped at any moment of what they do, and what the others make of it."""
+"""Ranks that die or stop at any call, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 class Mortal(Pool):
-    """Ranks of which one will not answer. They are forked from a process that has imported what they need.
+    """Ranks of which one does not answer, forked from a process that has imported the modules that they need.
 
     Args:
-        modules: to import, before the first Mortal of this process is started.
+        modules: modules that the parent of the forks imports, before the first Mortal of this process starts.
     """
 
     def __init__(self, world_size: int, timeout: float, modules: Sequence[str]) -> None:
@@ -34,10 +34,10 @@ class Mortal(Pool):
         return context
 
     def survivors(self, function: Any, victim: int, **kwargs: Any) -> list[str | None]:
-        """Errors of `function(rank, victim=victim, **kwargs)` on all ranks but one; None where there was no error.
+        """Return the errors of `function(rank, victim=victim, **kwargs)` on all ranks but the victim; None for success.
 
         Raises:
-            AssertionError: one of them did not end in time.
+            AssertionError: a rank did not end in time.
         """
         self._start()
         for _, pipe in self._workers:
@@ -56,10 +56,10 @@ class Mortal(Pool):
 
 @contextlib.contextmanager
 def dying(at: int | None = None, how: str = "killed") -> Iterator[SimpleNamespace]:
-    """Count the calls of Python functions in here, and end this process at one of them.
+    """Count the Python calls inside the context, and kill or stop this process at one of them.
 
     Args:
-        at: the number of the call at which to die; None to live on.
+        at: the number of the call at which to die; None to survive.
         how: one of SIGNALS.
     """
     counter = SimpleNamespace(calls=0)

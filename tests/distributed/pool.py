@@ -1,4 +1,4 @@
-"""Worker processes that stay: one start of Python and torch for many cases on several ranks."""
+"""Pools of worker processes, which start Python and torch once for many cases on several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRELOADED = [
 
 
 def forking() -> Any:
-    """Return a context that forks processes, in 0.1 s each, from one that has imported torch and hf_muon."""
+    """Return a context that forks processes in 0.1 s each, from a server that has imported torch and hf_muon."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -34,9 +34,9 @@ class Pool:
 
     Args:
         world_size: number of ranks.
-        timeout: seconds that a case may take; a collective that hangs for half of it is an error.
-        backend: of torch.distributed.
-        forks: start them as `forking` does; not where what they run needs a fresh process, as CUDA does.
+        timeout: seconds that a case may take; a collective that hangs for half of them raises an error.
+        backend: backend of torch.distributed.
+        forks: start the ranks as `forking` does. Functions that need a fresh process, as with CUDA, need False.
     """
 
     def __init__(self, world_size: int, timeout: float = 400, backend: str = "gloo", *, forks: bool = False) -> None:
@@ -47,10 +47,10 @@ class Pool:
         self._workers: list[tuple[Any, Any]] = []
 
     def run(self, function: Any, **kwargs: Any) -> list[Any]:
-        """Results of `function(rank, **kwargs)` on all ranks.
+        """Return the results of `function(rank, **kwargs)` on all ranks.
 
         Raises:
-            AssertionError: with the traceback of every rank that failed.
+            AssertionError: a rank failed; the message has the traceback of each such rank.
         """
         if not self._workers:
             self._start()
@@ -104,14 +104,14 @@ def _serve(rank: int, world_size: int, backend: str, store: str, timeout: float,
         timeout=timedelta(seconds=timeout / 2),
     )
     while (order := pipe.recv()) is not None:
-        # DeepSpeed collects garbage for every engine and leaves some behind: look only at what is new.
+        # DeepSpeed runs the garbage collector for every engine. Freezing old objects leaves it only the new ones.
         gc.collect()
         gc.freeze()
         module, name, kwargs = order
         try:
             torch.manual_seed(0)
             pipe.send((True, getattr(importlib.import_module(module), name)(rank, **kwargs)))
-        except BaseException:  # noqa: BLE001 - reported to the test, which fails with it
+        except BaseException:  # noqa: BLE001  the test fails with it
             pipe.send((False, traceback.format_exc()))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""What PyTorch asks of an optimizer's state in its own tests of `torch.distributed.checkpoint.state_dict`, with `Muon`.
+"""PyTorch's own test cases for `torch.distributed.checkpoint.state_dict`, with `Muon`.
 
-The cases are those of pytorch/pytorch, test/distributed/checkpoint/test_state_dict.py, written anew for gloo.
+The cases are those of pytorch/pytorch, test/distributed/checkpoint/test_state_dict.py, rewritten for gloo.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Unit(nn.Module):
 
 
 class Model(nn.Module):
-    """Modules in modules, and parameters of the model itself."""
+    """A model with nested modules, and with parameters of its own."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table that is the output head, too."""
+    """A model whose embedding is also its output head."""
 
     def __init__(self):
         super().__init__()
@@ -67,12 +67,12 @@ class Tied(nn.Module):
 
 
 def muon(model):
-    """Return the optimizer: matrices by Muon, vectors and the table by AdamW, with names without those of wrappers."""
+    """Return the optimizer: Muon for matrices, AdamW for vectors and the embedding, names without wrapper prefixes."""
     return build_optimizer(model, lr=1e-2, ns_dtype="fp32")
 
 
 def wrapped(model, layout):
-    """Return the model as a layout stores it."""
+    """Return the model stored in a layout."""
     if layout == "single":
         return model
     if layout == "ddp":
@@ -82,7 +82,7 @@ def wrapped(model, layout):
     if layout == "tp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         plan = {"one.up": ColwiseParallel(use_local_output=False), "one.down": RowwiseParallel()}
-        model.one.norm = nn.Identity()  # over a dim that is cut
+        model.one.norm = nn.Identity()  # along a sharded dim
         return parallelize_module(model, mesh, plan)
     shape = (2, dist.get_world_size() // 2) if layout == "hsdp" else (dist.get_world_size(),)
     options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])}
@@ -118,17 +118,17 @@ def train(model, optimizer, steps=3, seed=0):
         optimizer.zero_grad()
 
 
-def seen(state):
-    """Return a state dict with whole tensors, to compare with another one."""
+def whole_tensors(state):
+    """Return a copy of a state dict with full tensors, to compare with another one."""
     if isinstance(state, dict):
-        return {key: seen(value) for key, value in state.items()}
+        return {key: whole_tensors(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return [seen(value) for value in state]
+        return [whole_tensors(value) for value in state]
     return whole(state) if isinstance(state, torch.Tensor) else state
 
 
 def differences(one, other, close, where=""):
-    """Paths at which two states differ."""
+    """Return the paths at which two states differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [line for key in one for line in differences(one[key], other[key], close, f"{where}/{key}")]
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
@@ -140,7 +140,7 @@ def differences(one, other, close, where=""):
 
 
 def summed_alike(one, other):
-    """Equal but for gradients that were summed in another order."""
+    """Return whether two tensors are equal except for gradients that were summed in another order."""
     return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -150,34 +150,34 @@ def same(one, other):
 
 
 def load(model, optimizer, state, options):
-    """Set both halves; torch takes keys out of what it is given."""
+    """Load weights and moments from a copy, because torch removes keys from its argument."""
     weights, moments = copy.deepcopy(state)
     set_model_state_dict(model, weights, options=options)
     set_optimizer_state_dict(model, optimizer, moments, options=options)
 
 
 def save_and_load(rank, layout, flatten=False, tied=False, frozen=False):
-    """Differences of a layout's state from one process's, and whether a second load gives what was saved."""
+    """Return the differences of a layout's state from one process's, and whether loads restore the saved state."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten, ignore_frozen_params=frozen)
     model, optimizer, other, its = pair(layout, tied, frozen)
     train(model, optimizer)
     train(other, its)
-    # The same function gives both, so that names, groups and flattening are compared, too.
-    expected = tuple(map(seen, get_state_dict(model, optimizer, options=options)))
+    # The same function returns both states, so that the comparison includes names, groups and flattening.
+    expected = tuple(map(whole_tensors, get_state_dict(model, optimizer, options=options)))
     weights, moments = get_state_dict(other, its, options=options)
-    saved = copy.deepcopy((seen(weights), seen(moments)))
+    saved = copy.deepcopy((whole_tensors(weights), whole_tensors(moments)))
     wrong = differences(expected, saved, summed_alike)
     twice = []
     if not frozen:
         for _ in range(2):
             _, _, other, its = pair(layout, tied, frozen)
             load(other, its, (weights, moments), options)
-            loaded = tuple(map(seen, get_state_dict(other, its, options=options)))
+            loaded = tuple(map(whole_tensors, get_state_dict(other, its, options=options)))
             twice.append(all(map(same, saved, loaded)))
-            # The second time into an optimizer that has taken other steps already.
+            # Load again, into an optimizer that has already taken other steps.
             train(other, its, seed=7)
             load(other, its, (weights, moments), options)
-            loaded = tuple(map(seen, get_state_dict(other, its, options=options)))
+            loaded = tuple(map(whole_tensors, get_state_dict(other, its, options=options)))
             twice.append(all(map(same, saved, loaded)))
     return wrong, twice
 
@@ -210,7 +210,7 @@ def whole_and_offloaded(rank, layout):
 
 
 def scheduled(rank, layout):
-    """Return whether `initial_lr`, which a scheduler has put into the groups, is restored."""
+    """Return whether a load restores `initial_lr`, which a scheduler has put into the groups."""
     _, _, other, its = pair(layout)
     torch.optim.lr_scheduler.LambdaLR(its, lambda epoch: 0.95**epoch)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -226,19 +226,19 @@ def flattened_or_not(rank, layout):
     """Return whether both forms of a state load into the same optimizer, one after the other."""
     _, _, other, its = pair(layout)
     train(other, its)
-    expected = seen(its.state_dict())
+    expected = whole_tensors(its.state_dict())
     nested = get_optimizer_state_dict(other, its)
     flat = get_optimizer_state_dict(other, its, options=StateDictOptions(flatten_optimizer_state_dict=True))
     fresh = muon(other)
     results = []
     for state in (flat, nested, flat):
         set_optimizer_state_dict(other, fresh, optim_state_dict=state)
-        results.append(same(expected, seen(fresh.state_dict())))
+        results.append(same(expected, whole_tensors(fresh.state_dict())))
     return results
 
 
 def groups_of_their_own(rank, layout, empty, full, broadcast):
-    """Several param groups with rates of their own, one of them empty."""
+    """Return whether several param groups with their own learning rates, one of them empty, survive a round trip."""
     _, _, other, _ = pair(layout)
     params = dict(other.named_parameters())
     one, two = params["one.up.weight"], params["one.down.weight"]
@@ -255,6 +255,6 @@ def groups_of_their_own(rank, layout, empty, full, broadcast):
     train(other, optimizer, steps=1)
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast)
     state = get_optimizer_state_dict(other, optimizer, options=options)
-    expected = seen(optimizer.state_dict())
+    expected = whole_tensors(optimizer.state_dict())
     set_optimizer_state_dict(other, fresh, optim_state_dict=state, options=options)
-    return same(expected, seen(fresh.state_dict()))
+    return same(expected, whole_tensors(fresh.state_dict()))

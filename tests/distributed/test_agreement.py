@@ -1,4 +1,4 @@
-"""Who talks before a step: exactly the ranks that shared parameters connect, whatever groups overlap."""
+"""Reports before a step go between exactly the ranks that shared parameters connect, however groups overlap."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from hf_muon.distributed import agreement
 from hf_muon.distributed import groups as groups_module
-from tests.distributed.cases import pipeline
+from tests.distributed.agreement_cases import pipeline
 from tests.distributed.pool import Pool
 
 LONGEST = 20  # seconds that a thread waits for the others of a group
 
 
 class Ranks:
-    """Ranks as threads of this process, and groups in which they wait for one another as collectives do."""
+    """Ranks as threads of this process; their groups wait for all members, as collectives do."""
 
     def __init__(self, world, groups):
         self.world = world
         self.members = {SimpleGroup(name): list(ranks) for name, ranks in groups.items()}
         self.rank = threading.local()
         self.barriers = {group: threading.Barrier(len(ranks)) for group, ranks in self.members.items()}
-        self.said = defaultdict(dict)
+        self.reports = defaultdict(dict)
         self.rounds = 0
         counts = {r: [g for g, ranks in self.members.items() if r in ranks] for r in range(world)}
         self.get_world_size = lambda: world
@@ -38,9 +38,9 @@ class Ranks:
         self.distributed_c10d = SimpleNamespace(_world=SimpleNamespace(pg_names=names))
 
     def gather(self, group, device_type, mine):
-        self.said[group][self.rank.number] = mine.tolist()
+        self.reports[group][self.rank.number] = mine.tolist()
         self.barriers[group].wait(LONGEST)
-        gathered = [self.said[group][rank] for rank in self.members[group]]
+        gathered = [self.reports[group][rank] for rank in self.members[group]]
         assert len(set(map(len, gathered))) == 1
         self.barriers[group].wait(LONGEST)
         return gathered
@@ -66,7 +66,7 @@ class SimpleGroup:
 
 
 def components(world, groups):
-    """Compute the same by merging sets until nothing changes."""
+    """Return the connected ranks of every rank, by merging sets of ranks."""
     sets = [{rank} for rank in range(world)]
     for ranks in groups.values():
         joined = set(ranks).union(*(some for some in sets if some & set(ranks)))
@@ -89,8 +89,8 @@ def check(monkeypatch, world, groups):
     expected = components(world, groups)
     most = {rank: max(sum(r in g for g in groups.values()) for r in expected[rank]) for rank in range(world)}
     alone = {rank for rank in range(world) if not any(rank in members for members in groups.values())}
-    wanted = {rank: (expected[rank] if rank not in alone else [], most[rank]) for rank in range(world)}
-    assert results == wanted
+    connected = {rank: (expected[rank] if rank not in alone else [], most[rank]) for rank in range(world)}
+    assert results == connected
 
 
 @pytest.mark.parametrize("groups", [CHAIN, RING, PIPELINE, TWICE], ids=["chain", "ring", "pipeline", "twice"])
@@ -122,26 +122,26 @@ def five():
 
 @pytest.mark.parametrize("meshed", [False, True])
 def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
-    """Data and tensor parallel groups overlap in one stage; the other stage has other parameters, and no part in it."""
+    """Overlap data and tensor parallel groups in one stage; the other stage has other parameters and sends nothing."""
     for rank, ((results, single), words) in enumerate(five.run(pipeline, meshed=meshed)):
         assert words == (rank < 4)
-        for mine, wanted in zip(itertools.chain(*results), itertools.chain(*single), strict=True):
-            assert torch.equal(mine, wanted)
+        for mine, expected in zip(itertools.chain(*results), itertools.chain(*single), strict=True):
+            assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize(
-    ("types", "home", "wanted"),
+    ("types", "home", "expected"),
     [
-        (["cuda"], "cuda:3", "cuda:3"),  # the current device is the first one where nobody has set it
+        (["cuda"], "cuda:3", "cuda:3"),  # "cuda" alone would be the current device, by default the first
         (["cpu", "cuda"], "cuda:1", "cuda:1"),
         (["cpu", "cuda"], "cpu", "cpu"),
         (["cuda"], "cpu", "cuda"),
         (["cpu"], "cuda:2", "cpu"),
     ],
 )
-def test_a_rank_talks_over_the_device_of_its_parameters(types, home, wanted):
+def test_a_rank_talks_over_the_device_of_its_parameters(types, home, expected):
     group = SimpleNamespace(_device_types=types)
-    assert agreement.report_device(group, torch.device(home)) == torch.device(wanted)
+    assert agreement.report_device(group, torch.device(home)) == torch.device(expected)
 
 
 def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, monkeypatch):
@@ -149,17 +149,17 @@ def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, mo
 
 
 def homes(rank):
-    """Return the model devices that a step of plain parameters reports from."""
+    """Return the devices from which a step of plain parameters exchanges reports."""
     import torch.distributed as dist
 
     from hf_muon import Muon
 
-    asked, original = [], agreement.exchange_reports
+    devices, original = [], agreement.exchange_reports
     param = torch.nn.Parameter(torch.ones(3, 4))
     param.grad = torch.ones(3, 4)
 
     def exchange(group, home, *rest):
-        asked.append(home)
+        devices.append(home)
         return original(group, home, *rest)
 
     agreement.exchange_reports = exchange
@@ -167,4 +167,4 @@ def homes(rank):
         Muon([param], replicate_group=dist.group.WORLD).step()
     finally:
         agreement.exchange_reports = original
-    return asked
+    return devices

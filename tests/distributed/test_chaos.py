@@ -1,6 +1,6 @@
-"""Random models in random layouts: given equal gradients, bit-equal to one process.
+"""Random models in random layouts are bit-identical to one process when gradients are equal.
 
-HF_MUON_CHAOS_MODELS sets how many models, HF_MUON_CHAOS_SEED the first one's seed: both are for long runs by hand.
+For long runs by hand, HF_MUON_CHAOS_MODELS sets the number of models, HF_MUON_CHAOS_SEED the seed of the first one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tests.distributed.chaos import LAYOUTS, Model, compare, narrow
 
 MODELS = int(os.environ.get("HF_MUON_CHAOS_MODELS", "200"))
 FIRST = int(os.environ.get("HF_MUON_CHAOS_SEED", "0"))
-# Layouts that each model is tried in, by the number of ranks.
+# The number of layouts to try for each model, by the number of ranks.
 TRIED = {2: 2, 4: 2}
 PARTS = 4
 
 
 def runs_of(ranks):
-    """Pairs of a seed and a layout, in which layouts take turns."""
+    """Return pairs of a seed and a layout, with the layouts in turns."""
     layouts = LAYOUTS[ranks]
     return [
         (seed, layouts[(seed * TRIED[ranks] + k) % len(layouts)])
@@ -49,5 +49,5 @@ def test_the_models_are_of_every_kind():
 
 
 def test_a_dim_of_which_tensor_parallelism_leaves_nothing(pools):
-    """Wrapped by torch itself, which stores what is empty in a shape of its own."""
+    """Let torch shard the layers: it stores an empty shard in a shape of its own."""
     assert pools[4].run(narrow) == [[]] * 4

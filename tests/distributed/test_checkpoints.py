@@ -1,4 +1,4 @@
-"""State that moves: between numbers of ranks, between layouts, through templates; and state that must not get lost."""
+"""State that moves between numbers of ranks, between layouts and through templates, and must not get lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(pools):
 def test_from_layout_to_layout(run, layout, ranks, other, others, full, tmp_path):
     path = str(tmp_path / "checkpoint")
     saved = run(layout, ranks, last=4, save=path, full=full)
-    # The state itself arrives bit for bit; what follows agrees as layouts do.
+    # The loaded state is bit-identical; later steps agree within the rounding between layouts.
     loaded = run(other, others, first=4, last=4, load=path, full=full)
     assert_same({**loaded, "losses": []}, {**saved, "losses": []})
     straight, resumed = run(layout, ranks, last=8), run(other, others, first=4, last=8, load=path, full=full)
@@ -55,7 +55,7 @@ def test_flattened_state(run, layout, ranks, tmp_path):
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("fsdp", 2)])
 def test_an_empty_template_does_not_drop_moments(run, layout, ranks, tmp_path):
-    """Expect an error: with stale gradients torch creates no state to load into, and nothing would be loaded."""
+    """Expect an error: with stale gradients torch creates no state to load into, and would load nothing."""
     path = str(tmp_path / "checkpoint")
     run(layout, ranks, last=4, save=path)
     with pytest.raises((RuntimeError, ValueError, AssertionError)) as error:
@@ -64,7 +64,7 @@ def test_an_empty_template_does_not_drop_moments(run, layout, ranks, tmp_path):
 
 
 def test_saving_before_the_first_step_changes_nothing(run, tmp_path):
-    """torch makes the state to be saved by a step with zero gradients, which is not to count."""
+    """Do not count the step with zero gradients by which torch creates the state that it saves."""
     path = str(tmp_path / "checkpoint")
     straight = run("fsdp", 2, last=3)
     run("fsdp", 2, last=0, save=path)
@@ -84,11 +84,11 @@ def test_momentum_of_another_dtype_loads_and_trains(run, layout, ranks, tmp_path
     torch.save(state, path)
     resumed = run(layout, ranks, first=4, last=6, load=str(path), full=True, dtype="bfloat16")
     straight = run(layout, ranks, last=6, dtype="bfloat16")
-    for name, results in resumed["found"].items():
+    for name, results in resumed["states"].items():
         if "momentum_buffer" in results:
             assert results["momentum_buffer"].dtype is torch.float32
-            # bf16 keeps eight bits.
-            expected = straight["found"][name]["momentum_buffer"]
+            # bf16 has 8 significant bits.
+            expected = straight["states"][name]["momentum_buffer"]
             assert (results["momentum_buffer"] - expected).norm() < 2**-7 * expected.norm()
 
 
@@ -101,10 +101,10 @@ def test_a_changed_routing_is_refused_and_can_be_accepted(run, layout, ranks, tm
         run(layout, ranks, first=4, last=4, **resume)
     assert re.search(r"routing changed for blocks.0.qkv.weight \(AdamW there\), .*accept_rerouted", str(error.value))
     loaded = run(layout, ranks, first=4, last=4, **resume, accept_rerouted=True)
-    for name, results in loaded["found"].items():
+    for name, results in loaded["states"].items():
         if name in ("blocks.0.qkv.weight", "blocks.1.up.weight"):
             assert not results["momentum_buffer"].any()
         else:
-            assert results.keys() == saved["found"][name].keys()
-            assert all(torch.equal(results[key], value) for key, value in saved["found"][name].items())
+            assert results.keys() == saved["states"][name].keys()
+            assert all(torch.equal(results[key], value) for key, value in saved["states"][name].items())
     run(layout, ranks, first=4, last=5, **resume, accept_rerouted=True)

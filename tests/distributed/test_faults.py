@@ -1,4 +1,4 @@
-"""A rank that dies, and files that are cut off: nothing hangs, and the checkpoint before resumes exactly."""
+"""After the death of a rank or a truncated file nothing hangs, and the checkpoint before resumes exactly."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def fresh():
-    """Pools that a test may break."""
-    made = []
+    """Return a function that starts a pool for a test to break."""
+    pools = []
 
     def start():
-        made.append(Pool(2, timeout=240, forks=True))
-        return made[-1]
+        pools.append(Pool(2, timeout=240, forks=True))
+        return pools[-1]
 
     yield start
-    for pool in made:
+    for pool in pools:
         pool.close(kill=True)
 
 
@@ -35,9 +35,9 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_resumes(fresh, pools
     pool.run(train, layout=layout, last=4, save=good)
     with pytest.raises(AssertionError, match="rank 1: the process died") as error:
         pool.run(train, layout=layout, first=4, last=6, load=good, save=broken, killed=phase)
-    assert "rank 0: Traceback" in str(error.value)  # it has not waited in vain
+    assert "rank 0: Traceback" in str(error.value)  # it has stopped waiting
     if phase == "save":
-        # Written last, and so never of a checkpoint that is not whole.
+        # torch writes .metadata last, so that an incomplete checkpoint has none.
         assert not (tmp_path / "6" / ".metadata").exists()
         with pytest.raises(AssertionError, match=r"6/.metadata"):
             fresh().run(train, layout=layout, first=6, last=7, load=broken)

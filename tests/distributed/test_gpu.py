@@ -1,4 +1,4 @@
-"""What only a GPU can show: NCCL, streams, and kernels that choose by the size of a batch."""
+"""Tests that need a GPU: NCCL, streams, and kernels whose choice depends on the batch size."""
 
 from __future__ import annotations
 

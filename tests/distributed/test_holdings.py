@@ -1,4 +1,4 @@
-"""What travels to an owner, against the least that could travel."""
+"""The elements sent to an owner, compared with the fewest that suffice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ placement = st.one_of(
 
 
 def elements(block):
-    """Return the elements of the unit's batch that a box holds."""
+    """Return the elements of the unit's batch in a box."""
     matrices = range(block.matrices.start, block.matrices.stop)
     rows, columns = (
         [i for first, last in ranges for i in range(first, last)] for ranges in (block.rows, block.columns)
@@ -36,14 +36,14 @@ def elements(block):
     return frozenset(itertools.product(matrices, rows, columns))
 
 
-def least(blocks, owner, wanted):
-    """Return the fewest elements that other ranks must send, over all sets of boxes that give the owner everything."""
+def least(blocks, owner, batch):
+    """Return the fewest elements that other ranks must send, over all sets of boxes that complete the owner's batch."""
     sets = [(rank, elements(block)) for rank, block in blocks if rank != owner]
     own = frozenset().union(*(elements(block) for rank, block in blocks if rank == owner))
     best = math.inf
-    for chosen in itertools.product((False, True), repeat=len(sets)):
-        sent = [held for taken, (_, held) in zip(chosen, sets, strict=True) if taken]
-        if own.union(*sent) == wanted:
+    for sends in itertools.product((False, True), repeat=len(sets)):
+        sent = [box for send, (_, box) in zip(sends, sets, strict=True) if send]
+        if own.union(*sent) == batch:
             best = min(best, sum(map(len, sent)))
     return best
 
@@ -60,23 +60,23 @@ def test_what_is_sent_is_the_least_from_which_the_owner_has_everything(data):
     holdings = Holdings(stored, ranks)
     unit = Unit((2, 3), tuple(MatrixRange(i, 0, stack) for i, stack in enumerate(stacks)))
     blocks = [(rank, block) for rank in range(ranks) for block in holdings.boxes(unit, rank)]
-    wanted = frozenset(itertools.product(range(unit.count), range(2), range(3)))
+    batch = frozenset(itertools.product(range(unit.count), range(2), range(3)))
     for owner in range(ranks):
         buckets = [make_bucket([OwnedUnit(unit, owner)], holdings, rank) for rank in range(ranks)]
-        # All ranks say the same about whether there is anything to send, and how much.
+        # All ranks agree on whether they send anything, and how much.
         assert buckets[owner].receive == [bucket.send[owner] for bucket in buckets]
         assert [bucket.arrive[owner] for bucket in buckets] == buckets[owner].leave
         assert holdings.pattern(unit).sent_to(owner).tolist() == buckets[owner].receive
         arrived = [element for _, block in buckets[owner].incoming for element in elements(block)]
-        assert sorted(arrived) == sorted(wanted)
+        assert sorted(arrived) == sorted(batch)
         travels = sum(buckets[owner].receive) - buckets[owner].receive[owner]
         assert {bucket.gathers for bucket in buckets} == {travels > 0}
         assert {bucket.returns for bucket in buckets} == {sum(buckets[owner].leave) > buckets[owner].leave[owner]}
         if len(blocks) <= 12:
-            assert travels == least(blocks, owner, wanted)
+            assert travels == least(blocks, owner, batch)
 
 
-# Stacks and matrices of one shape that share units, whole on every rank and cut, in turns.
+# Stacks and matrices of one shape that share units, alternately replicated and sharded.
 SHARED_UNITS = [((14, 3, 13), ""), ((17, 3, 13), ""), ((3, 13), ""), ((6, 13), "rows 3+3"), ((9, 3, 13), "")]
 
 

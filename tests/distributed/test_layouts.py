@@ -24,9 +24,9 @@ CASES = [(layout, ranks) for layout, sizes in LAYOUTS.items() for ranks in sizes
 def assert_equal(results, expected):
     for rank, result in enumerate(results):
         for i, (mine, single) in enumerate(zip(result, expected, strict=True)):
-            for found, wanted in zip(mine, single, strict=True):
-                assert found.dtype == wanted.dtype
-                assert torch.equal(found, wanted), f"rank {rank}, parameter {i}: {(found - wanted).abs().max()}"
+            for tensor, reference in zip(mine, single, strict=True):
+                assert tensor.dtype == reference.dtype
+                assert torch.equal(tensor, reference), f"rank {rank}, parameter {i}: {(tensor - reference).abs().max()}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -47,8 +47,8 @@ def test_buckets_of_any_size_give_the_same_bits(pools, layout, ranks, options):
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 3)])
 def test_wide_matrices_and_small_batches(pools, layout, ranks, dtype):
     expected = given_gradients(0, "single", steps=2, dtype=dtype, viewed=LARGE, max_batch_bytes=1)
-    found = pools[ranks].run(given_gradients, layout=layout, steps=2, dtype=dtype, viewed=LARGE, max_batch_bytes=1)
-    assert_equal(found, expected)
+    results = pools[ranks].run(given_gradients, layout=layout, steps=2, dtype=dtype, viewed=LARGE, max_batch_bytes=1)
+    assert_equal(results, expected)
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
@@ -65,11 +65,11 @@ def test_plain_parameters_beside_dtensors(pools):
 
 def test_updates_travel_in_bf16_on_request(pools):
     expected = given_gradients(0, "single")
-    found = pools[2].run(given_gradients, layout="fsdp", comm_dtype="bf16")
+    results = pools[2].run(given_gradients, layout="fsdp", comm_dtype="bf16")
     start = given_gradients(0, "single", steps=0)
-    for (mine, *_), (single, *_), (before, *_) in zip(found[0], expected, start, strict=True):
+    for (mine, *_), (single, *_), (before, *_) in zip(results[0], expected, start, strict=True):
         moved = (single - before).norm()
-        # A rounded update turns small singular directions; this is noise, and not the exact path.
+        # Rounding an update rotates small singular directions: this path is noisy, not bit-identical.
         assert (mine - single).norm() < 0.05 * moved
-    assert any(not torch.equal(mine[0], single[0]) for mine, single in zip(found[0], expected, strict=True))
-    assert all(torch.equal(a, b) for one, two in zip(*found, strict=True) for a, b in zip(one, two, strict=True))
+    assert any(not torch.equal(mine[0], single[0]) for mine, single in zip(results[0], expected, strict=True))
+    assert all(torch.equal(a, b) for one, two in zip(*results, strict=True) for a, b in zip(one, two, strict=True))

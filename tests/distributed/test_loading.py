@@ -1,4 +1,4 @@
-"""Ranks that load different states: what one of them refuses, all refuse, and nobody waits for it."""
+"""Ranks that load different states: if one rank refuses its state, all do, and none waits for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.mark.parametrize("wrong", ["no mapping", "a moment", "a step", "a hook", "another placement"])
 def test_a_complaint_of_one_rank_is_one_of_all(pools, wrong):
-    """Moments of DTensors may be sent on the way; nobody waits for a rank that has refused."""
+    """Refuse on one rank: loading DTensors may communicate, and no rank may wait for the one that refuses."""
     errors = pools[2].run(load_on_one_rank, wrong=wrong)
     assert all(error for error in errors)
     expected = {
@@ -62,7 +62,7 @@ def load_on_one_rank(rank, wrong):
 
 @pytest.mark.parametrize("use_muon", [True, False])
 def test_a_ranks_own_parameters_are_stepped_when_it_has_gradients(pools, use_muon):
-    """As experts are that no other rank holds. Compared with the same parameters stepped alone."""
+    """Step an expert that no other rank holds, and compare it with the same parameter stepped alone."""
     assert pools[2].run(own_experts, use_muon=use_muon) == [([3, 3], True), ([3, 2], True)]
 
 
@@ -82,7 +82,7 @@ def own_experts(rank, use_muon):
     optimizer, reference = over(expert, shared), over(alone)
     for number in range(3):
         shared.grad = torch.ones_like(shared)
-        for param in (expert, alone):  # the second rank's expert saw no token in the first step
+        for param in (expert, alone):  # the expert of rank 1 saw no token in the first step
             param.grad = None if rank == 1 and number == 0 else torch.full((4, 3), 1.0 + number)
         optimizer.step()
         reference.step()

@@ -1,4 +1,4 @@
-"""Watched by rank 0, a run on several ranks is the run that nobody watches."""
+"""Diagnostics on rank 0 do not change a run on several ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_weights_do_not_differ_by_a_bit_and_rank_0_alone_writes(pools, layout, t
         stored = {name for name, value in zip(names, line["update_rms"], strict=True) if value is not None}
         owned = {name for name, value in zip(names, line["stable_rank"], strict=True) if value is not None}
         matrices = {name for name, value in zip(names, other["update_rms"], strict=True) if value is not None}
-        # Rank 0 has the upper 21 of the 42 rows: queries and half of the keys.
+        # Rank 0 stores the upper 21 of the 42 rows: queries and half of the keys.
         elsewhere = {name for name in matrices if layout == "fsdp" and name.endswith("qkv.weight[2]")}
         assert stored == matrices - elsewhere
         assert set() < owned < matrices

@@ -1,4 +1,4 @@
-"""Momentum in fewer bytes: the same bits in every layout, and state that moves between them."""
+"""Momentum in bf16 and int8: bit-identical in every layout, and state that moves between layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.distributed.cases import WIDE, given_gradients, refusal
 from tests.distributed.test_layouts import assert_equal
 from tests.distributed.test_training import assert_same
 
-# Columns that two ranks cut between blocks.
+# Columns that two ranks cut at a block boundary.
 ALIGNED = [((6, 128), ""), ((3, 5, 256), "")]
 CUT = [((6, 250), "")]
 STACKS = [WIDE[1], WIDE[8]]
@@ -35,7 +35,7 @@ def test_int8_rounds_alike_in_every_layout(pools, layout, ranks, viewed):
     options = {"momentum_dtype": "int8", "viewed": viewed, "max_bucket_bytes": 4000}
     expected = given_gradients(0, "single", **options)
     assert any(state[1].dtype is torch.int8 for state in expected[: len(viewed)])
-    plain = (len(viewed), len(viewed) + 1)  # vectors, which have no second dim
+    plain = (len(viewed), len(viewed) + 1)  # vectors have no second dim
     assert_equal(pools[ranks].run(given_gradients, layout=layout, plain=plain, **options), expected)
 
 
@@ -67,8 +67,8 @@ def test_resume_is_exact_and_state_moves_between_layouts(run, choice, full, tmp_
     straight = run("fsdp", 2, last=6, **options)
     resumed = run("fsdp", 2, first=4, last=6, load=path, **options)
     assert_same(resumed, {**straight, "losses": straight["losses"][4:]})
-    kept = {value.dtype for state in saved["found"].values() for value in state.values()}
-    assert {"bf16": torch.bfloat16, "int8": torch.int8}[choice] in kept
+    dtypes = {value.dtype for state in saved["states"].values() for value in state.values()}
+    assert {"bf16": torch.bfloat16, "int8": torch.int8}[choice] in dtypes
     for layout, ranks in (("fsdp", 4), ("single", 1)):
         loaded = run(layout, ranks, first=4, last=4, load=path, **options)
         assert_same({**loaded, "losses": []}, {**saved, "losses": []})
@@ -82,9 +82,9 @@ def test_another_dtype_is_converted(run, there, here, full, tmp_path):
     path = str(tmp_path / "checkpoint")
     saved = run("fsdp", 2, last=3, save=path, full=full, momentum_dtype=there)
     loaded = run("fsdp", 2, first=3, last=3, load=path, full=full, momentum_dtype=here)
-    for name, state in saved["found"].items():
+    for name, state in saved["states"].items():
         if "momentum_buffer" in state:
-            exact, results = values_of(state), values_of(loaded["found"][name])
+            exact, results = values_of(state), values_of(loaded["states"][name])
             assert (results - exact).norm() <= (0.02 if here == "int8" else 0.004) * exact.norm()
             assert here != "fp32" or torch.equal(results, exact)
 
@@ -94,7 +94,7 @@ def test_another_dtype_is_converted(run, there, here, full, tmp_path):
     [("int8", "fp32", "moments are missing: .*momentum_scale.*"), ("fp32", "int8", "Missing key.*momentum_scale")],
 )
 def test_a_sharded_checkpoint_is_read_in_its_own_dtype(pools, run, there, here, message, tmp_path):
-    """torch.distributed.checkpoint reads numbers into what there is, which cannot tell codes from values."""
+    """Expect an error: torch.distributed.checkpoint would read int8 codes into a buffer of values, or vice versa."""
     path = str(tmp_path / "checkpoint")
     run("fsdp", 2, last=1, save=path, momentum_dtype=there)
     for error in pools[2].run(refusal, case="train", layout="fsdp", first=1, load=path, momentum_dtype=here):

@@ -1,4 +1,4 @@
-"""Where momentum that lives on the CPU is orthogonalized."""
+"""The device that orthogonalizes momentum stored on the CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         (CPU, CUDA, "auto", CUDA),
         (CPU, CUDA, "cpu", CPU),
         (CPU, CUDA, "accelerator", CUDA),
-        (CPU, CPU, "auto", CPU),  # nothing is offloaded
+        (CPU, CPU, "auto", CPU),  # no offload
         (CPU, CPU, "cpu", CPU),
-        (CUDA, CUDA, "cpu", CUDA),  # nor here
+        (CUDA, CUDA, "cpu", CUDA),  # no offload either
         (CUDA, CUDA, "auto", CUDA),
         (CUDA, CUDA, "accelerator", CUDA),
     ],

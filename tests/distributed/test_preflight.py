@@ -1,4 +1,4 @@
-"""Something is wrong on one rank: all refuse alike, nothing hangs, nothing is changed."""
+"""A fault on one rank: all ranks raise the same error, nothing hangs, nothing changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.distributed.cases import complaint, gradients_missing_on_one_rank, idle, unequal
+from tests.distributed.agreement_cases import complaint, gradients_missing_on_one_rank, idle, unequal
 
 REPLICAS = r"parameter 1 \(10, 16\) has a gradient on rank .* and none on rank 1, .*find_unused_parameters=True"
 CASES = [
@@ -54,7 +54,7 @@ def test_a_fault_on_one_rank_is_the_same_error_on_all(pools, layout, ranks, faul
     ],
 )
 def test_ranks_with_other_parameters_are_refused_on_all(pools, what, message):
-    """62 and 63 parameters: as many words of 62 bits as once went round differ."""
+    """Try 62 and 63 parameters, at the boundary between one and two 62-bit words of a report."""
     answers = pools[2].run(unequal, what=what)
     assert answers[0] == answers[1]
     assert re.search(message, answers[0][0]), answers[0][0]
@@ -63,7 +63,7 @@ def test_ranks_with_other_parameters_are_refused_on_all(pools, what, message):
 
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp-tp", 4)])
 def test_a_part_without_a_gradient_is_a_part_that_is_zero(pools, layout, ranks):
-    """As expert parallel ranks have it whose experts saw no token."""
+    """Drop gradients on one rank, as on an expert parallel rank whose experts saw no token."""
     for without, zeros in pools[ranks].run(gradients_missing_on_one_rank, layout=layout):
         assert all(
             torch.equal(a, b) for one, two in zip(without, zeros, strict=True) for a, b in zip(one, two, strict=True)

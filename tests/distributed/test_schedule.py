@@ -1,4 +1,4 @@
-"""Rounds and buckets, planned in one process for all ranks."""
+"""Rounds and buckets; one process plans those of all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_replicas_gather_nothing():
 
 @pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])
 def test_the_cost_of_a_step(placement, sent):
-    """Half of a matrix goes to its owner in fp32, and half of the other one's direction comes back in bf16."""
+    """Expect half of a matrix to go to its owner in fp32, and half of the other's direction to return in bf16."""
     cost = schedule_of(placement, rank=0).cost(lambda unit: unit.numel, torch.bfloat16)
     assert cost.flops == [24, 24]
     assert cost.sent_bytes == [sent, sent]

@@ -1,4 +1,4 @@
-"""PyTorch's own cases for `torch.distributed.checkpoint.state_dict`, with `Muon` in the place of Adam."""
+"""PyTorch's own cases for `torch.distributed.checkpoint.state_dict`, with `Muon` instead of Adam."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_whole_state_on_the_cpu(run, layout):
 
 
 def test_initial_lr_comes_along(run):
-    before, after = run(cases.scheduled, 2, layout="fsdp")[0]  # torch gives rank 0 alone what the groups hold
+    before, after = run(cases.scheduled, 2, layout="fsdp")[0]  # torch gives only rank 0 the values of the groups
     assert not any(before)
     assert set(after) == {1e-2}
 

@@ -1,4 +1,4 @@
-"""Real training: every layout against one process, and every checkpoint against the uninterrupted run."""
+"""Real training: every layout compared with one process, every resumed run with the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("fsdp-keep", 2), (
 
 @pytest.fixture(autouse=True)
 def _quiet(recwarn):
-    """torch's own warnings about one process and gloo are not ours to judge."""
+    """Record warnings: torch itself warns about single processes and gloo."""
 
 
 @functools.cache
 def one_process(*options):
-    """Return what one process computes, to compare layouts with."""
+    """Return the results of one process, the reference for layouts."""
     return train(0, "single", **dict(options))
 
 
 def difference(one, other, key="weight"):
-    """Largest relative difference of any parameter."""
+    """Return the largest relative difference of any parameter."""
     return max(
-        float((one["found"][name][key] - state[key]).norm() / state[key].norm())
-        for name, state in other["found"].items()
+        float((one["states"][name][key] - state[key]).norm() / state[key].norm())
+        for name, state in other["states"].items()
         if key in state
     )
 
 
 def assert_same(one, other):
     assert one["losses"] == other["losses"]
-    assert one["found"].keys() == other["found"].keys()
-    for name, state in other["found"].items():
-        assert one["found"][name].keys() == state.keys()
+    assert one["states"].keys() == other["states"].keys()
+    for name, state in other["states"].items():
+        assert one["states"][name].keys() == state.keys()
         for key, value in state.items():
-            assert one["found"][name][key].dtype == value.dtype
-            assert torch.equal(one["found"][name][key], value), f"{name} {key}"
+            assert one["states"][name][key].dtype == value.dtype
+            assert torch.equal(one["states"][name][key], value), f"{name} {key}"
 
 
 def tensors(result):
-    """Losses, weights and moments by name."""
-    found = {f"{name} {key}": value for name, state in result["found"].items() for key, value in state.items()}
-    return {"losses": torch.tensor(result["losses"]), **found}
+    """Return losses, weights and moments by name."""
+    by_name = {f"{name} {key}": value for name, state in result["states"].items() for key, value in state.items()}
+    return {"losses": torch.tensor(result["losses"]), **by_name}
 
 
 def assert_close(one, *options):
-    """Allow for rounding: a batch shared among ranks is summed in another order, which Newton-Schulz amplifies."""
+    """Compare within rounding: ranks sum a shared batch in another order, which Newton-Schulz amplifies."""
     controls = [tensors(one_process(*options, ("moved", seed))) for seed in (0, 1)]
     assert not beyond_rounding(tensors(one), tensors(one_process(*options)), controls)
 
@@ -85,7 +85,7 @@ def test_resume_is_exact(pools, layout, ranks, dtype, tmp_path):
     assert_same(
         {**run(first=4, last=8, load=str(tmp_path / "checkpoint"))}, {**straight, "losses": straight["losses"][4:]}
     )
-    momenta = [state["momentum_buffer"] for state in straight["found"].values() if "momentum_buffer" in state]
+    momenta = [state["momentum_buffer"] for state in straight["states"].values() if "momentum_buffer" in state]
     assert len(momenta) == 12
     assert all(momentum.dtype is torch.float32 and momentum.any() for momentum in momenta)
 
@@ -93,7 +93,7 @@ def test_resume_is_exact(pools, layout, ranks, dtype, tmp_path):
 @pytest.mark.extended(but="single|^fsdp-2")
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), *LAYOUTS])
 def test_resume_without_moments_is_refused_or_seen(pools, layout, ranks, tmp_path):
-    """What `test_resume_is_exact` would say if moments were dropped."""
+    """Drop the moments, to prove that `test_resume_is_exact` would notice."""
 
     def run(**options):
         if layout == "single":

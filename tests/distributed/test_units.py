@@ -18,13 +18,13 @@ from hf_muon.storage.regions import regions
 
 
 def llama_70b():
-    """Sizes: Grattafiori et al., The Llama 3 Herd of Models, table 3; 8 key and value heads of 128."""
+    """Return the shapes of Llama 3 70B (Grattafiori et al., The Llama 3 Herd of Models, table 3; 8 KV heads of 128)."""
     width, inner, kv = 8192, 28672, 1024
     return [(width, width), (kv, width), (kv, width), (width, width), *[(inner, width)] * 2, (width, inner)] * 80
 
 
 def qwen3_235b_a22b():
-    """Sizes: Qwen3 Technical Report, table 2; experts stacked and gate and up fused, as transformers stores them."""
+    """Return the shapes of Qwen3-235B-A22B (Qwen3 Technical Report, table 2), stacked and fused as in transformers."""
     width, experts, inner = 4096, 128, 1536
     attention = [(64 * 128, width), (4 * 128, width), (4 * 128, width), (width, 64 * 128)]
     return [*attention, (experts, 2 * inner, width), (experts, width, inner)] * 94
@@ -62,19 +62,19 @@ class TestUnits:
     )
     def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
         kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
-        seen = Counter()
+        matrices = Counter()
         for unit in make_units(shapes, kinds):
             assert len({kinds[param] for param, _, _ in unit.ranges}) == 1
             for param, start, stop in unit.ranges:
                 assert tuple(shapes[param][-2:]) == unit.shape
-                seen.update((param, k) for k in range(start, stop))
+                matrices.update((param, k) for k in range(start, stop))
         expected = Counter(
             (i, k)
             for i, shape in enumerate(shapes)
             if torch.Size(shape).numel()
             for k in range(shape[0] if len(shape) == 3 else 1)
         )
-        assert seen == expected
+        assert matrices == expected
 
     def test_small_matrices_of_a_shape_stay_together_as_long_as_there_is_enough_to_share_out(self):
         assert [unit.count for unit in units_of([(16, 16)] * 80)] == [10] * 8
@@ -119,7 +119,7 @@ class TestOwners:
             makespan = max(loads(units, assign_owners(units, ranks, holders), ranks))
             least = lower_bound(units, ranks)
             if (model, ranks) == (llama_70b, 256):
-                # 240 large matrices and 160 of 3/8 their cost: some rank has one of each, or four of the small ones.
+                # 240 large matrices and 160 of 3/8 their cost: some rank owns one of each, or four of the small ones.
                 costs = sorted({unit.cost for unit in units})
                 least = min(costs[-1] + costs[-2], 4 * costs[-2])
             assert makespan <= 1.05 * least

@@ -1,4 +1,4 @@
-"""Weights that are several matrices, or stored otherwise, against the same matrices as separate parameters."""
+"""Fused, transposed and folded weights, compared with the same matrices as separate parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [shape for shape, _ in VIEWS]
 
 
 def index(sizes, size):
-    """Return the indices of each part that a list of sizes describes, computed by a loop."""
+    """Return the indices of each part that a text of sizes describes, computed by a loop."""
     parts, at = [], 0
     for times, turns, inner in terms_of(sizes):
         results = [[] for _ in range(len(inner) * (1 if turns else times))]
@@ -36,7 +36,7 @@ def index(sizes, size):
 
 
 def terms_of(sizes):
-    """Times, whether parts take turns, and sizes of each term."""
+    """Yield for each term how often it repeats, whether its parts take turns, and their sizes."""
     depth, term = 0, ""
     for c in sizes + "+":
         depth += (c == "(") - (c == ")")
@@ -68,7 +68,7 @@ def test_a_view_gives_what_its_matrices_give_as_separate_parameters(adjust_lr_fn
     options = {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32", "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     views = [view for _, view in VIEWS]
     stored = [nn.Parameter(w) for w in make(SHAPES, 0)]
-    # Kernels in another memory order are no view of a matrix in one piece.
+    # A kernel in channels_last order cannot be viewed as one matrix.
     stored[7] = nn.Parameter(stored[7].detach().to(memory_format=torch.channels_last))
     separate = [[nn.Parameter(w) for w in apart(p.detach(), v)] for p, v in zip(stored, views, strict=True)]
     one = Muon([{"params": stored, "views": views}], **options)
@@ -82,7 +82,7 @@ def test_a_view_gives_what_its_matrices_give_as_separate_parameters(adjust_lr_fn
         other.step()
     for param, parts, view, before in zip(stored, separate, views, make(SHAPES, 0), strict=True):
         moved = (param.detach() - before).norm()
-        # A matrix is multiplied as it is stored, and its transpose is rounded otherwise.
+        # Newton-Schulz multiplies a matrix as it is stored; its transpose rounds differently.
         tolerance = 1e-5 if "transposed" in view.split(", ") else 1e-6
         for mine, part in zip(apart(param.detach(), view), parts, strict=True):
             assert (mine - part).norm() < tolerance * moved
@@ -202,7 +202,7 @@ def test_cuts_of_flat_slices():
 
 
 def test_flat_slices_hold_their_parts():
-    """Partitions of ZeRO: what the slices of all ranks hold, put together, is each matrix of a view."""
+    """Assemble each matrix of a view from the flat slices of all ranks, as ZeRO partitions them."""
     for shape, text in VIEWS:
         view, weight = parse(text), torch.arange(math.prod(shape)).view(shape)
         for ranks in (2, 3, 5):
@@ -215,9 +215,9 @@ def test_flat_slices_hold_their_parts():
                 apart(weight, text), view.shapes(shape), part_regions(view, shape, regions), strict=True
             ):
                 results = torch.full((math.prod(part_shape[:-2]), *part_shape[-2:]), -1)  # (B, m, n)
-                for region, held in zip(stored, slices, strict=True):
+                for region, local in zip(stored, slices, strict=True):
                     for box in region.boxes(0, len(results)):
-                        piece = Piece(0, box.local, box.cut).of(held)
+                        piece = Piece(0, box.local, box.cut).of(local)
                         assert piece.shape == box.stored
                         matrices = slice(box.first, box.first + box.count)
                         target = BatchBox(Piece(0), box.stored, box.shape, matrices, box.rows, box.columns)

@@ -1,10 +1,10 @@
-"""The work is shared and nothing is sent twice: counted, not timed."""
+"""Ranks share the work and send nothing twice: the tests count, and do not time."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.distributed.cases import counted_step, events
+from tests.distributed.work_cases import counted_step, events
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_rounds_overlap_within_the_bound(pools):
         assert len(place) == len(log)
         assert count > 4
         for k in range(1, count - 1):
-            # The next round is under way before this one is orthogonalized, and the last one's directions after that.
+            # In order: gather the next round, orthogonalize this one, complete the previous one.
             assert place["gather", k + 1] < place["orthogonalize", k] < place["complete", k]
             assert place["orthogonalize", k] < place["complete", k - 1]
         assert all(nbytes <= limit for _, nbytes in in_flight)

@@ -1,4 +1,4 @@
-"""A small model trained in every layout, saved and resumed through torch.distributed.checkpoint."""
+"""Training of a small model in every layout, saved and resumed through torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def wrap(model, layout):
-    """The model stored in a layout, the number of ranks among which a batch is shared, and this rank's place there."""
+    """Return the model in a layout, the number of ranks that share a batch, and this rank's index among them."""
     if layout == "single":
         return model, 1, 0
     world, rank = dist.get_world_size(), dist.get_rank()
     if layout == "ddp":
-        # Otherwise DDP puts gradients in another order after the first backward pass of a process, and sums of four
-        # round differently: a resumed process would not have the gradients of one that went on.
+        # By default DDP reorders its buckets after the first backward pass of a process, and sums over four ranks then
+        # round differently: a resumed process would not have the gradients of the uninterrupted one.
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), world, rank
     shards, place = world, rank
     options = {"mesh": init_device_mesh("cpu", (world,))} if layout in ("fsdp", "fsdp-keep") else {}
@@ -93,7 +93,7 @@ def wrap(model, layout):
 
 
 def batches(step):
-    """Text of the standard library as token ids, ``(BATCH, LENGTH + 1)``: something that can be learned."""
+    """Return texts of the standard library as token ids, ``(BATCH, LENGTH + 1)``, which a model can learn."""
     text = "\n".join(texts(10))
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator).tolist()
@@ -128,7 +128,7 @@ def train(
     moved=None,
     **options,
 ):
-    """Train steps `first` to `last`; losses, whole parameters and whole states by name."""
+    """Train steps `first` to `last`; return losses, and full parameters and states by name."""
     torch.manual_seed(0)
     model = Model().to(getattr(torch, dtype))
     move(model, moved)
@@ -179,11 +179,11 @@ def train(
         name: {"weight": whole(param), **{key: whole(value) for key, value in optimizer.state[param].items()}}
         for name, param in zip(names, params, strict=True)
     }
-    return {"losses": losses, "found": results}
+    return {"losses": losses, "states": results}
 
 
 def kill_in(phase):
-    """Rank 1 dies as by `kill -9` in the middle of a step, or after it has written half of its shard."""
+    """Kill rank 1 with SIGKILL in the middle of a step, or after it has written half of its shard."""
     if dist.get_rank() != 1:
         return
     from hf_muon.distributed.exchange import Exchange

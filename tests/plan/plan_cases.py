@@ -1,4 +1,4 @@
-"""The measured cost of a step on a rank, to compare plans with; and a run with diagnostics."""
+"""The measured cost of a step on a rank, to compare with plans; and a run with diagnostics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stack(nn.Module):
 
 
 class Several(Model):
-    """A model with weights that are several matrices or stored in other ways; it is not called."""
+    """A model with fused, grouped and transposed weights; no test calls its forward."""
 
     def __init__(self):
         super().__init__()
@@ -54,8 +54,8 @@ def watched(rank, layout, folder):
     file = f"{folder}/{rank}.jsonl"
     measured_run = train(rank, layout, last=4, diagnostics_every=2, diagnostics_file=file)
     same = all(
-        torch.equal(value, measured_run["found"][name][key])
-        for name, values in without["found"].items()
+        torch.equal(value, measured_run["states"][name][key])
+        for name, values in without["states"].items()
         for key, value in values.items()
     )
     return same and without["losses"] == measured_run["losses"]

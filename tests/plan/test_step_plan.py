@@ -1,4 +1,4 @@
-"""Plans, made in one process, against what ranks measure."""
+"""Plans, computed in one process, compared with measurements on all ranks."""
 
 from __future__ import annotations
 
