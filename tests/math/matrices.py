@@ -1,4 +1,4 @@
-"""Matrices to orthogonalize, and ways to do it: each form, and blocks of several sizes, forced on small matrices."""
+"""Matrices to orthogonalize, and every form and block size, which small matrices would not choose themselves."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def with_spectrum(m: int, n: int, values: torch.Tensor) -> torch.Tensor:
 
 
 def frobenius_normalized(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random matrices in fp64, each of Frobenius norm one."""
+    """Return random matrices in fp64, each with Frobenius norm 1."""
     matrices = torch.randn(shape, dtype=torch.float64)
     return matrices / torch.linalg.matrix_norm(matrices, keepdim=True)

@@ -14,7 +14,7 @@ from hf_muon import Muon, MuonConfig, orthogonalize
 from hf_muon.math.momentum import BLOCK, MOMENTUM_DTYPES, MomentumBuffers, Quantized, buffer_dtype, scale_shape
 from tests.math.test_rounding import rounded
 
-# Several blocks in a row, a part of one, a stack, and rows that are too short for a scale.
+# Several blocks in a row, part of a block, a stack, and rows that are too short for a scale.
 SHAPES = [(24, 150), (16, 40), (3, 10, 70), (20, 8)]
 DTYPES = ("fp32", "bf16", "int8")
 
@@ -168,7 +168,7 @@ def test_scales_cannot_be_lost():
     other, params = build("int8")
     with pytest.raises(ValueError, match=r"moments are missing: parameter 1 .* lacks \['momentum_scale'\]"):
         other.load_state_dict(lost)
-    # As a template of fp32 would leave it: codes as numbers.
+    # The state that an fp32 template would read: codes as numbers.
     for state in lost["state"].values():
         state.pop("momentum_scale", None)
         state["momentum_buffer"] = state["momentum_buffer"].float()

@@ -13,7 +13,7 @@ from tests.math.matrices import STANDARD, WAYS, spectrum, with_spectrum
 from tests.reference import newton_schulz_on_singular_values, polar_factor
 
 SHAPES = [(64, 64), (96, 32), (32, 96), (16, 800), (800, 16), (61, 127), (127, 61), (2, 2), (3, 48, 20), (5, 17, 31)]
-# Rounding moves singular values out of their range: bf16 has eight significant bits, and a step rounds three products.
+# Rounding moves singular values out of their range: bf16 has 8 significant bits, and a step rounds three products.
 SLACK = {"fp32": 2e-3, "bf16": 6e-2}
 
 
@@ -26,7 +26,7 @@ def test_equals_the_polynomials_on_the_singular_values(shape, preset):
     assert (result - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-# The result is rounded to its dtype; bf16 products leave about 1.5e-2.
+# Rounding to the dtype of the result sets the tolerance; bf16 products leave an error of about 1.5e-2.
 @pytest.mark.parametrize(
     ("dtype", "ns_dtype", "tolerance"),
     [
@@ -52,14 +52,14 @@ def test_other_dtypes_equal_the_polynomials_too(shape, dtype, ns_dtype, toleranc
 def test_singular_values_stay_in_the_range_of_the_preset(preset, ns_dtype, m, n):
     values = torch.logspace(-3, 0, min(m, n), dtype=torch.float64)
     matrix = with_spectrum(m, n, values / values.norm())
-    # The range is stated for inputs of 1e-3 to 1; the smallest are less, divided by the Frobenius norm.
+    # The range holds for inputs from 1e-3 to 1; division by the Frobenius norm takes the smallest below that.
     inside = values / values.norm() >= 1e-3
     result = spectrum(orthogonalize(matrix.float(), ns_coefficients=preset, ns_dtype=ns_dtype)).flip(0)
     low, high = PRESETS[preset].singular_range
     expected = spectrum(newton_schulz_on_singular_values(matrix, resolve(preset, 5)))
     assert expected.max() <= high
     assert result.max() <= high + SLACK[ns_dtype]
-    # How far each input direction is stretched: the component of the result along the polar factor.
+    # The stretch of each input direction: the component of the result along the polar factor.
     stretched = polar_factor(matrix).T @ orthogonalize(matrix.float(), ns_coefficients=preset, ns_dtype="fp32").double()
     stretches = torch.linalg.eigvalsh((stretched + stretched.T) / 2).flip(0)[: int(inside.sum())]
     assert int(inside.sum()) > min(m, n) * 3 // 4
@@ -132,7 +132,7 @@ def test_rank_deficient(rank):
     matrix = torch.randn(30, rank) @ torch.randn(rank, 50)
     expected = newton_schulz_on_singular_values(matrix, resolve("polar_express", 5))
     result = orthogonalize(matrix, ns_dtype="fp32")
-    # The null directions hold rounding noise of 1e-7, which five steps amplify by at most some 2000.
+    # The null directions hold rounding noise of 1e-7, which five steps amplify by at most about 2000.
     assert (result - expected).norm() < 2e-2 * expected.norm()
 
 
@@ -197,13 +197,13 @@ def test_property_matches_the_svd(m, n, batch, exponent, seed, preset):
     matrix = torch.randn(shape, generator=generator) * 2.0**exponent
     expected = newton_schulz_on_singular_values(matrix, resolve(preset, 5))
     result = orthogonalize(matrix, ns_coefficients=preset, ns_dtype="fp32")
-    # Rounding noise of 1e-7 in the smallest directions is amplified by up to 2000.
+    # Five steps amplify rounding noise of 1e-7 in the smallest directions by up to 2000.
     assert (result - expected).abs().max() < 2e-3
     transposed = orthogonalize(matrix.mT, ns_coefficients=preset, ns_dtype="fp32").mT
     assert (result - transposed).abs().max() < 2e-3
 
 
-# --- how it is computed: each form and each way to multiply, forced
+# --- each form and each way to multiply, forced
 
 ASPECTS = [(17, 17), (24, 36), (7, 28), (31, 17), (2, 13, 40), (3, 9, 200), (8, 512), (1, 6)]
 
@@ -257,7 +257,7 @@ def test_every_form_stays_in_the_range_in_bf16(preset, lengths, m, n):
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiles_into_one_graph():
     compiled = torch.compile(orthogonalize, backend="aot_eager", fullgraph=True)
-    # The second one is computed in blocks where it is not compiled.
+    # Without compilation, the second shape multiplies in blocks.
     for shape, tolerance in (((2, 64, 128), 1e-6), ((1, 400, 640), 1e-5)):
         matrix = torch.randn(shape)
         assert (compiled(matrix, ns_dtype="fp32") - orthogonalize(matrix, ns_dtype="fp32")).abs().max() < tolerance

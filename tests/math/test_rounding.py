@@ -42,12 +42,12 @@ class TestStochasticRounding:
             roundings_up += result == above
         sigma = math.sqrt(float((away * (1 - away)).sum()) * steps)
         assert abs(float((roundings_up - steps * away).sum())) < 5 * sigma
-        # Neither the value's last bits nor those of others are left in the choice.
+        # The choice depends neither on the value's last bits nor on its sign or size.
         for part in (away < 0.1, away > 0.9, values < 0, values.view(torch.int32) & 1 == 1):
             some = away[part]
             sigma = math.sqrt(float((some * (1 - some)).sum()) * steps)
             assert abs(float((roundings_up - steps * away)[part].sum())) < 5 * sigma
-        # One value over the steps is as random as many values in one.
+        # The choices for one value over the steps are as random as those for many values in one step.
         spread = ((roundings_up - steps * away).square().sum() / (steps * (away * (1 - away)).sum())).item()
         assert spread == pytest.approx(1, abs=0.02)
 

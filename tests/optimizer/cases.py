@@ -1,4 +1,4 @@
-"""Parameters of a Muon and an AdamW group, their gradients, and runs over them."""
+"""Parameters of Muon and AdamW groups, their gradients, and runs over them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from hf_muon import Muon
 
 SHAPES = [(24, 24), (40, 16), (16, 40), (24, 24), (61, 7), (40, 16)]
-# A bias, an embedding and a norm, as the AdamW half sees them.
+# A bias, an embedding and a norm, for the AdamW group.
 REST = [(40,), (100, 16), (16,)]
 
 

@@ -1,4 +1,4 @@
-"""Copies and pickles of an optimizer keep its options, or are refused."""
+"""Copies and pickles of an optimizer keep its options, or raise an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS
 
 
 def other_value(option):
-    """Return a value of an option that is not its default."""
+    """Return a value of an option other than its default."""
     if option.type.choices:
         return next(word for word in option.type.choices if word not in (option.default, "accelerator"))
     return {bool: lambda: not option.default, int: lambda: option.default + 3, type(None): lambda: "elsewhere.jsonl"}[
@@ -61,7 +61,7 @@ def test_every_option_is_carried_over(way, tmp_path):
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled, copy.copy])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_copy_does_not_write_into_the_originals_file(way, environment, tmp_path, monkeypatch):
-    """Compared with a run that is not copied."""
+    """Compare with a run that is not copied."""
     if environment:
         monkeypatch.setenv("HF_MUON_DIAGNOSTICS_EVERY", "1")
     files = [tmp_path / name for name in ("alone", "copied")]
@@ -91,7 +91,7 @@ def test_a_copy_steps_alike(way, momentum_dtype):
 
 @pytest.mark.parametrize("name", [*GROUP_OPTIONS, *OPTIMIZER_OPTIONS])
 def test_a_pickle_that_lacks_an_option_gets_its_default(name):
-    """Load what a version wrote in which the option did not exist."""
+    """Load a pickle from before the option existed."""
     optimizer = stepped()
     state = optimizer.__getstate__()
     state.pop(name, None)

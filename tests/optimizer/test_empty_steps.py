@@ -64,7 +64,7 @@ def test_nothing_requires_a_gradient(caplog):
 
 
 def test_after_a_resume(caplog):
-    """Warn although the loaded state counts steps: another optimizer has taken them."""
+    """Warn although the loaded state counts steps: another optimizer took them."""
     model = net()
     optimizer, other = build_optimizer(model), build_optimizer(net())
     train(model, optimizer)

@@ -1,4 +1,4 @@
-"""Where the bits of a step do not depend on what else is there, and where they do."""
+"""When a matrix's step is bit-identical whatever else the optimizer holds, and when it is not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 from hf_muon import Muon
 from tests.reference import moved
 
-# So small that a product of several rounds differently than a product of one.
+# So small that batched products round differently from single ones.
 SHAPES = [(5, 25), (26, 5), (11, 23), (13, 23), (3, 5, 25)] * 4
 
 
 def stepped(parts, nudge=False, steps=3, wrap=lambda step: step, **options):
-    """Return how far matrices have moved, with an optimizer for each of `parts`.
+    """Return the change of each matrix, with one optimizer for each of `parts`.
 
-    With `nudge`, gradients are off by one unit in the last place.
+    With `nudge`, gradients differ by one unit in the last place.
     """
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
@@ -38,7 +38,7 @@ STAGES = [slice(0, 7), slice(7, 12), slice(12, None)]
 
 
 def test_stages_of_a_model_are_within_rounding_of_the_whole():
-    """They put other matrices together; the control is a gradient that is off by one unit in the last place."""
+    """Compare stages, which batch other matrices together; the control moves gradients by one ulp."""
     whole = stepped(WHOLE)
     control = moved(stepped(WHOLE, nudge=True), whole)
     assert moved(stepped(STAGES), whole) <= 10 * control

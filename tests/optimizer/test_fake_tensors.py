@@ -1,4 +1,4 @@
-"""A step without values, as estimators of memory take it: on the meta device, and with fake tensors."""
+"""A step without values, as memory estimators take it: on the meta device, and with fake tensors."""
 
 from __future__ import annotations
 

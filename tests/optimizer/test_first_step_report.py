@@ -1,4 +1,4 @@
-"""The report of a first step, in one process; `tests/e2e/test_llamafactory_v1.py` reads it under DDP and FSDP2."""
+"""The report of the first step in one process; `tests/e2e/test_llamafactory_v1.py` reads it under DDP and FSDP2."""
 
 from __future__ import annotations
 

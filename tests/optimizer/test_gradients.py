@@ -1,4 +1,4 @@
-"""Gradients and options that a step cannot compute with are refused before weights or moments are touched."""
+"""A step refuses gradients and options that it cannot compute with, before it changes weights or moments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_large_gradients_of_changing_sign_are_refused_or_keep_weights_finite(mom
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("adamw_state_dtype", ["auto", "fp32", "bf16"])
 def test_adamw_moments_stay_finite_up_to_the_limit(dtype, adamw_state_dtype):
-    """Refuse what gives torch's AdamW an infinite second moment, with which a weight never moves again."""
+    """Refuse gradients whose second moment is infinite in torch's AdamW: such a weight would never move again."""
     weight = nn.Parameter(torch.randn(6, dtype=dtype))
     optimizer = Muon([{"params": [weight], "use_muon": False}], adamw_state_dtype=adamw_state_dtype)
     limit = largest(optimizer.param_groups[0], weight)
@@ -76,7 +76,7 @@ def test_adamw_moments_stay_finite_up_to_the_limit(dtype, adamw_state_dtype):
 
 
 def test_large_gradients_that_a_step_can_take_are_taken():
-    """Step by gradients whose sum of squares overflows: the moments stay finite."""
+    """Accept gradients whose sum of squares overflows: the moments stay finite."""
     weight = nn.Parameter(torch.zeros(300, 300))
     optimizer = Muon([weight], lr=0.1)
     weight.grad = torch.full((300, 300), 8e37)
@@ -94,7 +94,7 @@ def test_finite_gradients_that_are_too_large_name_their_parameter(where):
 
 def mixed(param, dtype):
     param.grad = None
-    param.grad_dtype = None  # newer torch takes any dtype then
+    param.grad_dtype = None  # newer torch accepts any dtype then
     param.grad = torch.randn(param.shape, dtype=dtype)
 
 
@@ -107,7 +107,7 @@ def test_gradients_of_another_dtype_than_their_parameter():
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
 def test_muon_takes_gradients_of_another_dtype_as_they_are():
-    """Its momentum is fp32, which an fp32 gradient of bf16 weights reaches without rounding."""
+    """Add an fp32 gradient of bf16 weights to the fp32 momentum without rounding."""
     (weight,), twin = (nn.Parameter(torch.zeros(5, 7, dtype=torch.bfloat16)) for _ in range(1)), None
     twin = nn.Parameter(torch.zeros(5, 7))
     mixed(weight, torch.float32)
@@ -168,7 +168,7 @@ def test_a_schedule_may_write_numbers_of_any_kind(lr):
 
 @pytest.mark.parametrize("form", [float, torch.tensor])
 def test_a_schedule_may_end_a_rounding_error_below_zero(form):
-    """LinearLR computes each rate from the one before; torch's AdamW goes on, and so does a run that resumes."""
+    """Accept the slightly negative last rate of LinearLR, as torch's AdamW does; the run also resumes."""
     weight = nn.Parameter(torch.ones(3, 3))
     theirs = nn.Parameter(torch.ones(3))
     ours = nn.Parameter(torch.ones(3))

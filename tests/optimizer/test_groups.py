@@ -1,4 +1,4 @@
-"""Param groups: which are accepted, what they hold, and the keys of torch's schedulers, known in one place."""
+"""Param groups: valid groups, their keys, and the keys of torch's schedulers."""
 
 from __future__ import annotations
 

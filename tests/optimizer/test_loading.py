@@ -1,4 +1,4 @@
-"""States that `load_state_dict` loads: their forms, what it logs, hooks, and torch.distributed.checkpoint."""
+"""`load_state_dict`: the forms of a state that it loads, its log, hooks, and torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.optimizer.small_run import STEPS, build, equal, step, stepped
 
 
 class TestFormsOfTheSameState:
-    """A run that loads the state in another form continues bit-identically to the run that never stopped."""
+    """A run that loads the state in another form continues bit-identical to the uninterrupted run."""
 
     def continued(self, change, dtype=torch.float32, **options):
         model, optimizer = stepped(dtype, **options)
@@ -78,7 +78,7 @@ class TestFormsOfTheSameState:
         assert not any(value.requires_grad for state in into.state.values() for value in state.values())
 
     def test_state_of_parameters_that_no_group_holds(self):
-        """Drop it; torch would load it. It may belong to another pipeline stage."""
+        """Drop state of unknown parameters, which torch would load: it may belong to another pipeline stage."""
 
         def change(saved):
             saved["state"]["stage 2"] = {"momentum_buffer": torch.ones(3, 3)}
@@ -102,7 +102,7 @@ class TestFormsOfTheSameState:
 
     @pytest.mark.parametrize("value", [torch.ones(3), 0.5, {"of": "the user"}])
     def test_what_a_user_keeps_in_the_state_of_parameters(self, value, caplog):
-        """torch saves it. A step does not read it; a load drops it and logs that."""
+        """Save it, as torch does; a step ignores it, and a load drops it and logs that."""
         model, optimizer = stepped()
         twin, other = stepped()
         for group in optimizer.param_groups:
@@ -126,7 +126,7 @@ class TestFormsOfTheSameState:
         assert equal(optimizer.state_dict(), other.state_dict())
 
     def test_param_groups_of_the_oldest_format(self, caplog):
-        """They did not count steps."""
+        """Load groups without `step`, which the oldest versions did not have."""
 
         def change(saved):
             for group in saved["param_groups"]:
@@ -176,7 +176,7 @@ class TestFormsOfTheSameState:
 
 class TestCopiesOfGroups:
     def test_groups_of_a_loaded_optimizer(self):
-        """They have counted steps whose moments the new optimizer does not have."""
+        """Start the steps from zero: the groups count steps whose moments the new optimizer does not have."""
         model, optimizer = stepped()
         optimizer.load_state_dict(optimizer.state_dict())
         twin = copy.deepcopy(model)
@@ -203,7 +203,7 @@ class TestCopiesOfGroups:
 
 
 class TestRates:
-    """Compared before what schedules make of them."""
+    """Learning rates of the checkpoint and of this run, compared before any schedule."""
 
     NOTICE = "the checkpoint's learning rates win over those of this run"
 
@@ -285,7 +285,7 @@ def test_a_hook_that_fails_changes_nothing(where):
 
 
 def test_hooks_run_around_the_load():
-    """Load what the last pre-hook returns, and let post-hooks see the momentum in this run's dtype."""
+    """Load the result of the last pre-hook, and show post-hooks the momentum in this run's dtype."""
     _, optimizer = stepped(torch.bfloat16)
     saved = copy.deepcopy(optimizer.state_dict())
     _, into = build(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a step computes, against torch, a reference, and itself."""
+"""The results of a step, compared with torch, with a reference, and with the step itself."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from hf_muon import Muon, orthogonalize
 from hf_muon.math.adamw import CHUNK
 from hf_muon.math.coefficients import PRESETS, resolve
-from tests.held import Held
 from tests.optimizer.cases import REST, SHAPES, both_gradients, both_halves, gradients, parameters, run
+from tests.peak_memory import PeakMemory
 from tests.reference import ReferenceMuon, relative_difference
 
 
 class TestAgainstTorch:
-    """torch.optim.Muon computes in bf16; given fp32 products, it is the same rule."""
+    """torch.optim.Muon, patched to multiply in fp32 instead of bf16, follows the same rule."""
 
     pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -65,7 +65,7 @@ def test_ten_steps_against_the_reference(preset, nesterov, adjust_lr_fn):
     run(Muon(ours, ns_coefficients=preset, ns_dtype="fp32", **options), ours, gradients())
     for grads in gradients():
         reference.step(grads)
-    # The steps of cans cancel larger terms than the others' and amplify fp32 rounding more.
+    # The steps of cans cancel larger terms than the other presets and amplify fp32 rounding more.
     assert relative_difference(start, reference.params, ours) < (2e-5 if preset == "cans" else 1e-5)
 
 
@@ -120,7 +120,7 @@ def test_adamw_half_of_half_precision_is_that_of_torch_in_fp32_rounded_once(dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_parameters_follow_the_fp32_run(dtype):
-    """Stay within a rounding per step: momentum is fp32, and each step rounds the weights once."""
+    """Allow one rounding per step: momentum is fp32, and each step rounds the weights once."""
     steps = 6
     grads = gradients(steps=steps, dtype=dtype)
     exact = [nn.Parameter(p.detach().float()) for p in parameters(dtype=dtype)]
@@ -137,7 +137,7 @@ def test_half_precision_parameters_follow_the_fp32_run(dtype):
 
 
 def test_batching_does_not_mix_up_matrices():
-    """Equal shapes are stacked; each must come back to its own parameter."""
+    """Step matrices of equal shape, which are stacked: each direction must return to its own parameter."""
     params = parameters([(12, 20)] * 5)
     starts = [p.detach().clone() for p in params]
     grads = gradients([(12, 20)] * 5, steps=1)
@@ -187,7 +187,7 @@ def test_gradients_are_not_written_to():
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_is_the_moving_average_of_raw_gradients(nesterov):
-    """Leave the buffer alone during Newton-Schulz: without nesterov, the update is an alias of it."""
+    """Check that Newton-Schulz leaves the buffer unchanged: without nesterov, the update is an alias of it."""
     params = parameters()
     optimizer = Muon(params, nesterov=nesterov)
     run(optimizer, params, gradients(steps=3))
@@ -199,7 +199,7 @@ def test_momentum_is_the_moving_average_of_raw_gradients(nesterov):
 
 
 def test_closure():
-    """Step by the gradients of the closure, and return its loss."""
+    """Step with the gradients of the closure, and return its loss."""
     weight = nn.Parameter(torch.randn(6, 4))
     twin = nn.Parameter(weight.detach().clone())
     target = torch.randn(6, 4)
@@ -284,12 +284,12 @@ def test_empty_matrices_are_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_holds_no_more_than_it_may(dtype):
-    """Whatever the number of parameters; and what goes one after the other comes to the same."""
+    """Bound the temporary memory for any number of parameters; smaller batches must not change the result."""
     shapes = [(64, 128)] * 12 + [(16, 48, 32), (400, 500), (160, 40)]
     rest = [(3000, 100), (7,)]
     results = []
-    # The largest matrix takes 4.9 MB by itself.
-    for limit in (1, 5_000_000):  # a matrix at a time, and units of several
+    # The largest matrix alone takes 4.9 MB.
+    for limit in (1, 5_000_000):  # batches of one matrix, and of several
         params, others = parameters(shapes, dtype), parameters(rest, dtype)
         groups = [{"params": params}, {"params": others, "use_muon": False}]
         optimizer = Muon(groups, ns_dtype="fp32", max_batch_bytes=limit)
@@ -297,7 +297,7 @@ def test_a_step_holds_no_more_than_it_may(dtype):
         run(optimizer, params + others, grads[:1])
         for param, grad in zip(params + others, grads[1], strict=True):
             param.grad = grad
-        with Held() as memory:
+        with PeakMemory() as memory:
             optimizer.step()
         assert memory.peak < max(limit, 5_000_000)
         results.append(params)
@@ -310,7 +310,7 @@ def test_int8_momentum_is_read_matrix_by_matrix():
     optimizer = Muon([{"params": [param], "views": ["rows 256x64"]}], ns_dtype="fp32", momentum_dtype="int8")
     run(optimizer, [param], [[grad]])
     param.grad = grad
-    with Held() as memory:
+    with PeakMemory() as memory:
         optimizer.step()
     assert memory.peak < 4 * param.numel()
 

@@ -1,4 +1,4 @@
-"""Files of older versions load exactly, and the run continues as if it had never stopped. `old_states` holds them."""
+"""Files of older versions, in `old_states`, load exactly, and the run continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def content(name):
 
 
 def state_of(kind):
-    """Return the weights and the state dict that the older version has written, as plain tensors."""
+    """Return the weights and the state dict that the older version wrote, as plain tensors."""
     return torch.load(io.BytesIO(content("state_dicts.pt.gz")), weights_only=True)[kind]
 
 
@@ -36,7 +36,7 @@ def loaded(kind):
 
 
 def with_todays_options(state_dict):
-    """Return a state dict whose groups have the defaults of the options that are younger than its file."""
+    """Return a state dict whose groups have the defaults of options that are newer than its file."""
     defaults = {name: OPTIONS[name].default for name in GROUP_OPTIONS}
     return {**state_dict, "param_groups": [defaults | group for group in state_dict["param_groups"]]}
 
@@ -64,7 +64,7 @@ def set_weights(optimizer, weights):
 
 
 def assembled(kind):
-    """Return an optimizer with the file's weights and moments, put in by hand, without any code that loads."""
+    """Return an optimizer with the file's weights and moments, set by hand, without any loading code."""
     optimizer, saved = build(kind), state_of(kind)
     set_weights(optimizer, saved["weights"])
     for i, param in enumerate(params_of(optimizer)):
@@ -113,7 +113,7 @@ def test_momentum_of_zero_would_show():
 
 
 def test_optimizers_over_ready_made_groups():
-    """As LLaMA-Factory's PPO and LoRA+ make them."""
+    """Load the optimizer that LLaMA-Factory's PPO and LoRA+ build over their own param groups."""
     optimizer, expected = pickle.loads(content("of_groups.pickle.gz")), trained_of_groups()[0]
     assert type(optimizer) is type(expected)
     assert optimizer.param_groups[0]["param_names"] == expected.param_groups[0]["param_names"]

@@ -1,4 +1,4 @@
-"""The protocol between a Muon and a framework that replaces its parameters by flat partitions, without a framework."""
+"""The protocol between Muon and a framework that replaces parameters with flat partitions, without a framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are refused, with the reason, before anything is changed."""
+"""A step that cannot work raises an error with the reason, before it changes anything."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_sharded_parameters_are_refused_with_what_to_do():
 
 
 def test_unreduced_dtensors_are_refused_also_when_swapped_in_later():
-    """Check DTensors that accelerate's FSDP2 puts into the groups of an optimizer built over plain parameters."""
+    """Check DTensors that accelerate's FSDP2 swaps into the groups of an optimizer over plain parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""A state that cannot be loaded is refused in a sentence, and nothing changes; thousands of mutated states too."""
+"""An invalid state raises an error of one sentence and changes nothing; so do thousands of mutated states."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def paths(tree, prefix=()):
 
 
 def mutate(saved, rng):
-    """Change one to three places; return which."""
+    """Change one to three places of a state; return which."""
     changes = []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = list(paths(saved))
@@ -175,7 +175,7 @@ CHAOS = [(dtype, choice) for dtype in (torch.float32, torch.bfloat16) for choice
 @pytest.mark.parametrize(("dtype", "momentum_dtype"), CHAOS, ids=lambda value: str(value))
 @pytest.mark.parametrize("accept_rerouted", [False, True])
 def test_mutated_states(dtype, momentum_dtype, accept_rerouted, record_property):
-    """Require every loaded state to be complete and finite, and the weights after the next step to be finite."""
+    """Require that every loaded state is complete and finite, and that the next step gives finite weights."""
     seed = CHAOS.index((dtype, momentum_dtype)) * 2 + accept_rerouted
     rng = random.Random(seed)
     record_property("seed", seed)
@@ -209,7 +209,7 @@ def test_mutated_states(dtype, momentum_dtype, accept_rerouted, record_property)
             raise AssertionError(f"{title}: the step after it: {type(error).__name__}: {error}") from error
         assert all(param.isfinite().all() for param in other.parameters()), title
         assert all(v.float().isfinite().all() for s in optimizer.state.values() for v in s.values()), title
-        for key in range(6):  # a load does not write into the state dict
+        for key in range(6):  # a load does not change the state dict
             before_and_after = (own_moments(each["state"].get(key)) for each in (snapshot, state_dict))
             assert equal(*before_and_after), title
         optimizer.load_state_dict(before)
@@ -218,7 +218,7 @@ def test_mutated_states(dtype, momentum_dtype, accept_rerouted, record_property)
 
 
 def own_moments(moments):
-    """Return the moments without foreign keys, whose values may be NaN or have no data and then equal nothing."""
+    """Return the moments without foreign keys, whose values may be NaN or lack data, and so equal nothing."""
     return {k: v for k, v in moments.items() if k in ALL_STATE_KEYS} if isinstance(moments, dict) else moments
 
 
@@ -234,9 +234,9 @@ def assert_loaded(optimizer, saved, title, *, accept_rerouted):
                 continue
             for name, value in moments.items():
                 if name not in ALL_STATE_KEYS:
-                    continue  # foreign, and dropped by the load
+                    continue  # a foreign key, which the load drops
                 if name == "momentum_scale" and not is_quantized(there.get("momentum_dtype", "auto"), param.shape):
-                    continue  # left there by a template
+                    continue  # from a template
                 loaded = optimizer.state[param].get(name)
                 assert loaded is not None, title
                 expected = torch.as_tensor(value).detach().float().reshape(loaded.shape)

@@ -1,4 +1,4 @@
-"""State dicts: resuming is bit-exact, and a state that does not fit is refused."""
+"""State dicts: a resumed run is bit-identical, and a state that does not fit raises an error."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class TestStateDict:
 
 
 class TestRefusedCheckpoints:
-    """Each is refused by a message that says what is wrong, and the optimizer stays as it was."""
+    """Each checkpoint raises an error that names the fault, and the optimizer stays as it was."""
 
     @staticmethod
     def named(shapes=SHAPES, prefix="layers", use_muon=True):

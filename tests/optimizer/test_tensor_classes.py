@@ -1,4 +1,4 @@
-"""Parameters of tensor classes that hf_muon does not know: their shape may be one shard's, so they are refused."""
+"""Parameters of unknown tensor classes raise an error: their shape may be the shape of a shard."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ UNKNOWN = "test_tensor_classes.Shard, a class that hf_muon does not know"
 
 
 class Shard(torch.Tensor):
-    """As another framework's DTensor: what it shows as its shape is that of its shard."""
+    """A tensor like another framework's DTensor: its shape is the shape of its shard."""
 
 
 class Tagged(nn.Parameter):
-    """A parameter with facts of somebody's own."""
+    """A subclass of Parameter without methods, which only tags a parameter."""
 
 
 class Behaving(nn.Parameter):
-    """A parameter with arithmetic of somebody's own."""
+    """A parameter with its own __torch_function__."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -35,11 +35,11 @@ class Behaving(nn.Parameter):
 
 
 class BehavingTagged(Behaving):
-    """One that inherits it."""
+    """A parameter that inherits its __torch_function__."""
 
 
 class Dispatching(nn.Parameter):
-    """A parameter with kernels of somebody's own."""
+    """A parameter with its own __torch_dispatch__."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -47,11 +47,11 @@ class Dispatching(nn.Parameter):
 
 
 class DTensorBase(nn.Parameter):
-    """A shard in somebody's own class of parameters."""
+    """A parameter class of another framework, named like a DTensor."""
 
 
 class OfDTensor(DTensorBase):
-    """One that inherits it."""
+    """A parameter that inherits from it."""
 
 
 def shard(*shape, requires_grad=True):
@@ -107,7 +107,7 @@ def test_a_subclass_of_parameter_that_behaves_otherwise_is_refused(cls):
 
 
 def test_trained_int8_params_of_bitsandbytes_are_known(monkeypatch):
-    """Step them: with has_fp16_weights=True they are whole matrices."""
+    """Step int8 parameters with has_fp16_weights=True, which are full matrices."""
     cls = type("Int8Params", (Behaving,), {"has_fp16_weights": True})
     with pytest.raises(RuntimeError, match="Int8Params, a class that hf_muon does not know"):
         Muon([cls(torch.ones(4, 6))])
@@ -131,7 +131,7 @@ def test_swapped_in_later_as_accelerate_does():
 
 
 def test_frozen_ones_go_on_until_they_are_trained():
-    """Ignore the class of a frozen parameter: the bases of quantized models have classes of their own."""
+    """Ignore the class of a frozen parameter: base weights of quantized models have their own classes."""
     weight = nn.Parameter(torch.ones(4, 6))
     base = shard(4, 6, requires_grad=False)
     optimizer = Muon([weight, base])
