@@ -30,31 +30,31 @@ def doctor(*arguments, **environment):
 
 @functools.cache
 def plain_doctor():
-    """Return what `hf-muon doctor` prints without arguments; three tests look at it."""
+    """Run `hf-muon doctor` without arguments, once for the three tests that read its output."""
     return doctor()
 
 
 def test_doctor():
-    done = plain_doctor()
-    assert done.returncode == 0, done.stderr
-    assert "optim: muon is accepted without any import" in done.stdout
-    assert "found: hf_muon_autoload:activate" in done.stdout
+    process = plain_doctor()
+    assert process.returncode == 0, process.stderr
+    assert "optim: muon is accepted without any import" in process.stdout
+    assert "found: hf_muon_autoload:activate" in process.stdout
     for module in ("transformers.training_args", "transformers.trainer_optimizer"):
-        assert re.search(rf"{re.escape(module)} +│ patched", done.stdout)
+        assert re.search(rf"{re.escape(module)} +│ patched", process.stdout)
 
 
 def test_doctor_for_machines_and_for_bug_reports():
-    found = json.loads(doctor("--json").stdout)
-    assert found["accepted"] is True
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["hooks"]["transformers.training_args"] == "patched"
+    report = json.loads(doctor("--json").stdout)
+    assert report["accepted"] is True
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["hooks"]["transformers.training_args"] == "patched"
     sentence = plain_doctor().stdout.splitlines()[-1]
     assert sentence.startswith("optim: muon is accepted with python 3.")
     assert f"torch {torch.__version__}" in sentence
 
 
 def test_doctor_lists_the_hooks_of_llamafactory_v1():
-    """In one of two places by its version."""
+    """Expect the registry in one of two modules, depending on the version of LLaMA-Factory."""
     shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", plain_doctor().stdout)
     arguments, *registries = [state for _, state in shown]
     assert len(registries) == 2
@@ -66,10 +66,10 @@ def test_doctor_lists_the_hooks_of_llamafactory_v1():
 
 
 def test_doctor_says_why_not():
-    done = doctor(HF_MUON_AUTOLOAD="0")
-    assert done.returncode == 1
-    assert "switched off by HF_MUON_AUTOLOAD" in done.stdout
-    assert "NOT accepted: no hook is placed. Say `import hf_muon` in the script" in done.stdout
+    process = doctor(HF_MUON_AUTOLOAD="0")
+    assert process.returncode == 1
+    assert "switched off by HF_MUON_AUTOLOAD" in process.stdout
+    assert "NOT accepted: no hook is placed. Say `import hf_muon` in the script" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_doctor_in_a_broken_environment(tmp_path, files, message):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = doctor(PYTHONPATH=paths)
-    assert done.returncode == 1
-    assert f"optim: muon is NOT accepted: {message}" in re.sub(r"transformers \d\S* has", "has", done.stdout)
-    assert "without `import hf_muon`" not in done.stdout
-    assert "Traceback" not in done.stderr
+    process = doctor(PYTHONPATH=paths)
+    assert process.returncode == 1
+    assert f"optim: muon is NOT accepted: {message}" in re.sub(r"transformers \d\S* has", "has", process.stdout)
+    assert "without `import hf_muon`" not in process.stdout
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.extended(but="accelerate")
@@ -113,12 +113,12 @@ def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monke
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = doctor("--json", PYTHONPATH=paths)
+    process = doctor("--json", PYTHONPATH=paths)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RuntimeError, match=f"optim: muon needs {package} .* or newer, and 1.0 is installed") as refusal:
         TrainingArguments(str(tmp_path), optim="muon", use_cpu=True, report_to="none")
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["accepted"], found["reason"]) == (1, False, str(refusal.value))
+    report = json.loads(process.stdout)
+    assert (process.returncode, report["accepted"], report["reason"]) == (1, False, str(refusal.value))
 
 
 def test_help_and_version():
@@ -138,8 +138,8 @@ def test_short_help(command):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A state of LLaMA-Factory's `use_muon: true` over a small Qwen3: the model, the optimizer and their folder."""
+def source_run(tmp_path_factory):
+    """Return a small Qwen3 with an optimizer like LLaMA-Factory's `use_muon: true`, and the folder of both."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -156,16 +156,16 @@ def made(tmp_path_factory):
 
 class TestConvert:
     @staticmethod
-    def convert(made, target, *arguments, source="optimizer.pt", model=None, **options):
-        _, _, folder = made
-        given = {"from": "llamafactory-v0", "model": model or folder, **options}
-        words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    def convert(source_run, target, *arguments, source="optimizer.pt", model=None, **options):
+        _, _, folder = source_run
+        options = {"from": "llamafactory-v0", "model": model or folder, **options}
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         return CliRunner().invoke(app, ["convert", str(folder / source), str(target), *words, *arguments])
 
-    def test_it_loads(self, made, tmp_path):
-        model, optimizer, _ = made
-        done = self.convert(made, tmp_path / "out.pt")
-        assert done.exit_code == 0, done.output
+    def test_it_loads(self, source_run, tmp_path):
+        model, optimizer, _ = source_run
+        result = self.convert(source_run, tmp_path / "out.pt")
+        assert result.exit_code == 0, result.output
         assert [path.name for path in tmp_path.iterdir()] == ["out.pt"]
         target = build_optimizer(model)
         target.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
@@ -174,7 +174,7 @@ class TestConvert:
             assert torch.equal(target.state[p]["momentum_buffer"], expected)
         for p in halves(model)[1]:
             assert torch.equal(target.state[p]["exp_avg_sq"], optimizer.state[p]["moment2"])
-        text = re.sub(r"\s+", " ", done.stdout)
+        text = re.sub(r"\s+", " ", result.stdout)
         assert "a decayed sum (sgd), taken times 0.05. Steps taken: 3." in text
         assert "model.layers.*.mlp.up_proj.weight" in text
         assert (
@@ -182,35 +182,35 @@ class TestConvert:
             in text
         )
 
-    def test_going_on_with_the_options_of_the_source(self, made, tmp_path):
-        done = self.convert(made, tmp_path / "out.pt", optim_args="lr=0.5,momentum=0.9")
-        said = re.search(r'--optim-args "(.*)"', done.stdout)[1]
-        assert said == "adamw_betas=0.9|0.95,momentum=0.95,ns_coefficients=original"
-        again = self.convert(made, tmp_path / "again.pt", optim_args=f"lr=0.5,{said}")
+    def test_going_on_with_the_options_of_the_source(self, source_run, tmp_path):
+        result = self.convert(source_run, tmp_path / "out.pt", optim_args="lr=0.5,momentum=0.9")
+        optim_args = re.search(r'--optim-args "(.*)"', result.stdout)[1]
+        assert optim_args == "adamw_betas=0.9|0.95,momentum=0.95,ns_coefficients=original"
+        again = self.convert(source_run, tmp_path / "again.pt", optim_args=f"lr=0.5,{optim_args}")
         assert "SOURCE was written with other options" not in again.stdout
         groups = torch.load(tmp_path / "again.pt", weights_only=True)["param_groups"]
         assert all((group["lr"], group["momentum"], group["step"]) == (0.5, 0.95, 3) for group in groups)
 
-    def test_a_trainer_goes_on(self, made, tmp_path):
-        """Four steps there and four here, against eight there; a rate that falls shows whether it is the right one."""
+    def test_a_trainer_goes_on(self, source_run, tmp_path):
+        """Compare four steps there and four here with eight there; a falling learning rate shows a wrong schedule."""
         from transformers import Trainer, TrainingArguments
 
         def train(name, model, optimizer=None, resume=None, **more):
-            given = {"max_steps": 8, "save_steps": 4, "learning_rate": 5e-3, "lr_scheduler_type": "linear", **more}
-            arguments = TrainingArguments(str(tmp_path / name), use_cpu=True, report_to=[], **given)
+            settings = {"max_steps": 8, "save_steps": 4, "learning_rate": 5e-3, "lr_scheduler_type": "linear", **more}
+            arguments = TrainingArguments(str(tmp_path / name), use_cpu=True, report_to=[], **settings)
             Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train(resume)
 
         generator = torch.Generator().manual_seed(3)
         tokens = torch.randint(0, 60, (64, 12), generator=generator)
         data = [{"input_ids": row, "labels": row} for row in tokens]
-        theirs, ours = copy.deepcopy(made[0]), copy.deepcopy(made[0])
+        theirs, ours = copy.deepcopy(source_run[0]), copy.deepcopy(source_run[0])
         train("theirs", theirs, moonlight_like(theirs, lr=5e-3))
         middle = tmp_path / "theirs" / "checkpoint-4"
         start = type(theirs).from_pretrained(middle)
         rule = "ns_coefficients=original,ns_dtype=fp32"
         options = {"optim_args": f"lr=2.5e-3,adamw_betas=0.9|0.95,{rule}", "source": middle / "optimizer.pt"}
-        done = self.convert(made, middle / "optimizer.pt.new", model=middle, **options)
-        assert "A scheduler's state is not converted, and is per group: 3 here, 1 there." in done.stdout
+        result = self.convert(source_run, middle / "optimizer.pt.new", model=middle, **options)
+        assert "A scheduler's state is not converted, and is per group: 3 here, 1 there." in result.stdout
         (middle / "optimizer.pt.new").replace(middle / "optimizer.pt")
         schedule = torch.load(middle / "scheduler.pt", weights_only=True)
         per_group = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -219,7 +219,7 @@ class TestConvert:
         weights = [list(model.parameters()) for model in (start, theirs, ours)]
         assert relative_difference(*weights) < 1e-5
 
-    def test_a_model_that_cannot_be_made_without_weights(self, made, tmp_path, monkeypatch):
+    def test_a_model_that_cannot_be_made_without_weights(self, source_run, tmp_path, monkeypatch):
         from transformers import Qwen3ForCausalLM
 
         init = Qwen3ForCausalLM.__init__
@@ -230,22 +230,22 @@ class TestConvert:
                 raise NotImplementedError
 
         monkeypatch.setattr(Qwen3ForCausalLM, "__init__", computing)
-        assert self.convert(made, tmp_path / "out.pt").exit_code == 0
+        assert self.convert(source_run, tmp_path / "out.pt").exit_code == 0
 
-    def test_names_in_a_file(self, made, tmp_path):
-        model, _, _ = made
+    def test_names_in_a_file(self, source_run, tmp_path):
+        model, _, _ = source_run
         other = copy.deepcopy(model)
         optimizer = jordan_2025(other)
         run(other, gradients(other, 1), optimizer)
-        torch.save(optimizer.state_dict(), made[2] / "jordan.pt")
+        torch.save(optimizer.state_dict(), source_run[2] / "jordan.pt")
         names = [n for g in optimizer.param_groups for p in g["params"] for n, q in other.named_parameters() if p is q]
         (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
         jordan = {"source": "jordan.pt", "from": "keller-jordan"}
-        refused = self.convert(made, tmp_path / "out.pt", **jordan)
+        refused = self.convert(source_run, tmp_path / "out.pt", **jordan)
         assert "say --in-model-order" in refused.stderr
         for arguments in ["--names", str(tmp_path / "names.txt")], ["--in-model-order"]:
-            done = self.convert(made, tmp_path / f"{arguments[0]}.pt", *arguments, **jordan)
-            assert done.exit_code == 0, done.output
+            result = self.convert(source_run, tmp_path / f"{arguments[0]}.pt", *arguments, **jordan)
+            assert result.exit_code == 0, result.output
         one, other = (torch.load(tmp_path / f"{name}.pt")["state"] for name in ("--names", "--in-model-order"))
         assert all(torch.equal(value, other[i][key]) for i, state in one.items() for key, value in state.items())
 
@@ -269,60 +269,61 @@ class TestConvert:
             ({"names": "/nowhere.txt"}, "No such file or directory: '/nowhere.txt'"),
         ],
     )
-    def test_refused(self, made, tmp_path, options, message):
-        folder = made[2]
+    def test_refused(self, source_run, tmp_path, options, message):
+        folder = source_run[2]
         torch.save({"weight": torch.ones(2)}, folder / "weights.pt")
         torch.save(subprocess.Popen, folder / "unsafe.pt")
         (folder / "half.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:5000])
         target = tmp_path / "out.pt"
-        done = self.convert(made, target, **options)
-        assert done.exit_code == 1
-        assert isinstance(done.exception, SystemExit)
-        assert re.search(message, done.stderr), done.stderr
+        result = self.convert(source_run, target, **options)
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit)
+        assert re.search(message, result.stderr), result.stderr
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(
         "text",
         ["{}", "{", '{"model_type": "qwen3", "hidden_size": "x"}', '{"model_type": "qwen3", "layer_types": [1]}'],
     )
-    def test_a_model_that_is_none(self, made, tmp_path, text):
+    def test_a_model_that_is_none(self, source_run, tmp_path, text):
         (tmp_path / "config.json").write_text(text)
-        done = self.convert(made, tmp_path / "out.pt", model=tmp_path)
-        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-        assert f"{tmp_path}: no model can be made of it" in done.stderr
+        result = self.convert(source_run, tmp_path / "out.pt", model=tmp_path)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert f"{tmp_path}: no model can be made of it" in result.stderr
         assert not (tmp_path / "out.pt").exists()
 
-    def test_what_is_there_stays(self, made, tmp_path):
+    def test_what_is_there_stays(self, source_run, tmp_path):
         target = tmp_path / "out.pt"
         target.write_text("mine")
-        done = self.convert(made, target)
-        assert done.exit_code == 1
-        assert f"{target} exists. Name another TARGET, or say --overwrite" in done.stderr
-        refused = self.convert(made, target, "--overwrite", optim_args="adamw_patterns=up_proj")
+        result = self.convert(source_run, target)
+        assert result.exit_code == 1
+        assert f"{target} exists. Name another TARGET, or say --overwrite" in result.stderr
+        refused = self.convert(source_run, target, "--overwrite", optim_args="adamw_patterns=up_proj")
         assert refused.exit_code == 1
         assert target.read_text() == "mine"
-        source = made[2] / "optimizer.pt"
-        assert "is also a source" in self.convert(made, source, "--overwrite").stderr
-        assert self.convert(made, tmp_path / "no" / "out.pt").exit_code == 1
-        assert self.convert(made, target, "--overwrite").exit_code == 0
+        source = source_run[2] / "optimizer.pt"
+        assert "is also a source" in self.convert(source_run, source, "--overwrite").stderr
+        assert self.convert(source_run, tmp_path / "no" / "out.pt").exit_code == 1
+        assert self.convert(source_run, target, "--overwrite").exit_code == 0
         assert "state" in torch.load(target, weights_only=True)
 
-    def test_a_disk_that_is_full(self, made, tmp_path, monkeypatch):
+    def test_a_disk_that_is_full(self, source_run, tmp_path, monkeypatch):
         def full(state, path):
             Path(path).write_text("half of it")
             raise RuntimeError("[enforce fail at inline_container.cc] . file write failed")
 
         monkeypatch.setattr(torch, "save", full)
-        done = self.convert(made, tmp_path / "out.pt")
-        assert (done.exit_code, list(tmp_path.iterdir())) == (1, [])
-        assert "file write failed" in done.stderr
+        result = self.convert(source_run, tmp_path / "out.pt")
+        assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
+        assert "file write failed" in result.stderr
 
-    def test_as_a_program(self, made, tmp_path):
+    def test_as_a_program(self, source_run, tmp_path):
         program = Path(sys.executable).with_name("hf-muon")
-        words = [program, "convert", made[2] / "optimizer.pt", tmp_path / "out.pt", "--model", made[2] / "config.json"]
-        done = subprocess.run([*words, "--from", "llamafactory-v0"], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        done = subprocess.run([*words, "--from", "llamafactory-v0"], capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert "exists" in done.stderr
-        assert "Traceback" not in done.stderr
+        folder = source_run[2]
+        words = [program, "convert", folder / "optimizer.pt", tmp_path / "out.pt", "--model", folder / "config.json"]
+        process = subprocess.run([*words, "--from", "llamafactory-v0"], capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr
+        process = subprocess.run([*words, "--from", "llamafactory-v0"], capture_output=True, text=True, check=False)
+        assert process.returncode == 1
+        assert "exists" in process.stderr
+        assert "Traceback" not in process.stderr

@@ -1,4 +1,4 @@
-"""`hf-muon inspect` and `hf-muon plan`, on configurations as people have them."""
+"""`hf-muon inspect` and `hf-muon plan` on checkpoints, training files, adapters and model cards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_process(*arguments):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A checkpoint of a small Qwen3 with 6 layers."""
+    """Return a small Qwen3 with 6 layers, and the folder of its checkpoint."""
     sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 6}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
     folder = tmp_path_factory.mktemp("small")
@@ -53,46 +53,46 @@ def training_yaml(tmp_path, small, **keys):
 class TestInspect:
     def test_a_checkpoint_as_a_process(self, small):
         model, folder = small
-        done = as_process("inspect", folder, "--json")
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        result = as_process("inspect", folder, "--json")
+        assert result.returncode == 0, result.stderr
+        report = json.loads(result.stdout)
         routes = route_parameters(model)
-        assert [tuple(p[k] for k in ("name", "shape", "route", "reason", "view")) for p in found["parameters"]] == [
+        assert [tuple(p[k] for k in ("name", "shape", "route", "reason", "view")) for p in report["parameters"]] == [
             (r.name, list(r.shape), "muon" if r.use_muon else "adamw", r.reason, r.view) for r in routes
         ]
         for side, use_muon in (("muon", True), ("adamw", False)):
             mine = [r.parameter.numel() for r in routes if r.use_muon is use_muon]
-            assert found[side] == {"parameters": len(mine), "weights": sum(mine)}
+            assert report[side] == {"parameters": len(mine), "weights": sum(mine)}
         again = json.loads(call("inspect", folder / "config.json", "--json").stdout)
-        assert {**again, "source": found["source"]} == found
+        assert {**again, "source": report["source"]} == report
 
     def test_weights_are_not_needed(self, small, tmp_path):
         (tmp_path / "config.json").write_text((small[1] / "config.json").read_text())
         assert all(p.is_meta for p in read_source(str(tmp_path)).model.parameters())
 
     def test_a_table(self, small):
-        done = call("inspect", small[1])
-        assert done.exit_code == 0
-        row = re.search(r"model\.layers\.\*\.mlp\.up_proj\.weight.*", done.stdout)[0]
+        result = call("inspect", small[1])
+        assert result.exit_code == 0
+        row = re.search(r"model\.layers\.\*\.mlp\.up_proj\.weight.*", result.stdout)[0]
         assert re.split(r" *│ *", row)[1:-1] == ["40x16", "6", "muon", "yes", "hidden matrix"]
         assert "model.layers.2.mlp.up_proj.weight" in call("inspect", small[1], "--all").stdout
-        assert re.search(r"muon: 42 parameters, [\d,]+ weights \(\d+\.\d%\)", done.stdout)
+        assert re.search(r"muon: 42 parameters, [\d,]+ weights \(\d+\.\d%\)", result.stdout)
 
     def test_how_weights_are_seen(self, tmp_path):
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "vocab_size": 60, **sizes}))
-        found = {p["name"]: p["view"] for p in json.loads(call("inspect", tmp_path, "--json").stdout)["parameters"]}
-        assert found["model.layers.1.mlp.experts.gate_up_proj"] == "transposed, columns 24*(1+1)"
-        assert found["model.layers.1.mlp.experts.down_proj"] == "transposed"
-        assert {view for name, view in found.items() if "experts" not in name} == {""}
-        done = call("inspect", tmp_path)
-        row = re.search(r"model\.layers\.\*\.mlp\.experts\.gate_up_proj .*", done.stdout)[0]
+        views = {p["name"]: p["view"] for p in json.loads(call("inspect", tmp_path, "--json").stdout)["parameters"]}
+        assert views["model.layers.1.mlp.experts.gate_up_proj"] == "transposed, columns 24*(1+1)"
+        assert views["model.layers.1.mlp.experts.down_proj"] == "transposed"
+        assert {view for name, view in views.items() if "experts" not in name} == {""}
+        result = call("inspect", tmp_path)
+        row = re.search(r"model\.layers\.\*\.mlp\.experts\.gate_up_proj .*", result.stdout)[0]
         reason = "stack of hidden matrices: gate, up"
         assert re.split(r" *│ *", row)[1:-1] == [
             *("4x16x48", "2", "muon", "yes", reason, "transposed, columns 24*(1+1)")
         ]  # fmt: skip
-        done = call("inspect", tmp_path, "--json", "--optim-args", "split_fused=false")
-        assert {p["view"] for p in json.loads(done.stdout)["parameters"]} == {"", "transposed"}
+        result = call("inspect", tmp_path, "--json", "--optim-args", "split_fused=false")
+        assert {p["view"] for p in json.loads(result.stdout)["parameters"]} == {"", "transposed"}
 
     @pytest.mark.parametrize(
         "path", [path for path in YAMLS if "accelerate" not in path.name], ids=lambda path: path.name
@@ -102,17 +102,17 @@ class TestInspect:
         target = tmp_path / path.name
         key = "model_name_or_path" if "model_name_or_path" in run else "model"
         target.write_text(path.read_text().replace(str(run[key]), str(small[1])))
-        done = call("inspect", target, "--json")
-        assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)
-        names = {p["name"] for p in found["parameters"] if p["route"] == "muon"}
+        result = call("inspect", target, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        names = {p["name"] for p in report["parameters"] if p["route"] == "muon"}
         if "lora" in path.name:
             assert names
             assert all("lora_" in name for name in names)
-            assert found["frozen"]["weights"] == sum(p.numel() for p in small[0].parameters())
+            assert report["frozen"]["weights"] == sum(p.numel() for p in small[0].parameters())
         elif "freeze" in path.name:
             assert {re.search(r"\.(\d)\.", name)[1] for name in names} == {"2", "3", "4", "5"}
-            assert found["frozen"]["parameters"] > 0
+            assert report["frozen"]["parameters"] > 0
         else:
             assert len(names) == 42
 
@@ -127,8 +127,8 @@ class TestInspect:
         path = tmp_path / "v1.yaml"
         run = {"model": str(small[1]), "optim_config": {"name": "muon", "wd": 0.1, "momentum": 0.9}}
         path.write_text(yaml.safe_dump(run))
-        found = read_source(str(path))
-        assert (found.config.weight_decay, found.config.momentum, found.notes) == (0.1, 0.9, [])
+        source = read_source(str(path))
+        assert (source.config.weight_decay, source.config.momentum, source.notes) == (0.1, 0.9, [])
 
     def test_an_adapter(self, small, tmp_path):
         config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
@@ -136,18 +136,18 @@ class TestInspect:
         get_peft_model(base, config).save_pretrained(tmp_path)
         settings = json.loads((tmp_path / "adapter_config.json").read_text())
         assert settings["base_model_name_or_path"] == str(small[1])
-        done = call("inspect", tmp_path, "--json", "--optim-args", "lora=muon")
-        assert json.loads(done.stdout)["muon"]["parameters"] == 2 * 7 * 6
+        result = call("inspect", tmp_path, "--json", "--optim-args", "lora=muon")
+        assert json.loads(result.stdout)["muon"]["parameters"] == 2 * 7 * 6
 
     def test_nothing_for_muon_is_told_and_an_error(self, small, tmp_path):
-        done = call("inspect", training_yaml(tmp_path, small, finetuning_type="lora"))
-        assert done.exit_code == 1
-        assert "set lora=muon" in done.stderr
-        assert "name contains 'lora' (lora=muon opts in)" in done.stdout
+        result = call("inspect", training_yaml(tmp_path, small, finetuning_type="lora"))
+        assert result.exit_code == 1
+        assert "set lora=muon" in result.stderr
+        assert "name contains 'lora' (lora=muon opts in)" in result.stdout
 
     def test_another_optimizer_is_said(self, small, tmp_path):
-        done = call("inspect", training_yaml(tmp_path, small, optim="adamw_torch"))
-        assert "says optim: adamw_torch: this is what optim: muon would do" in done.stdout
+        result = call("inspect", training_yaml(tmp_path, small, optim="adamw_torch"))
+        assert "says optim: adamw_torch: this is what optim: muon would do" in result.stdout
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),
@@ -176,9 +176,9 @@ class TestInspect:
             Path(name).mkdir()
         elif content is not None:
             Path(name).write_text(content.replace("SMALL", str(small[1])))
-        done = call("inspect", name)
-        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-        assert re.search(message, done.stderr), done.stderr
+        result = call("inspect", name)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert re.search(message, result.stderr), result.stderr
 
     @pytest.mark.extended
     @pytest.mark.parametrize(
@@ -189,60 +189,60 @@ class TestInspect:
         ],
     )
     def test_refused_as_a_process(self, words, message):
-        done = as_process(*words)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith(message)
-        assert "Traceback" not in done.stderr
+        result = as_process(*words)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr.startswith(message)
+        assert "Traceback" not in result.stderr
 
     @pytest.mark.extended
     def test_a_mixture_of_experts_as_a_process(self):
-        """Qwen3-30B-A3B: what the golden table has."""
-        done = as_process("inspect", "qwen3-30b-a3b", "--json")
-        found = json.loads(done.stdout)
-        share = found["muon"]["weights"] / (found["muon"]["weights"] + found["adamw"]["weights"])
-        assert f"muon: {found['muon']['weights']:,} weights, {share:.1%}" in expected("qwen3_moe")
+        """Expect the numbers of the golden table for Qwen3-30B-A3B."""
+        result = as_process("inspect", "qwen3-30b-a3b", "--json")
+        report = json.loads(result.stdout)
+        share = report["muon"]["weights"] / (report["muon"]["weights"] + report["adamw"]["weights"])
+        assert f"muon: {report['muon']['weights']:,} weights, {share:.1%}" in expected("qwen3_moe")
         assert share > 0.95
 
     @pytest.mark.parametrize(
-        ("kind", "made"),
+        ("kind", "model_class"),
         [("t5", "T5ForConditionalGeneration"), ("whisper", "WhisperForConditionalGeneration"), ("vit", "ViTModel")],
     )
-    def test_a_configuration_that_names_no_class(self, tmp_path, kind, made):
+    def test_a_configuration_that_names_no_class(self, tmp_path, kind, model_class):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        assert type(model_from(tmp_path)).__name__ == made
+        assert type(model_from(tmp_path)).__name__ == model_class
 
 
 class TestPlan:
-    """Against measured steps: tests/plan/test_step_plan.py."""
+    """The command alone; tests/plan/test_step_plan.py compares plans with measured steps."""
 
     def test_as_a_process(self, small):
-        done = as_process("plan", small[1], "--layout", "hsdp", "--ranks", "8", "--tokens", "4096", "--json")
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        result = as_process("plan", small[1], "--layout", "hsdp", "--ranks", "8", "--tokens", "4096", "--json")
+        assert result.returncode == 0, result.stderr
+        report = json.loads(result.stdout)
         plan = plan_step(small[0], MuonConfig(), "hsdp", 8)
-        assert (found["sent_bytes"], found["state_bytes"], found["flops"]) == (
+        assert (report["sent_bytes"], report["state_bytes"], report["flops"]) == (
             plan.sent_bytes,
             plan.state_bytes,
             plan.flops,
         )
-        assert found["share_of_step"] == {"4096": plan.share(4096)}
+        assert report["share_of_step"] == {"4096": plan.share(4096)}
 
     @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "zero1", "zero3"])
     def test_a_table(self, small, layout):
-        done = call("plan", small[1], "--layout", layout, "--ranks", 1 if layout == "single" else 4)
-        assert done.exit_code == 0, done.output
-        assert re.search(r"optimizer state +│ +[\d.]+ kB", done.stdout)
+        result = call("plan", small[1], "--layout", layout, "--ranks", 1 if layout == "single" else 4)
+        assert result.exit_code == 0, result.output
+        assert re.search(r"optimizer state +│ +[\d.]+ kB", result.stdout)
 
     @pytest.mark.extended
     def test_a_trillion_weights_on_a_thousand_ranks(self):
-        done = call("plan", "kimi-k2", "--ranks", 1024, "--json")
-        assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)
-        assert 1.0e12 < found["muon_weights"] < 1.03e12
-        assert found["balance"] < 1.05
-        assert sum(found["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
-        assert sum(found["state_bytes"]) == pytest.approx(
-            4 * found["muon_weights"] + 8 * found["adamw_weights"], rel=1e-3
+        result = call("plan", "kimi-k2", "--ranks", 1024, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert 1.0e12 < report["muon_weights"] < 1.03e12
+        assert report["balance"] < 1.05
+        assert sum(report["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
+        assert sum(report["state_bytes"]) == pytest.approx(
+            4 * report["muon_weights"] + 8 * report["adamw_weights"], rel=1e-3
         )
 
     @pytest.mark.parametrize(
@@ -258,9 +258,9 @@ class TestPlan:
         ],
     )
     def test_refused(self, words, message):
-        done = call("plan", *words)
-        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-        assert message in done.stderr
+        result = call("plan", *words)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert message in result.stderr
 
 
 @pytest.mark.parametrize(

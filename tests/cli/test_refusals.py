@@ -1,4 +1,4 @@
-"""`hf-muon inspect` and `plan` of what would be refused when it runs: training files, and quantized checkpoints."""
+"""`hf-muon inspect` and `plan` of runs that `optim: muon` refuses: training files, and quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The configuration of a small Qwen3, without weights."""
+    """Return a folder with the configuration of a small Qwen3, without weights."""
     sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
     folder = tmp_path_factory.mktemp("small")
     config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, architectures=["Qwen3ForCausalLM"])
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(params=QUANTIZED)
 def quantized(request, folder, tmp_path):
-    """The same, quantized by one of the methods."""
+    """Return a folder with the same configuration, quantized by one of the methods."""
     config = json.loads((folder / "config.json").read_text())
     path = tmp_path / request.param
     path.mkdir()
@@ -70,38 +70,38 @@ def write_v1(tmp_path, folder, **keys):
 
 class TestQuantized:
     def test_a_checkpoint_has_nothing_to_train(self, quantized):
-        done = call("inspect", quantized, "--json")
-        shown = json.loads(done.stdout)
-        assert (done.exit_code, shown["muon"]["weights"], shown["adamw"]["weights"]) == (1, 0, 0)
-        assert shown["frozen"]["weights"] > 0
-        assert f"is quantized ({quantized.name}" in done.stderr
-        assert "Train LoRA factors over it" in done.stderr
+        result = call("inspect", quantized, "--json")
+        report = json.loads(result.stdout)
+        assert (result.exit_code, report["muon"]["weights"], report["adamw"]["weights"]) == (1, 0, 0)
+        assert report["frozen"]["weights"] > 0
+        assert f"is quantized ({quantized.name}" in result.stderr
+        assert "Train LoRA factors over it" in result.stderr
         planned = call("plan", quantized, "--layout", "single", "--ranks", 1)
         assert (planned.exit_code, planned.stdout) == (1, "")
         assert f"is quantized ({quantized.name}" in planned.stderr
 
     def test_dequantize_shows_what_that_would_give(self, quantized, folder):
-        shown = json.loads(call("inspect", quantized, "--json", "--dequantize").stdout)
-        assert {**shown, "source": ""} == {**json.loads(call("inspect", folder, "--json").stdout), "source": ""}
+        report = json.loads(call("inspect", quantized, "--json", "--dequantize").stdout)
+        assert {**report, "source": ""} == {**json.loads(call("inspect", folder, "--json").stdout), "source": ""}
         config = json.loads((quantized / "config.json").read_text())
         config["quantization_config"]["dequantize"] = True
         (quantized / "config.json").write_text(json.dumps(config))
-        assert json.loads(call("inspect", quantized, "--json").stdout)["muon"] == shown["muon"]
+        assert json.loads(call("inspect", quantized, "--json").stdout)["muon"] == report["muon"]
 
     def test_of_a_run_with_lora_the_factors_are_trained(self, quantized, tmp_path):
         lora = {"finetuning_type": "lora", "optim_args": "lora=muon"}
-        done = call("inspect", write(tmp_path, quantized, **lora), "--json")
-        assert done.exit_code == 0, done.stderr
-        shown = json.loads(done.stdout)
-        assert shown["muon"]["parameters"] == 2 * 2 * 7
-        assert any("quantize" in note for note in shown["notes"])
+        result = call("inspect", write(tmp_path, quantized, **lora), "--json")
+        assert result.exit_code == 0, result.stderr
+        report = json.loads(result.stdout)
+        assert report["muon"]["parameters"] == 2 * 2 * 7
+        assert any("quantize" in note for note in report["notes"])
 
     def test_a_full_run_is_refused_unless_llamafactory_dequantizes(self, quantized, tmp_path):
-        done = call("inspect", write(tmp_path, quantized))
-        assert (done.exit_code, "its weights cannot be trained" in done.stderr) == (1, True)
-        done = call("inspect", write(tmp_path, quantized, finetuning_type="full"), "--json")
-        assert done.exit_code == (0 if quantized.name == "fp8" else 1), done.stderr
-        assert bool(json.loads(done.stdout)["muon"]["weights"]) is (quantized.name == "fp8")
+        result = call("inspect", write(tmp_path, quantized))
+        assert (result.exit_code, "its weights cannot be trained" in result.stderr) == (1, True)
+        result = call("inspect", write(tmp_path, quantized, finetuning_type="full"), "--json")
+        assert result.exit_code == (0 if quantized.name == "fp8" else 1), result.stderr
+        assert bool(json.loads(result.stdout)["muon"]["weights"]) is (quantized.name == "fp8")
 
     @pytest.mark.parametrize(
         "keys",
@@ -113,76 +113,76 @@ class TestQuantized:
         ],
     )
     def test_settings_that_quantize(self, folder, tmp_path, keys):
-        done = call("inspect", write(tmp_path, folder, **keys), "--json")
+        result = call("inspect", write(tmp_path, folder, **keys), "--json")
         setting = next(f"{key}: {value}" for key, value in keys.items() if key.startswith(("quantization_b", "load")))
-        assert (done.exit_code, json.loads(done.stdout)["muon"]["weights"]) == (1, 0)
-        assert f"remove {setting}" in done.stderr
+        assert (result.exit_code, json.loads(result.stdout)["muon"]["weights"]) == (1, 0)
+        assert f"remove {setting}" in result.stderr
         lora = (
             {"finetuning_type": "lora"}
             if "finetuning_type" in keys
             else {"use_peft": True, "lora_target_modules": "all-linear"}
         )
-        done = call("inspect", write(tmp_path, folder, **{**keys, **lora, "optim_args": "lora=muon"}), "--json")
-        assert (done.exit_code, json.loads(done.stdout)["muon"]["parameters"]) == (0, 2 * 2 * 7)
+        result = call("inspect", write(tmp_path, folder, **{**keys, **lora, "optim_args": "lora=muon"}), "--json")
+        assert (result.exit_code, json.loads(result.stdout)["muon"]["parameters"]) == (0, 2 * 2 * 7)
 
     @pytest.mark.parametrize("kind", ["oft", "a_type_of_tomorrow"])
     def test_a_type_of_adapters_that_is_not_known_here(self, folder, tmp_path, kind):
-        """LLaMA-Factory's QOFT trains; which types it refuses is its own to say."""
+        """Leave unknown types to LLaMA-Factory: it trains QOFT, and refuses the types that it does not know."""
         keys = {"finetuning_type": kind, "quantization_bit": 4}
-        done = call("inspect", write(tmp_path, folder, **keys), "--json")
-        assert done.exit_code == 0, done.stderr
-        shown = json.loads(done.stdout)
-        assert (shown["muon"]["weights"], shown["adamw"]["weights"]) == (0, 0)
+        result = call("inspect", write(tmp_path, folder, **keys), "--json")
+        assert result.exit_code == 0, result.stderr
+        report = json.loads(result.stdout)
+        assert (report["muon"]["weights"], report["adamw"]["weights"]) == (0, 0)
         assert any(
-            f"finetuning_type {kind} is not known here: what it adds is in no table" in n for n in shown["notes"]
+            f"finetuning_type {kind} is not known here: what it adds is in no table" in n for n in report["notes"]
         )
-        assert any("its own weights are frozen" in note for note in shown["notes"])
+        assert any("its own weights are frozen" in note for note in report["notes"])
 
     def test_a_freeze_run_is_refused(self, folder, tmp_path):
-        done = call("inspect", write(tmp_path, folder, finetuning_type="freeze", quantization_bit=4))
-        assert (done.exit_code, "its weights cannot be trained" in done.stderr) == (1, True)
+        result = call("inspect", write(tmp_path, folder, finetuning_type="freeze", quantization_bit=4))
+        assert (result.exit_code, "its weights cannot be trained" in result.stderr) == (1, True)
 
     def test_an_empty_section_quantizes_nothing(self, folder, tmp_path):
-        done = call("inspect", write_v1(tmp_path, folder, quant_config={}), "--json")
-        assert done.exit_code == 0, done.stderr
-        assert json.loads(done.stdout)["muon"]["weights"] > 0
+        result = call("inspect", write_v1(tmp_path, folder, quant_config={}), "--json")
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["muon"]["weights"] > 0
 
     @pytest.mark.parametrize("name", ["Musicgen", "MusicgenMelody"])
     def test_a_model_with_two_text_configurations(self, tmp_path, name):
-        """A text encoder and a decoder: transformers does not choose between them."""
+        """Read a model with a text encoder and a decoder, between which transformers does not choose."""
         text = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 2}
         decoder = {"vocab_size": 60, "hidden_size": 16, "ffn_dim": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
         audio = {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_size": 8}
         parts = {"text_encoder": {"model_type": "t5", **text}, "audio_encoder": audio, "decoder": decoder}
         config = getattr(transformers, f"{name}Config")(**parts, architectures=[f"{name}ForConditionalGeneration"])
         config.save_pretrained(tmp_path)
-        done = call("inspect", tmp_path, "--json")
-        assert done.exit_code == 0, done.stderr
-        assert json.loads(done.stdout)["muon"]["weights"] > 0
-        done = call("plan", tmp_path, "--layout", "fsdp", "--ranks", 2)
-        assert done.exit_code == 0, done.stderr
+        result = call("inspect", tmp_path, "--json")
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["muon"]["weights"] > 0
+        result = call("plan", tmp_path, "--layout", "fsdp", "--ranks", 2)
+        assert result.exit_code == 0, result.stderr
         assert text_config_of(config) is config.decoder
         written = json.loads((tmp_path / "config.json").read_text())
         for quantized in (written, written["decoder"]):
             quantized["quantization_config"] = QUANTIZED["gptq"]
             (tmp_path / "config.json").write_text(json.dumps(written))
-            done = call("inspect", tmp_path)
-            assert (done.exit_code, "is quantized (gptq, 4 bits)" in done.stderr) == (1, True), done.stderr
+            result = call("inspect", tmp_path)
+            assert (result.exit_code, "is quantized (gptq, 4 bits)" in result.stderr) == (1, True), result.stderr
             del quantized["quantization_config"]
 
     def test_llamafactory_v1(self, folder, tmp_path):
         quant = {"name": "bnb", "quantization_bit": 4}
-        done = call("inspect", write_v1(tmp_path, folder, quant_config=quant))
-        assert (done.exit_code, "quantized by quant_config (bitsandbytes, 4 bits)" in done.stderr) == (1, True)
+        result = call("inspect", write_v1(tmp_path, folder, quant_config=quant))
+        assert (result.exit_code, "quantized by quant_config (bitsandbytes, 4 bits)" in result.stderr) == (1, True)
 
     def test_an_adapter_over_it(self, folder, quantized, tmp_path):
         model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder))
         model.name_or_path = str(quantized)
         config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
         get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-        done = call("inspect", tmp_path / "adapter", "--json", "--optim-args", "lora=muon")
-        assert done.exit_code == 0, done.stderr
-        assert any("quantized" in note for note in json.loads(done.stdout)["notes"])
+        result = call("inspect", tmp_path / "adapter", "--json", "--optim-args", "lora=muon")
+        assert result.exit_code == 0, result.stderr
+        assert any("quantized" in note for note in json.loads(result.stdout)["notes"])
 
 
 # --- training files
@@ -227,29 +227,29 @@ class TestTrainingFiles:
     @pytest.mark.parametrize(("keys", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
     def test_refused(self, folder, tmp_path, keys, message):
         environment = dict(os.environ)
-        done = call("inspect", write(tmp_path, folder, **keys), "--json")
-        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-        assert message in done.stderr
-        assert message in json.loads(done.stdout)["refused"][0]
+        result = call("inspect", write(tmp_path, folder, **keys), "--json")
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert message in result.stderr
+        assert message in json.loads(result.stdout)["refused"][0]
         assert dict(os.environ) == environment
 
     @pytest.mark.parametrize(("keys", "message"), V1, ids=lambda value: value if isinstance(value, str) else "")
     def test_llamafactory_v1_refused(self, folder, tmp_path, keys, message):
-        done = call("inspect", write_v1(tmp_path, folder, **keys))
-        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-        assert message in done.stderr
+        result = call("inspect", write_v1(tmp_path, folder, **keys))
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert message in result.stderr
 
     def test_megatron_is_chosen_in_the_environment(self, folder, tmp_path, monkeypatch):
         monkeypatch.setenv("USE_MCA", "1")
-        done = call("inspect", write(tmp_path, folder, finetuning_type="full"))
-        assert (done.exit_code, "does not run with USE_MCA=1" in done.stderr) == (1, True)
-        assert call("inspect", write(tmp_path, folder)).exit_code == 0  # another script, which does not read it
+        result = call("inspect", write(tmp_path, folder, finetuning_type="full"))
+        assert (result.exit_code, "does not run with USE_MCA=1" in result.stderr) == (1, True)
+        assert call("inspect", write(tmp_path, folder)).exit_code == 0  # another script, which ignores USE_MCA
 
     def test_every_reason_is_shown_below_the_table(self, folder, tmp_path):
         keys = {"use_muon": True, "deepspeed": "lost.json", "fsdp": True, "fsdp_config": {"version": 1}}
-        done = call("inspect", write(tmp_path, folder, **keys))
-        assert "model.layers.*.mlp.up_proj.weight" in done.stdout
-        assert done.stderr.count("\n  - ") == 3
+        result = call("inspect", write(tmp_path, folder, **keys))
+        assert "model.layers.*.mlp.up_proj.weight" in result.stdout
+        assert result.stderr.count("\n  - ") == 3
 
     @pytest.mark.parametrize(
         ("keys", "message"),
@@ -259,8 +259,8 @@ class TestTrainingFiles:
         ],
     )
     def test_words_where_numbers_belong(self, folder, tmp_path, keys, message):
-        done = call("inspect", write(tmp_path, folder, **keys))
-        assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+        result = call("inspect", write(tmp_path, folder, **keys))
+        assert (result.exit_code, message in result.stderr) == (1, True), result.stderr
 
     def test_the_sentences_are_those_of_the_run(self, folder, tmp_path):
         fsdp = {"fsdp": True, "fsdp_config": {"version": 1}}
@@ -276,13 +276,13 @@ class TestTrainingFiles:
         assert str(wrong.value) in call("inspect", write_v1(tmp_path, folder, cp_size=2)).stderr
 
     def test_of_another_optimizer_it_is_a_note(self, folder, tmp_path):
-        done = call("inspect", write(tmp_path, folder, optim="adamw_torch", use_muon=True, optim_args="rank=8"))
-        assert done.exit_code == 0, done.stderr
-        assert "optim: muon would be refused: use_muon: true" in done.stdout
+        result = call("inspect", write(tmp_path, folder, optim="adamw_torch", use_muon=True, optim_args="rank=8"))
+        assert result.exit_code == 0, result.stderr
+        assert "optim: muon would be refused: use_muon: true" in result.stdout
 
     def test_an_optimizer_that_nobody_knows(self, folder, tmp_path):
-        done = call("inspect", write(tmp_path, folder, optim="moun"))
-        assert (done.exit_code, "optim: moun is not an optimizer of TrainingArguments" in done.stderr) == (1, True)
+        result = call("inspect", write(tmp_path, folder, optim="moun"))
+        assert (result.exit_code, "optim: moun is not an optimizer of TrainingArguments" in result.stderr) == (1, True)
 
     @pytest.mark.parametrize(
         "keys",
@@ -298,12 +298,12 @@ class TestTrainingFiles:
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
             monkeypatch.setenv(name, value)
         state = dict(PartialState._shared_state)
-        done = call("inspect", write(tmp_path, folder, **keys))
-        assert done.exit_code == 0, done.stderr
+        result = call("inspect", write(tmp_path, folder, **keys))
+        assert result.exit_code == 0, result.stderr
         assert PartialState._shared_state == state
 
 
-# --- code of a model's own
+# --- remote code
 
 
 REMOTE = """
@@ -337,12 +337,12 @@ class TestRemoteCode:
     @pytest.mark.parametrize("command", ["inspect", "plan"])
     def test_nothing_is_asked_or_run_without_the_option(self, remote, command):
         (remote / "net.py").write_text("raise SystemExit('it has run')")
-        done = CliRunner().invoke(app, [command, str(remote)], input="y\n")
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert "say --trust-remote-code, which runs it" in done.stderr
+        result = CliRunner().invoke(app, [command, str(remote)], input="y\n")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "say --trust-remote-code, which runs it" in result.stderr
 
     def test_with_the_option(self, remote):
-        done = call("inspect", remote, "--trust-remote-code", "--json")
-        assert done.exit_code == 0, done.stderr
-        shown = json.loads(done.stdout)
-        assert (shown["model"], shown["muon"]) == ("Net", {"parameters": 1, "weights": 24})
+        result = call("inspect", remote, "--trust-remote-code", "--json")
+        assert result.exit_code == 0, result.stderr
+        report = json.loads(result.stdout)
+        assert (report["model"], report["muon"]) == ("Net", {"parameters": 1, "weights": 24})

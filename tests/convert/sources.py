@@ -1,4 +1,4 @@
-"""Other Muons whose states are converted, and the conversion as tests call it."""
+"""Other Muons to convert from, and a short way to call the conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOONLIGHT_RULE = {"adjust_lr_fn": "match_rms_adamw", "adamw_betas": (0.9, 0.95)}
 JORDAN_RULE = {"adjust_lr_fn": "original", "adamw_betas": (0.9, 0.95)}
 IN_ORDER = {"in_model_order": True}
 
-# Each other Muon: its format, how it is made, our options for its rule, and what has to be said about its state.
+# Each other Muon: its format, its constructor, our options for its rule, and arguments that the conversion needs.
 OTHERS = {
     "llamafactory-v0": ("llamafactory-v0", moonlight_like, MOONLIGHT_RULE, {}),
     "llamafactory-v1": ("llamafactory-v1", lambda m: moonlight_like(m, "llamafactory-v1"), MOONLIGHT_RULE, {}),
@@ -38,7 +38,7 @@ def ours(model, **options):
 
 
 def saved(optimizer):
-    """Return an optimizer's state as it is read from a file."""
+    """Return an optimizer's state after a round trip through a file."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -58,7 +58,7 @@ def convert(optimizer, model, source="llamafactory-v0", target=None, **arguments
 
 
 def with_word_embeddings():
-    """Return a model with a matrix that llamafactory-v0 steps by Muon and llamafactory-v1 by AdamW."""
+    """Return a model with a matrix that llamafactory-v0 steps with Muon and llamafactory-v1 with AdamW."""
     model = Model()
     model.wte = nn.Embedding(30, 16)
     return model

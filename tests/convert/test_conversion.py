@@ -1,4 +1,4 @@
-"""Runs that continue with a converted state, against the same runs without a conversion."""
+"""Runs that continue from a converted state, compared with the same runs without a conversion."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from tests.reference import relative_difference
 
 
 class TestAgainstAStraightRun:
-    """Steps there, converted, steps here, against the same steps all there.
+    """Steps there, a conversion and steps here, compared with all steps there.
 
-    Momentum depends on the gradients alone. Weights differ by fp32 rounding: where the momentum was scaled, which
-    orthogonalization does not see, by that of a factor that is no power of two; else by the order of operations.
+    Momentum depends on the gradients alone. Weights differ by fp32 rounding. Conversion scales the momentum of some
+    sources, which orthogonalization ignores except for the rounding of a factor that is not a power of two; for the
+    others the order of operations differs.
     """
 
     @pytest.mark.parametrize("name", OTHERS)
@@ -86,7 +87,7 @@ class TestAgainstAStraightRun:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 class TestTorch:
-    """torch.optim.Muon itself, with torch.optim.AdamW beside it."""
+    """torch.optim.Muon itself, together with torch.optim.AdamW."""
 
     @staticmethod
     def pair(model, named=False):
@@ -100,7 +101,7 @@ class TestTorch:
         )
 
     def continued(self, named=False, **arguments):
-        """Return weights before, after more steps of theirs and after more steps of ours, and the conversion."""
+        """Return the weights before, after more steps of theirs, and after more steps of ours; and the conversion."""
         theirs = Model()
         muon, adamw = self.pair(theirs, named)
         run(theirs, gradients(theirs, BEFORE), muon, adamw)
@@ -117,7 +118,7 @@ class TestTorch:
         run(theirs, rest, muon, adamw)
         for one, other in zip(*(halves(m)[1] for m in (theirs, model)), strict=True):
             assert torch.equal(one, other)
-        # Momentum depends on the gradients alone, which are given: the two are the same moving average still.
+        # Momentum depends on the gradients alone, which are precomputed: both moving averages stay equal.
         for one, other in zip(*(halves(m)[0] for m in (theirs, model)), strict=True):
             assert torch.equal(muon.state[one]["momentum_buffer"], target.state[other]["momentum_buffer"])
         return start, list(theirs.parameters()), list(model.parameters()), conversion
@@ -200,7 +201,7 @@ class TestLlamaFactoryItself:
         optimizer = utils._create_muon_optimizer(theirs, Arguments)
 
         def step(grads):
-            # Their step has no no_grad of its own: torch's schedulers and accelerate bring it.
+            # Their step does not disable gradients itself; torch's schedulers and accelerate do it around the step.
             with torch.no_grad():
                 run(theirs, grads, optimizer)
 
@@ -216,7 +217,7 @@ class TestLlamaFactoryItself:
 
 
 class TestRerouted:
-    """Parameters that Muon stepped there and AdamW steps here, or the reverse."""
+    """Parameters that Muon stepped there and AdamW steps here, or vice versa."""
 
     def test_refused_by_name(self):
         model, optimizer = trained(moonlight_like, model=with_word_embeddings())

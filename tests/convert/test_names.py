@@ -1,4 +1,4 @@
-"""Every parameter gets its own moments, by name or by the order of the source."""
+"""Every parameter gets its own moments, matched by name or by the order of the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.other_muons import Model, gradients, jordan_2024, jordan_2025, moonli
 
 
 class TestOrder:
-    """Every parameter gets its own moments: gradients differ, and so do the moments."""
+    """Gradients differ between parameters, so that exchanged moments would show."""
 
     @staticmethod
     def check(optimizer, model, source, factor=1 - 0.95, **arguments):
@@ -64,7 +64,7 @@ class TestOrder:
         elif key == "param_names":
             for group in state_dict["param_groups"]:
                 group["param_names"] = [f"_orig_mod.module.{names[i]}" for i in group["params"]]
-        else:  # as torch.distributed.checkpoint makes it
+        else:  # the form of torch.distributed.checkpoint
             state_dict["state"] = {names[i]: state for i, state in state_dict["state"].items()}
             for group in state_dict["param_groups"]:
                 group["params"] = [names[i] for i in group["params"]]
@@ -75,7 +75,7 @@ class TestOrder:
             assert torch.equal(target.state[p][key], optimizer.state[p][key]), name
 
     def test_momentum_kept_as_a_matrix(self):
-        """Stacks of matrices, in the versions that flattened what has more than two dims."""
+        """Convert stacks of matrices from versions that flattened tensors of more than two dims."""
         model = Model()
         model.layers[0].experts = nn.Module()
         model.layers[0].experts.down = nn.Parameter(torch.randn(3, 4, 5))

@@ -1,4 +1,4 @@
-"""States that are not converted, and what the error says."""
+"""States that the conversion refuses, and the text of the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.other_muons import Model, halves, jordan_2025, moonlight_like
 
 
 class TestRefused:
-    """A wrong source, ambiguous parameters and moments that would be lost; the target does not change."""
+    """A wrong source, ambiguous parameters and moments that would be lost. The target does not change."""
 
     @staticmethod
     def refused(message, optimizer=None, model=None, source="llamafactory-v0", edit=None, target=None, **arguments):
@@ -69,7 +69,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("option", ["nesterov", "backend", "ema"])
     def test_the_form_of_the_momentum_cannot_be_told(self, option):
-        """Copies of that file are many, and what they have changed is not known."""
+        """Refuse options of modified copies of that file, whose rule for the momentum is unknown."""
         model, optimizer = trained(lambda m: jordan_2025(m, **{option: True}))
         message = r"cannot be told from it.* momentum_form=sgd.* momentum_form=ema"
         self.refused(message, optimizer, model, "keller-jordan", **IN_ORDER)
@@ -140,7 +140,7 @@ class TestRefused:
         self.refused("was stepped by Muon, where llamafactory-v1 has", optimizer, model, "llamafactory-v1")
 
     def test_one_rank_of_two(self):
-        """Keller Jordan's distributed Muon keeps each matrix's momentum on one rank."""
+        """Refuse the file of one rank: Keller Jordan's distributed Muon keeps each matrix's momentum on one rank."""
         model, optimizer = trained(jordan_2025)
         state_dict = saved(optimizer)
         for i in state_dict["param_groups"][0]["params"][::2]:

@@ -1,4 +1,4 @@
-"""What the environment asks for: two features, each with a variable of its own, and the one that both had before."""
+"""The environment variables of the step report and of diagnostics, and the older one that both shared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def asked():
+def settings():
     return diagnostics.report_wanted(), diagnostics.every_from_environment()
 
 
@@ -34,7 +34,7 @@ def asked():
         ({"HF_MUON_DIAGNOSTICS_EVERY": "False"}, False, 0),
         ({"HF_MUON_DIAGNOSTICS_EVERY": " no "}, False, 0),
         ({"HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "7"}, True, 7),
-        # what the older names have always meant
+        # the older names keep their meaning
         ({"HF_MUON_DIAG": "1"}, True, 0),
         ({"HF_MUON_DIAG": "yes"}, True, 0),
         ({"HF_MUON_DIAG": "0"}, False, 0),
@@ -42,7 +42,7 @@ def asked():
         ({"HF_MUON_DIAG": "50"}, True, 50),
         ({"LLAMAFACTORY_MUON_DIAG": "1"}, True, 0),
         ({"LLAMAFACTORY_MUON_DIAG": "50"}, True, 0),
-        # the new ones win
+        # the new names win
         ({"HF_MUON_DIAG": "50", "HF_MUON_STEP_REPORT": "0"}, False, 50),
         ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "0"}, True, 0),
         ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "off"}, True, 0),
@@ -51,7 +51,7 @@ def asked():
 def test_each_variable_has_one_meaning(variables, report, every, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert asked() == (report, every)
+    assert settings() == (report, every)
 
 
 @pytest.mark.parametrize("text", ["often", "on", "-1", "1.5", "9" * 5000, "\u0663"])

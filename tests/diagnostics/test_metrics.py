@@ -1,4 +1,4 @@
-"""What is measured is right, and measuring changes nothing."""
+"""Metrics are right, and measuring changes neither weights nor state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nothing_is_written_or_kept_without_being_asked_for(tmp_path, monkeypatc
 
 
 def test_values_are_those_of_the_matrices_themselves(tmp_path):
-    """One step from zero momentum, against formulas in float64 on whole matrices."""
+    """Compare one step from zero momentum with formulas in float64 on whole matrices."""
     weights = [torch.randn(12, 20), torch.randn(20, 12), torch.randn(3, 6, 8)]
     params = [nn.Parameter(w.clone()) for w in weights]
     vector = nn.Parameter(torch.randn(7))
@@ -99,8 +99,8 @@ class TestStableRank:
 
     def test_of_orthogonal_and_zero_matrices(self):
         q = torch.linalg.qr(torch.randn(8, 5))[0]
-        found = stable_rank(torch.stack([q, torch.zeros(8, 5)]))
-        torch.testing.assert_close(found, torch.tensor([5.0, 0.0]))
+        ranks = stable_rank(torch.stack([q, torch.zeros(8, 5)]))
+        torch.testing.assert_close(ranks, torch.tensor([5.0, 0.0]))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_refused(name, value):
 
 
 def test_time_share(tmp_path, monkeypatch):
-    """The step before a watched one is timed, from its beginning to that of the next."""
+    """Expect the time from the start of the step before a watched one to the start of the watched one."""
     moments = iter([10.0, 10.5, 12.0, 99.0])
     monkeypatch.setattr(watch.Clock, "now", lambda self: next(moments))
     trained(3, diagnostics_every=3, diagnostics_file=str(tmp_path / "d.jsonl"))

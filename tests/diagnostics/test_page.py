@@ -59,7 +59,7 @@ def report(*arguments):
 
 
 class Page(HTMLParser):
-    """Headings, charts, and whatever would be loaded from elsewhere."""
+    """The headings and charts of a page, and every address that it would load."""
 
     def __init__(self, text):
         super().__init__()
@@ -84,7 +84,7 @@ class Page(HTMLParser):
 
     @property
     def lines(self):
-        """Points of each line of each chart."""
+        """The points of each line of each chart."""
         return {
             title: {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart}
             for title, chart in self.charts.items()
@@ -94,8 +94,8 @@ class Page(HTMLParser):
 
 def test_numbers_are_those_of_the_file(tmp_path):
     write(tmp_path)
-    done = report(tmp_path)
-    assert done.exit_code == 0, done.output
+    result = report(tmp_path)
+    assert result.exit_code == 0, result.output
     text = (tmp_path / "muon_report.html").read_text()
     page = Page(text)
     assert page.titles == [
@@ -149,7 +149,7 @@ def test_the_page_needs_nothing_else_and_names_cannot_break_out(tmp_path):
     page = Page((tmp_path / "muon_report.html").read_text())
     assert page.links == []
     assert "b" not in page.tags
-    # One script is plotly's own, and each chart has one that draws it.
+    # Each title has a script that draws its chart.
     assert len(page.charts) == len(page.titles)
 
 
@@ -164,12 +164,12 @@ def test_without_plotly_numbers_are_still_there(tmp_path, monkeypatch):
 
 
 def test_of_steps_taken_again_the_later_ones_count(tmp_path):
-    """A run that was killed after step 30 and has gone on from step 10."""
+    """Report a run that was killed after step 30 and resumed from step 10."""
     start = {"event": "start", "hf_muon": "1", "torch": "2", "ranks": 2, "every": 10, "parameters": PARAMETERS}
     write(tmp_path, extra=[start, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}])
-    found = json.loads(report(tmp_path, "--json").stdout)
-    assert found["steps"] == [10, 20, 30]
-    assert found["update_rms"] == pytest.approx(3 * 0.35)
+    summary = json.loads(report(tmp_path, "--json").stdout)
+    assert summary["steps"] == [10, 20, 30]
+    assert summary["update_rms"] == pytest.approx(3 * 0.35)
     report(tmp_path)
     lines = Page((tmp_path / "muon_report.html").read_text()).lines
     assert lines["Update RMS by kind"][KINDS[0]] == {10: 0.3, 20: 0.6, 30: 0.9}
@@ -213,10 +213,10 @@ def test_broken_lines(tmp_path, line, message):
     whole = report(tmp_path, "--json").stdout
     with file.open("a") as out:
         out.write(line)
-    done = report(tmp_path)
-    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-    assert message in done.stderr
-    assert "--skip-broken leaves such lines out" in done.stderr
+    result = report(tmp_path)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert message in result.stderr
+    assert "--skip-broken leaves such lines out" in result.stderr
     assert not (tmp_path / "muon_report.html").exists()
     assert report(tmp_path, "--json", "--skip-broken").stdout == whole
 
@@ -227,9 +227,9 @@ def test_refused(tmp_path):
         ("lost", "lost does not exist. Name a run's output directory"),
         (".", f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50"),
     ):
-        done = report(tmp_path / path)
-        assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-        assert message in done.stderr
+        result = report(tmp_path / path)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert message in result.stderr
     file.parent.mkdir()
     file.write_text("")
     assert "holds no watched step yet" in report(file.parent).stderr
@@ -242,9 +242,9 @@ def test_as_a_process(tmp_path):
     write(tmp_path)
     program = Path(sys.executable).with_name("hf-muon")
     words = [program, "report", tmp_path, "--out", tmp_path / "page.html"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{tmp_path / 'page.html'} (" in done.stdout
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert f"{tmp_path / 'page.html'} (" in process.stdout
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
@@ -253,13 +253,13 @@ def test_as_a_process(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium: the one named by HF_MUON_CHROMIUM, beside python, on the path, or playwright's own."""
+    """Yield a Chromium: HF_MUON_CHROMIUM, one beside python or on the path, or playwright's own."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
     )
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    found = (shutil.which(name, path=path) for name in ("chromium", "chromium-browser", "google-chrome"))
-    named = os.environ.get("HF_MUON_CHROMIUM") or next(filter(None, found), None)
+    paths = (shutil.which(name, path=path) for name in ("chromium", "chromium-browser", "google-chrome"))
+    named = os.environ.get("HF_MUON_CHROMIUM") or next(filter(None, paths), None)
     with playwright.sync_playwright() as driver:
         if named is None and not Path(driver.chromium.executable_path).exists():
             pytest.skip("no browser: tests/get_chromium has found none (HF_MUON_CHROMIUM may name one)")
@@ -282,7 +282,7 @@ def test_in_a_browser(browser, tmp_path):
     figures = page.locator("figure")
     assert figures.count() == 11
     page.wait_for_function("document.querySelector('.main-svg').clientWidth <= 600")
-    # Every line is drawn, and lies inside of its chart.
+    # The page draws every line inside its chart.
     for i in range(figures.count()):
         figure = figures.nth(i)
         figure.locator(".main-svg").first.wait_for()
@@ -306,6 +306,6 @@ def test_in_a_browser(browser, tmp_path):
     assert list(map(float, cells)) == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert complaints == []
     assert [url for url in requests if not url.startswith("file:")] == []
-    # Read on a phone, nothing is cut off.
+    # On a phone, the page cuts nothing off.
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 380

@@ -1,4 +1,4 @@
-"""Index arithmetic, against torch's own."""
+"""Index arithmetic, compared with torch's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ meshes = st.lists(st.tuples(st.integers(1, 4), placements), min_size=1, max_size
 
 
 def indices(region):
-    """Return the indices that a region holds, as tuples."""
+    """Return the indices of a region, as tuples."""
     return list(itertools.product(*([i for a, b in ranges for i in range(a, b)] for ranges in region.dims)))
 
 
