@@ -1,11 +1,11 @@
-"""Bounds on rounding, from a control in the same run: no number that was read off one machine.
+"""Bounds on rounding, computed from a control in the same run instead of read off one machine.
 
-Two ways to sum the same products round differently, and how much that is depends on the processor. Floating point is
-backward stable: what it gives is exact for inputs that are some units in the last place away. So a control repeats the
-simpler computation from inputs that are moved by one unit in the last place, and what two ways may differ by is a small
-multiple of what that changes. It has the cancellation of these gradients, what Newton-Schulz makes of it, and the
-rounding of the stored weights; a wrong scale, sum or matrix is beyond it by orders of magnitude, as
-`tests/test_bounds.py` shows.
+Two ways to sum the same products round differently, and the processor decides how much. Floating point is backward
+stable: a computed result is the exact one for inputs that are a few units in the last place away. So a control repeats
+the simpler computation from inputs that are moved by one unit in the last place, and two ways may differ by a small
+multiple of what that move changes. The bound includes the cancellation of these gradients, their amplification by
+Newton-Schulz, and the rounding of the stored weights. A wrong scale, sum or matrix exceeds it by orders of magnitude,
+as `tests/test_bounds.py` shows.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def move(model: nn.Module, seed: int | None = 0) -> None:
 
 
 def rounding(expected: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return how far rounding takes each tensor: the largest distance of any control.
+    """Return the distance that rounding explains for each tensor: the largest distance of any control.
 
     Args:
         expected: results by name.
-        controls: results of the same computation from inputs moved by one unit in the last place, each with other
-            signs.
+        controls: results of the same computation from inputs moved by one unit in the last place, with different
+            signs in each.
     """
     spread = {}
     for name, tensor in expected.items():
-        # Storing is rounding, too. Of a few numbers, such as losses, controls may hit the same ones by chance.
+        # Storing rounds, too. With a few numbers, such as losses, controls may equal `expected` by chance.
         share = 1 if tensor.numel() < 16 else 1 / TIMES
         least = share * torch.finfo(tensor.dtype).eps * float(tensor.double().norm())
         spread[name] = max([least, *(_apart(control[name], tensor) for control in controls)])
@@ -54,26 +54,26 @@ def rounding(expected: Mapping[str, Tensor], controls: Sequence[Mapping[str, Ten
 
 
 def beyond(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], spread: Mapping[str, float], times: float = TIMES
+    results: Mapping[str, Tensor], expected: Mapping[str, Tensor], spread: Mapping[str, float], times: float = TIMES
 ) -> dict[str, float]:
     """Return the tensors that are farther apart than `times` their `rounding`, and by how many times that bound."""
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     shares = {}
     for name, tensor in expected.items():
-        apart, bound = _apart(found[name], tensor), times * spread[name]
-        if not apart <= bound:  # nor is it NaN
+        apart, bound = _apart(results[name], tensor), times * spread[name]
+        if not apart <= bound:  # true for NaN as well
             shares[name] = apart / bound if bound else torch.inf
     return shares
 
 
 def beyond_rounding(
-    found: Mapping[str, Tensor],
+    results: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     controls: Sequence[Mapping[str, Tensor]],
     times: float = TIMES,
 ) -> dict[str, float]:
-    """Return what `beyond` does, by the `rounding` of the controls."""
-    return beyond(found, expected, rounding(expected, controls), times)
+    """Return the tensors that `beyond` finds with the `rounding` of the controls."""
+    return beyond(results, expected, rounding(expected, controls), times)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

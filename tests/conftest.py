@@ -42,7 +42,7 @@ def _skip_gpu(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run all tests that use pools of ranks in one worker of pytest-xdist, so that these are started once."""
+    """Run all tests that use pools of ranks in one worker of pytest-xdist, so that the pools start once."""
     keep_tier(config, items)
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
-    """Pools by number of ranks, started when a test first asks for them."""
+    """Yield pools by number of ranks; each starts when a test first runs something on it."""
     by_size = {size: Pool(size, forks=True) for size in (2, 3, 4)}
     yield by_size
     for pool in by_size.values():

@@ -1,4 +1,4 @@
-"""A tiny tokenizer, a tiny Qwen3 and tiny data sets, made on the spot from the standard library's documentation."""
+"""A tiny tokenizer, a tiny Qwen3 and tiny data sets, built from the standard library's documentation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SOURCES = (argparse, collections, contextlib, functools, inspect, json, pathlib, random, string, textwrap, threading)
 END, USER_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# As LLaMA-Factory's qwen3_nothink; `generation` marks what TRL trains with assistant_only_loss.
+# The template of LLaMA-Factory's qwen3_nothink; `generation` marks what TRL trains with assistant_only_loss.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -34,24 +34,24 @@ LAYERS = 2
 
 @functools.cache
 def documents() -> tuple[tuple[str, str], ...]:
-    """Names of classes and functions with their documentation, always in the same order."""
-    found: dict[str, str] = {}
+    """Return names of classes and functions with their documentation, always in the same order."""
+    by_name: dict[str, str] = {}
     for module in SOURCES:
         for name, member in sorted(vars(module).items()):
             own = not name.startswith("_") and getattr(member, "__module__", None) == module.__name__
             text = inspect.getdoc(member) if own else None
-            if text and text not in found.values():
-                found[f"{module.__name__}.{name}"] = text
-    return tuple(found.items())
+            if text and text not in by_name.values():
+                by_name[f"{module.__name__}.{name}"] = text
+    return tuple(by_name.items())
 
 
 def texts(count: int | None = None) -> list[str]:
-    """The first documents, all by default."""
+    """Return the text of the first documents; all by default."""
     return [text for _, text in documents()[:count]]
 
 
 def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a chat template."""
+    """Train a byte-level BPE tokenizer and give it a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
 
 def build_model_folder(folder: Path, *, layers: int = LAYERS, tied: bool = False, seed: int = 0) -> Path:
-    """A folder with a randomly initialized Qwen3 of some 40,000 parameters in fp32, and its tokenizer."""
+    """Save a randomly initialized Qwen3 of about 40,000 parameters in fp32 and its tokenizer; return the folder."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -104,20 +104,20 @@ def build_model_folder(folder: Path, *, layers: int = LAYERS, tied: bool = False
 
 
 def qwen3_matrices(layers: Sequence[int] = range(LAYERS)) -> set[str]:
-    """The modules of a Qwen3 whose weights are hidden matrices."""
+    """Return the names of the modules of a Qwen3 whose weights are hidden matrices."""
     attention = {f"self_attn.{x}_proj" for x in "qkvo"}
     mlp = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     return {f"model.layers.{layer}.{module}" for layer in layers for module in attention | mlp}
 
 
 def qwen3_norms(layers: Sequence[int] = range(LAYERS)) -> set[str]:
-    """The modules of a Qwen3's layers whose weights are vectors."""
+    """Return the names of the modules in a Qwen3's layers whose weights are vectors."""
     norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
     return {f"model.layers.{layer}.{norm}" for layer in layers for norm in norms}
 
 
 def write_llamafactory_data(folder: Path) -> Path:
-    """LLaMA-Factory's layout: `tiny_sft` in alpaca format, `tiny_pt` as plain text, and dataset_info.json."""
+    """Write data for LLaMA-Factory: `tiny_sft` in alpaca format, `tiny_pt` as plain text, and dataset_info.json."""
     folder.mkdir(parents=True, exist_ok=True)
     alpaca = [{"instruction": f"What is {name}?", "input": "", "output": text[:120]} for name, text in documents()]
     write_jsonl(folder / "tiny_sft.jsonl", alpaca)
@@ -131,7 +131,7 @@ def write_llamafactory_data(folder: Path) -> Path:
 
 
 def write_v1_data(folder: Path, data: Path) -> Path:
-    """LLaMA-Factory v1's description of `tiny_sft` in a `write_llamafactory_data` folder."""
+    """Write LLaMA-Factory v1's description of the `tiny_sft` that `write_llamafactory_data` wrote."""
     path = folder / "v1_sft.yaml"
     info = {"tiny_sft": {"path": str(data / "tiny_sft.jsonl"), "source": "local", "converter": "alpaca"}}
     path.write_text(json.dumps(info), encoding="utf-8")
@@ -139,7 +139,7 @@ def write_v1_data(folder: Path, data: Path) -> Path:
 
 
 def write_messages(folder: Path) -> Path:
-    """A folder that `datasets.load_dataset` reads as a train split of conversations, as TRL wants them."""
+    """Write conversations for TRL into a folder that `datasets.load_dataset` reads as a train split."""
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(
         folder / "train.jsonl",
@@ -157,5 +157,5 @@ def write_messages(folder: Path) -> Path:
 
 
 def write_jsonl(path: Path, rows: Sequence[object]) -> None:
-    """One object per line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

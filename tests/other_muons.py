@@ -1,4 +1,4 @@
-"""Other Muons' rules and states, written as plainly as possible: what `hf_muon.convert.conversion` is compared with."""
+"""Plain implementations of other Muons' rules and states, the reference for `hf_muon.convert.conversion`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hf_muon import orthogonalize
 
 
 class OtherMuon(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest, with the momentum, the names and the flags of one of the others.
+    """Muon for matrices and AdamW for the rest, with the momentum, names and flags of another Muon.
 
-    Newton-Schulz runs in fp32, and eps is 1e-8, so that its place in AdamW's denominator, which is not the same
-    everywhere, does not show. There is no weight decay.
+    Newton-Schulz runs in fp32. Implementations add eps at different places of AdamW's denominator; an eps of 1e-8 hides
+    that. There is no weight decay.
     """
 
     def __init__(self, groups, to_muon, *, form, averages, flag_in_state, scale):
@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Names and shapes of a small language model, with several parameters of one shape in either half."""
+    """Parameters named and shaped as in a small language model; Muon and AdamW each get several of one shape."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -133,7 +133,7 @@ def gradients(model, steps, seed=5):
 
 
 def run(model, all_grads, *optimizers):
-    """Steps with given gradients, so that momentum depends on nothing else."""
+    """Step with precomputed gradients, so that momentum depends on nothing else."""
     for grads in all_grads:
         for p, grad in zip(model.parameters(), grads, strict=True):
             p.grad = grad.to(p.dtype) if p.requires_grad else None

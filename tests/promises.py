@@ -1,7 +1,7 @@
-"""A test that skips because something is missing here fails where that was promised: in CI nothing is left out unseen.
+"""In CI, a test that skips because a promised tool is missing fails, so that CI leaves nothing out unnoticed.
 
-`make test` names in HF_MUON_PROMISED what each of its environments has. It counts where CI is set: elsewhere a machine
-without a browser or a compiler skips, and says why.
+`make test` lists in HF_MUON_PROMISED the tools that each of its environments has. The list counts only where CI is set:
+elsewhere a test skips on a machine without a browser or a compiler, and prints the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 PACKAGES = ("deepspeed", "llamafactory", "trl", "playwright")
-# What the reason of a skip says where something is missing.
+# Patterns of the reasons with which tests skip when a tool is missing.
 REASONS = {
     "nvme": r"async_io|NVMe",
     "browser": r"no browser|playwright",
@@ -24,10 +24,10 @@ REASONS = {
 
 
 def promised(environment: Mapping[str, str]) -> list[str]:
-    """Return what must not be missing.
+    """Return the tools that must not be missing.
 
     Raises:
-        ValueError: a word that nobody knows.
+        ValueError: HF_MUON_PROMISED contains an unknown word.
     """
     words = [word for word in environment.get("HF_MUON_PROMISED", "").split(",") if word]
     if unknown := sorted(set(words) - REASONS.keys()):
@@ -36,12 +36,12 @@ def promised(environment: Mapping[str, str]) -> list[str]:
 
 
 def broken(reason: str, words: list[str]) -> str | None:
-    """Return what was promised and is missing by the reason of a skip."""
+    """Return the promised tool that is missing according to the reason of a skip, or None."""
     return next((word for word in words if re.search(REASONS[word], reason, re.IGNORECASE)), None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start where a package is missing, of which whole folders of tests would not be collected."""
+    """Refuse to start without a promised package: pytest would not collect whole folders of tests."""
     try:
         words = promised(os.environ)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the package is compared with: the same mathematics, written as slowly and plainly as possible."""
+"""References for the package: the same mathematics, written as plainly as possible, at any cost in speed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def polar_factor(matrix: Tensor) -> Tensor:
-    """``U V^T`` in float64, over the singular directions that are not numerically zero."""
+    """Return ``U V^T`` in float64, over the singular directions that are not numerically zero."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    kept = (s > s.amax(-1, keepdim=True) * 1e-10).double()
-    return (u * kept.unsqueeze(-2)) @ vh
+    nonzero = (s > s.amax(-1, keepdim=True) * 1e-10).double()
+    return (u * nonzero.unsqueeze(-2)) @ vh
 
 
 def newton_schulz_on_singular_values(matrix: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:
-    """The result of Newton-Schulz by an SVD in float64: the polynomials applied to the singular values."""
+    """Return the result of Newton-Schulz: apply the polynomials to the singular values of a float64 SVD."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     norm = s.norm(dim=-1, keepdim=True)
     s = torch.where(norm > 0, s / norm, s)
@@ -27,7 +27,7 @@ def newton_schulz_on_singular_values(matrix: Tensor, steps: Sequence[tuple[float
 
 
 class ReferenceMuon:
-    """Muon one matrix at a time, in float64, by SVD. Weights come back in `params`."""
+    """Muon one matrix at a time, in float64, by SVD. `params` holds the weights after each step."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class ReferenceMuon:
 
 
 def moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """The distance between two sets of weights."""
+    """Return the distance between two sets of weights."""
     pairs = zip(before, after, strict=True)
     return math.sqrt(sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in pairs))
 
 
 def relative_difference(start: Sequence[Tensor], one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """The distance between two results, relative to the distance that one of them moved."""
+    """Return the distance between two results, divided by the distance of `other` from `start`."""
     return moved(one, other) / moved(start, other)

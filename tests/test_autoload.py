@@ -1,4 +1,4 @@
-"""The hooks, each case in a process of its own: they change what is imported."""
+"""The import hooks. They change imported modules, so that each case runs in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(code, check=True, **environment):
 
 
 ARGUMENTS = "TrainingArguments('/tmp/unused', optim='muon', use_cpu=True, report_to='none')"
-# Different ways into transformers: what was imported first decides how the patch gets in.
+# Different ways to import transformers: the first import decides where the patch is applied.
 ORDERS = {
     "transformers first": "from transformers import TrainingArguments",
     "torch first": "import torch; from transformers import TrainingArguments",
@@ -107,7 +107,7 @@ def test_uninstall_before_anything_is_imported():
 
 @pytest.mark.extended
 def test_uninstall_while_transformers_waits():
-    """Uninstall between the import of transformers.training_args and the first attribute read, which would patch it."""
+    """Uninstall after the import of transformers.training_args and before the first attribute read patches it."""
     code = f"import transformers.training_args as m\nimport hf_muon; hf_muon.uninstall()\n{ORDERS['torch first']}\n"
     assert "muon is not a valid OptimizerNames" in run(code + ARGUMENTS, check=False).stderr
 
@@ -253,7 +253,7 @@ def test_the_first_threads_know_the_name(first):
 
 @pytest.mark.extended
 def test_threads_that_import_all_hooked_modules_do_not_wait_for_one_another():
-    """transformers and accelerate import one another in circles, and may fail by themselves then; nobody waits."""
+    """Check for deadlocks only: transformers and accelerate import each other in a cycle and may fail on their own."""
     code = """
 import contextlib, importlib, os, threading
 names = ["transformers.training_args", "transformers.trainer", "transformers.trainer_optimizer", "torch", "hf_muon",
@@ -296,17 +296,17 @@ print("\\n" + json.dumps(seen))
 
 @pytest.mark.extended
 def test_other_optimizers_are_what_they_are_without_us():
-    """Compare class, arguments and groups, or the error, of each of transformers' own names with and without us."""
+    """Compare class, arguments and groups, or the error, of each of transformers' own names with and without hooks."""
     on, off = (run(OPTIMIZERS, HF_MUON_AUTOLOAD=value).stdout.strip().splitlines()[-1] for value in ("1", "0"))
     on, off = json.loads(on), json.loads(off)
     assert on.keys() == off.keys()
     assert [name for name in on if on[name] != off[name]] == []
-    assert sum(len(result) == 4 for result in on.values()) >= 10  # those that can be made here
+    assert sum(len(result) == 4 for result in on.values()) >= 10  # those that can be built on this machine
 
 
 @pytest.mark.parametrize("name", ["a.b", "config.x", ".config", "a b", "", "nothing"])
 def test_names_that_the_package_lacks(name):
-    """Raise as for any module; find_spec imports the parents of a name with dots."""
+    """Expect the error of any missing module; find_spec imports the parents of a dotted name."""
     with pytest.raises(AttributeError, match="module 'hf_muon' has no attribute"):
         getattr(hf_muon, name)
     assert not hasattr(hf_muon, name)

@@ -1,4 +1,4 @@
-"""The benchmarks run, on shapes so small that their numbers mean nothing, and write what can be read."""
+"""The benchmarks run and write readable files, on shapes so small that their numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from hf_muon.math.precision import compute_dtype
 
 BENCH = Path(__file__).parent.parent / "benchmarks" / "bench.py"
-# Columns that hold a number wherever a side runs.
+# Columns that hold a number in every row of a side that ran.
 NUMBERS = {
     "orthogonalization": ("ms", "speedup", "gflop", "gemm fraction", "peak mb", "sigma min", "sigma max"),
     "optimizer_step": ("ms", "speedup", "x adamw", "peak mb"),
@@ -35,28 +35,28 @@ def rows(path):
 
 
 def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
-    done = bench("--quick", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    process = bench("--quick", "--out", str(tmp_path))
+    assert process.returncode == 0, process.stderr
     machine = json.loads((tmp_path / "machine.json").read_text())
     for benchmark, numbers in NUMBERS.items():
-        found = rows(tmp_path / f"{benchmark}.csv")
-        measured = [row for row in found if row[numbers[0]]]
+        table = rows(tmp_path / f"{benchmark}.csv")
+        measured = [row for row in table if row[numbers[0]]]
         assert {"hf_muon", "torch.optim.Muon"} <= {row["side"].removesuffix(" + AdamW") for row in measured}
         assert all(math.isfinite(float(row[name])) for row in measured for name in numbers), benchmark
-        # Those that did not run say so; models that are only modelled are not measured.
-        assert all(row.get("note") or row.get("kind") == "modelled" for row in found if not row[numbers[0]])
+        # Rows of sides that did not run have a note; rows of modelled costs have no measurement.
+        assert all(row.get("note") or row.get("kind") == "modelled" for row in table if not row[numbers[0]])
         assert machine[benchmark]["torch"]
         assert machine[benchmark]["quick"] is True
-    # The sides do the same: orthogonal to their bands, and weights of the same step as ours.
+    # All sides compute the same: singular values inside their ranges, and the weights of our step.
     orthogonal = rows(tmp_path / "orthogonalization.csv")
     assert all(float(row["outside"]) < 0.07 for row in orthogonal if row["ms"])
-    # Where the CPU multiplies bf16 the sides do, too, and both are as far from exact numbers as
-    # tests/math/test_newton_schulz.py lets bf16 be; another scale or another matrix is off by half and more.
+    # Where the CPU multiplies bf16, all sides use it, and all are as far from exact numbers as
+    # tests/math/test_newton_schulz.py allows for bf16. A wrong scale or matrix differs by half or more.
     bound = 4 * 3e-2 if compute_dtype("auto", "cpu") is torch.bfloat16 else 1e-3
     assert all(float(row["parted"]) < bound for row in rows(tmp_path / "optimizer_step.csv") if row["parted"])
     assert "| square, times as fast as torch.optim.Muon's |" in (tmp_path / "tables.md").read_text()
     pictures = {path.stem for path in tmp_path.glob("*.png")}
-    assert pictures == set(NUMBERS) or ("no pictures: " in done.stdout and not pictures)
+    assert pictures == set(NUMBERS) or ("no pictures: " in process.stdout and not pictures)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_is_not_valid_is_said_at_once(options, message):
-    done = bench(*options)
-    assert done.returncode == 2
-    assert message in done.stderr
+    process = bench(*options)
+    assert process.returncode == 2
+    assert message in process.stderr

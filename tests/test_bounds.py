@@ -1,4 +1,4 @@
-"""What the bounds of `tests/bounds.py` let through, and what not."""
+"""The bounds of `tests/bounds.py` accept rounding and reject small errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestMoved:
 
 
 def trained(seed=None, parts=1, fault=None):
-    """Weights after four steps; in `parts`, gradients are those of shares of the batch, which are added up."""
+    """Return the weights after four steps, with each batch cut into `parts` whose gradients are summed."""
     network = model()
     move(network, seed)
     optimizer = build_optimizer(network, lr=0.01, weight_decay=0.1, ns_dtype="fp32")
@@ -42,7 +42,7 @@ def trained(seed=None, parts=1, fault=None):
         for share in batch.chunk(parts):
             (network(input_ids=share, labels=share).loss / parts).backward()
         if fault == "gradient" and step == 2:
-            victim.grad[0] *= 1.001  # of one row, in one step
+            victim.grad[0] *= 1.001  # one row, in one step
         before = victim.detach().clone()
         optimizer.step()
         if fault == "update":
@@ -60,15 +60,15 @@ def results():
 @pytest.mark.parametrize("parts", [2, 4])
 def test_another_order_of_sums_is_rounding(results, parts):
     expected, *controls = results
-    found = trained(parts=parts)
-    assert not all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert not beyond_rounding(found, expected, controls)
+    weights = trained(parts=parts)
+    assert not all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert not beyond_rounding(weights, expected, controls)
 
 
 @pytest.mark.parametrize("fault", ["update", "gradient", "decay"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_thousandth_of_one_matrix_is_not(results, fault, parts):
-    """An update 1.001 times as long, 1.001 times a row of one gradient, a decay of 1e-5 more."""
+    """Scale an update or a row of one gradient by 1.001, or decay a weight by 1e-5 more."""
     expected, *controls = results
     beyond = beyond_rounding(trained(parts=parts, fault=fault), expected, controls)
     assert beyond["model.layers.1.mlp.up_proj.weight"] > 2

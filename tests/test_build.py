@@ -113,7 +113,7 @@ def test_frozen_parameters_are_logged(caplog):
 
 
 def test_build_is_bit_equal_to_the_two_optimizers_apart():
-    """Compare the optimizer with Muon over the matrices and torch's AdamW over the other parameters."""
+    """Compare with a Muon over the matrices and torch's AdamW over the other parameters."""
     torch.manual_seed(0)
     one, other = model(), model()
     other.load_state_dict(one.state_dict())

@@ -1,4 +1,4 @@
-"""MuonConfig: its defaults and checks, what `optim_args` and YAML say, and what follows from its declarations."""
+"""MuonConfig: its defaults and checks, `optim_args` and YAML, and the texts generated from its declarations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may import what, read from the import lines and seen in fresh processes."""
+"""Which module may import which: read from the import lines, and checked in fresh processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOMS = [
     ["plan", "integrations"],
     ["cli"],
 ]
-# The same inside a room, where that has more than one file.
+# The same order inside each room with more than one file.
 FLOORS = {
     "math": [
         "coefficients cost precision rounding",
@@ -76,7 +76,7 @@ FLOOR = {
 
 
 def may_import(importer, imported):
-    """Whether a module stands above another one."""
+    """Return whether a module stands above another one."""
     room, other = importer.split(".")[0], imported.split(".")[0]
     if room != other:
         return ROOM[room] > ROOM[other]
@@ -139,7 +139,7 @@ def test_imports_go_downward(name, path):
 
 FRAMEWORKS = re.compile(r"deepspeed|^ds_|transformers|accelerate\b|llama.?factory|trainer", re.IGNORECASE)
 FRAMEWORK_FREE = ("math", "storage", "distributed", "optimizer")
-# It recognizes the tensors that frameworks leave behind, and tells users whose they are.
+# It recognizes tensors that frameworks leave behind, and names the framework in its error.
 MAY_NAME_FRAMEWORKS = {"storage.tensors"}
 
 
@@ -166,8 +166,8 @@ def test_frameworks_are_named_in_integrations_only(name, path):
 
 def loaded_after(code):
     script = f"{code}\nimport sys; print(' '.join(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
 
 
 HEAVY = {"torch", "transformers", "deepspeed", "llamafactory", "accelerate", "peft", "typer", "rich"}
@@ -178,13 +178,13 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def test_using_the_optimizer_imports_torch_only():
-    found = loaded_after("from hf_muon import Muon, build_optimizer, orthogonalize, MuonConfig, route_parameters")
-    assert found & HEAVY == {"torch"}
+    names = loaded_after("from hf_muon import Muon, build_optimizer, orthogonalize, MuonConfig, route_parameters")
+    assert names & HEAVY == {"torch"}
 
 
 def test_a_submodule_is_reached_by_its_path_after_importing_the_package_alone():
-    found = loaded_after("import hf_muon; hf_muon.convert.convert_state_dict")
-    assert "hf_muon.convert.conversion" in found
+    names = loaded_after("import hf_muon; hf_muon.convert.convert_state_dict")
+    assert "hf_muon.convert.conversion" in names
     assert "hf_muon.convert.conversion" not in loaded_after("import hf_muon; hasattr(hf_muon, 'con')")
 
 

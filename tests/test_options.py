@@ -1,4 +1,4 @@
-"""Thousands of mutated options, texts, views and YAML values: each is refused in a sentence or read as written."""
+"""Thousands of mutated options, texts, views and YAML values: each is valid as written, or the error is a sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_muon.config import OPTIONS
 from hf_muon.optim_args import parse_optim_args, text_of
 
 SEED, ROUNDS = 20261122, 2000
-# Messages of Python itself about a wrong type, which tell a user nothing.
+# Python's own messages about a wrong type, which do not help a user.
 PYTHON = re.compile(
     r"object is not|has no attribute|unsupported operand|must be real|unhashable|not iterable|expected string|"
     r"NoneType|invalid literal|too large to convert|positional argument|not supported between|ambiguous"
@@ -48,7 +48,7 @@ def mutated(rng, text):
 
 
 def outcome(case, make):
-    """Return the result, or None if it is refused in a sentence that names the value or the valid ones."""
+    """Return the result, or None after an error whose sentence names the value or the valid ones."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001
@@ -61,7 +61,7 @@ def outcome(case, make):
 
 
 def check_right(case, config):
-    """Check the types of all values, and that a mapping and a text of them give the same config."""
+    """Check the types of all values, and that their mapping and their text give the same config."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     plain = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
     for name, value in plain.items():
@@ -76,7 +76,7 @@ def check_right(case, config):
 
 
 def _joined(value):
-    """Return a list of patterns as the one pattern that a text makes of it."""
+    """Return a list of patterns joined as a text would write it."""
     return "|".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else value
 
 

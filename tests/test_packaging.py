@@ -1,4 +1,4 @@
-"""What pyproject.toml declares, and what a source distribution holds."""
+"""The declarations of pyproject.toml, and the files of a source distribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bounds():
 
 
 def test_the_oldest_versions_are_refused_and_tested():
-    """CI runs the oldest versions allowed, in the environment of LLaMA-Factory; older ones are named when used."""
+    """Check that CI runs the oldest allowed versions, with LLaMA-Factory, and that errors name these versions."""
     declared = bounds()
     pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints-llamafactory.txt").read_text(), re.MULTILINE))
     for package in ("transformers", "accelerate", "peft"):
@@ -38,8 +38,8 @@ def test_the_sdist_is_the_whole_repository(tmp_path):
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             (clone / name).write_bytes((ROOT / name).read_bytes())
     build = "import setuptools.build_meta as build; build.build_sdist('..')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     missing = [str(path.relative_to(clone)) for path in clone.rglob("*") if path.is_file()]

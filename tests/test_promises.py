@@ -1,4 +1,4 @@
-"""What must not be missing in CI: skips that become failures, and what is made again after it has failed."""
+"""In CI, skips for lack of a promised tool become failures; a failed build of async_io runs again."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_passes(): ...
         (folder / "conftest.py").write_text(self.TESTS.split("@pytest.mark")[0])
         (folder / "test_it.py").write_text(self.TESTS)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]
-        done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
+        process = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=False)
+        return process.returncode, process.stdout + process.stderr
 
     @pytest.mark.parametrize(
         ("variables", "summary"),
@@ -89,7 +89,7 @@ def test_passes(): ...
 class TestAsyncIO:
     @pytest.fixture
     def venv(self, tmp_path):
-        """An environment whose python does as the file `does` says, and counts."""
+        """Return an environment whose python counts its calls and runs the file `does`."""
         (tmp_path / "bin").mkdir()
         (tmp_path / "libaio" / "usr" / "lib").mkdir(parents=True)
         for name in ("libaio.so", "libaio.so.1"):
@@ -102,17 +102,17 @@ class TestAsyncIO:
 
     def build(self, venv, does, calls, **variables):
         (venv / "does").write_text(does)
-        done = subprocess.run([BUILD, venv], env=environment(**variables), capture_output=True, check=False)
+        process = subprocess.run([BUILD, venv], env=environment(**variables), capture_output=True, check=False)
         assert len((venv / "calls").read_text().split()) == calls
-        return done.returncode
+        return process.returncode
 
     def test_what_has_failed_or_took_too_long_is_tried_again(self, venv):
         assert self.build(venv, "exit 1", 1) == 1
         assert self.build(venv, "sleep 20", 2, ASYNC_IO_TIMEOUT="0.2") == 124
         assert self.build(venv, "exit 0", 3) == 0
-        assert self.build(venv, "exit 1", 3) == 0  # it is built
+        assert self.build(venv, "exit 1", 3) == 0  # already built
         time.sleep(0.01)
-        (venv / ".made").touch()  # perhaps of another DeepSpeed
+        (venv / ".made").touch()  # a new install, perhaps with another DeepSpeed
         assert self.build(venv, "exit 1", 4) == 1
         assert self.build(venv, "exit 0", 5) == 0
 
@@ -130,7 +130,7 @@ class TestAsyncIO:
             owner.kill()
             owner.wait()
         assert lock.exists(), "as torch leaves it"
-        assert self.build(venv, "exit 0", 1) == 0  # also where nothing is left to build
+        assert self.build(venv, "exit 0", 1) == 0  # although there is nothing left to build
         assert not lock.exists()
 
     def test_no_recipe_marks_as_made_what_has_failed(self):

@@ -18,27 +18,27 @@ STACKS = ("newest", "deepspeed", "llamafactory")
 
 
 def functions(path):
-    """Return the tests of a file by node id, with whether a mark leaves all of their cases out of the first tier."""
-    found = {}
+    """Return for each node id of a file whether a mark leaves all of its cases out of the first tier."""
+    extended_by_test = {}
 
     def visit(body, prefix, extended):
         for node in body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 marks = [ast.unparse(decorator) for decorator in node.decorator_list]
                 left_out = extended or "pytest.mark.extended" in marks
-                found[f"{prefix}::{node.name}"] = left_out
+                extended_by_test[f"{prefix}::{node.name}"] = left_out
                 if isinstance(node, ast.ClassDef):
                     visit(node.body, f"{prefix}::{node.name}", left_out)
 
     visit(ast.parse((ROOT / path).read_text(encoding="utf-8")).body, path, False)
-    return found
+    return extended_by_test
 
 
 @pytest.mark.parametrize("test", sorted(readme.TESTS))
 def test_each_promise_has_a_test_in_the_first_tier(test):
-    found = functions(test.partition("::")[0])
-    assert test in found, "this test does not exist; see tests/readme.py"
-    assert not found[test], "this test is extended; see tests/readme.py"
+    extended_by_test = functions(test.partition("::")[0])
+    assert test in extended_by_test, "this test does not exist; see tests/readme.py"
+    assert not extended_by_test[test], "this test is extended; see tests/readme.py"
     stacks = [name for name in STACKS if belongs(test, name)]
     assert any(name != "llamafactory" or shows_older_versions(test) for name in stacks)
 
@@ -55,7 +55,7 @@ def test_every_command_of_the_readme_is_named():
 
 
 class Item(SimpleNamespace):
-    """What a tier is told of a test."""
+    """A stand-in for pytest.Item, with the attributes that tiers read."""
 
     def get_closest_marker(self, name):
         return name in self.marks

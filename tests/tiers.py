@@ -1,8 +1,8 @@
 """Which tests run on which stack, and in which tier.
 
 `make test` runs the first tier and `make test-all` everything; without `--tier`, pytest runs what its arguments name. A
-test that is too long for the first tier is marked `extended`. A parametrized test with `extended(but="expression")`
-keeps the cases in the first tier whose ids match that regular expression.
+test that takes too long for the first tier has the mark `extended`. A parametrized test with
+`extended(but="expression")` keeps the cases in the first tier whose ids match that regular expression.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ TIERS = {
 # Tests of DeepSpeed and of LLaMA-Factory; elsewhere they would skip.
 DEEPSPEED = ("tests/deepspeed/", "tests/e2e/test_deepspeed.py")
 LLAMAFACTORY = ("tests/e2e/test_llamafactory", "tests/e2e/test_v1_ulysses.py")
-# What depends on torch alone is tested once, on the newest stack: all stacks have the same torch.
+# Tests of code that depends on torch alone run once, on the newest stack: all stacks have the same torch.
 TORCH_ALONE = (
     *("tests/chaos/", "tests/diagnostics/", "tests/distributed/", "tests/math/", "tests/storage/"),
     *("tests/optimizer/", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
     *("tests/test_imports.py", "tests/test_packaging.py", "tests/test_promises.py", "tests/test_tiers.py"),
 )
-# It has accelerate prepare an optimizer.
+# In this file accelerate prepares an optimizer.
 OF_ACCELERATE = "tests/optimizer/test_loading.py"
-# DeepSpeed 0.18.4 loses gradients that later versions do not, and only this stack has it. It treats steps of bf16 that
-# overflow, and sums of bf16 gradients in fp32, in its own way: those tests hold for later versions alone.
+# DeepSpeed 0.18.4 loses gradients that later versions do not, and only this stack has it. It handles bf16 steps that
+# overflow, and fp32 sums of bf16 gradients, differently: those tests hold for later versions alone.
 OLD_DEEPSPEED = re.compile(
     r"tests/deepspeed/test_gradients\.py::.*(2-cpu-4|own_flag|are_clipped|forgets|dropped_do_not_stay)"
 )
-# What the first tier runs of the older versions: LLaMA-Factory itself, the hooks, the Trainer, and the routes.
+# Tests that the first tier runs with the older versions: LLaMA-Factory itself, the hooks, the Trainer, and the routes.
 OLDER_VERSIONS_FIRST = (
     *("tests/e2e/test_llamafactory", "tests/e2e/test_examples_llamafactory.py", "tests/e2e/test_deepspeed.py"),
     *("tests/integrations/", "tests/routing/test_golden.py", "tests/test_autoload.py", "tests/deepspeed/"),
 )
-# Processes of a Trainer script, which the end-to-end tests start there anyway.
+# These start processes of a Trainer script, which the end-to-end tests of that stack start anyway.
 NEWEST_FIRST = "tests/integrations/test_transformers.py::TestProcesses"
 
 
@@ -101,7 +101,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def lost(collected: list[pytest.Item], selected: list[pytest.Item], name: str) -> list[str]:
-    """Return the promises of the README whose files were collected, and of which a stack's first tier has no test."""
+    """Return the tests of README promises whose files were collected, but which a stack's first tier lacks."""
     files = {item.nodeid.partition("::")[0] for item in collected}
     there = {item.nodeid.partition("[")[0] for item in selected}
     return sorted(
@@ -114,7 +114,7 @@ def lost(collected: list[pytest.Item], selected: list[pytest.Item], name: str) -
 
 
 def keep_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that are not of the tier that is asked for."""
+    """Deselect the tests that are not in the requested tier."""
     if tier := config.getoption("--tier"):
         name = stack()
         selected = select(items, tier, name)

@@ -1,8 +1,8 @@
-"""Golden tables: where every parameter of transformers' architectures goes, and as which matrices Muon sees it.
+"""Golden tables: the route of every parameter of transformers' architectures, and its view as matrices.
 
-`make golden` writes ``tests/golden/NAME.txt`` anew, and ``NAME.llamafactory.txt`` where LLaMA-Factory's transformers
-differs; `git diff` then shows what a release, or a change of the rules, has moved. Models are built from their classes
-and configurations on the meta device, most of them with two layers.
+`make golden` rewrites ``tests/golden/NAME.txt``, and ``NAME.llamafactory.txt`` where LLaMA-Factory's transformers
+differs; `git diff` then shows what a release, or a change of the rules, has changed. Classes and configurations build
+the models on the meta device, most of them with two layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_muon import route_parameters
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# Model class, configuration class, and what differs from its defaults.
+# Model class, configuration class, and options that differ from its defaults.
 ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 2}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"num_hidden_layers": 2}),
@@ -192,7 +192,7 @@ ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
         "FastSpeech2ConformerConfig",
         {"encoder_layers": 1, "decoder_layers": 1},
     ),
-    # Weight norms, and projections that are called embeddings.
+    # Weight norms, and projections with "embed" in their name.
     "vits": ("VitsModel", "VitsConfig", {"num_hidden_layers": 2}),
     "encodec": ("EncodecModel", "EncodecConfig", {}),
     "funnel": ("FunnelForSequenceClassification", "FunnelConfig", {"block_sizes": [1, 1], "num_decoder_layers": 1}),
@@ -214,7 +214,7 @@ ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
     "vjepa2": ("VJEPA2Model", "VJEPA2Config", {"num_hidden_layers": 2, "pred_num_hidden_layers": 2}),
     "fuyu": ("FuyuForCausalLM", "FuyuConfig", {"num_hidden_layers": 2}),
-    # Gates beside what they let through.
+    # Gates, fused with the values that they scale.
     "moonshine": (
         "MoonshineForConditionalGeneration",
         "MoonshineConfig",
@@ -233,7 +233,7 @@ ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
 
 
 def build(name: str) -> torch.nn.Module | None:
-    """A model without weights; None where this transformers does not have it."""
+    """Return a model without weights, or None if this transformers does not have it."""
     model_class, config_class, options = ZOO[name]
     if not hasattr(transformers, model_class):
         return None
@@ -244,7 +244,7 @@ def build(name: str) -> torch.nn.Module | None:
 
 
 def golden(name: str) -> str:
-    """The table of an architecture: parameters folded over layers, with their shapes, reasons and views."""
+    """Return the table of an architecture: parameters folded over layers, with their shapes, reasons and views."""
     model = build(name)
     if model is None:
         return "not in this version of transformers\n"
@@ -266,23 +266,23 @@ def golden(name: str) -> str:
 
 
 def path(name: str, *, older: bool) -> Path:
-    """Where a table stands; that of the older transformers only where it differs."""
+    """Return the path of a table; the older transformers has one only where it differs."""
     return GOLDEN / (f"{name}.llamafactory.txt" if older else f"{name}.txt")
 
 
 def is_older() -> bool:
-    """Whether this is the transformers that LLaMA-Factory allows."""
+    """Return whether this is the transformers that LLaMA-Factory allows."""
     return transformers.__version__.startswith("5.5.")
 
 
 def expected(name: str) -> str:
-    """The committed table for this transformers."""
+    """Return the committed table for this transformers."""
     own = path(name, older=True)
     return (own if is_older() and own.exists() else path(name, older=False)).read_text()
 
 
 def write() -> None:
-    """Write all tables of this transformers; those of the newest one first."""
+    """Write all tables of this transformers; run it with the newest one first."""
     GOLDEN.mkdir(exist_ok=True)
     for name in ZOO:
         text = golden(name)
