@@ -112,8 +112,10 @@ def test_nearest_is_a_cast():
 
 
 def test_observer_sees_weights_before_and_after():
-    exact, weights, seen = normal(6), torch.zeros(6, dtype=torch.bfloat16), []
-    store_([Result(weights, exact, exact)], "auto", 1, lambda *tensors: seen.append([t.clone() for t in tensors]))
-    assert len(seen) == 1
-    assert torch.equal(seen[0][0], torch.zeros(6, dtype=torch.bfloat16))
-    assert torch.equal(seen[0][1], exact)
+    exact, weights, observations = normal(6), torch.zeros(6, dtype=torch.bfloat16), []
+    store_(
+        [Result(weights, exact, exact)], "auto", 1, lambda *tensors: observations.append([t.clone() for t in tensors])
+    )
+    assert len(observations) == 1
+    assert torch.equal(observations[0][0], torch.zeros(6, dtype=torch.bfloat16))
+    assert torch.equal(observations[0][1], exact)

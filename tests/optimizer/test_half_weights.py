@@ -200,7 +200,7 @@ class TestAdamWState:
 
     @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
     def test_large_and_many_small_parameters_equal_one_by_one(self, weights):
-        """Batches and chunks of AdamW do not change bits."""
+        """Check that batches and chunks of AdamW do not change bits."""
         shapes = [(3,), (700, 700), (5, 2), (1,), (1000,), (300, 500), ()]
 
         def run(together):
@@ -233,7 +233,7 @@ class TestAdamWState:
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(target.state[param][key], source.state[param][key].to(dtype))
             assert target.state[param][key].dtype is dtype
-        told = [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
+        notices = [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
         words = {"auto": "fp32", "bf16": "bf16"}
         expected = f"moments are converted: adamw_state_dtype {words[there]} in the checkpoint, {words[here]} here"
-        assert told == ([expected] if there != here else [])
+        assert notices == ([expected] if there != here else [])
