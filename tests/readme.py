@@ -100,7 +100,7 @@ OTHERS = {
     "momentum in bf16 and int8": [
         "distributed/test_momentum.py::test_bf16_rounds_alike_in_every_layout",
         "distributed/test_momentum.py::test_int8_rounds_alike_in_every_layout",
-        "deepspeed/test_training.py::test_bf16_momentum_is_rounded_as_in_one_process_and_resumed",
+        "deepspeed/test_training.py::test_bf16_moments_are_rounded_as_in_one_process_and_resumed",
     ],
     "exact resume": [
         "distributed/test_training.py::test_resume_is_exact",
