@@ -32,7 +32,9 @@ def counted_step(rank, layout, shapes=DEEP, **options):
     optimizer = Muon(params, ns_dtype="fp32", **options)
     with Counted() as counted:
         optimizer.step()
-    rounds = [getattr(executor, "_planned", (0, []))[1] for executor in optimizer._layout().works[0].executors]
+    active = frozenset(range(len(shapes)))
+    executors = optimizer._layout().works[0].executors
+    rounds = [executor.rounds(active) for executor in executors if hasattr(executor, "rounds")]
     return {
         "flops": counted.flops,
         "bytes": counted.bytes,
@@ -54,17 +56,18 @@ def events(rank, max_bucket_bytes):
         param.grad = store(grad, mesh, [Shard(0)])
     optimizer = Muon(params, ns_dtype="fp32", max_bucket_bytes=max_bucket_bytes)
     log, under_way, in_flight = [], {}, []
+    active = frozenset(range(len(DEEP)))
     originals = Exchange._gather, Exchange._orthogonalize, Exchange._complete
 
     def place(exchange, bucket):
         return next(
-            (i, each.buckets.index(bucket)) for i, each in enumerate(exchange._planned[1]) if bucket in each.buckets
+            (i, each.buckets.index(bucket)) for i, each in enumerate(exchange.rounds(active)) if bucket in each.buckets
         )
 
     def gather(self, bucket, updates_of):
         which = place(self, bucket)
         log.append(("gather", *which))
-        under_way[which[0]] = self._planned[1][which[0]].nbytes
+        under_way[which[0]] = self.rounds(active)[which[0]].nbytes
         in_flight.append((len(under_way), sum(under_way.values())))
         return originals[0](self, bucket, updates_of)
 
@@ -75,7 +78,7 @@ def events(rank, max_bucket_bytes):
     def complete(self, bucket, leaving):
         which = place(self, bucket)
         log.append(("complete", *which))
-        if which[1] == len(self._planned[1][which[0]].buckets) - 1:
+        if which[1] == len(self.rounds(active)[which[0]].buckets) - 1:
             under_way.pop(which[0])
         return originals[2](self, bucket, leaving)
 
