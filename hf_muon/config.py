@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_muon.math.adamw import ADAMW_STATE_DTYPES
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.momentum import MOMENTUM_DTYPES
+from hf_muon.math.moments import MOMENT_DTYPES
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.update import ADJUST_LR_FNS
@@ -95,7 +94,7 @@ class MuonConfig:
     )
     momentum_dtype: str = option(
         "auto",
-        types.choice(MOMENTUM_DTYPES),
+        types.choice(MOMENT_DTYPES),
         "Dtype in which momentum is stored: `auto` (fp32), `fp32`, `bf16` (stochastic rounding) or `int8` (a scale for "
         "every 64 elements of a row). Steps compute in fp32.",
         scope="group",
@@ -151,11 +150,11 @@ class MuonConfig:
     )
     adamw_state_dtype: str = option(
         "auto",
-        types.choice(ADAMW_STATE_DTYPES),
-        "Dtype in which AdamW's moments are stored: `auto` (fp32, also for bf16 and fp16 weights), `fp32` or `bf16` "
-        "(stochastic rounding). Steps compute in fp32.",
+        types.choice(MOMENT_DTYPES),
+        "Dtype in which AdamW's moments are stored: `auto` (fp32, also for bf16 and fp16 weights), `fp32`, `bf16` "
+        "(stochastic rounding) or `int8` (a scale for every 64 elements of a row). Steps compute in fp32.",
         scope="group",
-        source="torch, [docs](docs/bf16-weights.md)",
+        source="torch, [2110.02861](https://arxiv.org/abs/2110.02861), [docs](docs/bf16-weights.md)",
     )
     weight_rounding: str = option(
         "auto",

@@ -31,9 +31,9 @@ ROOMS = [
 FLOORS = {
     "math": [
         "coefficients cost precision rounding",
-        "momentum products weight_rounding",
-        "adamw gram update",
-        "newton_schulz",
+        "codes products weight_rounding",
+        "gram moments update",
+        "adamw momentum newton_schulz",
     ],
     "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["blocks tensors", "views", "regions", "dtensor shared", "partitions"],

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hf_muon.convert.formats import ALGORITHM, SourceParameter, format_of, read_state, refuse
 from hf_muon.convert.names import as_matrix, names_of
 from hf_muon.diagnostics.log import first_few
-from hf_muon.math.adamw import moment_dtype
 from hf_muon.math.coefficients import resolve
+from hf_muon.math.moments import moment_dtype
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import state_check
 from hf_muon.optimizer.groups import FOREIGN_KEYS
@@ -170,7 +170,7 @@ def _converted(source_param: SourceParameter, param: Tensor, factor: float) -> d
 def _zeros(param: Tensor, use_muon: bool) -> dict[str, Tensor]:
     if use_muon:
         return {"momentum_buffer": torch.zeros(param.shape, dtype=update_dtype(param))}
-    averages = {key: torch.zeros(param.shape, dtype=moment_dtype(param)) for key in ("exp_avg", "exp_avg_sq")}
+    averages = {key: torch.zeros(param.shape, dtype=moment_dtype(param, key)) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.tensor(0.0), **averages}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_muon.math import weight_rounding
+from hf_muon.math.codes import Quantized
+from hf_muon.math.moments import MOMENTS, decoded
 from hf_muon.math.rounding import chunk_size, store_bf16_
 from hf_muon.math.weight_rounding import Observer, Result, is_half
 
-ADAMW_STATE_DTYPES = ("auto", "fp32", "bf16")
 # Elements per chunk on a CPU, so that AdamW's temporaries stay in a cache.
 CHUNK = 2**18
+MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")
 
 
 class Stepped(NamedTuple):
@@ -23,20 +25,7 @@ class Stepped(NamedTuple):
 
     param: Tensor
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-
-
-def moment_dtype(param: Tensor, adamw_state_dtype: str = "auto") -> torch.dtype:
-    """Return the dtype in which the moments of a parameter are stored.
-
-    It is fp32 for bf16 and fp16 parameters too: with a beta2 of 0.999, a second moment of 8 significant bits that is
-    rounded to nearest stops at a third of its value.
-    """
-    if adamw_state_dtype == "bf16":
-        return torch.bfloat16
-    return torch.promote_types(param.dtype, torch.float32) if adamw_state_dtype == "auto" else torch.float32
+    state: Mapping[str, Tensor]
 
 
 def adamw_(
@@ -55,10 +44,10 @@ def adamw_(
     On a CPU the fused kernel rounds the last elements of a tensor differently, so that sharded tensors would not be
     bit-identical to whole ones. There large tensors are stepped in chunks, which needs little temporary memory.
 
-    bf16 and fp16 parameters, and bf16 moments, are computed in fp32 and rounded once.
+    bf16 and fp16 parameters, and moments in bf16 or 8 bits, are computed in fp32 and rounded once.
 
     Args:
-        stepped: parameters; their `step` counters are incremented.
+        stepped: parameters, each with a state of `step`, which is incremented, and of moments.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the denominator.
@@ -69,14 +58,14 @@ def adamw_(
     """
 
     def torch_adamw(chunks: Sequence[Stepped]) -> None:
-        params, grads, exp_avgs, exp_avg_sqs, steps = (list(tensors) for tensors in zip(*chunks, strict=True))
+        params, grads = [own.param for own in chunks], [own.grad for own in chunks]
         adamw(
             params,
             grads,
-            exp_avgs,
-            exp_avg_sqs,
+            [own.state["exp_avg"] for own in chunks],
+            [own.state["exp_avg_sq"] for own in chunks],
             [],
-            steps,
+            [own.state["step"] for own in chunks],
             foreach=None,
             fused=True if uses_fused_adamw(params) else None,
             amsgrad=False,
@@ -88,36 +77,46 @@ def adamw_(
             maximize=False,
         )
 
-    direct = [own for own in stepped if _needs_no_rounding(own)]
-    if direct:
-        torch_adamw([chunk for own in direct for chunk in _chunks(own, _cpu_chunk(own.param))])
-    for batch in _batches([own for own in stepped if not _needs_no_rounding(own)]):
-        exact = [_in_fp32(own) for own in batch]
-        torch_adamw(exact)
-        for own, new in zip(batch, exact, strict=True):
-            for moment, value in ((own.exp_avg, new.exp_avg), (own.exp_avg_sq, new.exp_avg_sq)):
-                if moment.dtype is torch.bfloat16:
-                    store_bf16_(moment, value.float(), step)
-                elif moment is not value:
-                    moment.copy_(value)
+    exact = [own for own in stepped if not _is_rounded(own)]
+    if exact:
+        torch_adamw([chunk for own in exact for chunk in _chunks(own, _cpu_chunk(own.param))])
+    for batch in _batches([own for own in stepped if _is_rounded(own)]):
+        in_fp32 = [_in_fp32(own) for own in batch]
+        torch_adamw(in_fp32)
+        for own, new in zip(batch, in_fp32, strict=True):
+            for key in MOMENTS_OF_ADAMW:
+                _store_rounded_(own.state, key, new.state[key], step)
         results = [
-            Result(own.param, new.param, new.exp_avg)
-            for own, new in zip(batch, exact, strict=True)
+            Result(own.param, new.param, new.state["exp_avg"])
+            for own, new in zip(batch, in_fp32, strict=True)
             if is_half(own.param)
         ]
         weight_rounding.store_(results, rounding, step, observer)
 
 
-def _needs_no_rounding(stepped: Stepped) -> bool:
-    """Return whether torch's AdamW can step the tensors as they are."""
-    return not is_half(stepped.param) and stepped.param.dtype == stepped.exp_avg.dtype == stepped.exp_avg_sq.dtype
+def _is_rounded(stepped: Stepped) -> bool:
+    """Return whether weights or moments are computed in another dtype than they are stored in."""
+    dtype = stepped.param.dtype
+    return is_half(stepped.param) or any(stepped.state[key].dtype is not dtype for key in MOMENTS_OF_ADAMW)
 
 
 def _in_fp32(stepped: Stepped) -> Stepped:
     """Return the tensors in fp32, or in the dtype of a wider parameter; those that have it already are not copied."""
     dtype = torch.promote_types(stepped.param.dtype, torch.float32)
-    param, grad, exp_avg, exp_avg_sq = (tensor.to(dtype) for tensor in stepped[:4])
-    return Stepped(param, grad, exp_avg, exp_avg_sq, stepped.step)
+    moments = {key: decoded(stepped.state, key).to(dtype) for key in MOMENTS_OF_ADAMW}
+    return Stepped(stepped.param.to(dtype), stepped.grad.to(dtype), {"step": stepped.state["step"], **moments})
+
+
+def _store_rounded_(state: Mapping[str, Tensor], key: str, values: Tensor, step: int) -> None:
+    """Store a moment, rounded at random where it has fewer bits than its values."""
+    stored, (scale, code) = state[key], MOMENTS[key]
+    if scale in state:
+        if values.numel():
+            Quantized(stored, state[scale], code).store_rounded_(values.float(), step)
+    elif stored.dtype is torch.bfloat16:
+        store_bf16_(stored, values.float(), step)
+    elif stored is not values:
+        stored.copy_(values)
 
 
 def _batches(stepped: Sequence[Stepped]) -> Iterator[list[Stepped]]:
@@ -141,14 +140,24 @@ def _cpu_chunk(param: Tensor) -> int:
 
 
 def _chunks(stepped: Stepped, size: int) -> list[Stepped]:
-    """Cut a parameter, its gradient and its moments into chunks of some elements, each with a step counter."""
-    tensors = stepped[:4]
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    """Cut a parameter, its gradient and its state into chunks of about some elements, each with a step counter."""
+    tensors = {key: value for key, value in stepped.state.items() if key != "step"}
+    together = [stepped.param, stepped.grad, *tensors.values()]
+    if not stepped.param.numel() or not all(tensor.is_contiguous() for tensor in together):
         return [stepped]
-    params, grads, *moments = (torch.split(tensor.view(-1), size) for tensor in tensors)
+    if tensors.keys() <= {*MOMENTS_OF_ADAMW}:
+        parts = [torch.split(tensor.view(-1), size) for tensor in together]
+    else:  # rows, which blocks of codes do not cross
+        columns = stepped.param.shape[-1]
+        rows = max(1, size // max(1, columns))
+        parts = [torch.split(tensor.view(-1, tensor.shape[-1]), rows) for tensor in together]
     # AdamW increments the counter of each chunk, and the parameter's own must be incremented once.
-    steps = [stepped.step, *(stepped.step.clone() for _ in params[1:])]
-    return [Stepped(*chunk) for chunk in zip(params, grads, *moments, steps, strict=True)]
+    step = stepped.state["step"]
+    steps = [step, *(step.clone() for _ in parts[0][1:])]
+    return [
+        Stepped(param, grad, {"step": count, **dict(zip(tensors, moments, strict=True))})
+        for count, param, grad, *moments in zip(steps, *parts, strict=True)
+    ]
 
 
 def uses_fused_adamw(params: Sequence[Tensor]) -> bool:

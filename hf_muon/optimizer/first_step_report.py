@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_muon.diagnostics import log
 from hf_muon.math import cost
 from hf_muon.math.adamw import uses_fused_adamw
-from hf_muon.math.momentum import buffer_dtype
+from hf_muon.math.moments import moment_dtype
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.layout import Matrix, StepLayout
 from hf_muon.routing.parameters import folded
@@ -136,7 +136,8 @@ def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: 
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
     forms = dict.fromkeys(cost.described(shape, group["ns_steps"], dtype, device.type) for shape in shapes)
     newton_schulz += f" ({' and '.join(forms)})" if forms else ""
-    momentum = f"momentum in {str(buffer_dtype(param, group['momentum_dtype'])).removeprefix('torch.')}"
+    dtype_of_momentum = moment_dtype(param, "momentum_buffer", group["momentum_dtype"])
+    momentum = f"momentum in {str(dtype_of_momentum).removeprefix('torch.')}"
     if place is None:
         return f"Muon, whole on this rank: {newton_schulz}; {momentum}"
     count, backend = place.group.size(), torch.distributed.get_backend(place.group)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.math.adamw import moment_dtype
 from hf_muon.math.momentum import update_dtype
-from hf_muon.optimizer.state import adamw_state_dtype_of, describe
+from hf_muon.optimizer.state import describe, dtype_of
 from hf_muon.storage.tensors import STEPPED_DTYPES, class_complaint, has_data, is_dtensor, local_of
 
 Group = Mapping[str, Any]
@@ -99,8 +98,8 @@ def largest(group: Group, param: Tensor) -> float:
     second moment is an average of squares. Steps compute in fp32 at least.
     """
     if group["use_muon"]:
-        return torch.finfo(update_dtype(param, group.get("momentum_dtype", "auto"))).max / 4
-    return 0.99 * math.sqrt(torch.finfo(moment_dtype(param, adamw_state_dtype_of(group))).max)
+        return torch.finfo(update_dtype(param, dtype_of(group))).max / 4
+    return 0.99 * math.sqrt(torch.finfo(update_dtype(param, dtype_of(group))).max)
 
 
 def _too_large(grads: list[Tensor], limit: float) -> Tensor:

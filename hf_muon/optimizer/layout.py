@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_muon.distributed.executor import Executor
 from hf_muon.distributed.select import compute_device, model_device, select_executors, shared_storage
 from hf_muon.math.momentum import update_dtype
-from hf_muon.optimizer.state import blocks_complaint, describe
+from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, dtype_of
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
@@ -180,7 +180,7 @@ def storage_key(
 ) -> list[Any]:
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
-    texts = [(str(group.get("views")), str(group.get("momentum_dtype"))) for group in groups]
+    texts = [(str(group.get("views")), dtype_of(group)) for group in groups]
     params = [
         (
             id(param),
@@ -236,10 +236,10 @@ def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str 
     if complaint := storage_complaint(param):
         return complaint
     if partition is not None:
-        if group["use_muon"] and group.get("momentum_dtype") == "int8":
+        if dtype_of(group) == "int8":
             return (
-                "is a flat ZeRO partition, which cuts matrices anywhere, and momentum_dtype=int8 keeps a scale for "
-                "every 64 elements of a row. Use bf16"
+                "is a flat ZeRO partition, which cuts matrices anywhere, and "
+                f"{DTYPE_OPTIONS[bool(group['use_muon'])]}=int8 keeps a scale for every 64 elements of a row. Use bf16"
             )
         return None
     if complaint := unattached_complaint(param, is_matrix=group["use_muon"]) or blocks_complaint(group, param):
@@ -296,11 +296,10 @@ def _matrices_of_partition(
 def _executors(
     group: Group, placed: Sequence[_PlacedMatrix], max_bucket_bytes: int, comm_dtype: torch.dtype | None
 ) -> list[Executor]:
-    momentum_dtype = group.get("momentum_dtype", "auto")
     return select_executors(
         [place.matrix.shape for place in placed],
         [place.stored for place in placed],
-        [update_dtype(group["params"][place.matrix.param], momentum_dtype) for place in placed],
+        [update_dtype(group["params"][place.matrix.param], dtype_of(group)) for place in placed],
         [place.device for place in placed],
         [place.model_device for place in placed],
         max_bucket_bytes=max_bucket_bytes,

@@ -23,15 +23,12 @@ from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.optimizer import consensus
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
-    STATE_KEYS,
-    adamw_state_dtype_of,
-    converted_momentum,
+    DTYPE_OPTIONS,
+    converted_moments,
     describe,
+    dtype_of,
     has_own,
-    momentum_dtype_of,
-    state_dtype,
     state_keys,
-    stored_like,
     zero_state,
 )
 from hf_muon.optimizer.state_check import fit_complaints, form_complaints, refuse_load, steps_of, with_steps
@@ -259,9 +256,7 @@ def changed_dtypes(groups: Sequence[Group], saved_groups: Sequence[Group]) -> st
     """Return the dtypes of moments in the checkpoint and in this run where they differ."""
     changes = set()
     for group, saved in zip(groups, saved_groups, strict=True):
-        name, dtype_of = (
-            ("momentum_dtype", momentum_dtype_of) if group["use_muon"] else ("adamw_state_dtype", adamw_state_dtype_of)
-        )
+        name = DTYPE_OPTIONS[group["use_muon"]]
         there, here = (dtype_of(g).replace("auto", "fp32") for g in (saved, group))
         if there != here:
             changes.add(f"{name} {there} in the checkpoint, {here} here")
@@ -323,16 +318,8 @@ def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
 
 
 def _restored_moments(group: Group, param: Tensor, moments: Mapping[str, Any]) -> dict[str, Any]:
-    if group["use_muon"]:
-        return dict(converted_momentum(param, moments, group))
-    restored = {}
-    for name in STATE_KEYS[False]:
-        if name == "step":
-            restored[name] = _counter(moments[name])
-        else:
-            value = stored_like(param, moments[name])
-            restored[name] = value.to(device=param.device, dtype=state_dtype(param, name, group), copy=True)
-    return restored
+    steps = {} if group["use_muon"] else {"step": _counter(moments["step"])}
+    return {**steps, **converted_moments(param, moments, group)}
 
 
 def _counter(value: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """The state of a parameter: its keys, dtypes and zeros, and why a step cannot use one.
 
-How momentum is stored is known to :mod:`hf_muon.math.momentum` alone.
+How moments are stored is known to :mod:`hf_muon.math.moments` alone.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.math import adamw, momentum
+from hf_muon.math import moments
+from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
-"""State keys of a parameter by `use_muon`; momentum that is stored as int8 has a `momentum_scale` too."""
+"""State keys of a parameter by `use_muon`; moments that are stored in 8 bits have scales too."""
 
-ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], *momentum.STATE_KEYS})
+ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], *moments.SCALES})
 """Other keys, which users may add to the state of a parameter, are neither read nor loaded."""
 
 
-def state_keys(group: Mapping[str, Any], param: Tensor, momentum_dtype: str | None = None) -> tuple[str, ...]:
-    """Return the state keys of a parameter of a group, or those it would have with another `momentum_dtype`."""
-    if not group["use_muon"]:
-        return STATE_KEYS[False]
-    return momentum.state_keys(momentum_dtype or momentum_dtype_of(group), param.shape)
+DTYPE_OPTIONS = {True: "momentum_dtype", False: "adamw_state_dtype"}
+"""The option for the dtype of moments, by `use_muon`."""
+
+
+def state_keys(group: Mapping[str, Any], param: Tensor) -> tuple[str, ...]:
+    """Return the state keys of a parameter of a group."""
+    return moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype_of(group), param.shape)
 
 
 def has_own(state: Any) -> bool:
@@ -34,14 +37,9 @@ def has_own(state: Any) -> bool:
     return isinstance(state, Mapping) and not ALL_STATE_KEYS.isdisjoint(state)
 
 
-def momentum_dtype_of(group: Mapping[str, Any]) -> str:
-    """Return the `momentum_dtype` of a group; states of older versions lack the option, and are in fp32."""
-    return str(group.get("momentum_dtype", "auto"))
-
-
-def adamw_state_dtype_of(group: Mapping[str, Any]) -> str:
-    """Return the `adamw_state_dtype` of a group; states of older versions lack the option."""
-    return str(group.get("adamw_state_dtype", "auto"))
+def dtype_of(group: Mapping[str, Any]) -> str:
+    """Return a group's option for the dtype of its moments; states of older versions may lack it."""
+    return str(group.get(DTYPE_OPTIONS[bool(group["use_muon"])], "auto"))
 
 
 def describe(group: Mapping[str, Any], index: int) -> str:
@@ -57,14 +55,15 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
     """Return why a group cannot be stepped with its state: moments are missing, or do not fit their parameter."""
     lost = []
     for i, param in enumerate(group["params"]):
-        moments = state.get(param, {})
-        # Momentum in another dtype than the group's is converted before the step, and needs the keys of its own dtype.
-        keys = state_keys(group, param, momentum.stored_dtype(moments) if moments else None)
-        missing = [key for key in keys if key not in moments]
+        own = state.get(param, {})
+        # Moments in another dtype than the group's are converted before the step, and need the scales of their codes.
+        keys = STATE_KEYS[bool(group["use_muon"])]
+        scales = [moments.MOMENTS[key].scale for key in keys if key != "step" and moments.lacks_scales(own, key)]
+        missing = [key for key in (keys if own else state_keys(group, param)) if key not in own] + scales
         if missing:
             lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
-        for key in (moments.keys() & ALL_STATE_KEYS) - {"step", *missing}:
-            if (complaint := _mismatch(moments[key], param, state_shape(param, key))) is not None:
+        for key in (own.keys() & ALL_STATE_KEYS) - {"step", *missing}:
+            if (complaint := _mismatch(own[key], param, state_shape(param, key))) is not None:
                 yield (
                     f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
                     "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint"
@@ -79,7 +78,7 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
 
 def state_shape(param: Tensor, key: str) -> tuple[int, ...]:
     """Return the shape of a moment; `step`, which is a scalar, has no part in this."""
-    return momentum.state_shape(key, param.shape)
+    return moments.state_shape(key, param.shape)
 
 
 def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None:
@@ -95,9 +94,7 @@ def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | No
 
 def state_dtype(param: Tensor, key: str, group: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of a parameter's state, in a group with these options."""
-    if key in momentum.STATE_KEYS:
-        return momentum.state_dtype(key, param, momentum_dtype_of(group))
-    return torch.float32 if key == "step" else adamw.moment_dtype(param, adamw_state_dtype_of(group))
+    return torch.float32 if key == "step" else moments.moment_dtype(param, key, dtype_of(group))
 
 
 def zero_state(param: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
@@ -105,7 +102,7 @@ def zero_state(param: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
     if key == "step":
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant, which fake tensors know the value of
     dtype = state_dtype(param, key, group)
-    if key in momentum.STATE_KEYS and momentum.is_quantized(momentum_dtype_of(group), param.shape):
+    if moments.is_quantized(dtype_of(group), param.shape):
         local = local_of(param)
         zeros = torch.zeros(state_shape(local, key), dtype=dtype, device=local.device)  # contiguous
         return wrapped_like(param, zeros, state_shape(param, key))
@@ -128,66 +125,76 @@ def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict
         group: a param group.
         state: of an optimizer, which creates an empty dict for a parameter without state.
     """
-    fused = not group["use_muon"] and adamw.uses_fused_adamw(group["params"])
+    fused = not group["use_muon"] and uses_fused_adamw(group["params"])
     for param in group["params"]:
-        moments = state[param]
+        own = state[param]
         keys = state_keys(group, param)
-        if momentum.BUFFER in moments and (momentum.SCALE in moments) != (momentum.SCALE in keys):
-            converted = converted_momentum(param, moments, group)
-            moments.clear()
-            moments.update(converted)
+        if any(moments.SCALES[key] in own and (key in own) != (key in keys) for key in moments.SCALES):
+            converted = converted_moments(param, own, group)
+            steps = {key: own[key] for key in ("step",) if key in own}
+            own.clear()
+            own.update(steps | converted)
         for key in keys:
-            if key not in moments:
-                moments[key] = zero_state(param, key, group)
+            if key not in own:
+                own[key] = zero_state(param, key, group)
             device = torch.device("cpu") if key == "step" and not fused else param.device
             dtype = state_dtype(param, key, group)
-            if not torch.is_tensor(moments[key]):
-                moments[key] = torch.as_tensor(moments[key], dtype=dtype, device=device)
-            elif moments[key].dtype != dtype or moments[key].device != device:
-                moments[key] = moments[key].to(device=device, dtype=dtype)
+            if not torch.is_tensor(own[key]):
+                own[key] = torch.as_tensor(own[key], dtype=dtype, device=device)
+            elif own[key].dtype != dtype or own[key].device != device:
+                own[key] = own[key].to(device=device, dtype=dtype)
 
 
 def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
-    """Return why a parameter's momentum cannot be stored in its group's `momentum_dtype`."""
-    quantized = group["use_muon"] and momentum.is_quantized(momentum_dtype_of(group), param.shape)
-    if not (quantized and is_dtensor(param)):
+    """Return why a parameter's moments cannot be stored in its group's dtype."""
+    if not (is_dtensor(param) and moments.is_quantized(dtype_of(group), param.shape)):
         return None
     from hf_muon.storage.dtensor import quantization_complaint
 
-    return quantization_complaint(param)  # type: ignore[arg-type]
+    return quantization_complaint(param, DTYPE_OPTIONS[bool(group["use_muon"])])  # type: ignore[arg-type]
 
 
-def converted_momentum(param: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return momentum as a group with this `momentum_dtype` stores it, in memory of its own.
+def converted_moments(param: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the moments of a parameter as its group stores them, in memory of their own.
 
     Args:
         param: the parameter; the result is stored like it.
-        state: the momentum, whole or stored like the parameter.
+        state: its moments, whole or stored like the parameter.
         group: the param group.
     """
-    state = {key: state[key] for key in momentum.STATE_KEYS if key in state}
-    keys = momentum.state_keys(momentum_dtype_of(group), param.shape)
-    from_blocks, to_blocks = momentum.SCALE in state, momentum.SCALE in keys
-    # Whole int8 momentum that is not to be int8 is decoded first: here its blocks may be cut.
+    converted: dict[str, Tensor] = {}
+    for key in STATE_KEYS[bool(group["use_muon"])]:
+        if key in state and key != "step":
+            converted |= _converted_moment(param, state, key, group)
+    return converted
+
+
+def _converted_moment(
+    param: Tensor, state: Mapping[str, Tensor], key: str, group: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    scale = moments.MOMENTS[key].scale
+    state = {own: state[own] for own in (key, scale) if own in state}
+    keys = moments.with_scales([key], dtype_of(group), param.shape)
+    from_blocks, to_blocks = scale in state, scale in keys
+    # Whole codes that are to become numbers are decoded first: here their blocks may be cut.
     if to_blocks or (from_blocks and any(map(is_dtensor, state.values()))):
-        state = {key: stored_like(param, value) for key, value in state.items()}
+        state = {own: stored_like(param, value) for own, value in state.items()}
     if from_blocks and to_blocks:
-        return {key: _copied(param, value, state_dtype(param, key, group)) for key, value in state.items()}
-    buffer = state[momentum.BUFFER]
+        return {own: _copied(param, value, state_dtype(param, own, group)) for own, value in state.items()}
+    stored = state[key]
     if from_blocks:
-        values = momentum.decoded({key: local_of(value) for key, value in state.items()})
-        buffer = wrapped_like(param, values, param.shape) if is_dtensor(buffer) else values
+        values = moments.decoded({own: local_of(value) for own, value in state.items()}, key)
+        stored = wrapped_like(param, values, param.shape) if is_dtensor(stored) else values
     if not to_blocks:
-        dtype = state_dtype(param, momentum.BUFFER, group)
-        return {momentum.BUFFER: _copied(param, stored_like(param, buffer), dtype)}
-    zeros = {key: zero_state(param, key, group) for key in keys}
-    momentum.encode_({key: local_of(zero) for key, zero in zeros.items()}, local_of(buffer))
+        return {key: _copied(param, stored_like(param, stored), state_dtype(param, key, group))}
+    zeros = {own: zero_state(param, own, group) for own in keys}
+    moments.encode_({own: local_of(zero) for own, zero in zeros.items()}, key, local_of(stored))
     return zeros
 
 
 def _copied(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     copy = value.to(device=param.device, dtype=dtype, copy=True)
-    return copy.contiguous() if dtype is torch.int8 else copy
+    return copy if dtype.is_floating_point else copy.contiguous()
 
 
 def stored_like(param: Tensor, value: Tensor) -> Tensor:

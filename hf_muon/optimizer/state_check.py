@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics.log import first_few
+from hf_muon.math.moments import MOMENTS, SCALES
 from hf_muon.optimizer.groups import SCHEDULER_KEYS
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
@@ -207,8 +208,8 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
         elif moments:
             complaints = [(name, _moment_complaint(name, moments[name], param, saved)) for name in keys]
             yield from (f"{describe(group, i)}: its {name} {complaint}" for name, complaint in complaints if complaint)
-        # DCP leaves the scales of its template beside a momentum that was saved without any.
-        known = {*keys, "momentum_scale"} if saved["use_muon"] else set(keys)
+        # DCP leaves the scales of its template beside moments that were saved without any.
+        known = {*keys, *(MOMENTS[key].scale for key in keys if key in MOMENTS)}
         if moments and (extra := sorted((moments.keys() & ALL_STATE_KEYS) - known)):
             yield f"{describe(group, i)}: its state holds {first_few(extra)}, which {_algorithm(saved)} does not keep"
     # A state saved before the first step is empty. An incomplete state, or none after steps, has lost moments.
@@ -259,7 +260,7 @@ def _numbers_complaint(name: str, value: Tensor, limit: float) -> str | None:
     low, high = (float(end) for end in torch.aminmax(value))  # both are NaN where an entry is
     if not (math.isfinite(low) and math.isfinite(high)):
         return "is not finite"
-    if name in ("exp_avg_sq", "momentum_scale") and low < 0:
+    if (name == "exp_avg_sq" or name in SCALES) and low < 0:
         return f"has negative entries, {low:.3g} among them"
     if max(-low, high) > limit:
         return f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most"

@@ -10,12 +10,14 @@ from torch import Tensor
 from hf_muon.math import update
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.momentum import STATE_KEYS, MomentumBuffers
+from hf_muon.math.moments import SCALES
+from hf_muon.math.momentum import BUFFER, SCALE, MomentumBuffers
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.weight_rounding import Observer
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import GroupWork
+from hf_muon.optimizer.state import STATE_KEYS
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.tensors import local_of
 
@@ -51,7 +53,7 @@ def muon_step(
     local = {i: local_of(param) for i, param in params.items()}
     grads = {i: gradients.local_grad(param) for i, param in params.items()}
     moments = {
-        i: {key: local_of(state[param][key]) for key in STATE_KEYS if key in state[param]}
+        i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
         for i, param in params.items()
     }
     weights = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
@@ -106,16 +108,11 @@ def adamw_step(
         observer: of weights that are rounded.
     """
     params = [group["params"][i] for i in indices]
-    states = [state[param] for param in params]
+    keys = [*STATE_KEYS[False], *SCALES]
+    states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
     adamw_(
         [
-            Stepped(
-                local_of(param),
-                gradients.local_grad(param),
-                local_of(moments["exp_avg"]),
-                local_of(moments["exp_avg_sq"]),
-                moments["step"],
-            )
+            Stepped(local_of(param), gradients.local_grad(param), moments)
             for param, moments in zip(params, states, strict=True)
         ],
         lr=float(group["lr"]),

@@ -12,6 +12,8 @@ from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.diagnostics.names import MOST_PARTS
 from hf_muon.diagnostics.watch import Watch
 from hf_muon.distributed.executor import Piece
+from hf_muon.math.adamw import MOMENTS_OF_ADAMW
+from hf_muon.math.moments import decoded_chunks
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.storage.tensors import has_data, local_of
 
@@ -92,10 +94,10 @@ class GroupWatch:
         self._watch.momentum(self._names[matrix], buffer)
 
     def adamw(self, param: int, moments: Mapping[str, Tensor]) -> None:
-        """Measure what this rank stores of a parameter's moments."""
-        local = {key: local_of(value) for key, value in moments.items()}
+        """Measure what this rank stores of a parameter's moments; local tensors."""
         options = (self._group["adamw_betas"], self._group["adamw_eps"], float(self._group["lr"]))
-        self._watch.adamw(self._parameters[param], local, *options)
+        for chunk in decoded_chunks(moments, MOMENTS_OF_ADAMW):
+            self._watch.adamw(self._parameters[param], {"step": moments["step"], **chunk}, *options)
 
 
 def can_watch(groups: Sequence[Group]) -> bool:

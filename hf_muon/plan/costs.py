@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hf_muon.distributed.executor import StepCost
 from hf_muon.math import cost
-from hf_muon.math.adamw import moment_dtype
-from hf_muon.math.momentum import state_bytes as momentum_bytes
+from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import StepLayout
+from hf_muon.optimizer.state import STATE_KEYS, dtype_of
 from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.storage.regions import Region
 
@@ -51,30 +51,34 @@ def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dty
 
 def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> tuple[list[int], list[int]]:
     """Return the bytes of optimizer state on each rank, and what they would be if torch's AdamW had all weights."""
-    # Elements and bytes of momentum on each rank, by the identity of the regions and the momentum's dtype.
-    known: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+    # Elements and bytes of state on each rank, by the identity of the regions and the route.
+    known: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
     own = torch.zeros(ranks, dtype=torch.int64)
     adamw = torch.zeros(ranks, dtype=torch.int64)
     for group, work in zip(groups, layout.works, strict=True):
-        momentum_dtype = group["momentum_dtype"]
         for param, storage in zip(group["params"], work.shared, strict=True):
             if storage is None or not storage.regions:  # whole, or a partition, which has one size on all ranks
                 numel = torch.full((ranks,), param.numel())
-                momentum = torch.full((ranks,), momentum_bytes(param, momentum_dtype, param.shape))
+                state = torch.full((ranks,), _state_bytes(group, param, param.shape))
             else:
-                key = id(storage.regions), momentum_dtype
+                key = id(storage.regions), bool(group["use_muon"])
                 if key not in known:
                     shapes = [region.shape for region in storage.regions if isinstance(region, Region)]
-                    nbytes = {shape: momentum_bytes(param, momentum_dtype, shape) for shape in set(shapes)}
+                    nbytes = {shape: _state_bytes(group, param, shape) for shape in set(shapes)}
                     known[key] = (
                         torch.tensor([math.prod(shape) for shape in shapes]),
                         torch.tensor([nbytes[shape] for shape in shapes]),
                     )
-                numel, momentum = known[key]
+                numel, state = known[key]
             adamw += numel * 2 * param.dtype.itemsize + 4  # and the step, an fp32 number
-            moments = numel * 2 * moment_dtype(param, group["adamw_state_dtype"]).itemsize + 4
-            own += momentum if group["use_muon"] else moments
+            own += state
     return own.tolist(), adamw.tolist()
+
+
+def _state_bytes(group: Mapping[str, Any], param: Tensor, shape: Sequence[int]) -> int:
+    """Return the bytes of the state of a parameter, or of a shard of it of this shape."""
+    keys = STATE_KEYS[bool(group["use_muon"])]
+    return sum(4 if key == "step" else moment_bytes(param, key, dtype_of(group), shape) for key in keys)
 
 
 def model_flops(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_muon.math.momentum import BLOCK, scale_shape
+from hf_muon.math.codes import BLOCK, scale_shape
 from hf_muon.storage.regions import Region, regions
 
 
@@ -63,13 +63,13 @@ def mesh_complaint(param: DTensor) -> str | None:
     return None
 
 
-def quantization_complaint(param: DTensor) -> str | None:
-    """Return why a parameter's momentum cannot be int8, or None: a sharding cuts through a quantization block."""
+def quantization_complaint(param: DTensor, option: str) -> str | None:
+    """Return why a parameter's moments cannot be int8, or None: a sharding cuts through a quantization block."""
     if not _cuts_quantization_blocks(tuple(param.shape), tuple(param.device_mesh.mesh.shape), tuple(param.placements)):
         return None
     return (
         f"is stored as {param.placements}, which cuts its rows of {param.shape[-1]} between multiples of {BLOCK}, "
-        "where momentum_dtype=int8 keeps a scale for them. Use bf16"
+        f"where {option}=int8 keeps a scale for them. Use bf16"
     )
 
 

@@ -196,6 +196,7 @@ REFUSED = [
         '"optimizer" (AdamW), which DeepSpeed would use in place of Muon',
     ),
     ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not run under DeepSpeed"),
+    ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "adamw_state_dtype=int8 does not run under"),
     ({"use_muon": True}, "use_muon: true and optim: muon are two different optimizers"),
     ({"use_hyper_parallel": True}, "does not run with use_hyper_parallel: true"),
     ({"use_galore": True}, "use_galore: true would replace the optimizer"),

@@ -52,6 +52,7 @@ def test_what_was_not_shown_to_work_is_refused_by_name(word):
         ("momentum_dtype", "int8", "cpu"),
         ("momentum_dtype", "bf16", "nvme"),
         ("adamw_state_dtype", "bf16", "nvme"),
+        ("adamw_state_dtype", "int8", "cpu"),
     ],
 )
 def test_moments_that_are_not_kept_there(option, dtype, device):

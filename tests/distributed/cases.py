@@ -97,10 +97,15 @@ def muon_over(params, dtype, views=None, **options):
     return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
 
 
-def given_gradients(rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=(), **options):
-    """Step in a layout with seeded full gradients, and return full parameters and moments."""
+def given_gradients(
+    rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=(), tables=(), **options
+):
+    """Step with given whole gradients in a layout, and return whole parameters and moments.
+
+    `tables` are shapes of matrices that AdamW steps, as embeddings.
+    """
     dtype = getattr(torch, dtype)
-    shapes = ([shape for shape, _ in viewed] or SHAPES) + VECTORS
+    shapes = [*([shape for shape, _ in viewed] or SHAPES), *VECTORS, *tables]
     options["views"] = [view for _, view in viewed] or None
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -12,11 +12,14 @@ from tests.distributed.test_training import assert_same
 
 @pytest.mark.extended(but="fsdp-2-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("adamw_state_dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp-tp-row", 4)])
-def test_rounded_alike_in_every_layout(pools, layout, ranks, dtype):
-    options = {"adamw_state_dtype": "bf16", "dtype": dtype, "viewed": WIDE}
+def test_rounded_alike_in_every_layout(pools, layout, ranks, adamw_state_dtype, dtype):
+    tables = [(9, 128), (5, 256)] if layout == "fsdp-tp-row" else [(9, 150), (3, 64), (40, 8)]
+    options = {"adamw_state_dtype": adamw_state_dtype, "dtype": dtype, "viewed": WIDE, "tables": tables}
     expected = given_gradients(0, "single", **options)
-    assert any(value.dtype is torch.bfloat16 for state in expected[len(WIDE) :] for value in state)
+    dtypes = {value.dtype for state in expected[len(WIDE) :] for value in state}
+    assert {"bf16": torch.bfloat16, "int8": torch.uint8}[adamw_state_dtype] in dtypes
     assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
 
 
@@ -37,13 +40,15 @@ def run(pools):
     return run
 
 
-def test_resume_is_exact_and_state_moves_between_layouts(run, tmp_path):
+@pytest.mark.parametrize(("adamw_state_dtype", "stored"), [("bf16", torch.bfloat16), ("int8", torch.uint8)])
+def test_resume_is_exact_and_state_moves_between_layouts(run, adamw_state_dtype, stored, tmp_path):
     path = str(tmp_path / "checkpoint")
-    options = {"adamw_state_dtype": "bf16", "dtype": "bfloat16", "full": False}
+    options = {"adamw_state_dtype": adamw_state_dtype, "dtype": "bfloat16", "full": False}
     saved = run("fsdp", 2, last=4, save=path, **options)
     straight = run("fsdp", 2, last=6, **options)
     resumed = run("fsdp", 2, first=4, last=6, load=path, **options)
     assert_same(resumed, {**straight, "losses": straight["losses"][4:]})
+    assert stored in {value.dtype for state in saved["states"].values() for value in state.values()}
     for layout, ranks in (("fsdp", 4), ("single", 1)):
         loaded = run(layout, ranks, first=4, last=4, load=path, **options)
         assert_same({**loaded, "losses": []}, {**saved, "losses": []})

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from hf_muon import Muon, MuonConfig, orthogonalize
-from hf_muon.math.momentum import BLOCK, MOMENTUM_DTYPES, MomentumBuffers, Quantized, buffer_dtype, scale_shape
+from hf_muon.math.codes import BLOCK, Quantized, scale_shape
+from hf_muon.math.moments import MOMENT_DTYPES, moment_dtype
+from hf_muon.math.momentum import MomentumBuffers
 from tests.math.test_rounding import rounded
 
 # Several blocks in a row, part of a block, a stack, and rows that are too short for a scale.
@@ -114,7 +116,7 @@ def bytes_of(optimizer):
 
 
 def test_bytes():
-    nbytes = {momentum_dtype: bytes_of(build_and_step(momentum_dtype)[0]) for momentum_dtype in MOMENTUM_DTYPES}
+    nbytes = {momentum_dtype: bytes_of(build_and_step(momentum_dtype)[0]) for momentum_dtype in MOMENT_DTYPES}
     numels = [math.prod(shape) for shape in SHAPES]
     scales = 24 * 3 + 16 + 3 * 10 * 2
     assert nbytes["auto"] == nbytes["fp32"] == 4 * sum(numels)
@@ -202,7 +204,7 @@ def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_logged(there, he
         values = saved["momentum_buffer"].float()
         if "momentum_scale" in saved:
             values = Quantized(saved["momentum_buffer"], saved["momentum_scale"]).values()
-        assert state["momentum_buffer"].dtype is buffer_dtype(param, here)
+        assert state["momentum_buffer"].dtype is moment_dtype(param, "momentum_buffer", here)
         if "momentum_scale" in state:
             expected = Quantized(torch.zeros_like(state["momentum_buffer"]), torch.zeros_like(state["momentum_scale"]))
             expected.store_(values)
@@ -230,7 +232,9 @@ def test_a_dtype_that_is_changed_on_the_way_is_converted():
     for momentum_dtype in ("bf16", "int8", "fp32"):
         optimizer.param_groups[0]["momentum_dtype"] = momentum_dtype
         stepped(optimizer, params, 1)
-        assert optimizer.state[params[0]]["momentum_buffer"].dtype is buffer_dtype(params[0], momentum_dtype)
+        assert optimizer.state[params[0]]["momentum_buffer"].dtype is moment_dtype(
+            params[0], "momentum_buffer", momentum_dtype
+        )
     assert twin.state[twin.param_groups[0]["params"][0]]["momentum_buffer"].dtype is torch.int8
 
 

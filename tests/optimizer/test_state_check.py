@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_muon.math.momentum import is_quantized
+from hf_muon.math.moments import is_quantized
 from hf_muon.optimizer.state import ALL_STATE_KEYS
 from tests.optimizer.small_run import build, equal, step, stepped
 

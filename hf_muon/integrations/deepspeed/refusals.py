@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_muon.integrations.deepspeed.partitions import version
 from hf_muon.optimizer.muon import Muon
+from hf_muon.optimizer.state import DTYPE_OPTIONS, dtype_of
 
 Config = Mapping[str, Any]
 
@@ -91,16 +92,15 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
     Raises:
         RuntimeError: with the `momentum_dtype` or `adamw_state_dtype`, and what to write instead.
     """
-    dtypes = {group["momentum_dtype"] for group in optimizer.param_groups if group["use_muon"]}
-    adamw_dtypes = {group["adamw_state_dtype"] for group in optimizer.param_groups if not group["use_muon"]}
+    dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
-    if "int8" in dtypes:
-        raise RuntimeError(
-            "momentum_dtype=int8 does not run under DeepSpeed, which cuts matrices anywhere: int8 has a scale for "
-            "every 64 elements of a row. Use bf16"
-        )
-    for name in ("momentum_dtype",) * ("bf16" in dtypes) + ("adamw_state_dtype",) * ("bf16" in adamw_dtypes):
-        if offload.get("device") == "nvme":
+    for name, dtype in dtypes:
+        if dtype == "int8":
+            raise RuntimeError(
+                f"{name}=int8 does not run under DeepSpeed, which cuts matrices anywhere: int8 has a scale for every "
+                "64 elements of a row. Use bf16"
+            )
+        if dtype == "bf16" and offload.get("device") == "nvme":
             raise RuntimeError(
                 f"{name}=bf16 does not run with the optimizer on NVMe, where DeepSpeed swaps fp32. Use auto, or "
                 "offload to the CPU"

@@ -1,0 +1,163 @@
+"""Numbers in 8 bits: a code for each element, and a scale for each block of a row.
+
+Encoding and decoding take exact arithmetic and square roots alone, which all hardware rounds alike. Blocks lie within
+the rows of a matrix. Block-wise scales: https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from hf_muon.math.rounding import random_bits, rows_per_chunk
+
+BLOCK = 64
+"""Elements of a row that share a scale."""
+SHORTEST = 16
+"""Rows shorter than this stay in fp32: their scales would weigh much, and such parameters are few."""
+
+
+class Code(NamedTuple):
+    """What the codes of a block stand for: ``sign(c) * (abs(c) / largest)**power``, times the block's scale.
+
+    Levels are denser near zero.
+
+    Attributes:
+        dtype: of the codes.
+        largest: code.
+        power: 2 or 4.
+    """
+
+    dtype: torch.dtype
+    largest: int
+    power: int
+
+    def fractions(self, codes: Tensor) -> Tensor:
+        """Return what codes stand for, from -1 to 1, in fp32."""
+        exact = codes.float() * codes.float().abs()
+        exact /= self.largest**2  # before the scale, so that the largest codes give exactly the scale
+        return exact.mul_(exact) if self.power == 4 else exact
+
+    def exact_codes(self, fractions: Tensor) -> Tensor:
+        """Return the codes of fractions from 0 to 1, before they are rounded. Overwrites the fractions."""
+        roots = fractions.sqrt_()
+        return (roots.sqrt_() if self.power == 4 else roots).mul_(self.largest)
+
+
+SQUARES = Code(torch.int8, 127, 2)
+"""For averages of gradients, which have a sign, and most of which lie near zero."""
+FOURTH_POWERS = Code(torch.uint8, 255, 4)
+"""For averages of squared gradients: over nine orders of magnitude, with square roots as dense as `SQUARES`."""
+
+
+class Cut(Protocol):
+    """Some rows or columns of a stored tensor."""
+
+    @property
+    def dim(self) -> int: ...
+
+    def of(self, stored: Tensor, /) -> Tensor: ...
+
+
+class Piece(Protocol):
+    """A part of what this rank stores of a matrix: some matrices of a stack, and of these some rows or columns."""
+
+    @property
+    def matrix(self) -> int: ...
+
+    @property
+    def local(self) -> slice | None: ...
+
+    @property
+    def cut(self) -> Cut | None: ...
+
+    def of(self, local: Tensor, /) -> Tensor: ...
+
+
+class Quantized(NamedTuple):
+    """A tensor as codes, and the largest absolute value of each block of a row.
+
+    Attributes:
+        codes: ``(..., n)``, contiguous.
+        scales: ``(..., ceil(n / BLOCK))`` fp32, contiguous.
+        code: what the codes stand for.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    code: Code = SQUARES
+
+    def values(self, part: slice | None = None) -> Tensor:
+        """Return the fp32 values, or a slice of them along the first dim."""
+        codes, scales = (self.codes, self.scales) if part is None else (self.codes[part], self.scales[part])
+        n = codes.shape[-1]
+        values = _in_blocks(self.code.fractions(codes)) * scales.unsqueeze(-1)
+        return values.flatten(-2)[..., :n]
+
+    def values_of(self, piece: Piece) -> Tensor:
+        """Return the fp32 values of a piece."""
+        if piece.cut is None or piece.cut.dim < self.codes.ndim - 1:
+            return Quantized(piece.of(self.codes), piece.of(self.scales), self.code).values()
+        return piece.cut.of(self.values(piece.local))  # columns cut through blocks
+
+    def store_(self, values: Tensor) -> None:
+        """Store values ``(..., n)`` in fp32, each rounded to the nearest level."""
+        blocks, fractions = self._rescaled_(values)
+        codes = self.code.exact_codes(fractions.clone()).round_()
+        self._store_codes_(codes, blocks, fractions)
+
+    def store_rounded_(self, values: Tensor, step: int) -> None:
+        """Store values ``(..., n)`` in fp32, each rounded up or down at random, so that the mean is the value.
+
+        Args:
+            values: finite.
+            step: its number seeds the hash of the values, as in `rounding.random_bits`.
+        """
+        blocks, fractions = self._rescaled_(values)
+        below = self.code.exact_codes(fractions.clone()).floor_().clamp_(max=self.code.largest - 1)
+        low, high = self.code.fractions(below), self.code.fractions(below + 1)
+        draws = (random_bits(blocks, step) & 0xFFFFFF) * 2.0**-24
+        below += draws * (high - low) < fractions - low
+        self._store_codes_(below, blocks, fractions)
+
+    def _rescaled_(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the scales of values. Return the values in blocks ``(..., blocks, width)``, and their fractions."""
+        blocks = _in_blocks(values)
+        fractions = blocks.abs()
+        scales = fractions.amax(dim=-1)
+        self.scales.copy_(scales)
+        fractions /= torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+        return blocks, fractions
+
+    def _store_codes_(self, codes: Tensor, blocks: Tensor, fractions: Tensor) -> None:
+        if self.code.dtype.is_signed:
+            codes.copysign_(blocks)
+        else:
+            codes.clamp_min_((fractions > 0).to(codes.dtype))  # a second moment of zero would not bound the update
+        self.codes.copy_(codes.flatten(-2)[..., : self.codes.shape[-1]])
+
+    def move_(self, grad: Tensor, momentum: float) -> None:
+        """Move the average towards a gradient ``(..., n)``, in chunks of rows."""
+        if not self.codes.numel():
+            return
+        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (self.codes, self.scales, grad)]
+        size = rows_per_chunk(self.codes, self.codes.shape[-1])
+        for codes, scales, chunk in zip(*(torch.split(tensor, size) for tensor in rows), strict=True):
+            blocks = Quantized(codes, scales, self.code)
+            blocks.store_(blocks.values().lerp_(chunk.float(), 1 - momentum))
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of codes: ``(..., ceil(n / BLOCK))`` for ``(..., n)``."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """View ``(..., n)`` as ``(..., blocks, width)``, padded with zeros if the last block is not full."""
+    width = min(BLOCK, rows.shape[-1])
+    padded = F.pad(rows, (0, -rows.shape[-1] % width)) if rows.shape[-1] % width else rows
+    return padded.reshape(*padded.shape[:-1], -1, width)
