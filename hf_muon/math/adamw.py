@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from hf_muon.math import weight_rounding
 from hf_muon.math.codes import Quantized
 from hf_muon.math.moments import MOMENTS, decoded
-from hf_muon.math.rounding import chunk_size, store_bf16_
+from hf_muon.math.rounding import batched, chunk_size, store_bf16_
 from hf_muon.math.weight_rounding import Observer, Result, is_half
 
 # Elements per chunk on a CPU, so that AdamW's temporaries stay in a cache.
@@ -80,7 +80,8 @@ def adamw_(
     exact = [own for own in stepped if not _is_rounded(own)]
     if exact:
         torch_adamw([chunk for own in exact for chunk in _chunks(own, _cpu_chunk(own.param))])
-    for batch in _batches([own for own in stepped if _is_rounded(own)]):
+    rounded = (chunk for own in stepped if _is_rounded(own) for chunk in _chunks(own, chunk_size(own.param)))
+    for batch in batched(rounded, lambda chunk: chunk.param):
         in_fp32 = [_in_fp32(own) for own in batch]
         torch_adamw(in_fp32)
         for own, new in zip(batch, in_fp32, strict=True):
@@ -117,22 +118,6 @@ def _store_rounded_(state: Mapping[str, Tensor], key: str, values: Tensor, step:
         store_bf16_(stored, values.float(), step)
     elif stored is not values:
         stored.copy_(values)
-
-
-def _batches(stepped: Sequence[Stepped]) -> Iterator[list[Stepped]]:
-    """Yield parameters in batches of about a chunk of elements on one device, which limits temporary memory."""
-    batch: list[Stepped] = []
-    count = 0
-    for own in stepped:
-        for chunk in _chunks(own, chunk_size(own.param)):
-            is_full = count + chunk.param.numel() > chunk_size(chunk.param)
-            if batch and (is_full or batch[0].param.device != chunk.param.device):
-                yield batch
-                batch, count = [], 0
-            batch.append(chunk)
-            count += chunk.param.numel()
-    if batch:
-        yield batch
 
 
 def _cpu_chunk(param: Tensor) -> int:

@@ -6,10 +6,13 @@ The result is the same on every rank, in every layout and on all hardware.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+_T = TypeVar("_T")
 _CHUNKS = {"cpu": 2**17}  # elements per chunk: they stay in a core's cache
 _CHUNK = 2**22  # on other devices
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
@@ -90,6 +93,29 @@ def store_bf16_(buffer: Tensor, values: Tensor, step: int) -> None:
     rows = rows_per_chunk(values, math.prod(values.shape[1:]))
     for target, chunk in zip(torch.split(buffer, rows), torch.split(values, rows), strict=True):
         target.copy_(round_to_bf16(chunk, step))
+
+
+def batched(parts: Iterable[_T], weights_of: Callable[[_T], Tensor]) -> Iterator[list[_T]]:
+    """Yield parts in lists of about a chunk of elements, on one device and in one dtype, which limits temporaries.
+
+    Args:
+        parts: consumed one by one, each of at most about a chunk of elements.
+        weights_of: returns the weights of a part.
+    """
+    batch: list[_T] = []
+    count = 0
+    for part in parts:
+        weights = weights_of(part)
+        if batch:
+            first = weights_of(batch[0])
+            is_alike = (first.dtype, first.device) == (weights.dtype, weights.device)
+            if not is_alike or count + weights.numel() > chunk_size(weights):
+                yield batch
+                batch, count = [], 0
+        batch.append(part)
+        count += weights.numel()
+    if batch:
+        yield batch
 
 
 def rows_per_chunk(tensor: Tensor, columns: int) -> int:

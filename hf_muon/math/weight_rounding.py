@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.math.rounding import chunk_size, random_bits, round_to_half, rows_per_chunk
+from hf_muon.math.rounding import batched, random_bits, round_to_half, rows_per_chunk
 
 WEIGHT_ROUNDINGS = ("auto", "nearest", "stochastic")
 
@@ -61,36 +61,20 @@ def store_(results: Iterable[Result], weight_rounding: str, step: int, observer:
         for result in results:
             result.weights.copy_(result.exact)
         return
-    for batch in _batches(results):
+    parts = (part for result in results for part in _cut(result))
+    for batch in batched(parts, lambda part: part.weights):
         weights = [result.weights for result in batch]
         exact = _joined([result.exact for result in batch])
         bits = random_bits(exact, step, _joined([result.update for result in batch]))
         rounded = round_to_half(exact, bits, weights[0].dtype)
-        parts = torch.split(rounded, [own.numel() for own in weights])
-        torch._foreach_copy_(weights, [part.view(own.shape) for part, own in zip(parts, weights, strict=True)])
+        pieces = torch.split(rounded, [own.numel() for own in weights])
+        torch._foreach_copy_(weights, [piece.view(own.shape) for piece, own in zip(pieces, weights, strict=True)])
 
 
 def _observed(results: Iterable[Result], observer: Observer) -> Iterator[Result]:
     for result in results:
         observer(result.weights, result.exact)
         yield result
-
-
-def _batches(results: Iterable[Result]) -> Iterator[list[Result]]:
-    """Yield the results cut and collected into batches of one device and dtype, of about a chunk of elements each."""
-    batch: list[Result] = []
-    count = 0
-    for result in results:
-        for part in _cut(result):
-            first = batch[0].weights if batch else part.weights
-            fits = count + part.weights.numel() <= chunk_size(first)
-            if batch and not (fits and (first.dtype, first.device) == (part.weights.dtype, part.weights.device)):
-                yield batch
-                batch, count = [], 0
-            batch.append(part)
-            count += part.weights.numel()
-    if batch:
-        yield batch
 
 
 def _cut(result: Result) -> Iterator[Result]:

@@ -72,7 +72,7 @@ def test_a_second_moment_is_zero_only_where_it_is():
 
 @pytest.mark.parametrize("code", [SQUARES, FOURTH_POWERS], ids=["squares", "fourth powers"])
 def test_a_row_that_only_decays_keeps_its_codes(code):
-    """Rows of rare tokens have gradients in few steps; in the others their moments decay without noise."""
+    """Decay, as rows of rare tokens do between their gradients: no noise is added."""
     values = spread(8, 192) if code is SQUARES else spread(8, 192).square()
     blocks = blocks_of(values.shape, code)
     blocks.store_(values)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_muon.math import weight_rounding
+from hf_muon.math import rounding, weight_rounding
 from hf_muon.math.rounding import random_bits, round_to_half
 from hf_muon.math.weight_rounding import Result, store_
 
@@ -72,7 +72,7 @@ def test_cuts_strides_and_batches_do_not_matter(dtype, monkeypatch):
     assert torch.equal(columns[:, 3:27], whole)
 
     for chunk in (7, 24, 100, 10**6):
-        monkeypatch.setattr(weight_rounding, "chunk_size", lambda tensor, chunk=chunk: chunk)
+        monkeypatch.setattr(rounding, "chunk_size", lambda tensor, chunk=chunk: chunk)
         monkeypatch.setattr(
             weight_rounding, "rows_per_chunk", lambda tensor, columns, chunk=chunk: max(1, chunk // columns)
         )
