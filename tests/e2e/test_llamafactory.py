@@ -105,6 +105,15 @@ def test_resumed_run_equals_the_uninterrupted_one(factory: Factory, straight: Pa
     assert_resumed(output / "checkpoint-4", straight / "checkpoint-4")
 
 
+@pytest.mark.extended
+def test_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(factory: Factory) -> None:
+    options = PRETRAIN | {"optim_args": "ns_dtype=fp32,momentum_dtype=int8,adamw_state_dtype=int8"}
+    straight, _ = factory.train("straight_8", options)
+    checkpoint = interrupt(straight, after=2, destination=factory.folder / "resumed_8")
+    output, _ = factory.train("resumed_8", options | {"resume_from_checkpoint": checkpoint})
+    assert_resumed(output / "checkpoint-4", straight / "checkpoint-4")
+
+
 def test_two_processes_agree_with_one(
     factory: Factory, straight: Path, tiny_model: Path, rounding: dict[str, float]
 ) -> None:

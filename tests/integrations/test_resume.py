@@ -14,21 +14,29 @@ from tests.reference import relative_difference
 
 
 class TestResume:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_is_bit_exact(self, tmp_path, dtype):
+    @pytest.mark.parametrize(
+        ("dtype", "optim_args"),
+        [
+            (torch.float32, "ns_dtype=fp32"),
+            (torch.bfloat16, "ns_dtype=fp32"),
+            (torch.float32, "ns_dtype=fp32,momentum_dtype=bf16,adamw_state_dtype=bf16"),
+            (torch.bfloat16, "ns_dtype=fp32,momentum_dtype=int8,adamw_state_dtype=int8"),
+        ],
+    )
+    def test_is_bit_exact(self, tmp_path, dtype, optim_args):
         straight, first, second = model(dtype), model(dtype), model(dtype)
-        options = {"save_strategy": "steps", "save_steps": 3}
-        _, losses = train(straight, tmp_path / "straight")
+        options = {"save_strategy": "steps", "save_steps": 3, "optim_args": optim_args}
+        _, losses = train(straight, tmp_path / "straight", optim_args=optim_args)
         train(first, tmp_path / "run", **options)
         trainer, resumed = train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
         assert resumed[-3:] == losses[3:]
         for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
             assert torch.equal(a, b), name
-        for group in trainer.optimizer.param_groups:
-            if group["use_muon"]:
-                assert all(
-                    trainer.optimizer.state[p]["momentum_buffer"].dtype == torch.float32 for p in group["params"]
-                )
+        dtypes = {value.dtype for state in trainer.optimizer.state.values() for value in state.values()}
+        if "int8" in optim_args:
+            assert dtypes == {torch.int8, torch.uint8, torch.float32}
+        else:
+            assert dtypes == {torch.float32, *([torch.bfloat16] if "bf16" in optim_args else [])}
 
     def test_lora_is_bit_exact(self, tmp_path):
         straight, first, second = lora(), lora(), lora()

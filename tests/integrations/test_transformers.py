@@ -53,11 +53,12 @@ def test_trainer_equals_a_loop_by_hand(tmp_path, trainer_options, loop_options):
         assert a["weight_decay"] == b["weight_decay"]
 
 
-def test_bf16_weights(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"weight_rounding": "nearest"}, {"adamw_state_dtype": "int8"}], ids=str)
+def test_bf16_weights(tmp_path, options):
     """Train bf16 weights without autocast or fp32 copies."""
     ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
-    train(ours, tmp_path)
-    by_hand(theirs)
+    train(ours, tmp_path, optim_args=",".join(f"{name}={value}" for name, value in options.items()))
+    by_hand(theirs, **options)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
