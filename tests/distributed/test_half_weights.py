@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from tests.distributed.cases import WIDE, given_gradients
+from hf_muon.math.moments import decoded
+from tests.distributed.cases import WIDE, given_gradients, refusal
 from tests.distributed.test_layouts import assert_equal
 from tests.distributed.test_training import assert_same
 
@@ -52,3 +55,32 @@ def test_resume_is_exact_and_state_moves_between_layouts(run, adamw_state_dtype,
     for layout, ranks in (("fsdp", 4), ("single", 1)):
         loaded = run(layout, ranks, first=4, last=4, load=path, **options)
         assert_same({**loaded, "losses": []}, {**saved, "losses": []})
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("there", "here", "full"),
+    [("fp32", "bf16", False), ("bf16", "fp32", True), ("int8", "fp32", True), ("fp32", "int8", True)],
+)
+def test_another_dtype_is_converted(run, there, here, full, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    saved = run("fsdp", 2, last=3, save=path, full=full, adamw_state_dtype=there)
+    loaded = run("fsdp", 2, first=3, last=3, load=path, full=full, adamw_state_dtype=here)
+    keys = [(name, key) for name, state in saved["states"].items() for key in ("exp_avg", "exp_avg_sq") if key in state]
+    assert keys
+    for name, key in keys:
+        exact, results = (decoded(states[name], key).float() for states in (saved["states"], loaded["states"]))
+        assert (results - exact).norm() <= (0.02 if here == "int8" else 0.004) * exact.norm()
+        assert here != "fp32" or torch.equal(results, exact)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [("int8", "fp32", "moments are missing: .*exp_avg_scale.*"), ("fp32", "int8", "Missing key.*exp_avg_scale")],
+)
+def test_a_sharded_checkpoint_is_read_in_its_own_dtype(pools, run, there, here, message, tmp_path):
+    """Expect an error: torch.distributed.checkpoint would read codes into moments of numbers, or vice versa."""
+    path = str(tmp_path / "checkpoint")
+    run("fsdp", 2, last=1, save=path, adamw_state_dtype=there)
+    for error in pools[2].run(refusal, case="train", layout="fsdp", first=1, load=path, adamw_state_dtype=here):
+        assert re.search(message, error)

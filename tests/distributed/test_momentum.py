@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from hf_muon.math.moments import decoded
 from tests.distributed.cases import WIDE, given_gradients, refusal
 from tests.distributed.test_layouts import assert_equal
 from tests.distributed.test_training import assert_same
@@ -102,7 +103,4 @@ def test_a_sharded_checkpoint_is_read_in_its_own_dtype(pools, run, there, here, 
 
 
 def values_of(state):
-    from hf_muon.math.momentum import Quantized
-
-    buffer = state["momentum_buffer"]
-    return Quantized(buffer, state["momentum_scale"]).values() if "momentum_scale" in state else buffer.float()
+    return decoded(state, "momentum_buffer").float()

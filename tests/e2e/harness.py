@@ -28,6 +28,7 @@ from tests import bounds, fixtures_text
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"
 BIN = Path(sys.executable).parent
+CPU_RANKS = ROOT / "tests" / "e2e" / "cpu_ranks"  # lets ranks on gloo end without aborting
 CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # lets LLaMA-Factory v1 run in several processes on a CPU
 TIMEOUT = 600.0  # a process takes seconds, but the machine may be busy
 MARK = "e2e_mark"
@@ -42,12 +43,12 @@ def run(
         command: the words of the command.
         cwd: the working directory.
         fails: whether the process must fail; otherwise it must succeed.
-        path: a folder to put in front of PYTHONPATH.
+        path: a folder to put in front of PYTHONPATH, in place of `CPU_RANKS`.
         variables: environment variables.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_MUON", "PYTEST"))}
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [environment.get("PYTHONPATH")])])
+    folders = [str(path or CPU_RANKS), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
     environment |= {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # LLaMA-Factory looks torchrun up on the PATH
         "CUDA_VISIBLE_DEVICES": "",

@@ -4,10 +4,14 @@ After each step of a distributed run LLaMA-Factory v1 synchronizes the accelerat
 none, so `synchronize` does nothing here.
 """
 
+import atexit
 import os
+import time
 
 if "RANK" in os.environ:
     import torch
+
+    atexit.register(time.sleep, 0.3)  # for threads of gloo, as in cpu_ranks
 
     if not torch.accelerator.is_available():
         torch.accelerator.synchronize = lambda *args, **kwargs: None
