@@ -44,11 +44,14 @@ SCRATCH, TUNED = "from random weights", "fine-tuning"
 FP32, AUTOCAST = "fp32 weights", "fp32 weights, bf16 autocast"
 STOCHASTIC, NEAREST = "bf16 weights, stochastic", "bf16 weights, nearest"
 BF16_MOMENTS = "bf16 weights, stochastic, AdamW's moments in bf16"
+INT8_MOMENTS, INT8 = "fp32 weights, AdamW's moments in int8", "bf16 weights, stochastic, all moments in int8"
 SIDES: dict[str, dict[str, Any]] = {
     FP32: {},
     STOCHASTIC: {"weight_rounding": "stochastic"},
     NEAREST: {"weight_rounding": "nearest"},
     BF16_MOMENTS: {"weight_rounding": "stochastic", "adamw_state_dtype": "bf16"},
+    INT8_MOMENTS: {"adamw_state_dtype": "int8"},
+    INT8: {"weight_rounding": "stochastic", "adamw_state_dtype": "int8", "momentum_dtype": "int8"},
     AUTOCAST: {},
 }
 Run = dict[str, Any]
@@ -94,7 +97,7 @@ class Bench:
         if any(key.items() <= run.items() for run in self.runs):
             return
         model = self.start(part, seed)
-        if side in (STOCHASTIC, NEAREST, BF16_MOMENTS):
+        if side in (STOCHASTIC, NEAREST, BF16_MOMENTS, INT8):
             for param in model.parameters():  # and no buffers: a checkpoint in bf16 is loaded so, too
                 param.data = param.data.bfloat16()
         config = self.demo | (FINE_TUNING if part == TUNED else {}) | {"learning_rate": key["lr"]}
