@@ -30,9 +30,11 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_propagates() -> None:
-    """Let `caplog` see the package's log lines, also after a test in which the logger set up a handler of its own."""
-    logging.getLogger("hf_muon").propagate = True
+def _log_reaches_caplog() -> None:
+    """Let `caplog` see the package's log lines, also after a test or a module of cases that has changed the logger."""
+    logger = logging.getLogger("hf_muon")
+    logger.propagate = True
+    logger.setLevel(logging.INFO)
 
 
 @pytest.fixture(autouse=True)
