@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.distributed.test_training import assert_close, assert_same
-from tests.distributed.training import train
 
 MOVES = [
     ("fsdp", 4, "fsdp", 2),
@@ -20,14 +19,6 @@ MOVES = [
     ("tp", 2, "fsdp-tp", 4),
     ("fsdp-tp", 4, "single", 1),
 ]
-
-
-@pytest.fixture
-def run(pools):
-    def run(layout, ranks, **options):
-        return train(0, layout, **options) if ranks == 1 else pools[ranks].run(train, layout=layout, **options)[0]
-
-    return run
 
 
 @pytest.mark.extended(but="fsdp-4-fsdp-2|fsdp-2-single|ddp-2-hsdp-4-sharded")

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from hf_muon.math.moments import decoded
 from tests.distributed.cases import WIDE, given_gradients, refusal
 from tests.distributed.test_layouts import assert_equal
+from tests.distributed.test_momentum import assert_converted
 from tests.distributed.test_training import assert_same
 
 
@@ -31,16 +31,6 @@ def test_nearest_is_another_result():
     results = [given_gradients(0, "single", dtype="bfloat16", weight_rounding=r) for r in ("stochastic", "nearest")]
     weights = [[state[0] for state in result] for result in results]
     assert not all(map(torch.equal, *weights))
-
-
-@pytest.fixture
-def run(pools):
-    from tests.distributed.training import train
-
-    def run(layout, ranks, **options):
-        return train(0, layout, **options) if ranks == 1 else pools[ranks].run(train, layout=layout, **options)[0]
-
-    return run
 
 
 @pytest.mark.parametrize(("adamw_state_dtype", "stored"), [("bf16", torch.bfloat16), ("int8", torch.uint8)])
@@ -66,12 +56,7 @@ def test_another_dtype_is_converted(run, there, here, full, tmp_path):
     path = str(tmp_path / "checkpoint")
     saved = run("fsdp", 2, last=3, save=path, full=full, adamw_state_dtype=there)
     loaded = run("fsdp", 2, first=3, last=3, load=path, full=full, adamw_state_dtype=here)
-    keys = [(name, key) for name, state in saved["states"].items() for key in ("exp_avg", "exp_avg_sq") if key in state]
-    assert keys
-    for name, key in keys:
-        exact, results = (decoded(states[name], key).float() for states in (saved["states"], loaded["states"]))
-        assert (results - exact).norm() <= (0.02 if here == "int8" else 0.004) * exact.norm()
-        assert here != "fp32" or torch.equal(results, exact)
+    assert_converted(saved["states"], loaded["states"], ["exp_avg", "exp_avg_sq"], here)
 
 
 @pytest.mark.parametrize(
