@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 
@@ -55,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pools() -> Iterator[dict[int, Pool]]:
     """Yield pools by number of ranks; each starts when a test first runs something on it."""
     by_size = {size: Pool(size, forks=True) for size in (2, 3, 4)}
-    yield by_size
-    for pool in by_size.values():
-        pool.close()
+    with contextlib.ExitStack() as stack:
+        for pool in by_size.values():
+            stack.callback(pool.close)
+        yield by_size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
+import signal
 import tempfile
 import traceback
 from datetime import timedelta
@@ -45,6 +47,7 @@ class Pool:
         self.backend = backend
         self.timeout = timeout
         self._workers: list[tuple[Any, Any]] = []
+        self._last = ""
 
     def run(self, function: Any, **kwargs: Any) -> list[Any]:
         """Return the results of `function(rank, **kwargs)` on all ranks.
@@ -54,14 +57,16 @@ class Pool:
         """
         if not self._workers:
             self._start()
+        self._last = f"{function.__module__}.{function.__qualname__}"
         for _, pipe in self._workers:
             pipe.send((function.__module__, function.__qualname__, kwargs))
         answers = []
-        for _, pipe in self._workers:
+        for process, pipe in self._workers:
             try:
                 answers.append(pipe.recv() if pipe.poll(self.timeout) else (False, f"no answer in {self.timeout} s"))
             except (EOFError, OSError):
-                answers.append((False, "the process died"))
+                process.join(5)
+                answers.append((False, f"the process died: {_ending(process.exitcode)}"))
         failures = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         if failures:
             self.close(kill=True)  # the ranks no longer agree on which collective is next
@@ -83,15 +88,34 @@ class Pool:
         return forking() if self.forks else mp.get_context("spawn")
 
     def close(self, *, kill: bool = False) -> None:
-        """End the workers."""
-        for process, pipe in self._workers:
+        """End the workers.
+
+        Raises:
+            AssertionError: a rank that was not killed has another exit code than 0, or did not end in 20 seconds.
+        """
+        workers, self._workers = self._workers, []
+        for process, pipe in workers:
             if kill:
                 process.kill()
             else:
-                pipe.send(None)
-        for process, _ in self._workers:
+                with contextlib.suppress(OSError):  # a rank that died has an exit code
+                    pipe.send(None)
+        for process, _ in workers:
             process.join(20)
-        self._workers = []
+        codes = [process.exitcode for process, _ in workers]
+        for process, _ in workers:
+            if process.exitcode is None:
+                process.kill()
+        if not kill and any(code != 0 for code in codes):
+            endings = [f"rank {rank} {_ending(code)}" for rank, code in enumerate(codes) if code != 0]
+            raise AssertionError(f"{'; '.join(endings)}. The last that its pool ran was {self._last}")
+
+
+def _ending(code: int | None) -> str:
+    """Return in words how a process has ended, by its exit code."""
+    if code is None:
+        return "did not end in time"
+    return f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _serve(rank: int, world_size: int, backend: str, store: str, timeout: float, pipe: Any) -> None:
