@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.storage import views
-from hf_muon.storage.tensors import shape_of, storage_complaint
+from hf_muon.storage.tensors import has_data, shape_of, storage_complaint
 
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 """Numbers that torch's schedulers keep in param groups."""
@@ -22,6 +23,8 @@ FOREIGN_KEYS = (*SCHEDULER_KEYS, "name")
 
 OWN_KEYS = ("params", "param_names", "use_muon", "views", "step")
 """Keys of param groups besides the options."""
+
+_RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
 
 
 def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,6 +44,30 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(group.get("use_muon", True), bool):
         raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false")
     return group
+
+
+def check_written_option(name: str, value: Any) -> Any:
+    """Return the canonical form of an option in a param group, which a schedule may have written.
+
+    Raises:
+        ValueError: as `check_option`, but a learning rate may be negative by a rounding error.
+    """
+    if name == "lr" and _is_rounded_zero(value):
+        return value if isinstance(value, torch.Tensor) else 0.0
+    return check_option(name, value)
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group; 0 where a schedule has ended a rounding error below it."""
+    return 0.0 if _is_rounded_zero(group["lr"]) else float(group["lr"])
+
+
+def _is_rounded_zero(rate: Any) -> bool:
+    if isinstance(rate, torch.Tensor):
+        if rate.numel() != 1 or rate.is_complex() or not has_data(rate):
+            return False
+        rate = rate.item()
+    return isinstance(rate, numbers.Real) and -_RATE_ROUNDING <= float(rate) < 0
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -81,7 +108,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         devices = [d for d in {param.device for param in group["params"]} if d.type != "cpu" or not skips_cpu]
     try:
         for name in GROUP_OPTIONS:
-            check_option(name, group.get(name))
+            check_written_option(name, group.get(name))
         resolve(group["ns_coefficients"], group["ns_steps"])
         if group["use_muon"]:
             for device in devices:

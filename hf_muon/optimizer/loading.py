@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.optimizer import consensus
+from hf_muon.optimizer.groups import check_written_option
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     DTYPE_OPTIONS,
@@ -311,7 +312,7 @@ def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     depend on them; moments are converted to this run's dtypes.
     """
     restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
-    restored.update({name: check_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
+    restored.update({name: check_written_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
     own = {key: group[key] for key in ("params", "views", *OWN_OPTIONS) if group.get(key) is not None}
     names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
     return {**restored, **own, **names}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.moments import MOMENTS, SCALES
-from hf_muon.optimizer.groups import SCHEDULER_KEYS
+from hf_muon.optimizer.groups import SCHEDULER_KEYS, check_written_option
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
     STATE_KEYS,
@@ -150,7 +150,7 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
                 yield f"it has {len(there)} {name} for {len(group['params'])} parameters"
         for name in GROUP_OPTIONS.keys() & saved.keys():
             try:
-                check_option(name, saved[name])
+                check_written_option(name, saved[name])
             except ValueError as error:
                 yield f"one of its param groups has {error}"
         for i, param in enumerate(group["params"]):

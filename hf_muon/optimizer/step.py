@@ -16,6 +16,7 @@ from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.weight_rounding import Observer
 from hf_muon.optimizer import gradients
+from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.state import STATE_KEYS
 from hf_muon.optimizer.watching import GroupWatch
@@ -76,7 +77,7 @@ def muon_step(
             update.apply_directions_(
                 [piece.of(weights[piece.matrix]) for piece in pieces],
                 directions,
-                lr=float(group["lr"]),
+                lr=rate_of(group),
                 weight_decay=group["weight_decay"],
                 scales=piece_scales,
                 step=number,
@@ -115,7 +116,7 @@ def adamw_step(
             Stepped(local_of(param), gradients.local_grad(param), moments)
             for param, moments in zip(params, states, strict=True)
         ],
-        lr=float(group["lr"]),
+        lr=rate_of(group),
         betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
         eps=group["adamw_eps"],
         weight_decay=group["weight_decay"],

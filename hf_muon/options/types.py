@@ -16,8 +16,6 @@ from hf_muon.math.coefficients import PRESETS
 from hf_muon.options.patterns import compile_patterns
 from hf_muon.storage.tensors import has_data
 
-_RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
-
 
 class InvalidError(Exception):
     """The option does not take this value. The message may add a reason that the valid values do not show."""
@@ -62,7 +60,7 @@ def non_negative() -> OptionType:
 
 def learning_rate() -> OptionType:
     """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
-    rate = number("a number of at least 0", -_RATE_ROUNDING)
+    rate = non_negative()
 
     def check(value: Any) -> Any:
         if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
@@ -71,7 +69,7 @@ def learning_rate() -> OptionType:
             if has_data(value):
                 rate.check(value.item())
             return value
-        return max(rate.check(value), 0.0)
+        return rate.check(value)
 
     return dataclasses.replace(rate, check=check)
 

@@ -190,15 +190,38 @@ def test_a_schedule_may_end_a_rounding_error_below_zero(form):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize(("lr", "checked"), [(-4.4e-21, 0.0), (-0.9e-12, 0.0), (0.0, 0.0)])
-def test_a_rounding_error_below_zero_is_zero(lr, checked):
-    assert str(abs(Muon([nn.Parameter(torch.ones(3, 3))], lr=lr).param_groups[0]["lr"])) == str(checked)
+@pytest.mark.parametrize("lr", [-4.4e-21, -1e-12, 0.0])
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_a_rate_that_a_schedule_rounds_below_zero_is_zero(lr, form):
+    """Leave weights of zero as they are, which the tiniest rate would move."""
+    params = [nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3))]
+    optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
+    for group in optimizer.param_groups:
+        group["lr"] = form(lr)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not any(param.any() for param in params)
+
+
+@pytest.mark.parametrize("lr", [-4.4e-21, -1e-12, -1e-8])
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_a_negative_rate_is_refused(lr, form):
+    param = nn.Parameter(torch.ones(3, 3))
+    for muon in (
+        lambda: Muon([param], lr=form(lr)),
+        lambda: Muon([{"params": [param], "lr": form(lr)}]),
+        lambda: build_optimizer(nn.Linear(3, 3), {"lr": form(lr)}),
+    ):
+        with pytest.raises(ValueError, match=r"lr=.* is not valid. Valid: a number of at least 0"):
+            muon()
 
 
 @pytest.mark.parametrize("lr", [-1.1e-12, -1e-8])
-def test_a_negative_rate_is_refused(lr):
-    with pytest.raises(ValueError, match=r"lr=.* is not valid"):
-        Muon([nn.Parameter(torch.ones(3, 3))], lr=lr)
+def test_a_negative_rate_of_a_schedule_is_refused(lr):
+    model, optimizer = stepped()
+    optimizer.param_groups[0]["lr"] = lr
+    assert_refused(model, optimizer, r"lr=.* is not valid. Valid: a number of at least 0")
 
 
 @pytest.mark.parametrize("size", [300, torch.finfo(torch.float16).max])
