@@ -67,7 +67,7 @@ def _is_rounded_zero(rate: Any) -> bool:
         if rate.numel() != 1 or rate.is_complex() or not has_data(rate):
             return False
         rate = rate.item()
-    return isinstance(rate, numbers.Real) and -_RATE_ROUNDING <= float(rate) < 0
+    return isinstance(rate, numbers.Real) and rate < 0 and not rate < -_RATE_ROUNDING
 
 
 def check_group(group: Mapping[str, Any]) -> None:
