@@ -44,7 +44,8 @@ def adamw_(
     On a CPU the fused kernel rounds the last elements of a tensor differently, so that sharded tensors would not be
     bit-identical to whole ones. There large tensors are stepped in chunks, which needs little temporary memory.
 
-    bf16 and fp16 parameters, and moments in bf16 or 8 bits, are computed in fp32 and rounded once.
+    bf16 and fp16 parameters, and moments in bf16 or 8 bits, are computed in fp32 and rounded once. Gradients in another
+    dtype than their parameter's are converted to the dtype of the computation.
 
     Args:
         stepped: parameters, each with a state of `step`, which is incremented, and of moments.
@@ -96,9 +97,9 @@ def adamw_(
 
 
 def _is_rounded(stepped: Stepped) -> bool:
-    """Return whether weights or moments are computed in another dtype than they are stored in."""
-    dtype = stepped.param.dtype
-    return is_half(stepped.param) or any(stepped.state[key].dtype is not dtype for key in MOMENTS_OF_ADAMW)
+    """Return whether weights, gradients or moments are computed in another dtype than they are stored in."""
+    dtype, others = stepped.param.dtype, (stepped.grad, *(stepped.state[key] for key in MOMENTS_OF_ADAMW))
+    return is_half(stepped.param) or any(other.dtype is not dtype for other in others)
 
 
 def _in_fp32(stepped: Stepped) -> Stepped:

@@ -54,11 +54,6 @@ def complaint(group: Group, param: Tensor) -> str | None:
         return f"is stored on {local_of(param).device}, and its gradient on {local_of(grad).device}"
     if grad.dtype not in STEPPED_DTYPES:
         return f"has a gradient of dtype {grad.dtype}; Muon and AdamW take {_names(STEPPED_DTYPES)}"
-    if not group["use_muon"] and grad.dtype != param.dtype:
-        return (
-            f"is stored in {param.dtype}, and its gradient in {grad.dtype}; torch's AdamW needs them alike. Convert "
-            "it before the step: param.grad = param.grad.to(param.dtype)"
-        )
     return None
 
 

@@ -98,12 +98,24 @@ def muon_over(params, dtype, views=None, **options):
 
 
 def given_gradients(
-    rank, layout, steps=4, dtype="float32", missing=(), plain=(), device="cpu", viewed=(), tables=(), **options
+    rank,
+    layout,
+    steps=4,
+    dtype="float32",
+    missing=(),
+    plain=(),
+    device="cpu",
+    viewed=(),
+    tables=(),
+    grad_dtype=None,
+    **options,
 ):
     """Step with given whole gradients in a layout, and return whole parameters and moments.
 
-    `tables` are shapes of matrices that AdamW steps, as embeddings.
+    `tables` are shapes of matrices that AdamW steps, as embeddings; `grad_dtype` is that of gradients that have another
+    dtype than their parameters.
     """
+    of_grads = getattr(torch, grad_dtype or dtype)
     dtype = getattr(torch, dtype)
     shapes = [*([shape for shape, _ in viewed] or SHAPES), *VECTORS, *tables]
     options["views"] = [view for _, view in viewed] or None
@@ -127,9 +139,11 @@ def given_gradients(
             return store(tensor, meshes[mesh_shape], placements)
 
         params = [nn.Parameter(put(w, i)) for i, w in enumerate(weights)]
+    for param in params if grad_dtype else ():
+        param.grad_dtype = None  # any
     optimizer = muon_over(params, dtype, **options)
     for step in range(steps):
-        for i, (param, grad) in enumerate(zip(params, make(shapes, step + 1, dtype), strict=True)):
+        for i, (param, grad) in enumerate(zip(params, make(shapes, step + 1, of_grads), strict=True)):
             param.grad = None if (i + step) % len(params) in missing else put(grad.to(device), i)
         optimizer.step()
     return whole_state(params, optimizer)

@@ -26,6 +26,18 @@ def test_rounded_alike_in_every_layout(pools, layout, ranks, adamw_state_dtype, 
     assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+@pytest.mark.extended(but="bfloat16-float32-fsdp-2")
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp-tp-row", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [("bfloat16", "float32"), ("bfloat16", "float16"), ("float32", "bfloat16")]
+)
+def test_gradients_of_another_dtype_in_every_layout(pools, layout, ranks, dtype, grad_dtype):
+    options = {"dtype": dtype, "grad_dtype": grad_dtype, "tables": [(9, 128), (5, 256)]}
+    expected = given_gradients(0, "single", **options)
+    assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
+
+
 def test_nearest_is_another_result():
     """Show that the comparison above sees how weights are rounded."""
     results = [given_gradients(0, "single", dtype="bfloat16", weight_rounding=r) for r in ("stochastic", "nearest")]

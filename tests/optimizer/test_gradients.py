@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer.gradients import largest
+from hf_muon.storage.tensors import STEPPED_DTYPES
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -95,17 +96,46 @@ def test_finite_gradients_that_are_too_large_name_their_parameter(where):
 def mixed(param, dtype):
     param.grad = None
     param.grad_dtype = None  # newer torch accepts any dtype then
-    param.grad = torch.randn(param.shape, dtype=dtype)
+    param.grad = torch.randn(param.shape).to(dtype)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
-def test_gradients_of_another_dtype_than_their_parameter():
+one_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+
+
+@one_dtype
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int32])
+@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
+def test_gradients_of_a_dtype_that_cannot_be_stepped(name, dtype):
     model, optimizer = stepped(torch.bfloat16)
-    mixed(model[0].bias, torch.float32)
-    assert_refused(model, optimizer, r"0.bias \(7,\) is stored in torch.bfloat16, and its gradient in torch.float32")
+    mixed(dict(model.named_parameters())[name], dtype)
+    message = rf"{name} \(7.*\) has a gradient of dtype {dtype}; Muon and AdamW take float32, "
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+@one_dtype
+@pytest.mark.parametrize("weights", STEPPED_DTYPES)
+@pytest.mark.parametrize("gradients", STEPPED_DTYPES)
+def test_adamw_takes_gradients_of_another_dtype(weights, gradients):
+    """Equal torch's AdamW in fp32, or fp64, with the gradients converted and the weights rounded after each step."""
+    start = torch.randn(8, 1000).to(weights)
+    computed = torch.promote_types(weights, torch.float32)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.to(computed))
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    group = {"params": [ours], "use_muon": False, "adamw_betas": (0.9, 0.999)}
+    optimizer, adamw = Muon([group], weight_rounding="nearest", **options), torch.optim.AdamW([theirs], **options)
+    for _ in range(3):
+        mixed(ours, gradients)
+        theirs.grad = ours.grad.to(computed)
+        optimizer.step()
+        adamw.step()
+        theirs.data = theirs.data.to(weights).to(computed)
+        assert torch.equal(ours.to(computed), theirs)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[ours][key], adamw.state[theirs][key])
+
+
+@one_dtype
 def test_muon_takes_gradients_of_another_dtype_as_they_are():
     """Add an fp32 gradient of bf16 weights to the fp32 momentum without rounding."""
     (weight,), twin = (nn.Parameter(torch.zeros(5, 7, dtype=torch.bfloat16)) for _ in range(1)), None
