@@ -50,7 +50,7 @@ FLOORS = {
         "muon",
     ],
     "convert": ["formats", "names", "conversion"],
-    "plan": ["costs stand_ins", "step_plan"],
+    "plan": ["buffers costs stand_ins", "activations", "memory", "step_plan"],
     "integrations": [
         "names archives",
         "ulysses.layout",

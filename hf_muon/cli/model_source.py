@@ -147,7 +147,8 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     """Return a model without weights.
 
     Args:
-        text: a directory, a `config.json`, the name of a known configuration, or a name on the hub.
+        text: a directory, a `config.json`, the name of a known configuration, or a name on the hub. Of `Qwen/Qwen3-8B`
+            and others that are known nothing is fetched.
         trust_remote_code: run the code that comes with a model which transformers does not know.
 
     Raises:
@@ -163,7 +164,7 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
             config = transformers.AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        elif known := known_configs().get(str(text).lower()):
+        elif known := _known(str(text)):
             config = transformers.AutoConfig.for_model(**known)
         elif _is_hub_name(str(text)):
             config = transformers.AutoConfig.from_pretrained(str(text), trust_remote_code=trust_remote_code)
@@ -182,6 +183,12 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     except Exception as error:  # a configuration can fail anywhere in a model's own code
         raise _no_model(text, error) from error
     return _model_of(text, config, trust_remote_code)
+
+
+def _known(text: str) -> dict[str, Any] | None:
+    """Return the configuration of a known name, or of one on the hub whose checkpoint is not quantized."""
+    owner, _, name = text.rpartition("/")
+    return known_configs().get(name.lower()) if owner in ("", "Qwen", "meta-llama") else None
 
 
 def _valid() -> str:

@@ -13,6 +13,7 @@ from hf_muon.cli.console import console, fail, print_json
 from hf_muon.cli.inspect import DEQUANTIZE_HELP, SOURCE_HELP, TRUST_HELP, refuse
 
 if TYPE_CHECKING:
+    from hf_muon.plan.memory import Memory, Training
     from hf_muon.plan.step_plan import Plan
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
@@ -23,7 +24,10 @@ _DEVICES = {"gpu": "bf16", "cpu": "fp32"}
 def plan(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
     layout: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3.")] = "fsdp",
-    ranks: Annotated[int, typer.Option(help="Number of processes, one per GPU.")] = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Number of processes, one per GPU. Default: 1 for single, else 8.", show_default=False),
+    ] = None,
     replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per step: all ranks together, gradient accumulation included.")
@@ -34,6 +38,21 @@ def plan(
     device: Annotated[
         str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (bf16) or cpu (fp32).")
     ] = "gpu",
+    batch_size: Annotated[int, typer.Option(help="Sequences in a micro-batch on a rank, for activations.")] = 1,
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence, for activations.")] = 2048,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass.")
+    ] = False,
+    offload: Annotated[
+        str,
+        typer.Option(
+            help="What the framework keeps on the host: none, optimizer (DeepSpeed's offload_optimizer) or params "
+            "(FSDP2's CPUOffloadPolicy, ZeRO-3's offload_param)."
+        ),
+    ] = "none",
+    memory: Annotated[
+        float | None, typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.")
+    ] = None,
     optim_args: Annotated[
         str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
     ] = "",
@@ -42,14 +61,20 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute memory, traffic and Newton-Schulz work per step, with the code that the step itself uses."""
+    ranks = ranks if ranks is not None else 1 if layout == "single" else 8
     try:
         _check("dtype", dtype, _DTYPES)
         _check("device", device, tuple(_DEVICES))
-        if tokens is not None and tokens < 1:
-            raise ValueError(f"--tokens={tokens} is not valid: expected at least 1")
+        counts = {"tokens": tokens, "batch-size": batch_size, "sequence-length": sequence_length, "memory": memory}
+        for name, number in counts.items():
+            if number is not None and not (number >= 1 or (name == "memory" and number > 0)):
+                raise ValueError(
+                    f"--{name}={number} is not valid: expected {'more than 0' if name == 'memory' else 'at least 1'}"
+                )
 
         from hf_muon.cli.model_source import read_source
         from hf_muon.math.precision import NS_DTYPES
+        from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
@@ -57,17 +82,25 @@ def plan(
         stored, computed = NS_DTYPES[dtype], NS_DTYPES[_DEVICES[device]]
         assert stored is not None
         assert computed is not None
+        training = Training(batch_size, sequence_length, gradient_checkpointing, offload=offload)
         with console().status(f"planning {source} on {ranks} ranks"):
             step = plan_step(
-                described.model, described.config, layout, ranks, replicas=replicas, dtype=stored, ns_dtype=computed
+                described.model,
+                described.config,
+                layout,
+                ranks,
+                replicas=replicas,
+                dtype=stored,
+                ns_dtype=computed,
+                training=training,
             )
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print_json(_as_json(source, step, shares))
+        print_json(_as_json(source, step, shares, memory))
     else:
-        _show(source, step, shares, described.notes)
+        _show(source, step, shares, training, memory, described.notes)
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:
@@ -75,32 +108,61 @@ def _check(name: str, value: str, valid: Sequence[str]) -> None:
         raise ValueError(f"--{name}={value} is not valid. Valid: {', '.join(valid)}")
 
 
-def _as_json(source: str, plan: Plan, shares: dict[int, float]) -> dict[str, Any]:
+def _as_json(source: str, plan: Plan, shares: dict[int, float], memory: float | None) -> dict[str, Any]:
+    sides = {"memory": plan.memory, "adamw_memory": plan.adamw_memory}
     return {
         "source": source,
         **dataclasses.asdict(plan),
+        **{name: {**dataclasses.asdict(side), **_peaks(side, memory)} for name, side in sides.items()},
         "adamw_sent_bytes": [0] * plan.ranks,
         "balance": plan.balance,
         "share_of_step": {str(tokens): share for tokens, share in shares.items()},
     }
 
 
-def _show(source: str, plan: Plan, shares: dict[int, float], notes: Sequence[str]) -> None:
+def _peaks(side: Memory, memory: float | None) -> dict[str, Any]:
+    peaks = {"in_backward": side.in_backward, "at_step": side.at_step, "peak": side.peak}
+    return peaks if memory is None else {**peaks, "fits": side.fits(memory * 1e9)}
+
+
+def _show(
+    source: str,
+    plan: Plan,
+    shares: dict[int, float],
+    training: Training,
+    memory: float | None,
+    notes: Sequence[str],
+) -> None:
     from hf_muon.plan.step_plan import LAYOUTS
 
     screen = console()
     weights = plan.muon_weights + plan.adamw_weights
-    screen.print(f"{source}, {plan.layout} on {plan.ranks} ranks: {LAYOUTS[plan.layout]}", markup=False)
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    screen.print(f"{source}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}", markup=False)
     by_muon = f"{plan.muon_weights:,} of them with Muon ({plan.muon_weights / max(weights, 1):.1%})"
     screen.print(f"{weights:,} trained weights, {by_muon}")
     table = Table(title="per rank: mean (max)", title_justify="left")
     for heading in ("", "Muon", "AdamW for everything"):
         table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("optimizer state", _spread(plan.state_bytes), _spread(plan.adamw_state_bytes))
+    sides = (plan.memory, plan.adamw_memory)
+    _add_memory(table, plan, sides, training)
+    table.add_section()
     table.add_row("sent per optimizer step", _spread(plan.sent_bytes), "0 B")
     table.add_row("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP")
-    table.add_row("peak temporary buffers", _size(plan.working_bytes), "0 B")
     screen.print(table)
+    if memory is not None:
+        for name, side in zip(("Muon", "AdamW"), sides, strict=True):
+            rest = memory * 1e9 - side.peak
+            words = f"fits, {_size(rest)} left" if rest >= 0 else f"does not fit: {_size(-rest)} too much"
+            screen.print(f"{memory:g} GB with {name}: {words}", highlight=False)
+    screen.print(
+        "Activations are an estimate; a peak includes gradients of earlier micro-batches. Not counted: the CUDA "
+        "context, fragmentation, libraries' workspaces, buffers of collectives.",
+        style="dim",
+        highlight=False,
+    )
+    if plan.memory.unknown:
+        screen.print(f"{plan.memory.unknown}. Peaks are without them", style="yellow", markup=False, highlight=False)
     idle = sum(not flops for flops in plan.flops)
     waiting = f"; {idle} ranks have none" if idle else ""
     screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean{waiting}")
@@ -118,6 +180,29 @@ def _show(source: str, plan: Plan, shares: dict[int, float], notes: Sequence[str
     )
     for note in notes:
         screen.print(note, style="yellow", markup=False, highlight=False)
+
+
+def _add_memory(table: Table, plan: Plan, sides: Sequence[Memory], training: Training) -> None:
+    """Add the rows on memory: those that are zero on both sides only where they always matter."""
+    of_state = (plan.state_bytes, plan.adamw_state_bytes)
+    checkpointed = ", checkpointed" if training.gradient_checkpointing else ""
+    tokens = f"{training.batch_size} x {training.sequence_length:,} tokens{checkpointed}"
+    table.add_row("weights", *(_spread(side.weights) for side in sides))
+    table.add_row("gradients", *(_spread(side.gradients) for side in sides))
+    on_host = "" if max(map(sum, (side.state for side in sides))) else ", on the host"
+    table.add_row(f"optimizer state{on_host}", *map(_spread, of_state))
+    if any(side.copies for side in sides):
+        table.add_row("copies of weights and gradients", *(_size(side.copies) for side in sides))
+    words = ["not estimated" if side.unknown else _size(side.activations) for side in sides]
+    table.add_row(f"activations, {tokens}", *words)
+    table.add_row("peak temporary buffers of the step", *(_size(side.step) for side in sides))
+    table.add_section()
+    table.add_row("peak in the backward pass", *(_size(side.in_backward) for side in sides))
+    table.add_row("peak at the step", *(_size(side.at_step) for side in sides))
+    if any(sum(side.host) for side in sides):
+        table.add_row("on the host", *(_spread(side.host) for side in sides))
+        table.add_row("bus, to the device per step", *(_spread(side.to_device) for side in sides))
+        table.add_row("bus, to the host per step", *(_spread(side.to_host) for side in sides))
 
 
 def _spread(values: Sequence[int], unit: str = "B") -> str:

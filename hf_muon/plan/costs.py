@@ -41,7 +41,8 @@ def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dty
     in_flight = largest = 0
     for executor in (executor for work in layout.works for executor in work.executors):
         own = executor.cost(flops_of, ns_dtype)
-        copies = ranks // len(own.flops)  # processes that each do all of it
+        # One entry: every rank does all of it. Executors of some of the ranks would not say which: no layout has them.
+        copies = ranks if len(own.flops) == 1 else 1
         flops = [a + b for a, b in zip(flops, own.flops * copies, strict=True)]
         sent = [a + b for a, b in zip(sent, own.sent_bytes * copies, strict=True)]
         in_flight += own.in_flight_bytes
@@ -89,7 +90,7 @@ def model_flops(model: nn.Module) -> int:
     """
     config = text_config_of(getattr(model, "config", None))
     experts = next(iter(expert_counts(config)), 0)
-    routed = next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), experts)
+    routed = experts_per_token(model) or experts
     tied = bool(getattr(config, "tie_word_embeddings", False))
     looked_up = (
         {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} if not tied else set()
@@ -103,3 +104,9 @@ def model_flops(model: nn.Module) -> int:
             numel = numel * routed // experts
         total += numel * (6 if param.requires_grad else 4)
     return total
+
+
+def experts_per_token(model: nn.Module) -> int:
+    """Return the number of experts that a token is routed to; 0 if the model's configuration does not say."""
+    config = text_config_of(getattr(model, "config", None))
+    return next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), 0)

@@ -7,7 +7,9 @@ The plan comes from the code that the step itself uses, run on stand-ins for the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +17,17 @@ from torch import nn
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.optimizer.layout import StepLayout
-from hf_muon.plan import costs, stand_ins
-from hf_muon.routing.route import route_parameters
+from hf_muon.plan import buffers, costs, stand_ins
+from hf_muon.plan.memory import (
+    Memory,
+    Training,
+    model_memory,
+    offload_complaint,
+    shares,
+    with_moments_on_host,
+    with_state,
+)
+from hf_muon.routing.route import Route, route_parameters
 
 LAYOUTS = {
     "single": "one process",
@@ -43,6 +54,8 @@ class Plan:
         flops: multiplications and additions of Newton-Schulz.
         working_bytes: bound on the temporary memory of updates and directions on a rank, bytes.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
+        memory: on the device and on the host.
+        adamw_memory: the same if torch's AdamW, with its fused kernel, had all weights.
     """
 
     layout: str
@@ -55,6 +68,8 @@ class Plan:
     flops: list[int]
     working_bytes: int
     model_flops_per_token: int
+    memory: Memory
+    adamw_memory: Memory
 
     @property
     def balance(self) -> float:
@@ -80,6 +95,7 @@ def plan_step(
     replicas: int = 2,
     dtype: torch.dtype = torch.float32,
     ns_dtype: torch.dtype = torch.bfloat16,
+    training: Training = Training(),  # noqa: B008 (frozen)
 ) -> Plan:
     """Plan a step of a model, whose weights need not be loaded.
 
@@ -89,31 +105,48 @@ def plan_step(
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         replicas: copies of the model under `hsdp`.
-        dtype: of the stored weights; with bf16 mixed precision they are fp32.
+        dtype: of the stored weights; with bf16 mixed precision they are fp32. ZeRO's own are in `compute_dtype`.
         ns_dtype: that `ns_dtype: auto` means on the hardware of the ranks.
+        training: how the run computes, for its memory.
 
     Raises:
-        ValueError: the layout is unknown, or `ranks` or `replicas` do not fit it.
+        ValueError: the layout is unknown, or `ranks`, `replicas` or `training.offload` do not fit it.
         RuntimeError: this process is in a process group already.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is not valid. Valid: {', '.join(LAYOUTS)}")
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} is not valid: expected an integer of at least 1")
-    if layout == "single" and ranks > 1:
-        raise ValueError(f"layout=single is one process, and ranks={ranks}. Valid layouts: {', '.join(LAYOUTS)}")
-    if layout == "hsdp" and (replicas < 1 or ranks % replicas):
-        raise ValueError(
-            f"replicas={replicas} do not divide ranks={ranks}: each replica has as many ranks as the others"
-        )
+    _check(config, layout, ranks, replicas, training)
     routes = route_parameters(model, config)
+    products = NS_DTYPES[config.ns_dtype] or ns_dtype
     with stand_ins.fake_ranks(ranks):
         groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
         step = StepLayout(groups, replicate_group, config.max_bucket_bytes, COMM_DTYPES[config.comm_dtype], partitions)
         if step.complaints:
             raise RuntimeError("\n".join(step.complaints))
-        cost = costs.step_cost(step, ranks, config.ns_steps, NS_DTYPES[config.ns_dtype] or ns_dtype)
+        cost = costs.step_cost(step, ranks, config.ns_steps, products)
         state, adamw_state = costs.state_bytes(step, groups, ranks)
+    shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
+    flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []
+    of_model = model_memory(model, layout, ranks, shards, sum(flats), dtype, training)
+    in_flight = min(config.max_bucket_bytes, cost.in_flight_bytes)
+    # DeepSpeed makes fp32 gradients of one partition at a time.
+    fp32_gradients = 4 * max(flats, default=0) if training.offload == "none" else 0
+    matrices = _matrix_elements(groups, routes, ranks, shards)
+    unit = _step_buffers(routes, config, torch.float32 if flats else dtype, products)
+    temporary = unit.temporary
+    if ranks > 1:
+        # Updates as they arrive lie beside the batch. The pieces of a bucket need as much per element as a whole unit.
+        in_bucket = min(max(matrices), max(config.max_bucket_bytes // 8, unit.numel // shards))
+        temporary = max(temporary, unit.temporary * in_bucket // max(1, unit.numel)) + in_flight + cost.unit_bytes
+        if dtype.itemsize < 4:  # pieces are joined before they are rounded
+            temporary += 8 * min(in_bucket, buffers.CHUNK)
+    memory = with_state(
+        of_model,
+        state,
+        max(temporary, unit.of_adamw) + fp32_gradients,
+        training,
+        travels=_travels(matrices, config, products),
+    )
+    if getattr(config, "momentum_offload", "none") == "cpu":
+        memory = with_moments_on_host(memory, 2 * unit.moments)
     weights = {side: sum(math.prod(r.shape) for r in routes if r.use_muon is side) for side in (True, False)}
     return Plan(
         layout=layout,
@@ -124,6 +157,51 @@ def plan_step(
         adamw_state_bytes=adamw_state,
         sent_bytes=cost.sent_bytes,
         flops=cost.flops,
-        working_bytes=min(config.max_bucket_bytes, cost.in_flight_bytes) + cost.unit_bytes,
+        working_bytes=in_flight + cost.unit_bytes,
         model_flops_per_token=costs.model_flops(model),
+        memory=memory,
+        adamw_memory=with_state(of_model, adamw_state, fp32_gradients, training),
     )
+
+
+def _check(config: MuonConfig, layout: str, ranks: int, replicas: int, training: Training) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not valid. Valid: {', '.join(LAYOUTS)}")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} is not valid: expected an integer of at least 1")
+    if layout == "single" and ranks > 1:
+        raise ValueError(f"layout=single is one process, and ranks={ranks}. Valid layouts: {', '.join(LAYOUTS)}")
+    if layout == "hsdp" and (replicas < 1 or ranks % replicas):
+        raise ValueError(
+            f"replicas={replicas} do not divide ranks={ranks}: each replica has as many ranks as the others"
+        )
+    if complaint := offload_complaint(layout, training.offload):
+        raise ValueError(complaint)
+
+
+def _step_buffers(
+    routes: Sequence[Route], config: MuonConfig, dtype: torch.dtype, ns_dtype: torch.dtype
+) -> buffers.StepBuffers:
+    """Return the temporary tensors of one process's step."""
+    groups, _, _ = stand_ins.stored_groups(routes, config, "single", 1, dtype)
+    layout = StepLayout(groups, None, config.max_bucket_bytes, None)
+    name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
+    return buffers.step_buffers(layout, groups, config, name)
+
+
+def _matrix_elements(
+    groups: Sequence[Mapping[str, Any]], routes: Sequence[Route], ranks: int, shards: int
+) -> list[int]:
+    """Return how many elements of Muon's matrices each rank stores."""
+    flats = [group["params"][0] for group in groups if group["use_muon"] and "flat" in group["param_names"]]
+    if flats:
+        return [sum(flat.numel() for flat in flats)] * ranks
+    return shares([route.shape for route in routes if route.use_muon], ranks, shards)
+
+
+def _travels(matrices: Sequence[int], config: MuonConfig, ns_dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return the bytes of updates to the device and of directions back, where the state of a rank is on the host."""
+    if config.offload_compute == "cpu":
+        return [(0, 0) for _ in matrices]
+    there = (COMM_DTYPES[config.comm_dtype] or torch.float32).itemsize
+    return [(numel * there, numel * min(there, ns_dtype.itemsize)) for numel in matrices]

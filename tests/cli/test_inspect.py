@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.app import app
 from hf_muon.cli.model_source import known_configs, model_from, read_source
+from hf_muon.plan.memory import Training
 from hf_muon.plan.step_plan import plan_step
 from tests.zoo import expected
 
@@ -233,6 +237,29 @@ class TestPlan:
         assert result.exit_code == 0, result.output
         assert re.search(r"optimizer state +│ +[\d.]+ kB", result.stdout)
 
+    def test_whether_it_fits(self, small):
+        words = ["--layout", "single", "--dtype", "bf16", "--batch-size", 2, "--sequence-length", 64]
+        result = call("plan", small[1], *words, "--gradient-checkpointing", "--memory", 24, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        training = Training(2, 64, gradient_checkpointing=True)
+        plan = plan_step(small[0], MuonConfig(), "single", 1, dtype=torch.bfloat16, training=training)
+        for name, side in (("memory", plan.memory), ("adamw_memory", plan.adamw_memory)):
+            peaks = {"in_backward": side.in_backward, "at_step": side.at_step, "peak": side.peak, "fits": True}
+            assert report[name] == {**dataclasses.asdict(side), **peaks}
+        result = call("plan", small[1], *words, "--memory", 1e-6)
+        assert re.search(r"0\.?\d*e?-?\d* GB with Muon: does not fit: [\d.]+ .B too much", result.stdout)
+
+    def test_offload(self, small):
+        result = call("plan", small[1], "--layout", "fsdp", "--offload", "params", "--ranks", 2)
+        assert result.exit_code == 0, result.output
+        assert re.search(r"weights +│ +0 B", result.stdout)
+        assert re.search(r"bus, to the device per step +│ +[\d.]+ kB", result.stdout)
+
+    def test_a_known_model_by_its_name_on_the_hub(self, monkeypatch):
+        monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)  # nothing is fetched
+        assert model_from("Qwen/Qwen3-0.6B").config.hidden_size == known_configs()["qwen3-0.6b"]["hidden_size"]
+
     @pytest.mark.extended
     def test_a_trillion_weights_on_a_thousand_ranks(self):
         result = call("plan", "kimi-k2", "--ranks", 1024, "--json")
@@ -255,6 +282,10 @@ class TestPlan:
             (["qwen3-0.6b", "--dtype", "fp8"], "--dtype=fp8 is not valid. Valid: fp32, bf16"),
             (["qwen3-0.6b", "--device", "tpu"], "--device=tpu is not valid. Valid: gpu, cpu"),
             (["qwen3-0.6b", "--tokens", "0"], "--tokens=0 is not valid"),
+            (["qwen3-0.6b", "--batch-size", "0"], "--batch-size=0 is not valid: expected at least 1"),
+            (["qwen3-0.6b", "--memory", "0"], "--memory=0.0 is not valid: expected more than 0"),
+            (["qwen3-0.6b", "--offload", "disk"], "offload='disk' is not valid. Valid: none, optimizer, params"),
+            (["qwen3-0.6b", "--offload", "optimizer"], "offload=optimizer needs layout zero1, zero2, zero3"),
         ],
     )
     def test_refused(self, words, message):

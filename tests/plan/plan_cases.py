@@ -9,6 +9,7 @@ from hf_muon import build_optimizer
 from hf_muon.storage.tensors import local_of
 from tests.distributed.cases import Counted
 from tests.distributed.training import Model, train, wrap
+from tests.peak_memory import PeakMemory
 
 
 class Stack(nn.Module):
@@ -32,20 +33,35 @@ class Several(Model):
 
 
 def measured(rank, layout, dtype="float32", **options):
-    """Return the bytes sent and the FLOPs of a step, and the bytes of the state after it."""
+    """Return the bytes sent, the FLOPs and the peak of a step, and the bytes of what is stored after it."""
     torch.manual_seed(0)
     model, _, _ = wrap(Several().to(getattr(torch, dtype)), layout)
     optimizer = build_optimizer(model, {"ns_dtype": "fp32", **options})
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    with Counted() as counted:
+    params = list(model.parameters())
+
+    def step():
+        for param in params:
+            param.grad = torch.randn_like(param)
         optimizer.step()
-    tensors = [local_of(value) for state in optimizer.state.values() for value in state.values()]
+
+    with Counted() as counted:
+        step()
+    for param in params:
+        param.grad = torch.randn_like(param)
+    with PeakMemory() as memory:
+        optimizer.step()
     return {
         "sent_bytes": counted.bytes,
         "flops": counted.flops,
-        "state_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        "state_bytes": _bytes(value for state in optimizer.state.values() for value in state.values()),
+        "weight_bytes": _bytes(params),
+        "gradient_bytes": _bytes(param.grad for param in params),
+        "peak": memory.peak,
     }
+
+
+def _bytes(tensors):
+    return sum(local_of(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def watched(rank, layout, folder):

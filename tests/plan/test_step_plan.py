@@ -23,6 +23,8 @@ def test_the_model_has_weights_of_every_kind():
         ("fsdp", 2, {"ns_steps": 3, "momentum_dtype": "int8"}),
         ("fsdp", 4, {"comm_dtype": "bf16", "max_bucket_bytes": 4096}),
         ("hsdp", 4, {"momentum_dtype": "bf16"}),
+        ("fsdp", 2, {"momentum_dtype": "bf16", "adamw_state_dtype": "int8"}),
+        ("ddp", 2, {"momentum_dtype": "int8", "adamw_state_dtype": "bf16"}),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -34,6 +36,10 @@ def test_bytes_memory_and_flops_are_those_of_the_step(pools, layout, ranks, opti
     plan = plan_step(model, config, layout, ranks, dtype=getattr(torch, dtype))
     for quantity in ("sent_bytes", "flops", "state_bytes"):
         assert getattr(plan, quantity) == [rank[quantity] for rank in ranks_measured], quantity
+    assert plan.memory.state == plan.state_bytes
+    assert plan.memory.weights == [rank["weight_bytes"] for rank in ranks_measured]
+    assert plan.memory.gradients == [rank["gradient_bytes"] for rank in ranks_measured]
+    assert max(rank["peak"] for rank in ranks_measured) <= plan.memory.step
 
 
 @pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])

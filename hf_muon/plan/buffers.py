@@ -1,0 +1,174 @@
+"""The temporary memory of an optimizer step: what the step's own code has alive at most, on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_muon.config import GROUP_OPTIONS, MuonConfig
+from hf_muon.distributed.local import LocalExecutor
+from hf_muon.distributed.units import Unit
+from hf_muon.math.adamw import Stepped, adamw_
+from hf_muon.math.moments import moment_bytes, with_scales
+from hf_muon.math.rounding import chunk_size
+from hf_muon.optimizer.layout import GroupWork, StepLayout
+from hf_muon.optimizer.state import STATE_KEYS, dtype_of, zero_state
+from hf_muon.optimizer.step import muon_step
+
+_META = torch.device("meta")
+CHUNK = chunk_size(torch.empty(0, device=_META))
+"""Elements that a step rounds at once on an accelerator."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Measures `peak`, the most bytes of tensors alive at once that were created inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._storages = {key: own for key, own in self._storages.items() if not own[0].expired()}  # type: ignore[no-untyped-call]
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in inputs:  # neither a view nor in place
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
+        return result
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """The temporary tensors of a step of one process.
+
+    Attributes:
+        temporary: the most bytes while Muon steps one unit.
+        numel: elements of the largest unit.
+        of_adamw: the most bytes while AdamW steps a chunk.
+        moments: bytes of the moments of the largest unit or chunk.
+    """
+
+    temporary: int
+    numel: int
+    of_adamw: int
+    moments: int
+
+
+def step_buffers(
+    layout: StepLayout, groups: Sequence[Mapping[str, Any]], config: MuonConfig, ns_dtype: str
+) -> StepBuffers:
+    """Return the temporary tensors of a step on an accelerator that stores all matrices whole.
+
+    Which matrices form a unit does not depend on the layout, so other layouts have the same units.
+
+    Args:
+        layout: of the groups in one process.
+        groups: param groups, as `stand_ins.stored_groups` makes them.
+        config: the options of the run.
+        ns_dtype: of the products, as the option has it.
+    """
+    temporary = numel = 0
+    for group, work in zip(groups, layout.works, strict=True):
+        options = {name: getattr(config, name) for name in GROUP_OPTIONS} | {**group, "ns_dtype": ns_dtype}
+        for executor in work.executors:
+            assert isinstance(executor, LocalExecutor)
+            kinds = {_kind(unit, work, group): unit for unit in executor.units}
+            for unit in kinds.values():
+                only = LocalExecutor([unit], executor.stored, _META)
+                temporary = max(temporary, _peak_of_unit(options, work, only, unit, config.max_batch_bytes))
+                numel = max(numel, unit.numel)
+    return StepBuffers(temporary, numel, _peak_of_adamw(groups, config), _largest_moments(layout, groups))
+
+
+def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the buffers of a unit depend on."""
+    params = (group["params"][work.matrices[one.matrix].param] for one in unit.ranges)
+    return unit.shape, tuple((one.stop - one.start, p.shape) for one, p in zip(unit.ranges, params, strict=True))
+
+
+def _peak_of_unit(
+    group: Mapping[str, Any], work: GroupWork, executor: LocalExecutor, unit: Unit, max_batch_bytes: int
+) -> int:
+    indices = sorted({work.matrices[one.matrix].param for one in unit.ranges})
+    params = [torch.empty(p.shape, dtype=p.dtype, device=_META) for p in group["params"]]
+    state = {}
+    for i in indices:
+        params[i].grad = torch.empty_like(params[i])
+        state[params[i]] = _zeros(params[i], group)
+    own = {**group, "params": params}
+    live = LiveBytes()
+    with live:
+        muon_step(own, GroupWork(work.shared, work.matrices, [executor]), indices, state, 1, max_batch_bytes)
+    return live.peak
+
+
+def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return the bytes of the moments of the largest unit, or of the largest chunk that AdamW steps at once."""
+    largest = 0
+    for group, work in zip(groups, layout.works, strict=True):
+        keys = [key for key in STATE_KEYS[bool(group["use_muon"])] if key != "step"]
+
+        def nbytes(param: Tensor, numel: int, group: Mapping[str, Any] = group, keys: Sequence[str] = keys) -> int:
+            whole = sum(moment_bytes(param, key, dtype_of(group), param.shape) for key in keys)
+            return whole * numel // max(1, param.numel())
+
+        for executor in work.executors:
+            assert isinstance(executor, LocalExecutor)
+            for unit in executor.units:
+                param = group["params"][work.matrices[unit.ranges[0].matrix].param]
+                largest = max(largest, nbytes(param, unit.numel))
+        if not group["use_muon"]:
+            largest = max([largest, *(nbytes(param, min(param.numel(), CHUNK)) for param in group["params"])])
+    return largest
+
+
+def _peak_of_adamw(groups: Sequence[Mapping[str, Any]], config: MuonConfig) -> int:
+    """Return the most bytes of temporary tensors of AdamW's step on an accelerator.
+
+    torch's fused kernel, which steps weights and moments in fp32, needs none. Others are computed in chunks.
+    """
+    largest = 0
+    for group in groups:
+        if group["use_muon"]:
+            continue
+        kinds = {(p.dtype, len(p.shape) > 1): p for p in sorted(group["params"], key=torch.numel)}
+        for param in kinds.values():
+            largest = max(largest, _peak_of_chunk(param, group, config))
+    return largest
+
+
+def _peak_of_chunk(param: Tensor, group: Mapping[str, Any], config: MuonConfig) -> int:
+    rows = max(1, CHUNK // max(1, param.shape[1:].numel()))
+    shape = (min(rows, param.shape[0]), *param.shape[1:]) if param.ndim else ()
+    chunk = torch.empty(shape, dtype=param.dtype, device=_META)
+    state = _zeros(chunk, group)
+    if param.dtype.itemsize == 4 and all(state[key].dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq")):
+        return 0
+    live = LiveBytes()
+    with live:
+        adamw_(
+            [Stepped(chunk, torch.empty_like(chunk), state)],
+            lr=config.lr,
+            betas=config.adamw_betas,
+            eps=config.adamw_eps,
+            weight_decay=config.weight_decay,
+            step=1,
+            rounding=config.weight_rounding,
+        )
+    return live.peak
+
+
+def _zeros(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    keys = with_scales(STATE_KEYS[bool(group["use_muon"])], dtype_of(group), param.shape)
+    return {key: zero_state(param, key, group) for key in keys}
