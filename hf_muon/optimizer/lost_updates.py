@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_muon.diagnostics import log
 from hf_muon.math.weight_rounding import Observer
+from hf_muon.storage.tensors import has_data, local_of
 
 
 class LostUpdates:
@@ -26,6 +27,8 @@ class LostUpdates:
     def observer(self, group: Mapping[str, Any]) -> Observer | None:
         """Return what counts in a step of this group; None where nothing is to be counted."""
         if self._is_over or group["weight_rounding"] != "nearest" or not log.is_rank_zero():
+            return None
+        if not all(has_data(local_of(param)) for param in group["params"][:1]):
             return None
         lr = float(group["lr"])
         highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))

@@ -49,6 +49,19 @@ def test_on_the_meta_device(momentum_dtype, dtype):
         assert facts(optimizer) == real(3, momentum_dtype=momentum_dtype)
 
 
+@pytest.mark.parametrize("weight_rounding", ["nearest", "stochastic"])
+def test_rounded_weights_on_the_meta_device(weight_rounding):
+    """Take two steps: nothing counts the weights that rounding to nearest leaves as they are."""
+    with torch.device("meta"):
+        model = net().bfloat16()
+    optimizer = build_optimizer(model, {"weight_rounding": weight_rounding, "adamw_state_dtype": "int8"})
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+
+
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
 def test_with_fake_tensors(momentum_dtype):
     with FakeTensorMode():
