@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,22 @@ NUMBERS = {
     "share": ("share", "from smallest"),
     "growth": ("ms", "speedup", "gflop"),
 }
+
+
+@pytest.mark.extended
+def test_counted_traffic_of_a_step():
+    """Count for a fused AdamW kernel in fp32 what every step has to move, and nothing else."""
+    script = BENCH.with_name("step_traffic.py")
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    rows = [line.strip("| ").split(" | ") for line in process.stdout.splitlines()[2:]]
+    assert len(rows) == 6
+    assert re.fullmatch(r"28 / \d+ / 28 \(\d+\)", rows[0][1])
+    for row in rows:
+        for cell in row[1:]:
+            least, cpu, accelerator, calls = map(int, re.findall(r"\d+", cell))
+            assert least <= accelerator < cpu
+            assert calls
 
 
 def bench(*options):
