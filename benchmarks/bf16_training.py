@@ -3,8 +3,9 @@
 OMP_NUM_THREADS=1 python benchmarks/bf16_training.py --out benchmarks/bf16_training.json
 
 *From random weights* is the demo's training with fewer layers: its text, tokenizer, learning rate and schedule.
-*Fine-tuning* goes on from the fp32 weights of each seed, on docstrings of torch. A seed decides the random weights and
-the order of the text. Runs that the JSON file has are skipped, so that an interrupted benchmark continues.
+*All four layers* is the same with the demo's own model. *Fine-tuning* goes on from the fp32 weights of two layers, on
+docstrings of torch. A seed decides the random weights and the order of the text. Runs that the JSON file has are
+skipped, so that an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +28,7 @@ from meters import machine
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 
-from hf_muon import build_optimizer
+from hf_muon import Muon, build_optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 from prepare import CONTEXT, HELD_OUT_ONE_IN, INPUT, ROOT, prepare
@@ -35,12 +36,12 @@ from training import read_config, tokens_per_step
 
 WEIGHTS = ROOT / "build" / "bf16_training"
 SEEDS = (0, 1, 2)
-LAYERS = 2  # the demo has 4
 RATES = (1e-5, 2e-5)
 FINE_TUNING = {"max_steps": 80, "warmup_steps": 8}
 NEW_TEXT = ("nn", "optim", "distributions", "fx")  # parts of torch
 
-SCRATCH, TUNED = "from random weights", "fine-tuning"
+SCRATCH, DEMO, TUNED = "from random weights", "from random weights, all four layers", "fine-tuning"
+LAYERS = {SCRATCH: 2, DEMO: 4, TUNED: 2}  # the demo has 4
 FP32, AUTOCAST = "fp32 weights", "fp32 weights, bf16 autocast"
 STOCHASTIC, NEAREST = "bf16 weights, stochastic", "bf16 weights, nearest"
 BF16_MOMENTS = "bf16 weights, stochastic, AdamW's moments in bf16"
@@ -64,7 +65,7 @@ def main() -> None:
     bench = Bench(parser.parse_args().out)
     for job in jobs():
         bench.run(*job)
-    print(*(table(bench.runs, part) for part in (SCRATCH, TUNED)), sep="\n\n")
+    print(*(table(bench.runs, part) for part in LAYERS), sep="\n\n")
 
 
 def jobs() -> Iterator[tuple[str, float | None, str, int]]:
@@ -72,6 +73,7 @@ def jobs() -> Iterator[tuple[str, float | None, str, int]]:
     yield from ((SCRATCH, None, side, seed) for seed in SEEDS for side in SIDES if side != AUTOCAST)
     yield from ((TUNED, lr, side, seed) for seed in SEEDS for lr in RATES for side in (FP32, STOCHASTIC, NEAREST))
     yield from ((SCRATCH, None, AUTOCAST, seed) for seed in SEEDS)
+    yield from ((DEMO, None, side, seed) for seed in SEEDS for side in (FP32, STOCHASTIC, NEAREST, INT8_MOMENTS))
 
 
 class Bench:
@@ -82,7 +84,7 @@ class Bench:
         prepare()
         self.demo = read_config("muon")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(INPUT / "model")
-        texts = {SCRATCH: demo_text(), TUNED: new_text()}
+        texts = dict.fromkeys((SCRATCH, DEMO), demo_text()) | {TUNED: new_text()}
         self.blocks = {part: [packed(text, tokenizer) for text in pair] for part, pair in texts.items()}
         self.setting = {"layers": LAYERS, "demo": self.demo, "tokens per step": tokens_per_step(self.demo)}
         self.setting |= {TUNED: FINE_TUNING, "new text": [f"docstrings of torch.{part}" for part in NEW_TEXT]}
@@ -114,11 +116,11 @@ class Bench:
         self.out.write_text(json.dumps(report | {"runs": self.runs}, indent=1) + "\n")
         print(self.runs[-1], flush=True)
 
-    def start(self, part: str, seed: int) -> Qwen3ForCausalLM:
-        """Return the demo's model with random weights, or with those that fp32 training ended with."""
+    def start(self, part: str, seed: int, *, tied: bool = True) -> Qwen3ForCausalLM:
+        """Return the demo's model, of as many layers as the part has, with random weights or those of fp32 training."""
         torch.manual_seed(seed)
         config = Qwen3Config.from_pretrained(INPUT / "model")
-        config.num_hidden_layers = LAYERS
+        config.num_hidden_layers, config.tie_word_embeddings = LAYERS[part], tied
         model = Qwen3ForCausalLM(config)
         if part == TUNED:
             model.load_state_dict(torch.load(WEIGHTS / f"{seed}.pt"))
@@ -138,7 +140,13 @@ class Bench:
             return sum(model(ids, labels=ids).loss.item() * len(ids) for ids in batches) / sum(map(len, batches))
 
 
-def train(model: nn.Module, side: str, config: dict[str, Any], batches: list[Tensor]) -> None:
+def train(
+    model: nn.Module,
+    side: str,
+    config: dict[str, Any],
+    batches: list[Tensor],
+    before_step: Callable[[Muon], None] = lambda _: None,
+) -> None:
     """Train a model as Trainer would, with the demo's settings."""
     options = {"lr": config["learning_rate"], "weight_decay": config["weight_decay"], **SIDES[side]}
     optimizer = build_optimizer(model, options, adamw_betas=(0.9, config["adam_beta2"]))
@@ -148,6 +156,7 @@ def train(model: nn.Module, side: str, config: dict[str, Any], batches: list[Ten
             loss = model(ids, labels=ids).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"])
+        before_step(optimizer)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
