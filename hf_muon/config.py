@@ -17,6 +17,7 @@ from hf_muon.math.update import ADJUST_LR_FNS
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import types
 from hf_muon.options.declaration import check_value, documented, option, options_of, quoted, unknown_option
+from hf_muon.storage.host import OFFLOADS
 
 __all__ = [
     "COMM_DTYPES",
@@ -214,6 +215,14 @@ class MuonConfig:
         "Where to orthogonalize momentum that is offloaded to the CPU: `auto` (on the accelerator if the model "
         "computes on one, else on the CPU), `cpu` or `accelerator`.",
         scope="optimizer",
+    )
+    momentum_offload: str = option(
+        "none",
+        types.choice(OFFLOADS),
+        "Where moments are stored between steps, those of AdamW too: `none` (with their parameters) or `cpu` (in the "
+        "host's memory; a step brings them to the device in turn). The weights stay bit-identical.",
+        scope="group",
+        source="[docs](docs/offload.md)",
     )
     accept_rerouted: bool = option(
         False,

@@ -47,11 +47,14 @@ LAYOUTS = {
         "deepspeed/test_run_ulysses.py::test_trains_by_the_script",
     ],
     "pipeline stages": ["distributed/test_agreement.py::test_stages_of_a_pipeline_step_by_themselves"],
+    "moments in the host's memory": [
+        "distributed/test_offload.py::test_every_layout_gives_the_bits_of_a_run_without_offload",
+        "e2e/test_trainer_layouts.py::test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing",
+    ],
     "FSDP version 1": [
         "integrations/test_transformers_layout.py::TestRefusedLayouts::test_fsdp1_of_the_arguments",
         "integrations/test_transformers_layout.py::TestRefusedLayouts::test_megatron",
         "integrations/test_transformers_layout.py::TestRefusedLayouts::test_parallel_sequences",
-        "e2e/test_trainer_layouts.py::test_offload_is_refused_by_name",
         "e2e/test_llamafactory.py::test_megatron_is_refused",
     ],
     "tensor class": ["optimizer/test_tensor_classes.py::test_refused_by_its_class"],

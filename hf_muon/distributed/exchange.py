@@ -136,6 +136,10 @@ class Exchange:
         if returning is not None:
             yield self._complete(returning[0].buckets[0], returning[1])
 
+    def order(self, active: Collection[int]) -> list[list[Piece]]:
+        """Return the pieces of one bucket after the other, see `Executor`."""
+        return [bucket.pieces for current in self.rounds(frozenset(active)) for bucket in current.buckets]
+
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
         """Return what a step costs on each rank of the group; see `Executor`."""
         return self.schedule.cost(flops_of, direction_dtype)

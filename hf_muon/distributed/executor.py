@@ -95,6 +95,10 @@ class Executor(Protocol):
         """
         ...
 
+    def order(self, active: Collection[int]) -> list[list[Piece]]:
+        """Return the pieces of each call of `updates_of` in a step, in the order of the calls."""
+        ...
+
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
         """Return what a step of all matrices costs, without computing or sending anything.
 

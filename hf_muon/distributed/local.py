@@ -31,10 +31,12 @@ class LocalExecutor:
         self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
     ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
         """Yield the directions of one unit at a time, see `Executor`; no tensor of a unit outlives its turn."""
-        for unit in self.units:
-            stepped = unit.only(active)
-            if stepped.ranges:
-                yield self._of_unit(stepped, updates_of, newton_schulz)
+        for unit in self._active(active):
+            yield self._of_unit(unit, updates_of, newton_schulz)
+
+    def order(self, active: Collection[int]) -> list[list[Piece]]:
+        """Return the pieces of one unit after the other, see `Executor`."""
+        return [self._pieces(unit) for unit in self._active(active)]
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
         """Return what a step costs, see `Executor`. Nothing is sent."""
@@ -42,10 +44,13 @@ class LocalExecutor:
         # Updates and directions, at four bytes: units are stepped one after the other.
         return StepCost([sum(map(flops_of, self.units))], [0], 0, 2 * 4 * largest)
 
+    def _active(self, active: Collection[int]) -> list[Unit]:
+        return [stepped for unit in self.units if (stepped := unit.only(active)).ranges]
+
     def _of_unit(
         self, unit: Unit, updates_of: UpdatesOf, newton_schulz: NewtonSchulz
     ) -> tuple[list[Piece], list[Tensor]]:
-        pieces = [self._piece(matrices) for matrices in unit.ranges]
+        pieces = self._pieces(unit)
         updates = updates_of(pieces)
         shapes = [update.shape for update in updates]
         stacks = [update.reshape(-1, *unit.shape) for update in updates]  # each (b, m, n)
@@ -57,6 +62,9 @@ class LocalExecutor:
             self.observer(unit, batch, directions)
         by_piece = torch.split(directions, counts)
         return pieces, [direction.view(shape) for direction, shape in zip(by_piece, shapes, strict=True)]
+
+    def _pieces(self, unit: Unit) -> list[Piece]:
+        return [self._piece(matrices) for matrices in unit.ranges]
 
     def _piece(self, matrices: MatrixRange) -> Piece:
         (box,) = self.stored[matrices.matrix].boxes(matrices.start, matrices.stop)

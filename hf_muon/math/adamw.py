@@ -80,8 +80,8 @@ def adamw_(
 
     exact = [own for own in stepped if not _is_rounded(own)]
     if exact:
-        torch_adamw([chunk for own in exact for chunk in _chunks(own, _cpu_chunk(own.param))])
-    rounded = (chunk for own in stepped if _is_rounded(own) for chunk in _chunks(own, chunk_size(own.param)))
+        torch_adamw([chunk for own in exact for chunk in chunks(own, _cpu_chunk(own.param))])
+    rounded = (chunk for own in stepped if _is_rounded(own) for chunk in chunks(own, chunk_size(own.param)))
     for batch in batched(rounded, lambda chunk: chunk.param):
         in_fp32 = [_in_fp32(own) for own in batch]
         torch_adamw(in_fp32)
@@ -125,7 +125,7 @@ def _cpu_chunk(param: Tensor) -> int:
     return CHUNK if param.device.type == "cpu" else max(1, param.numel())
 
 
-def _chunks(stepped: Stepped, size: int) -> list[Stepped]:
+def chunks(stepped: Stepped, size: int) -> list[Stepped]:
     """Cut a parameter, its gradient and its state into chunks of about some elements, each with a step counter."""
     tensors = {key: value for key, value in stepped.state.items() if key != "step"}
     together = [stepped.param, stepped.grad, *tensors.values()]

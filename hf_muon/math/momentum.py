@@ -7,7 +7,7 @@ and blocks lie within the rows of a matrix. So every layout is bit-identical to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class MomentumBuffers:
         momentum: decay of the average.
         nesterov: whether to look one step ahead.
         step: number of the step, which seeds stochastic rounding.
+        moved: positions of int8 matrices whose momentum has moved in this step already.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class MomentumBuffers:
         momentum: float,
         nesterov: bool,
         step: int = 0,
+        moved: Collection[int] = (),
     ) -> None:
         self._buffers = {k: tensors[BUFFER] for k, tensors in state.items()}
         self._blocks = {
@@ -61,7 +63,7 @@ class MomentumBuffers:
         self._momentum = momentum
         self._nesterov = nesterov
         self._step = step
-        self._unmoved = {blocks.codes for blocks in self._blocks.values()}
+        self._unmoved = {blocks.codes for k, blocks in self._blocks.items() if k not in moved}
 
     def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates. Call it once for each piece of a step.

@@ -14,6 +14,7 @@ from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.math.moments import moment_dtype
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.layout import Matrix, StepLayout
+from hf_muon.optimizer.state import is_offloaded
 from hf_muon.routing.parameters import folded
 from hf_muon.storage.partitions import Partition, Partitions, Slice
 from hf_muon.storage.shared import SharedStorage
@@ -129,15 +130,16 @@ def _grad(param: Tensor) -> str:
 
 def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: SharedStorage | None) -> str:
     device = local_of(param).device
+    host = " on the host" if is_offloaded(group, param) else ""
     if not group["use_muon"]:
         kernel = "fused kernel" if uses_fused_adamw(group["params"]) else "foreach"
-        return f"AdamW on the local part ({kernel}), no communication"
+        return f"AdamW on the local part ({kernel}), no communication{host and f'; moments{host}'}"
     dtype = compute_dtype(group["ns_dtype"], device.type, device.index)
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
     forms = dict.fromkeys(cost.described(shape, group["ns_steps"], dtype, device.type) for shape in shapes)
     newton_schulz += f" ({' and '.join(forms)})" if forms else ""
     dtype_of_momentum = moment_dtype(param, "momentum_buffer", group["momentum_dtype"])
-    momentum = f"momentum in {str(dtype_of_momentum).removeprefix('torch.')}"
+    momentum = f"momentum in {str(dtype_of_momentum).removeprefix('torch.')}{host}"
     if place is None:
         return f"Muon, whole on this rank: {newton_schulz}; {momentum}"
     count, backend = place.group.size(), torch.distributed.get_backend(place.group)

@@ -14,12 +14,12 @@ from torch import Tensor
 from hf_muon.distributed.executor import Executor
 from hf_muon.distributed.select import compute_device, model_device, select_executors, shared_storage
 from hf_muon.math.momentum import update_dtype
-from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, dtype_of
+from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
 from hf_muon.storage.shared import SharedStorage, unshared_parts
-from hf_muon.storage.tensors import is_dtensor, local_of, shape_of, storage_complaint, unattached_complaint
+from hf_muon.storage.tensors import is_dtensor, shape_of, storage_complaint, unattached_complaint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -180,7 +180,7 @@ def storage_key(
 ) -> list[Any]:
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
-    texts = [(str(group.get("views")), dtype_of(group)) for group in groups]
+    texts = [(str(group.get("views")), dtype_of(group), str(group.get("momentum_offload"))) for group in groups]
     params = [
         (
             id(param),
@@ -236,6 +236,11 @@ def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str 
     if complaint := storage_complaint(param):
         return complaint
     if partition is not None:
+        if group.get("momentum_offload", "none") != "none":
+            return (
+                "is a flat ZeRO partition, which DeepSpeed itself keeps on the host: momentum_offload is not for it. "
+                'Write "offload_optimizer": {"device": "cpu"} into the DeepSpeed config'
+            )
         if dtype_of(group) == "int8":
             return (
                 "is a flat ZeRO partition, which cuts matrices anywhere, and "
@@ -274,7 +279,7 @@ def _placed_matrices(
             yield from _matrices_of_partition(i, param, partition, offload_compute)
             continue
         shape, view, on_device = shape_of(param), views.parse(text), model_device(param)
-        device = compute_device(local_of(param).device, on_device, offload_compute)
+        device = compute_device(device_of_moments(group, param), on_device, offload_compute)
         stored: Sequence[SharedStorage | Stored] = place.parts(view, shape) if place else unshared_parts(view, shape)
         for one, part in zip(view.shapes(shape), stored, strict=True):
             yield _PlacedMatrix(Matrix(i, one, view.transposed), part, on_device, device)

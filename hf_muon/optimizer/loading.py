@@ -38,7 +38,7 @@ from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
 
-OWN_OPTIONS = ("momentum_dtype", "adamw_state_dtype", "weight_rounding")
+OWN_OPTIONS = ("momentum_dtype", "adamw_state_dtype", "weight_rounding", "momentum_offload")
 """Options that say how state and weights are stored: a checkpoint is converted to this run's."""
 
 

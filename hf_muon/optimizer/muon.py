@@ -106,6 +106,7 @@ class Muon(Optimizer):
         momentum_dtype: str = MuonConfig.momentum_dtype,
         adamw_state_dtype: str = MuonConfig.adamw_state_dtype,
         weight_rounding: str = MuonConfig.weight_rounding,
+        momentum_offload: str = MuonConfig.momentum_offload,
         max_bucket_bytes: int = MuonConfig.max_bucket_bytes,
         max_batch_bytes: int = MuonConfig.max_batch_bytes,
         comm_dtype: str = MuonConfig.comm_dtype,

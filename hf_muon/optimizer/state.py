@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math import moments
 from hf_muon.math.adamw import uses_fused_adamw
+from hf_muon.storage import host
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
@@ -40,6 +41,16 @@ def has_own(state: Any) -> bool:
 def dtype_of(group: Mapping[str, Any]) -> str:
     """Return a group's option for the dtype of its moments; states of older versions may lack it."""
     return str(group.get(DTYPE_OPTIONS[bool(group["use_muon"])], "auto"))
+
+
+def device_of_moments(group: Mapping[str, Any], param: Tensor) -> torch.device:
+    """Return the device on which a parameter's moments are stored; states of older versions lack the option."""
+    return host.moments_device(param, str(group.get("momentum_offload", "none")))
+
+
+def is_offloaded(group: Mapping[str, Any], param: Tensor) -> bool:
+    """Return whether a parameter's moments are stored on the host, and the parameter is not."""
+    return device_of_moments(group, param) != local_of(param).device
 
 
 def describe(group: Mapping[str, Any], index: int) -> str:
@@ -101,11 +112,14 @@ def zero_state(param: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
     """Return a parameter's state before the first step, stored like the parameter."""
     if key == "step":
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant, which fake tensors know the value of
-    dtype = state_dtype(param, key, group)
+    dtype, local = state_dtype(param, key, group), local_of(param)
     if moments.is_quantized(dtype_of(group), param.shape):
-        local = local_of(param)
-        zeros = torch.zeros(state_shape(local, key), dtype=dtype, device=local.device)  # contiguous
+        shape = state_shape(local, key)  # contiguous
+        offloads = is_offloaded(group, param)
+        zeros = host.zeros_like(local, dtype, shape) if offloads else local.new_zeros(shape, dtype=dtype)
         return wrapped_like(param, zeros, state_shape(param, key))
+    if is_offloaded(group, param):
+        return wrapped_like(param, host.zeros_like(local, dtype), param.shape)
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
@@ -119,7 +133,7 @@ def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-    """Give every parameter of a group the state that a step needs: all keys, on its device, in the group's dtypes.
+    """Give every parameter of a group the state that a step needs: all keys, on the device and in the dtype it needs.
 
     Args:
         group: a param group.
@@ -137,12 +151,12 @@ def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict
         for key in keys:
             if key not in own:
                 own[key] = zero_state(param, key, group)
-            device = torch.device("cpu") if key == "step" and not fused else param.device
-            dtype = state_dtype(param, key, group)
-            if not torch.is_tensor(own[key]):
+            device, dtype = device_of_moments(group, param), state_dtype(param, key, group)
+            if key == "step":
+                device = device if fused else torch.device("cpu")
                 own[key] = torch.as_tensor(own[key], dtype=dtype, device=device)
             elif own[key].dtype != dtype or own[key].device != device:
-                own[key] = own[key].to(device=device, dtype=dtype)
+                own[key] = _copied(param, own[key], key, group)
 
 
 def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
@@ -180,19 +194,24 @@ def _converted_moment(
     if to_blocks or (from_blocks and any(map(is_dtensor, state.values()))):
         state = {own: stored_like(param, value) for own, value in state.items()}
     if from_blocks and to_blocks:
-        return {own: _copied(param, value, state_dtype(param, own, group)) for own, value in state.items()}
+        return {own: _copied(param, value, own, group) for own, value in state.items()}
     stored = state[key]
     if from_blocks:
         values = moments.decoded({own: local_of(value) for own, value in state.items()}, key)
         stored = wrapped_like(param, values, param.shape) if is_dtensor(stored) else values
     if not to_blocks:
-        return {key: _copied(param, stored_like(param, stored), state_dtype(param, key, group))}
+        return {key: _copied(param, stored_like(param, stored), key, group)}
     zeros = {own: zero_state(param, own, group) for own in keys}
     moments.encode_({own: local_of(zero) for own, zero in zeros.items()}, key, local_of(stored))
     return zeros
 
 
-def _copied(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _copied(param: Tensor, value: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
+    """Return a copy of a moment in the dtype and on the device of the group's; stored like the parameter, as it is."""
+    dtype = state_dtype(param, key, group)
+    if is_offloaded(group, param):
+        local = local_of(value) if dtype.is_floating_point else local_of(value).contiguous()
+        return wrapped_like(param, host.copied(local, dtype, param.device), value.shape)
     copy = value.to(device=param.device, dtype=dtype, copy=True)
     return copy if dtype.is_floating_point else copy.contiguous()
 

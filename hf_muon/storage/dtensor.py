@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hf_muon.math.codes import BLOCK, scale_shape
 from hf_muon.storage.regions import Region, regions
@@ -85,14 +86,15 @@ def _cuts_quantization_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...
 
 def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
     """Return a DTensor of shape `shape` with a parameter's mesh and placements, from this rank's local tensor."""
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
-    )
+    size = torch.Size(shape)
+    stride = param.stride() if size == param.shape else torch.empty(size, device="meta").stride()
+    if local.device.type in (param.device_mesh.device_type, "meta"):
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride
+        )
+    # `from_local` would move it from the host to the mesh's device.
+    meta = TensorMeta(size, tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:

@@ -53,6 +53,8 @@ def test_what_was_not_shown_to_work_is_refused_by_name(word):
         ("momentum_dtype", "bf16", "nvme"),
         ("adamw_state_dtype", "bf16", "nvme"),
         ("adamw_state_dtype", "int8", "cpu"),
+        ("momentum_offload", "cpu", "cpu"),
+        ("momentum_offload", "cpu", "none"),
     ],
 )
 def test_moments_that_are_not_kept_there(option, dtype, device):

@@ -77,7 +77,7 @@ def store(tensor, mesh, placements):
     local = tensor
     for dim, ranges in enumerate(regions(tensor.shape, mesh.mesh.shape, placements)[flat].dims):
         indices = [i for start, stop in ranges for i in range(start, stop)]
-        local = local.index_select(dim, torch.tensor(indices, dtype=torch.long, device=local.device))
+        local = local.index_select(dim, torch.tensor(indices, dtype=torch.long).to(local.device))
     return DTensor.from_local(
         local.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -108,12 +108,14 @@ def given_gradients(
     viewed=(),
     tables=(),
     grad_dtype=None,
+    parameters_on_host=False,
     **options,
 ):
     """Step with given whole gradients in a layout, and return whole parameters and moments.
 
     `tables` are shapes of matrices that AdamW steps, as embeddings; `grad_dtype` is that of gradients that have another
-    dtype than their parameters.
+    dtype than their parameters. With `parameters_on_host`, the mesh's device computes and the CPU stores, as with
+    FSDP2's CPUOffloadPolicy.
     """
     of_grads = getattr(torch, grad_dtype or dtype)
     dtype = getattr(torch, dtype)
@@ -136,7 +138,8 @@ def given_gradients(
             mesh_shape, placements = placements_of(layout, tensor.ndim, i)
             if mesh_shape not in meshes:
                 meshes[mesh_shape] = init_device_mesh(device, mesh_shape)
-            return store(tensor, meshes[mesh_shape], placements)
+            stored = store(tensor, meshes[mesh_shape], placements)
+            return stored.to("cpu") if parameters_on_host else stored
 
         params = [nn.Parameter(put(w, i)) for i, w in enumerate(weights)]
     for param in params if grad_dtype else ():

@@ -35,6 +35,8 @@ def open_fsdp() -> Callable[[], None]:
             if self._mixed_precision != "no":
                 plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = plugin
+            if hasattr(plugin.cpu_offload, "pin_memory"):
+                plugin.cpu_offload = type(plugin.cpu_offload)(pin_memory=False)  # a CPU pins for an accelerator alone
 
     AcceleratorState.__init__ = initialize_with_fsdp
     close_sizes = _open_sizes()

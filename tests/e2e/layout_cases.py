@@ -99,10 +99,9 @@ def two() -> list[Case]:
     cases += [case(f"ddp_{name}", **keys) for name, keys in OPTIONS.items() if name in WITH_DDP]
     cases += [case(f"fsdp_{name}", "fsdp2", **keys) for name, keys in OPTIONS.items() if name != "lora"]
     cases += [case("fsdp_settings", "fsdp2", arguments={"fsdp_config": SETTINGS})]
-    cases += [
-        case("fp16", "fp16"),
-        case("offload", "fsdp2", arguments={"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": True}}),
-    ]
+    offload = {"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": True}}
+    offloaded = case("offload", "fsdp2", arguments=SAVE | offload)
+    cases += [case("fp16", "fp16"), offloaded, resumed(offloaded)]
     poisoned: Case = {"fault": "poison_one_rank", "arguments": {"max_grad_norm": 0.0}}
     cases += [case("ddp_poisoned", **poisoned), case("fsdp_poisoned", "fsdp2", **poisoned)]
     if PARALLELISM:
@@ -189,6 +188,6 @@ STAGE_OF = {
 FIRST = {
     *("one", "one_resumed", "one_moved_0", "one_moved_1", "one_even", "one_even_moved_0", "one_even_moved_1"),
     *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
-    *("fp16", "offload", "tp", "native_tp", "hsdp", "hsdp_resumed", "two_to_four_sharded"),
+    *("fp16", "offload", "offload_resumed", "tp", "native_tp", "hsdp", "hsdp_resumed", "two_to_four_sharded"),
     *("launched", "launched_resumed"),
 }

@@ -285,6 +285,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "max_grad_norm": trainer.args.max_grad_norm,
         "wrapper": type(wrapped).__name__,
         "type": str(trainer.accelerator.distributed_type.value),
+        "offload": type(getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)).__name__,
         "group": getattr(optimizer, "replicate_group", None) is not None,
     }
 

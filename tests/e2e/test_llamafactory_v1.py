@@ -90,6 +90,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactor
             (f"{name}_dropped", resume | {"drop_momentum": True}),
         ):
             cases[case] = runs.shared | layout | changes | {"output_dir": str(runs.folder / case)}
+    offload = {"name": "fsdp2", "offload_params": True, "pin_memory": False}
+    cases["offload"] = cases[FSDP2] | {"dist_config": offload, "output_dir": str(runs.folder / "offload")}
     (runs.folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, WORKER, runs.folder / "cases.json"]
     runs.printed = run(command, cwd=runs.folder, path=CPU_V1, LLAMAFACTORY_MUON_DIAG="1")
@@ -99,6 +101,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactor
 @pytest.mark.parametrize("name", [DDP, FSDP2])
 def test_two_processes_agree_with_one(name: str, runs: Runs, rounding: dict[str, float]) -> None:
     assert_close(runs.weights(name), runs.weights("one"), weights(runs.model), rounding)
+
+
+def test_parameters_on_the_cpu_change_nothing(runs: Runs) -> None:
+    offloaded, expected = runs.weights("offload"), runs.weights(FSDP2)
+    assert offloaded.keys() == expected.keys()
+    assert all(torch.equal(offloaded[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("name", ["one", DDP, FSDP2])
@@ -145,7 +153,7 @@ def assert_equal(runs: Runs, straight: str, resumed: str) -> None:
 
 def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
     reports = runs.printed.split("the first step of Muon, as rank 0 sees it (2 processes, gloo):")[1:]
-    assert len(reports) == 6, "rank 0 logs one for each run"
+    assert len(reports) == 7, "rank 0 logs one for each run"
     stored = {
         DDP: ["parameter  Parameter (80, 32), float32, cpu", "gradient   Tensor (80, 32), float32, cpu"],
         FSDP2: [
@@ -167,7 +175,7 @@ def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
 
 
 def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> None:
-    expected = 6 if v1_has_top_level_keys() else 0  # LLaMA-Factory 0.9.5 has no muon
+    expected = 7 if v1_has_top_level_keys() else 0  # LLaMA-Factory 0.9.5 has no muon
     assert runs.printed.count("hf_muon's muon runs instead of LLaMA-Factory's own") == expected
     assert "already registered" not in runs.printed
 

@@ -115,6 +115,12 @@ def test_parameters_cut_by_transformers_are_no_replicas(get: Get) -> None:
     assert not any(get(name)["group"] for name in ("native_fsdp", "native_tp", "tp", "native_hsdp", "native_fsdp_tp"))
 
 
+def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(get: Get) -> None:
+    assert get("offload")["offload"] == "CPUOffloadPolicy"
+    assert_identical(get("offload"), get("fsdp"))
+    assert_identical(get("offload_resumed"), get("offload"))
+
+
 @pytest.mark.extended
 def test_further_fsdp_settings_change_nothing(get: Get) -> None:
     assert_identical(get("fsdp_settings"), get("fsdp"))
@@ -176,11 +182,6 @@ def test_all_ranks_refuse_a_gradient_that_is_not_finite_on_one(layout: str, stag
     error = stages.result("two", name)["error"]  # raised by rank 0; the gradient is on the last rank
     assert "Muon refuses this step" in error
     assert "model.layers.1.mlp.up_proj.weight (37, 30) has a gradient that is not finite" in error
-
-
-def test_offload_is_refused_by_name(stages: Stages) -> None:
-    error = stages.result("two", "offload")["error"]
-    assert "does not run under FSDP2 with its parameters on the CPU (offload)" in error
 
 
 @pytest.mark.extended

@@ -87,11 +87,16 @@ def refuse_config(config: Config) -> None:
 
 
 def refuse_momentum(optimizer: Muon, config: Config) -> None:
-    """Raise if DeepSpeed cannot store moments in the dtype of a param group.
+    """Raise if DeepSpeed cannot store moments in the dtype of a param group, or where it asks for.
 
     Raises:
-        RuntimeError: with the `momentum_dtype` or `adamw_state_dtype`, and what to write instead.
+        RuntimeError: with the option, and what to write instead.
     """
+    if any(group.get("momentum_offload", "none") != "none" for group in optimizer.param_groups):
+        raise RuntimeError(
+            "momentum_offload=cpu does not run under DeepSpeed, which offloads an optimizer itself. Leave it out, and "
+            'write "offload_optimizer": {"device": "cpu"} into zero_optimization of the DeepSpeed config'
+        )
     dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
     for name, dtype in dtypes:

@@ -66,11 +66,3 @@ def fsdp_version(args: TrainingArguments) -> int:
     if getattr(args, "fsdp", None):
         return int((args.fsdp_plugin_args or {}).get("fsdp_version", 1))
     return int(os.environ.get("FSDP_VERSION", "1"))
-
-
-def offloads(fsdp_plugin: Any) -> bool:
-    """Return whether FSDP2 keeps its parameters on the CPU.
-
-    Newton-Schulz would run there, and pieces would travel over a backend that the process group may not have.
-    """
-    return type(getattr(fsdp_plugin, "cpu_offload", None)).__name__ == "CPUOffloadPolicy"

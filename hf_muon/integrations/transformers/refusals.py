@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
@@ -13,7 +13,6 @@ from hf_muon.integrations.transformers.layout import (
     asks_for_fsdp,
     axis_size,
     fsdp_version,
-    offloads,
 )
 from hf_muon.integrations.ulysses import refusals as ulysses
 
@@ -48,12 +47,11 @@ def is_older(version: str, oldest: str) -> bool:
     return Version(Version(version).base_version) < Version(oldest)
 
 
-def refuse_unsupported(args: TrainingArguments, fsdp_plugin: Any = None) -> None:
+def refuse_unsupported(args: TrainingArguments) -> None:
     """Raise where this version would train something that is not Muon.
 
     Args:
         args: of the run.
-        fsdp_plugin: accelerate's, where no Accelerator has been made yet.
 
     Raises:
         RuntimeError: the layout that was asked for, and what to do instead.
@@ -84,9 +82,6 @@ def refuse_unsupported(args: TrainingArguments, fsdp_plugin: Any = None) -> None
             'Say version 2: fsdp_config={"version": 2} in TrainingArguments, fsdp_version: 2 in the fsdp_config of an '
             "accelerate config file, or accelerate launch --fsdp_version 2."
         )
-    elif offloads(getattr(state, "fsdp_plugin", None) or fsdp_plugin):
-        layout = "FSDP2 with its parameters on the CPU (offload) in this version of hf_muon"
-        advice = "Leave cpu_offload and fsdp_offload_params out, or choose another optimizer."
     if layout:
         raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
 

@@ -162,13 +162,7 @@ def _check_arguments(settings: Settings) -> None:
     args.deepspeed = settings.get("deepspeed")
     with contextlib.suppress(ValueError):  # which _check_deepspeed raises
         args.deepspeed_plugin = SimpleNamespace(deepspeed_config=_deepspeed_config(args.deepspeed))
-    fsdp_plugin = None
-    if args.fsdp_plugin_args and args.fsdp_plugin_args["fsdp_version"] == 2:
-        from accelerate import FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
-
-        with _own_environment():
-            fsdp_plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
-    refuse_unsupported(args, fsdp_plugin)
+    refuse_unsupported(args)
 
 
 def _check_deepspeed(settings: Settings) -> None:
@@ -176,7 +170,7 @@ def _check_deepspeed(settings: Settings) -> None:
 
     options = options_of(settings)
     groups = [
-        {"use_muon": True, "momentum_dtype": options.momentum_dtype},
+        {"use_muon": True, "momentum_dtype": options.momentum_dtype, "momentum_offload": options.momentum_offload},
         {"use_muon": False, "adamw_state_dtype": options.adamw_state_dtype},
     ]
     config = _deepspeed_config(settings.get("deepspeed"))

@@ -37,11 +37,6 @@ def refuse_unsupported(args: Any) -> None:
             "out for one process or DDP, or write dist_config: {name: fsdp2}. DeepSpeed works in v0: "
             "llamafactory-cli train without USE_V1, with optim: muon"
         )
-    if dist_config.get("offload_params"):
-        raise RuntimeError(
-            "optim_config: muon does not run with offload_params: true, FSDP2 with its parameters on the CPU, in this "
-            "version of hf_muon. Leave offload_params out, or choose another optimizer"
-        )
 
 
 def _get(args: Any, name: str, default: Any) -> Any:

@@ -1,0 +1,150 @@
+"""Steps on a stand-in for accelerators, by the ranks of pools of their own."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from hf_muon import build_optimizer
+from hf_muon.distributed import agreement, groups, select
+from hf_muon.math import rounding
+from hf_muon.storage import host, tensors, transport
+from tests import stand_in
+from tests.distributed.cases import given_gradients
+
+tensors._KNOWN_CLASSES["StandIn"] = "tests.stand_in"
+
+
+@contextlib.contextmanager
+def replaced(module, name, value):
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def stand_in_gradients(rank, layout, backends=("cpu", "standin"), **options):
+    """Step with given gradients; return whole parameters and moments, races, and bytes copied in and out."""
+    agreement.report_device = lambda group, model_device: model_device
+    for module in (groups, select):
+        module.has_backend = lambda group, kind: kind in backends
+    stand_in.DEVICE.reset()
+    with replaced(host, "SMALLEST", 0), stand_in.HostAccesses():
+        states = given_gradients(rank, layout, device="standin", **options)
+    return states, stand_in.DEVICE.races, stand_in.DEVICE.copied
+
+
+class Net(nn.Module):
+    """Matrices of two shapes, biases, an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(600, 256)
+        self.layers = nn.ModuleList(nn.Linear(256, 320) for _ in range(8))
+        self.back = nn.ModuleList(nn.Linear(320, 256) for _ in range(8))
+        self.lm_head = nn.Linear(256, 600)
+
+
+def on_stand_in(model):
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                module._parameters[name] = nn.Parameter(param.detach().to("standin"))
+    return model
+
+
+def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chunk=2**15, **options):
+    """Step a model on the device; return weights, the optimizer's state dict, and what the device has noted.
+
+    Args:
+        broken: a method of `transport._Streams` that does nothing.
+        chunk: elements of a chunk of AdamW's.
+    """
+    model = on_stand_in(Net().to(getattr(torch, dtype)))
+    optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", **options})
+    if state is not None:
+        weights, states = state
+        for param, weight in zip(model.parameters(), weights, strict=True):
+            param.data.copy_(weight)
+        optimizer.load_state_dict(states)
+    device = stand_in.DEVICE
+    stack = contextlib.ExitStack()
+    with stack:
+        stack.enter_context(replaced(rounding, "_CHUNK", chunk))
+        stack.enter_context(stand_in.HostAccesses())
+        if broken:
+            stack.enter_context(replaced(transport._Streams, broken, unordered(broken)))
+        for step in range(first, first + steps):
+            generator = torch.Generator().manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).to("standin", param.dtype)
+            device.reset()
+            before = device.nbytes()
+            optimizer.step()
+            for own in optimizer.state.values():
+                for value in own.values():
+                    value.sum()  # by the host, where it is stored there
+    notes = {
+        "peak": device.peak - before,
+        "after": device.nbytes() - before,
+        "races": device.races,
+        "copied": dict(device.copied),
+        "devices": {name: kinds(optimizer.state[param]) for name, param in model.named_parameters()},
+        "state bytes": sum(
+            value.numel() * value.dtype.itemsize
+            for own in optimizer.state.values()
+            for key, value in own.items()
+            if key != "step" and value.device.type == "cpu"
+        ),
+    }
+    weights = [param.detach().cpu() for param in model.parameters()]
+    state = optimizer.state_dict()
+    state["state"] = {key: {name: value.cpu() for name, value in own.items()} for key, own in state["state"].items()}
+    return weights, state, notes
+
+
+def kinds(state):
+    return sorted({value.device.type for key, value in state.items() if key != "step"})
+
+
+def unordered(name):
+    """Return a method of `transport._Streams` that orders nothing."""
+
+    @contextlib.contextmanager
+    def in_stream(self):
+        event = self._module.Event()
+        with self._module.stream(self._in if name == "inward" else self._out):
+            yield event
+            event.record(self._in)
+
+    return in_stream if name in ("inward", "outward") else lambda self, *args: None
+
+
+def failing(rank):
+    """Let a step fail while copies are under way; return whether the host has waited for them."""
+    model = on_stand_in(Net())
+    optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", "momentum_offload": "cpu"})
+    for param in model.parameters():
+        param.grad = torch.ones(param.shape).to("standin")
+
+    def fail(*args):
+        raise MemoryError
+
+    from hf_muon.math import newton_schulz
+
+    device = stand_in.DEVICE
+    device.reset()
+    with replaced(newton_schulz.Orthogonalizer, "__call__", fail), stand_in.HostAccesses():
+        try:
+            optimizer.step()
+        except MemoryError:
+            for own in optimizer.state.values():
+                for value in own.values():
+                    value.sum()
+            return device.races
+    return ["no failure"]
