@@ -165,10 +165,9 @@ class Exchange:
     def _gather(self, bucket: Bucket, updates_of: UpdatesOf) -> _Transfer:
         """Start to send the updates of this rank's boxes to their owners."""
         updates = updates_of(bucket.pieces)
-        flat = [updates[i].reshape(-1).to(self.comm_dtype) for i in bucket.outgoing]
         device = self.comm_device if bucket.gathers else self.device
-        send = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=self.comm_dtype, device=device)
-        del updates, flat  # before memory is allocated for what arrives
+        send = _flattened([updates[i] for i in bucket.outgoing], self.comm_dtype).to(device)
+        del updates  # before memory is allocated for what arrives
         return _Transfer(send, bucket.send, bucket.receive, self.group, local=not bucket.gathers)
 
     def _orthogonalize(self, bucket: Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
@@ -208,6 +207,18 @@ class Exchange:
         shapes = [bucket.shapes[i] for i in bucket.completed]
         flat = _split(leaving.wait(), [math.prod(shape) for shape in shapes])
         return pieces, [direction.view(shape) for direction, shape in zip(flat, shapes, strict=True)]
+
+
+def _flattened(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor of all elements, in few launches whatever the number of tensors."""
+    if not tensors:
+        return torch.empty(0, dtype=dtype)
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    if all(tensor.dtype == dtype for tensor in flat):
+        return torch.cat(flat)
+    together = torch.empty(sum(map(len, flat)), dtype=dtype, device=flat[0].device)
+    torch._foreach_copy_(list(torch.split(together, list(map(len, flat)))), flat)
+    return together
 
 
 def _split(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:

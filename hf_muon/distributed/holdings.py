@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,19 @@ class BatchBox:
         """Copy the data into the batch."""
         for rows, columns, into_rows, into_columns in self.slices():
             batch[self.matrices, into_rows, into_columns] = data[:, rows, columns]
+
+    def joined(self, following: BatchBox) -> BatchBox | None:
+        """Return this box and the one that follows it in memory as one, whose `piece` and `stored` are this one's.
+
+        None unless both are the same rows and columns of matrices that follow one another in the batch.
+        """
+        if self.matrices.stop != following.matrices.start or self.shape[1:] != following.shape[1:]:
+            return None
+        if (self.rows, self.columns) != (following.rows, following.columns):
+            return None
+        count = self.shape[0] + following.shape[0]
+        matrices = slice(self.matrices.start, following.matrices.stop)
+        return replace(self, shape=(count, *self.shape[1:]), matrices=matrices)
 
     def read(self, batch: Tensor, data: Tensor) -> None:
         """Copy the box out of the batch."""

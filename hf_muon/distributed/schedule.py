@@ -39,8 +39,9 @@ class Bucket:
         pieces: all that this rank stores of the units.
         shapes: of the pieces in storage.
         outgoing: positions in `pieces` of the updates that this rank sends, ordered by destination.
-        incoming: position in `units` and box of each update that arrives, in the order of arrival.
-        returned: position in `units` and box of each direction that this rank sends back, ordered by destination.
+        incoming: position in `units` and box of the updates that arrive, in the order of arrival. Boxes that can be
+            copied together are one.
+        returned: the same of the directions that this rank sends back, ordered by destination.
         completed: positions in `pieces` of the directions that arrive, in the order of arrival.
     """
 
@@ -105,8 +106,8 @@ def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bu
                     receive[other] += box.numel
                 returned[other].append((k, box))
                 leave[other] += box.numel
-    arriving = [item for of_rank in incoming for item in of_rank]
-    leaving = [item for of_rank in returned for item in of_rank]
+    arriving = [item for of_rank in incoming for item in _joined(of_rank)]
+    leaving = [item for of_rank in returned for item in _joined(of_rank)]
     return Bucket(
         units=tuple(units),
         send=send,
@@ -123,6 +124,18 @@ def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bu
         returned=leaving,
         completed=[i for of_rank in completed for i in of_rank],
     )
+
+
+def _joined(boxes: Sequence[tuple[int, BatchBox]]) -> list[tuple[int, BatchBox]]:
+    """Join the boxes that a rank sends or receives, in the order in which they travel, as far as they can be."""
+    joined: list[tuple[int, BatchBox]] = []
+    for k, box in boxes:
+        together = joined[-1][1].joined(box) if joined and joined[-1][0] == k else None
+        if together is None:
+            joined.append((k, box))
+        else:
+            joined[-1] = k, together
+    return joined
 
 
 class Schedule:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.schedule import OwnedUnit, Schedule
+from hf_muon.distributed.schedule import OwnedUnit, Schedule, make_bucket
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.storage.regions import regions
 from tests.distributed.test_units import llama_70b, loads, qwen3_235b_a22b, units_of
@@ -49,6 +49,26 @@ def test_a_round_can_be_printed():
         f"Round(buckets=[Bucket(units=({unit.format(k=0)}, {unit.format(k=1)}), send=[12, 12], receive=[12, 12], "
         "leave=[12, 12], arrive=[12, 12], gathers=True, returns=True, in_place=True)], nbytes=384)"
     )
+
+
+def test_boxes_of_equal_matrices_are_copied_together():
+    """Let two ranks store rows of five matrices, of which one is stored otherwise and copied alone."""
+    rows, columns = regions((4, 6), (2,), [Shard(0)]), regions((4, 6), (2,), [Shard(1)])
+    unit = Unit((4, 6), tuple(MatrixRange(k, 0, 1) for k in range(5)))
+    holdings = Holdings({k: columns if k == 3 else rows for k in range(5)}, 2)
+    bucket = make_bucket([OwnedUnit(unit, 0)], holdings, 0)
+    boxes = [(box.matrices, box.shape) for _, box in bucket.incoming]
+    assert boxes == 2 * [(slice(0, 3), (3, 2, 6)), (slice(3, 4), (1, 4, 3)), (slice(4, 5), (1, 2, 6))]
+    assert len(bucket.pieces) == 5
+    apart, together = torch.zeros(5, 4, 6), torch.zeros(5, 4, 6)
+    arrived = torch.arange(120.0)
+    for batch, arriving in (
+        (together, bucket.incoming),
+        (apart, [(0, b) for r in (0, 1) for b in holdings.boxes(unit, r)]),
+    ):
+        for (_, box), data in zip(arriving, arrived.split([box.numel for _, box in arriving]), strict=True):
+            box.write(data.view(box.shape), batch)
+    assert torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
