@@ -238,8 +238,8 @@ def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str 
     if partition is not None:
         if group.get("momentum_offload", "none") != "none":
             return (
-                "is a flat ZeRO partition, which DeepSpeed itself keeps on the host: momentum_offload is not for it. "
-                'Write "offload_optimizer": {"device": "cpu"} into the DeepSpeed config'
+                "is a flat ZeRO partition, which its framework itself keeps on the host if it is told to: "
+                "momentum_offload=cpu is not for it. Use the framework's own option"
             )
         if dtype_of(group) == "int8":
             return (
