@@ -30,7 +30,7 @@ ROOMS = [
 # The same order inside each room with more than one file.
 FLOORS = {
     "math": [
-        "coefficients cost precision rounding",
+        "coefficients cost elementwise precision rounding",
         "codes products weight_rounding",
         "gram moments update",
         "adamw momentum newton_schulz",

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 class NewtonSchulz(Protocol):
-    """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`."""
+    """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`.
+
+    With `overwrite` it may write to the matrices, which are contiguous then, and return directions in their memory.
+    """
 
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def __call__(self, matrices: Tensor, /) -> Tensor: ...
+    def __call__(self, matrices: Tensor, /, *, overwrite: bool = False) -> Tensor: ...
 
 
 class Piece(NamedTuple):
@@ -61,7 +64,10 @@ class StepCost(NamedTuple):
 
 
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
-"""Moves the momentum of some pieces and returns their updates, which nobody writes to."""
+"""Moves the momentum of some pieces and returns their updates.
+
+On an accelerator they are memory of their own, which may be overwritten; elsewhere nobody writes to them.
+"""
 
 
 Observer = Callable[["Unit", Tensor, Tensor], None]

@@ -12,6 +12,8 @@ from hf_muon.distributed.executor import Executor
 from hf_muon.distributed.groups import has_backend
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.distributed.units import make_units
+from hf_muon.math.elementwise import is_accelerator
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.storage.regions import Stored
 from hf_muon.storage.shared import SharedStorage, replicated_regions
 from hf_muon.storage.tensors import is_dtensor, local_of
@@ -90,6 +92,7 @@ def select_executors(
     *,
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None = None,
+    max_batch_bytes: int = MAX_BATCH_BYTES,
 ) -> list[Executor]:
     """Return executors that together serve the matrices of a param group.
 
@@ -101,12 +104,13 @@ def select_executors(
         model_devices: on which the model computes with it.
         max_bucket_bytes: bound on the bytes in flight.
         comm_dtype: dtype in which updates travel; None for their own.
+        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once.
     """
     kinds: list[Hashable] = [
         (storage.group if isinstance(storage, SharedStorage) else None, device, dtype)
         for storage, device, dtype in zip(storages, devices, dtypes, strict=True)
     ]
-    units = make_units(shapes, kinds)
+    units = make_units(shapes, kinds, [is_accelerator(device) for device in devices], max_batch_bytes)
     executors: list[Executor] = []
     for kind in dict.fromkeys(kinds):
         of_kind = [unit for unit in units if kinds[unit.ranges[0].matrix] == kind]
@@ -114,7 +118,7 @@ def select_executors(
         storage, device = storages[first], devices[first]
         if not isinstance(storage, SharedStorage):
             stored = {i: s for i, s in enumerate(storages) if kinds[i] == kind and not isinstance(s, SharedStorage)}
-            executors.append(LocalExecutor(of_kind, stored, device))
+            executors.append(LocalExecutor(of_kind, stored, device, max_batch_bytes))
             continue
         from hf_muon.distributed.exchange import Exchange
         from hf_muon.distributed.holdings import Holdings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ from torch.optim.adamw import adamw
 
 from hf_muon.math import weight_rounding
 from hf_muon.math.codes import Quantized
+from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over
 from hf_muon.math.moments import MOMENTS, decoded
-from hf_muon.math.rounding import batched, chunk_size, store_bf16_
+from hf_muon.math.rounding import batched, chunk_size, round_to_half, salt, salted_bf16, salted_bits, store_bf16_
 from hf_muon.math.weight_rounding import Observer, Result, is_half
 
 # Elements per chunk on a CPU, so that AdamW's temporaries stay in a cache.
@@ -68,7 +70,7 @@ def adamw_(
             [],
             [own.state["step"] for own in chunks],
             foreach=None,
-            fused=True if uses_fused_adamw(params) else None,
+            fused=True if all(own.state["step"].device.type != "cpu" for own in chunks) else None,
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
@@ -78,6 +80,10 @@ def adamw_(
             maximize=False,
         )
 
+    together = [own for own in stepped if _is_together(own)]
+    if together:
+        _step_together_(together, lr, betas, eps, weight_decay, step, rounding, observer)
+        stepped = [own for own in stepped if not _is_together(own)]
     exact = [own for own in stepped if not _is_rounded(own)]
     if exact:
         torch_adamw([chunk for own in exact for chunk in chunks(own, _cpu_chunk(own.param))])
@@ -94,6 +100,100 @@ def adamw_(
             if is_half(own.param)
         ]
         weight_rounding.store_(results, rounding, step, observer)
+
+
+def _next_values(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rates: Sequence[Tensor],
+    factors: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a parameter and its moments after a step, in the dtype of the step.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq: flat, in any dtypes.
+        rates: by which the first moment moves; the decay of the second one, and one minus it.
+        factors: of the parameter, ``1 - lr * weight_decay``; of the update, ``lr`` over the first bias correction; the
+            square root of the second one; and `eps`.
+    """
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    grad, first, second = grad.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)
+    first = first + (grad - first) * rates[0]
+    second = second * rates[1] + grad * grad * rates[2]
+    exact = param.to(dtype) * factors[0] - first / (second.sqrt() / factors[2] + factors[3]) * factors[1]
+    return exact, first, second
+
+
+def _step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rate: Tensor,
+    decay: Tensor,
+    rest: Tensor,
+    keep: Tensor,
+    size: Tensor,
+    root: Tensor,
+    eps: Tensor,
+    step_salt: Tensor,
+    *,
+    stochastic: bool,
+) -> None:
+    """Step a parameter and its moments; the numbers are those of `_next_values`."""
+    exact, *moments = _next_values(param, grad, exp_avg, exp_avg_sq, (rate, decay, rest), (keep, size, root, eps))
+    for stored, moment in zip((exp_avg, exp_avg_sq), moments, strict=True):
+        stored.copy_(salted_bf16(moment.float(), step_salt) if stored.dtype is torch.bfloat16 else moment)
+    if is_half(param) and stochastic:
+        exact = round_to_half(exact, salted_bits(exact, step_salt, moments[0]), param.dtype)
+    param.copy_(exact)
+
+
+STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
+
+
+def _is_together(stepped: Stepped) -> bool:
+    """Return whether a parameter is stepped by `_step_together_`: bf16 and fp16 ones on accelerators, without codes."""
+    moments = [stepped.state[key] for key in MOMENTS_OF_ADAMW]
+    return (
+        is_accelerator(stepped.param.device)
+        and stepped.state["step"].device.type == "cpu"
+        and all(moment.is_floating_point() for moment in moments)
+    )
+
+
+def _step_together_(
+    stepped: Sequence[Stepped],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    rounding: str,
+    observer: Observer | None,
+) -> None:
+    """Step parameters on an accelerator whose step counters are on the CPU, in few launches."""
+    by_count: dict[float, list[Stepped]] = {}
+    for own in stepped:
+        own.state["step"].add_(1)
+        by_count.setdefault(float(own.state["step"]), []).append(own)
+    for count, alike in by_count.items():
+        corrections = [1 - beta**count for beta in betas]
+        rates = [number(value) for value in (1 - betas[0], betas[1], 1 - betas[1])]
+        factors = (1 - lr * weight_decay, lr / corrections[0], math.sqrt(corrections[1]), eps)
+        numbers = [*rates, *map(number, factors), number(salt(step), torch.int32)]
+        columns = [
+            [own.param for own in alike],
+            [own.grad for own in alike],
+            *([own.state[key] for own in alike] for key in MOMENTS_OF_ADAMW),
+        ]
+        if observer is not None:
+            for row in zip(*columns, strict=True):
+                if is_half(row[0]):
+                    observer(row[0], _next_values(row[0], row[1], row[2], row[3], numbers[:3], numbers[3:7])[0])
+        over(STEP, columns, *numbers, stochastic=rounding != "nearest")
 
 
 def _is_rounded(stepped: Stepped) -> bool:
@@ -147,5 +247,11 @@ def chunks(stepped: Stepped, size: int) -> list[Stepped]:
 
 
 def uses_fused_adamw(params: Sequence[Tensor]) -> bool:
-    """Return whether torch's fused AdamW kernel steps these parameters; it needs step counters on their device."""
-    return all(param.device.type in ("cuda", "xpu") and param.is_floating_point() for param in params)
+    """Return whether torch's fused AdamW kernel steps these parameters; it needs step counters on their device.
+
+    The kernel steps the meta device too, so that its launches can be counted.
+    """
+    return all(
+        param.device.type in ("cuda", "xpu", "meta") and param.is_floating_point() and not is_half(param)
+        for param in params
+    )

@@ -116,6 +116,16 @@ def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dty
     return max(normalizing, (2 * short * long + small) * dtype.itemsize)
 
 
+def overwriting_bytes(
+    shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: BlockRows, input_dtype: torch.dtype
+) -> int:
+    """Return the bytes of orthogonalizing ``(B, m, n)`` in the memory of its input, including input and result."""
+    numel, short = math.prod(shape), min(shape[-2:])
+    small = math.prod(shape[:-2]) * small_matrices(lengths) * short * row_length(short, rows) * dtype.itemsize
+    result = numel * dtype.itemsize
+    return result + max(numel * input_dtype.itemsize, result + small)
+
+
 def small_matrices(lengths: Sequence[int]) -> int:
     """Return how many matrices of ``s x s`` the segments need at once."""
     return 2 if max(lengths) == 1 else 4

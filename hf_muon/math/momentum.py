@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.codes import Piece, Quantized
+from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over, shaped_like
 from hf_muon.math.moments import MOMENTS
-from hf_muon.math.rounding import store_bf16_
+from hf_muon.math.rounding import salt, salted_bf16, store_bf16_
 
 BUFFER = "momentum_buffer"
 SCALE = MOMENTS[BUFFER].scale
@@ -25,6 +26,18 @@ def update_dtype(param: Tensor, momentum_dtype: str = "auto") -> torch.dtype:
     if momentum_dtype in ("auto", "fp32"):
         return torch.promote_types(param.dtype, torch.float32)
     return torch.float32
+
+
+def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt: Tensor, *, nesterov: bool) -> None:
+    """Move a buffer towards a gradient by `rate`, in the dtype of the update."""
+    grad = grad.to(update.dtype)
+    moved = buffer.to(update.dtype)
+    moved = moved + (grad - moved) * rate
+    update.copy_(moved - (moved - grad) * rate if nesterov else moved)
+    buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
+
+
+MOVE = Elementwise(_move, reads=(0, 1), writes=(0, 2))
 
 
 class MomentumBuffers:
@@ -68,7 +81,7 @@ class MomentumBuffers:
     def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates. Call it once for each piece of a step.
 
-        Do not write to the updates: without `nesterov` they are the buffers themselves.
+        Do not write to the updates, except on an accelerator: without `nesterov` they are the buffers themselves.
         """
         updates: list[Tensor] = []
         for rule, alike in itertools.groupby(pieces, key=self._rule):
@@ -80,8 +93,22 @@ class MomentumBuffers:
         return self._blocks[matrix].values() if matrix in self._blocks else self._buffers[matrix]
 
     def _rule(self, piece: Piece) -> Callable[[Sequence[Piece]], list[Tensor]]:
-        dtype = self._buffers[piece.matrix].dtype
+        buffer = self._buffers[piece.matrix]
+        dtype = buffer.dtype
+        if dtype is not torch.int8 and is_accelerator(buffer.device):
+            return self._together
         return {torch.bfloat16: self._rounded, torch.int8: self._quantized}.get(dtype, self._exact)
+
+    def _together(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Step buffers on an accelerator. The updates lie in memory one after the other, in the order of the pieces."""
+        buffers = [piece.of(self._buffers[piece.matrix]) for piece in pieces]
+        grads = [piece.of(self._grads[piece.matrix]) for piece in pieces]
+        dtype = torch.promote_types(buffers[0].dtype, torch.float32)
+        flat = torch.empty(sum(buffer.numel() for buffer in buffers), dtype=dtype, device=buffers[0].device)
+        updates = shaped_like(flat, buffers)
+        numbers = number(1 - self._momentum), number(salt(self._step), torch.int32)
+        over(MOVE, [buffers, grads, updates], *numbers, into={1: 2}, nesterov=self._nesterov)
+        return updates
 
     def _exact(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Step buffers in the dtype of the step, all at once."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_muon.math import cost
 from hf_muon.math.coefficients import Triple, resolve
+from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.gram import polynomial_of_gram
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import Workspace
@@ -70,6 +71,23 @@ def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.div_(norm.clamp_(min=tiny)).to(dtype)
 
 
+def _invert(norms: Tensor) -> None:
+    """Invert norms; zero becomes a number, by which zeros stay zeros."""
+    norms.copy_(norms.clamp(min=1e-300).reciprocal())
+
+
+INVERT = Elementwise(_invert, reads=(0,), writes=(0,))
+# Devices with fp64, in which no square of an fp32 number overflows or vanishes.
+_WITH_FP64 = {"cuda", "meta"}
+
+
+def _normalized_in_three(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Do what `_normalized` does, in three launches: norms in fp64, which need no scaling by powers of two."""
+    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    INVERT(norms.view(-1))
+    return torch.mul(matrices, norms, out=torch.empty(matrices.shape, dtype=dtype, device=matrices.device))
+
+
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
@@ -81,15 +99,17 @@ def newton_schulz(
     *,
     lengths: Sequence[int] | None = None,
     rows: cost.BlockRows | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
     """Take Newton-Schulz steps on a batch, from its normalized matrices.
 
     Args:
-        matrices: ``(B, m, n)``, any floating dtype and scale; not written to.
+        matrices: ``(B, m, n)``, any floating dtype and scale; not written to unless `overwrite` is set.
         coefficients: ``(a, b, c)`` of each step.
         dtype: dtype of the products.
         lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
         rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
+        overwrite: whether the memory of contiguous `matrices` serves for the products, and maybe for the result.
 
     Returns:
         ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
@@ -100,8 +120,8 @@ def newton_schulz(
     lengths = lengths or cost.segments(matrices.shape, len(coefficients), dtype)
     rows = rows or cost.block_rows(min(matrices.shape[1:]), dtype, device)
     with _without_autocast(device):
-        x = _normalized(matrices, dtype)
-        work = Workspace(x, lengths, rows, low_precision=low_precision)
+        x = (_normalized_in_three if device in _WITH_FP64 else _normalized)(matrices, dtype)
+        work = Workspace(x, lengths, rows, low_precision=low_precision, reused=matrices if overwrite else None)
         start = 0
         for length in lengths:
             steps = coefficients[start : start + length]
@@ -131,9 +151,15 @@ class Orthogonalizer:
     dtype: torch.dtype
     max_batch_bytes: int = MAX_BATCH_BYTES
 
-    def __call__(self, matrices: Tensor) -> Tensor:
+    def __call__(self, matrices: Tensor, *, overwrite: bool = False) -> Tensor:
         lengths = cost.segments(matrices.shape, len(self.coefficients), self.dtype)
         rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, matrices.device.type)
+        if overwrite:
+            nbytes = cost.overwriting_bytes(matrices.shape, lengths, self.dtype, rows, matrices.dtype)
+            if nbytes <= self.max_batch_bytes:
+                return newton_schulz(
+                    matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows, overwrite=True
+                )
         in_and_out = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
         each = cost.working_bytes(matrices.shape, lengths, self.dtype, rows)
         count = max(1, (self.max_batch_bytes - in_and_out) // each)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hf_muon.math import cost
+
+_ALIGNMENT = 128  # elements, for products that need aligned memory
 
 
 def symmetric_(
@@ -52,19 +55,35 @@ class Workspace:
         lengths: lengths of the segments.
         rows: rows of the blocks of symmetric products.
         low_precision: whether ``a I + P`` would lose significant bits of ``P`` in this dtype.
+        reused: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
 
     Attributes:
         gram: ``(B, s, s)``, where ``R`` is computed.
         small: more matrices ``(B, s, s)``: one, or three if any segment is longer than one step.
     """
 
-    def __init__(self, x: Tensor, lengths: Sequence[int], rows: cost.BlockRows, *, low_precision: bool) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        lengths: Sequence[int],
+        rows: cost.BlockRows,
+        *,
+        low_precision: bool,
+        reused: Tensor | None = None,
+    ) -> None:
         count, size = x.size(0), min(x.shape[1:])
-        self._next = torch.empty_like(x)
-        memory = [
-            x.new_empty(count, size, cost.row_length(size, rows))[..., :size]
-            for _ in range(cost.small_matrices(lengths))
-        ]
+        free = None if reused is None else reused.view(-1).view(x.dtype)
+        shapes = [tuple(x.shape), *[(count, size, cost.row_length(size, rows))] * cost.small_matrices(lengths)]
+        whole: list[Tensor] = []
+        for shape in shapes:
+            numel = math.prod(shape)
+            if free is not None and numel <= free.numel():
+                whole.append(free[:numel].view(shape))
+                free = free[math.ceil(numel / _ALIGNMENT) * _ALIGNMENT :]
+            else:
+                whole.append(x.new_empty(shape))
+        self._next = whole[0]
+        memory = [matrices[..., :size] for matrices in whole[1:]]
         self.gram, self.small = memory[0], memory[1:]
         self.rows = rows
         self._tall = x.size(-2) > x.size(-1)

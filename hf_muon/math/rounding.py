@@ -18,6 +18,12 @@ _CHUNK = 2**22  # on other devices
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
+def salt(step: int) -> int:
+    """Return the hash of a step's number, as a signed number of 32 bits."""
+    mixed = _mixed((step * 0x9E3779B9) & 0xFFFFFFFF)
+    return mixed - 2**32 if mixed >= 2**31 else mixed
+
+
 def random_bits(values: Tensor, step: int, others: Tensor | None = None) -> Tensor:
     """Return 32 pseudorandom bits for each fp32 value, as int32: a hash of the value and the step.
 
@@ -30,8 +36,12 @@ def random_bits(values: Tensor, step: int, others: Tensor | None = None) -> Tens
         others: fp32 numbers of the same elements, to be hashed too: equal values with different others draw different
             bits.
     """
-    salt = _mixed((step * 0x9E3779B9) & 0xFFFFFFFF)
-    bits = values.view(torch.int32) ^ (salt - 2**32 if salt >= 2**31 else salt)
+    return salted_bits(values, salt(step), others)
+
+
+def salted_bits(values: Tensor, salt: int | Tensor, others: Tensor | None = None) -> Tensor:
+    """Return what `random_bits` does, with the salt of the step as a number or an int32 tensor of no dims."""
+    bits = values.view(torch.int32) ^ salt
     if others is not None:
         bits += others.view(torch.int32) * (0x9E3779B1 - 2**32)
     bits ^= (bits >> 16) & 0xFFFF  # shifts of signed numbers repeat the sign
@@ -57,8 +67,13 @@ def round_to_bf16(values: Tensor, step: int) -> Tensor:
         values: fp32 and finite, of any shape.
         step: number of the step.
     """
+    return salted_bf16(values, salt(step))
+
+
+def salted_bf16(values: Tensor, salt: int | Tensor) -> Tensor:
+    """Return what `round_to_bf16` does, with the salt of the step as a number or an int32 tensor of no dims."""
     bounded = values.clamp(-_LARGEST_BF16, _LARGEST_BF16)  # nothing finite is rounded to infinity
-    return _with_fewer_bits(bounded, random_bits(bounded, step), 16)
+    return _with_fewer_bits(bounded, salted_bits(bounded, salt), 16)
 
 
 def round_to_half(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_muon.distributed.executor import Executor
 from hf_muon.distributed.select import compute_device, model_device, select_executors, shared_storage
 from hf_muon.math.momentum import update_dtype
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Partitions
@@ -101,6 +102,8 @@ class StepLayout:
         comm_dtype: torch.dtype | None,
         partitions: Partitions | None = None,
         offload_compute: str = "auto",
+        max_batch_bytes: int = MAX_BATCH_BYTES,
+        products_on: torch.device | None = None,
     ) -> None:
         self.key = storage_key(groups, replicate_group, partitions)
         partitions = partitions or {}
@@ -114,12 +117,15 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     placed = list(_placed_matrices(group, ranks, partitions, offload_compute))
-                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype)
+                    if products_on is not None:  # a plan for another device
+                        placed = [place._replace(device=products_on) for place in placed]
+                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype, max_batch_bytes)
                     work = GroupWork(ranks, [place.matrix for place in placed], executors)
                 self.works.append(work)
             self.lines = [
                 _sizes_line(groups),
-                f"max_bucket_bytes={max_bucket_bytes}, comm_dtype={comm_dtype}, offload_compute={offload_compute}",
+                f"max_bucket_bytes={max_bucket_bytes}, max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}, "
+                f"offload_compute={offload_compute}",
                 *(_parameter_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))),
             ]
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
@@ -299,7 +305,11 @@ def _matrices_of_partition(
 
 
 def _executors(
-    group: Group, placed: Sequence[_PlacedMatrix], max_bucket_bytes: int, comm_dtype: torch.dtype | None
+    group: Group,
+    placed: Sequence[_PlacedMatrix],
+    max_bucket_bytes: int,
+    comm_dtype: torch.dtype | None,
+    max_batch_bytes: int,
 ) -> list[Executor]:
     return select_executors(
         [place.matrix.shape for place in placed],
@@ -309,6 +319,7 @@ def _executors(
         [place.model_device for place in placed],
         max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
+        max_batch_bytes=max_batch_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_O
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
+from hf_muon.math.elementwise import pop_failure
 from hf_muon.optimizer import consensus, copies, loading, preflight
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
@@ -186,6 +187,8 @@ class Muon(Optimizer):
             if indices:
                 self._step_group(group, work, indices, watch)
         self._lost_updates.log()
+        if (failure := pop_failure()) and log.is_rank_zero():
+            log.logger().warning("Elementwise functions are not compiled, which makes steps slower: %s", failure)
         complete = self.partitioned.completes_step(self.param_groups)
         if watch is not None:
             watch.end(complete=complete)
@@ -200,6 +203,7 @@ class Muon(Optimizer):
             max_bucket_bytes=self.max_bucket_bytes,
             comm_dtype=COMM_DTYPES[self.comm_dtype],
             offload_compute=self.offload_compute,
+            max_batch_bytes=self.max_batch_bytes,
         )
 
     def _preflight(self, layout: StepLayout) -> tuple[list[list[int]], StepWatch | None]:

@@ -22,8 +22,9 @@ from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, zero_state
 from hf_muon.optimizer.step import muon_step
 
-_META = torch.device("meta")
-CHUNK = chunk_size(torch.empty(0, device=_META))
+ACCELERATOR = torch.device("meta")
+"""On which a plan has the products, so that units are those of accelerators."""
+CHUNK = chunk_size(torch.empty(0, device=ACCELERATOR))
 """Elements that a step rounds at once on an accelerator."""
 
 
@@ -53,10 +54,10 @@ class StepBuffers:
     """The temporary tensors of a step of one process.
 
     Attributes:
-        temporary: the most bytes while Muon steps one unit.
-        numel: elements of the largest unit.
-        of_adamw: the most bytes while AdamW steps a chunk.
-        moments: bytes of the moments of the largest unit or chunk.
+        temporary: the most bytes while Muon steps units together.
+        numel: elements of the most that it steps together.
+        of_adamw: the most bytes while AdamW steps a group, or a chunk of a parameter.
+        moments: bytes of the moments of the most that moves together.
     """
 
     temporary: int
@@ -83,11 +84,12 @@ def step_buffers(
         options = {name: getattr(config, name) for name in GROUP_OPTIONS} | {**group, "ns_dtype": ns_dtype}
         for executor in work.executors:
             assert isinstance(executor, LocalExecutor)
-            kinds = {_kind(unit, work, group): unit for unit in executor.units}
-            for unit in kinds.values():
-                only = LocalExecutor([unit], executor.stored, _META)
-                temporary = max(temporary, _peak_of_unit(options, work, only, unit, config.max_batch_bytes))
-                numel = max(numel, unit.numel)
+            buckets = executor.buckets(frozenset(executor.stored))
+            kinds = {tuple(_kind(unit, work, group) for unit in bucket.units): bucket.units for bucket in buckets}
+            for units in kinds.values():
+                only = LocalExecutor(units, executor.stored, ACCELERATOR, config.max_batch_bytes)
+                temporary = max(temporary, _peak_of_units(options, work, only, config.max_batch_bytes))
+                numel = max(numel, sum(unit.numel for unit in units))
     return StepBuffers(temporary, numel, _peak_of_adamw(groups, config), _largest_moments(layout, groups))
 
 
@@ -97,11 +99,9 @@ def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, .
     return unit.shape, tuple((one.stop - one.start, p.shape) for one, p in zip(unit.ranges, params, strict=True))
 
 
-def _peak_of_unit(
-    group: Mapping[str, Any], work: GroupWork, executor: LocalExecutor, unit: Unit, max_batch_bytes: int
-) -> int:
-    indices = sorted({work.matrices[one.matrix].param for one in unit.ranges})
-    params = [torch.empty(p.shape, dtype=p.dtype, device=_META) for p in group["params"]]
+def _peak_of_units(group: Mapping[str, Any], work: GroupWork, executor: LocalExecutor, max_batch_bytes: int) -> int:
+    indices = sorted({work.matrices[one.matrix].param for unit in executor.units for one in unit.ranges})
+    params = [torch.empty(p.shape, dtype=p.dtype, device=ACCELERATOR) for p in group["params"]]
     state = {}
     for i in indices:
         params[i].grad = torch.empty_like(params[i])
@@ -125,9 +125,9 @@ def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) ->
 
         for executor in work.executors:
             assert isinstance(executor, LocalExecutor)
-            for unit in executor.units:
-                param = group["params"][work.matrices[unit.ranges[0].matrix].param]
-                largest = max(largest, nbytes(param, unit.numel))
+            for bucket in executor.buckets(frozenset(executor.stored)):
+                members = [(group["params"][work.matrices[u.ranges[0].matrix].param], u) for u in bucket.units]
+                largest = max(largest, sum(nbytes(param, unit.numel) for param, unit in members))
         if not group["use_muon"]:
             largest = max([largest, *(nbytes(param, min(param.numel(), CHUNK)) for param in group["params"])])
     return largest
@@ -136,11 +136,15 @@ def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) ->
 def _peak_of_adamw(groups: Sequence[Mapping[str, Any]], config: MuonConfig) -> int:
     """Return the most bytes of temporary tensors of AdamW's step on an accelerator.
 
-    torch's fused kernel, which steps weights and moments in fp32, needs none. Others are computed in chunks.
+    torch's fused kernel, which steps weights and moments in fp32, needs none. Moments in 8 bits are computed in chunks,
+    others in the memory where they are, but for copies of small tensors.
     """
     largest = 0
     for group in groups:
         if group["use_muon"]:
+            continue
+        if dtype_of(group) != "int8":
+            largest = max(largest, _peak_of_group(group["params"], group, config))
             continue
         kinds = {(p.dtype, len(p.shape) > 1): p for p in sorted(group["params"], key=torch.numel)}
         for param in kinds.values():
@@ -151,14 +155,18 @@ def _peak_of_adamw(groups: Sequence[Mapping[str, Any]], config: MuonConfig) -> i
 def _peak_of_chunk(param: Tensor, group: Mapping[str, Any], config: MuonConfig) -> int:
     rows = max(1, CHUNK // max(1, param.shape[1:].numel()))
     shape = (min(rows, param.shape[0]), *param.shape[1:]) if param.ndim else ()
-    chunk = torch.empty(shape, dtype=param.dtype, device=_META)
-    state = _zeros(chunk, group)
-    if param.dtype.itemsize == 4 and all(state[key].dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq")):
-        return 0
+    return _peak_of_group([torch.empty(shape, dtype=param.dtype)], group, config)
+
+
+def _peak_of_group(params: Sequence[Tensor], group: Mapping[str, Any], config: MuonConfig) -> int:
+    stepped = []
+    for param in params:
+        own = torch.empty(param.shape, dtype=param.dtype, device=ACCELERATOR)
+        stepped.append(Stepped(own, torch.empty_like(own), _zeros(own, group)))
     live = LiveBytes()
     with live:
         adamw_(
-            [Stepped(chunk, torch.empty_like(chunk), state)],
+            stepped,
             lr=config.lr,
             betas=config.adamw_betas,
             eps=config.adamw_eps,

@@ -118,7 +118,15 @@ def plan_step(
     products = NS_DTYPES[config.ns_dtype] or ns_dtype
     with stand_ins.fake_ranks(ranks):
         groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
-        step = StepLayout(groups, replicate_group, config.max_bucket_bytes, COMM_DTYPES[config.comm_dtype], partitions)
+        step = StepLayout(
+            groups,
+            replicate_group,
+            config.max_bucket_bytes,
+            COMM_DTYPES[config.comm_dtype],
+            partitions,
+            max_batch_bytes=config.max_batch_bytes,
+            products_on=buffers.ACCELERATOR,
+        )
         if step.complaints:
             raise RuntimeError("\n".join(step.complaints))
         cost = costs.step_cost(step, ranks, config.ns_steps, products)
@@ -184,7 +192,14 @@ def _step_buffers(
 ) -> buffers.StepBuffers:
     """Return the temporary tensors of one process's step."""
     groups, _, _ = stand_ins.stored_groups(routes, config, "single", 1, dtype)
-    layout = StepLayout(groups, None, config.max_bucket_bytes, None)
+    layout = StepLayout(
+        groups,
+        None,
+        config.max_bucket_bytes,
+        None,
+        max_batch_bytes=config.max_batch_bytes,
+        products_on=buffers.ACCELERATOR,
+    )
     name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
     return buffers.step_buffers(layout, groups, config, name)
 

@@ -206,11 +206,11 @@ class Counted:
             return counting
 
         def orthogonalize(original):
-            def counting(this, matrices):
+            def counting(this, matrices, **options):
                 short, long = sorted(matrices.shape[-2:])
                 steps = len(this.coefficients)
                 self.flops += len(matrices) * steps * (4 * short * short * long + 2 * short**3)
-                return original(this, matrices)
+                return original(this, matrices, **options)
 
             return counting
 

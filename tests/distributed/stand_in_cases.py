@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.distributed import agreement, groups, select
-from hf_muon.math import rounding
+from hf_muon.math import elementwise, rounding
 from hf_muon.storage import host, tensors, transport
 from tests import stand_in
 from tests.distributed.cases import given_gradients
@@ -27,13 +27,19 @@ def replaced(module, name, value):
         setattr(module, name, original)
 
 
-def stand_in_gradients(rank, layout, backends=("cpu", "standin"), **options):
-    """Step with given gradients; return whole parameters and moments, races, and bytes copied in and out."""
+def stand_in_gradients(rank, layout, backends=("cpu", "standin"), as_host=False, **options):
+    """Step with given gradients; return whole parameters and moments, races, and bytes copied in and out.
+
+    Args:
+        backends: devices that the process group communicates from.
+        as_host: whether elementwise functions and units are those of a CPU, so that results are, too.
+    """
     agreement.report_device = lambda group, model_device: model_device
     for module in (groups, select):
         module.has_backend = lambda group, kind: kind in backends
     stand_in.DEVICE.reset()
-    with replaced(host, "SMALLEST", 0), stand_in.HostAccesses():
+    hosts = {"cpu", "standin"} if as_host else {"cpu"}
+    with replaced(host, "SMALLEST", 0), replaced(elementwise, "_HOSTS", hosts), stand_in.HostAccesses():
         states = given_gradients(rank, layout, device="standin", **options)
     return states, stand_in.DEVICE.races, stand_in.DEVICE.copied
 
@@ -132,7 +138,7 @@ def failing(rank):
     for param in model.parameters():
         param.grad = torch.ones(param.shape).to("standin")
 
-    def fail(*args):
+    def fail(*args, **options):
         raise MemoryError
 
     from hf_muon.math import newton_schulz

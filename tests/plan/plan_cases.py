@@ -7,6 +7,7 @@ from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.storage.tensors import local_of
+from tests.accelerated import accelerated, uncomputed
 from tests.distributed.cases import Counted
 from tests.distributed.training import Model, train, wrap
 from tests.peak_memory import PeakMemory
@@ -33,7 +34,15 @@ class Several(Model):
 
 
 def measured(rank, layout, dtype="float32", **options):
-    """Return the bytes sent, the FLOPs and the peak of a step, and the bytes of what is stored after it."""
+    """Return the bytes sent, the FLOPs and the peak of a step, and the bytes of what is stored after it.
+
+    The step is that of an accelerator, where elementwise functions have no temporary tensors.
+    """
+    with accelerated(), uncomputed():
+        return _measured(layout, dtype, options)
+
+
+def _measured(layout, dtype, options):
     torch.manual_seed(0)
     model, _, _ = wrap(Several().to(getattr(torch, dtype)), layout)
     optimizer = build_optimizer(model, {"ns_dtype": "fp32", **options})

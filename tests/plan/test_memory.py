@@ -11,6 +11,7 @@ from hf_muon import MuonConfig, build_optimizer
 from hf_muon.math import cost, rounding
 from hf_muon.plan.activations import Activations, estimate_activations
 from hf_muon.plan.step_plan import plan_step
+from tests.accelerated import accelerated, uncomputed
 from tests.peak_memory import PeakMemory
 
 SIZES = {
@@ -132,7 +133,7 @@ def peaks_of_step(model_class, dtype, **options):
     for _ in range(2):
         for param in model.parameters():
             param.grad = torch.randn_like(param)
-        with PeakMemory() as memory:
+        with accelerated(), uncomputed(), PeakMemory() as memory:
             optimizer.step()
     return plan.memory.step, memory.peak
 

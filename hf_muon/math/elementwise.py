@@ -1,0 +1,225 @@
+"""Elementwise functions, many tensors at once: on accelerators each is compiled into one kernel.
+
+A compiled function has a plain twin of the same arithmetic, which runs where there is no compiler. Functions take flat
+tensors, so that one compilation serves every shape, and write into their arguments. They are functions of single
+elements: where an element lies does not change its result, so that every layout is bit-identical to a single process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_HOSTS = {"cpu"}
+# Backends that torch compiles for.
+_COMPILED = {"cuda": "triton", "xpu": "triton"}
+# Copying this many bytes takes as long as several launches: 20 us at 3 TB/s.
+_COPIED_BYTES = 56 * 2**20
+# Bound on the copies of small tensors that are worked on at once.
+_RUN_BYTES = 224 * 2**20
+_failures: list[str] = []
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether launches cost more than memory here; also on the meta device, so that they can be counted."""
+    return device.type not in _HOSTS
+
+
+def number(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return a number as an argument of an `Elementwise`, which is not compiled anew when it changes."""
+    return torch.tensor(value, dtype=dtype)
+
+
+class Elementwise:
+    """A function of flat tensors that writes into some of them: compiled where torch can, otherwise the plain function.
+
+    Args:
+        function: of tensors, of 0-dim tensors on the CPU, and of options, each combination of which is compiled.
+        reads: positions of the tensors that it reads.
+        writes: positions of the tensors that it writes.
+    """
+
+    def __init__(self, function: Callable[..., None], *, reads: Sequence[int], writes: Sequence[int]) -> None:
+        self.plain = function
+        self.name = cast(FunctionType, function).__name__.strip("_")
+        self.reads = reads
+        self.writes = writes
+        self._compiled: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, *tensors: Tensor, **options: Any) -> None:
+        """Call the function. On the meta device one call of an operator stands for it."""
+        first = tensors[0]
+        if first.device.type == "meta":
+            first.copy_(first)
+        elif not first.numel():
+            pass
+        elif not _compiles(first.device):
+            self.plain(*tensors, **options)
+        else:
+            self._call_compiled(*tensors, **options)
+
+    def compiled(self, *tensors: Tensor, backend: str = "inductor", **options: Any) -> Callable[..., None]:
+        """Return the function, compiled for arguments like these."""
+        key = (backend, *((tensor.dtype, tensor.ndim) for tensor in tensors), *options.items())
+        if key not in self._compiled:
+            # A copy, since torch limits how often one function is compiled.
+            plain = cast(FunctionType, self.plain)
+            copy = FunctionType(plain.__code__.replace(), plain.__globals__, self.name)
+            self._compiled[key] = torch.compile(copy, dynamic=True, fullgraph=True, backend=backend)
+        return self._compiled[key]
+
+    def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
+        try:
+            self.compiled(*tensors, **options)(*tensors, **options)
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # noqa: BLE001  compilers raise anything
+            _COMPILED.pop(tensors[0].device.type, None)
+            _failures.append(f"{type(error).__name__}: {first_line(str(error))}")
+            self.plain(*tensors, **options)  # a compilation that fails has written nothing
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text, shortened."""
+    return (text.strip().splitlines() or [""])[0][:200]
+
+
+def pop_failure() -> str | None:
+    """Return why functions are not compiled, once; None if they are, or where they never are."""
+    return _failures.pop() if _failures else None
+
+
+def _compiles(device: torch.device) -> bool:
+    if device.type not in _COMPILED or _is_fake():
+        return False
+    if importlib.util.find_spec(_COMPILED[device.type]) is None:
+        _failures.append(f"there is no {_COMPILED.pop(device.type)} for {device.type}")
+        return False
+    return True
+
+
+def _is_fake() -> bool:
+    """Return whether tensors are fake, as for an estimate of memory."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def most_elements(max_bytes: int) -> int:
+    """Return how many elements, with fp32 results that `over` writes and copies of them, take at most some bytes."""
+    return max(max_bytes // 8, (max_bytes - _RUN_BYTES) // 4)
+
+
+def over(
+    function: Elementwise,
+    columns: Sequence[Sequence[Tensor]],
+    *numbers: Tensor,
+    into: Mapping[int, int] = MappingProxyType({}),
+    **options: Any,
+) -> None:
+    """Call a function on many tensors, in few launches.
+
+    Small tensors are copied into flat ones and back, which is one launch for many of them. Large ones, for which copies
+    would take longer than launches, have a call each.
+
+    Args:
+        function: takes as many flat tensors as there are columns, then the numbers and options.
+        columns: for each argument, a list of tensors. Tensors at one position have equal shapes.
+        numbers: 0-dim tensors on the CPU.
+        into: columns that are only read, with one that is only written, adjacent in memory, and takes their copies.
+        options: of the function.
+    """
+    flats = [adjacent(column) for column in columns]
+    kinds = [[(tensor.dtype, tensor.device) for tensor in column] for column in columns]
+    copied = [c for c, flat in enumerate(flats) if flat is None]
+    weight = [2 * ((c in function.reads) + (c in function.writes)) for c in range(len(columns))]
+    first, begin = 0, 0  # of the tensors that are waiting, and of their elements
+    end = 0
+
+    def together(last: int) -> None:
+        if first < last:
+            parts = [column[first:last] for column in columns]
+            own = [None if flat is None else flat[begin:end] for flat in flats]
+            _gathered(function, parts, own, into, *numbers, **options)
+
+    for i, row in enumerate(zip(*columns, strict=True)):
+        size = row[0].numel()
+        copies = sum(row[c].dtype.itemsize for c in copied if c not in into)
+        alone = any(not row[c].is_contiguous() for c in copied) or (
+            sum(weight[c] * row[c].dtype.itemsize for c in copied) * size >= _COPIED_BYTES
+        )
+        differs = any(kind[i] != kind[first] for kind in kinds)
+        if alone or (first < i and (differs or (end - begin + size) * copies > _RUN_BYTES)):
+            together(i)
+            first, begin = i, end
+        end += size
+        if alone:
+            arguments = row if copied and not _all_contiguous(row) else [tensor.reshape(-1) for tensor in row]
+            function(*(tensor.detach() for tensor in arguments), *numbers, **options)
+            first, begin = i + 1, end
+    together(len(columns[0]))
+
+
+def _all_contiguous(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _gathered(
+    function: Elementwise,
+    columns: Sequence[Sequence[Tensor]],
+    flats: Sequence[Tensor | None],
+    into: Mapping[int, int],
+    *numbers: Tensor,
+    **options: Any,
+) -> None:
+    """Call a function once on contiguous tensors of one dtype a column, some of which lie in flat tensors already."""
+    sizes = [tensor.numel() for tensor in columns[0]]
+    arguments: list[Tensor] = []
+    written: list[tuple[list[Tensor], list[Tensor]]] = []
+    for c, (column, flat) in enumerate(zip(columns, flats, strict=True)):
+        if flat is None and len(column) == 1:
+            flat = column[0].detach().view(-1)
+        elif flat is None:
+            flat = flats[into[c]] if c in into else None
+            if flat is None:
+                flat = torch.empty(sum(sizes), dtype=column[0].dtype, device=column[0].device)
+            tensors, parts = [tensor.detach().view(-1) for tensor in column], list(torch.split(flat, sizes))
+            if c in function.reads:
+                torch._foreach_copy_(parts, tensors)
+            if c in function.writes:
+                written.append((tensors, parts))
+        arguments.append(flat)
+    function(*arguments, *numbers, **options)
+    for targets, copies in written:
+        torch._foreach_copy_(targets, copies)
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the flat tensor that consists of these one after the other, if they lie so in memory, as a view."""
+    if not tensors or adjacent_runs(tensors)[-1] or not tensors[-1].is_contiguous():
+        return None
+    first = tensors[0].detach()
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,), first.storage_offset())
+
+
+def adjacent_runs(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor the number of its run, in which tensors lie one after the other in memory."""
+    runs: list[int] = []
+    last: tuple[Any, Any] | None = None
+    run = end = -1
+    for tensor in tensors:
+        storage, offset = (tensor.untyped_storage()._cdata, tensor.dtype), int(tensor.storage_offset())
+        if offset != end or storage != last:
+            run += 1
+        runs.append(run)
+        end, last = (offset + tensor.numel() if tensor.is_contiguous() else -1), storage
+    return runs
+
+
+def shaped_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a flat tensor, one after the other, in the shapes of some tensors."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,116 @@
+"""A step by the paths of accelerators, on a CPU: as the step of a CPU, and bit-identical however it is divided."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon
+from tests.accelerated import accelerated, given_gradients
+from tests.distributed.cases import given_gradients as on_cpu
+from tests.distributed.test_layouts import assert_equal
+
+SHAPES = [(16, 32), (32, 16), (16, 32), (5, 24, 16), (4, 24, 16), (48, 16)]
+VIEWS = ["", "transposed", "", "rows 12+12", "", "rows 16*(1+2)"]
+
+
+def stepped(dtype, steps=3, **options):
+    """Return weights, the sum of which moves, and the state of a Muon and an AdamW group after some steps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    matrices = [nn.Parameter(random(shape)) for shape in SHAPES]
+    vectors = [nn.Parameter(random(shape)) for shape in [(7,), (300,), (20, 30)]]
+    groups = [
+        {"params": matrices, "views": VIEWS},
+        {"params": vectors, "use_muon": False, "adamw_state_dtype": options.pop("adamw_state_dtype", "auto")},
+    ]
+    optimizer = Muon(groups, lr=0.01, weight_decay=0.1, ns_dtype="fp32", **options)
+    for step in range(steps):
+        for param in [*matrices, *vectors]:
+            param.grad = random(param.shape, 1e-3)
+        if step == 1:
+            vectors[0].grad = None
+        optimizer.step()
+    params = [*matrices, *vectors]
+    return [tensor for param in params for tensor in (param.detach(), *optimizer.state[param].values())]
+
+
+def near(one, other, dtype):
+    """Return whether tensors are equal but for rounding, in the dtype of the weights, or in that of a moment."""
+    eps = max(torch.finfo(own).eps for own in (one.dtype, dtype))
+    one, other = one.double(), other.double()
+    return bool((one - other).abs().max() <= 4 * eps * max(1.0, float(other.abs().max()))) if one.numel() else True
+
+
+OPTIONS = [
+    {},
+    {"nesterov": False},
+    {"momentum_dtype": "bf16", "adamw_state_dtype": "bf16"},
+    {"momentum_dtype": "int8", "adamw_state_dtype": "int8"},
+    {"weight_rounding": "nearest"},
+    {"adjust_lr_fn": "rms_to_rms"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_it_is_the_step_of_a_cpu_but_for_rounding(dtype, options):
+    expected = stepped(dtype, **options)
+    with accelerated():
+        results = stepped(dtype, **options)
+    # Moments of few bits are rounded differently where they differ in their last bits before.
+    coarse = torch.bfloat16 if {"bf16", "int8"} & {*options.values()} else torch.float32
+    for one, other in zip(results, expected, strict=True):
+        assert one.dtype == other.dtype
+        if one.dtype not in (torch.int8, torch.uint8):
+            assert near(one, other, coarse if dtype.itemsize > 2 else dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_one_by_one_and_all_together_give_equal_bits(dtype, options):
+    with accelerated(copied_bytes=0):
+        alone = stepped(dtype, **options)
+    with accelerated(copied_bytes=2**40):
+        together = stepped(dtype, **options)
+    assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "last"])
+def test_every_layout_is_bit_identical_to_one_process(pools, layout, dtype):
+    expected = given_gradients(0, "single", dtype=dtype)
+    assert_equal(pools[2].run(given_gradients, layout=layout, dtype=dtype), expected)
+    if dtype == "float32":
+        plain = on_cpu(0, "single", dtype=dtype)
+        pairs = zip(itertools.chain(*expected), itertools.chain(*plain), strict=True)
+        assert not all(itertools.starmap(torch.equal, pairs))
+
+
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])
+def test_directions_do_not_depend_on_the_scale(scale):
+    from hf_muon.math.newton_schulz import orthogonalize
+
+    matrix = torch.randn(40, 60)
+    with accelerated():
+        assert torch.equal(orthogonalize(matrix * scale), orthogonalize(matrix))
+        assert not orthogonalize(torch.zeros(4, 5)).any()
+
+
+def test_orthogonalizing_in_the_memory_of_the_input_changes_nothing():
+    from hf_muon.math.coefficients import resolve
+    from hf_muon.math.newton_schulz import Orthogonalizer
+
+    for shape, dtype, steps in itertools.product(
+        [(3, 80, 160), (3, 160, 80), (2, 50, 50), (1, 7, 3)], [torch.float32, torch.bfloat16], [4, 5]
+    ):
+        orthogonalizer = Orthogonalizer(resolve("polar_express", steps), dtype)
+        matrices = torch.randn(shape)
+        expected = orthogonalizer(matrices)
+        assert torch.equal(orthogonalizer(matrices.clone(), overwrite=True), expected)
