@@ -35,13 +35,17 @@ _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
 class Count(TorchDispatchMode):
     """Counts the operators that run while it is active.
 
+    Args:
+        device: type of the device on which they run; tensors on a CPU beside another device are numbers.
+
     Attributes:
         launches: by name.
         traffic: bytes that elementwise operators read and write, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self.device = device
         self.launches: Counter[str] = Counter()
         self.traffic: Counter[str] = Counter()
 
@@ -51,7 +55,7 @@ class Count(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.split("::")[1].rstrip("_")
         tensors = [*_tensors(args), *_tensors(kwargs), *_tensors(result)]
-        if name not in _FREE and any(tensor.device.type != "cpu" for tensor in tensors):
+        if name not in _FREE and any(tensor.device.type == self.device for tensor in tensors):
             self.launches[name] += _slow_calls(args) if name.startswith("_foreach") else 1
             if name not in _PRODUCTS:
                 self.traffic[name] += _bytes_of(function, name, args, kwargs or {}, result)
@@ -64,9 +68,9 @@ class Count(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Count]:
-    """Count the operators and the compiled functions of the `with` block."""
-    count = Count()
+def counting(device: str = "meta") -> Iterator[Count]:
+    """Count the operators and the compiled functions of the `with` block, on a type of device."""
+    count = Count(device)
     call = Elementwise.__call__
 
     def counted(self: Elementwise, *tensors: Tensor, **options: Any) -> None:
@@ -102,7 +106,8 @@ def _bytes_of(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, A
     written = {id(tensor) for tensor in _tensors(result)}
     total = sum(map(_nbytes, {id(tensor): tensor for tensor in _tensors(result)}.values()))
     for argument, value in zip(function._schema.arguments, args, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+        # The fused AdamW kernel writes gradients only where it divides them by the scale of a GradScaler.
+        writes = argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
         for tensor in _tensors(value):
             if writes and id(tensor) not in written:
                 total += _nbytes(tensor)  # in-place multi-tensor calls return nothing

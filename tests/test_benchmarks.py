@@ -37,9 +37,9 @@ def test_counted_traffic_of_a_step():
     assert re.fullmatch(r"28 / \d+ / 28 \(\d+\)", rows[0][1])
     for row in rows:
         for cell in row[1:]:
-            least, cpu, accelerator, calls = map(int, re.findall(r"\d+", cell))
+            least, cpu, accelerator, launches = map(int, re.findall(r"\d+", cell))
             assert least <= accelerator < cpu
-            assert calls
+            assert launches
 
 
 def bench(*options):
