@@ -138,7 +138,9 @@ def _layer(model: nn.Module, layer: nn.Module, compute: int, residual: int) -> _
         if isinstance(getattr(attention, norm, None), nn.Module):
             saved += _norm(width, width // head_size, compute)
     inner, gradients = _mlp(model, mlp, hidden, compute, residual)
-    return _Layer(saved + inner, residual * hidden, gradients + 2 * residual * hidden)
+    # peft casts the input of each LoRA layer to the dtype of the factors, fp32.
+    adapted = sum(4 * m.in_features for m in layer.modules() if hasattr(m, "lora_A"))  # type: ignore[misc, operator]
+    return _Layer(saved + inner + adapted, residual * hidden, gradients + 2 * residual * hidden)
 
 
 def _norm(width: int, rows: int, itemsize: int) -> int:

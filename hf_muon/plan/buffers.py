@@ -58,12 +58,14 @@ class StepBuffers:
         numel: elements of the most that it steps together.
         of_adamw: the most bytes while AdamW steps a group, or a chunk of a parameter.
         moments: bytes of the moments of the most that moves together.
+        of_chunks: bytes of the moments of two chunks of AdamW's, or of all if they are less.
     """
 
     temporary: int
     numel: int
     of_adamw: int
     moments: int
+    of_chunks: int
 
 
 def step_buffers(
@@ -90,7 +92,7 @@ def step_buffers(
                 only = LocalExecutor(units, executor.stored, ACCELERATOR, config.max_batch_bytes)
                 temporary = max(temporary, _peak_of_units(options, work, only, config.max_batch_bytes))
                 numel = max(numel, sum(unit.numel for unit in units))
-    return StepBuffers(temporary, numel, _peak_of_adamw(groups, config), _largest_moments(layout, groups))
+    return StepBuffers(temporary, numel, _peak_of_adamw(groups, config), *_largest_moments(layout, groups))
 
 
 def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -113,9 +115,9 @@ def _peak_of_units(group: Mapping[str, Any], work: GroupWork, executor: LocalExe
     return live.peak
 
 
-def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return the bytes of the moments of the largest unit, or of the largest chunk that AdamW steps at once."""
-    largest = 0
+def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return the bytes of the moments of the largest bucket, and of two chunks of AdamW's."""
+    of_bucket = of_chunks = 0
     for group, work in zip(groups, layout.works, strict=True):
         keys = [key for key in STATE_KEYS[bool(group["use_muon"])] if key != "step"]
 
@@ -127,10 +129,12 @@ def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) ->
             assert isinstance(executor, LocalExecutor)
             for bucket in executor.buckets(frozenset(executor.stored)):
                 members = [(group["params"][work.matrices[u.ranges[0].matrix].param], u) for u in bucket.units]
-                largest = max(largest, sum(nbytes(param, unit.numel) for param, unit in members))
+                of_bucket = max(of_bucket, sum(nbytes(param, unit.numel) for param, unit in members))
         if not group["use_muon"]:
-            largest = max([largest, *(nbytes(param, min(param.numel(), CHUNK)) for param in group["params"])])
-    return largest
+            total = sum(param.numel() for param in group["params"])
+            moments = sum(nbytes(param, param.numel()) for param in group["params"])
+            of_chunks = max(of_chunks, moments * min(2 * CHUNK, total) // max(1, total))
+    return of_bucket, of_chunks
 
 
 def _peak_of_adamw(groups: Sequence[Mapping[str, Any]], config: MuonConfig) -> int:

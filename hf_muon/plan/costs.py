@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
 from hf_muon.routing.model_facts import expert_counts, text_config_of
+from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.regions import Region
 
 if TYPE_CHECKING:
@@ -50,36 +51,55 @@ def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dty
     return StepCost(flops, sent, in_flight, largest)
 
 
-def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> tuple[list[int], list[int]]:
-    """Return the bytes of optimizer state on each rank, and what they would be if torch's AdamW had all weights."""
-    # Elements and bytes of state on each rank, by the identity of the regions and the route.
+class StateBytes(NamedTuple):
+    """Bytes of optimizer state on each rank.
+
+    Attributes:
+        own: all of it.
+        adamw: what it would be if torch's AdamW had all weights.
+        large: by `use_muon`, the part that `momentum_offload` moves to the host: moments of large parameters.
+    """
+
+    own: list[int]
+    adamw: list[int]
+    large: dict[bool, list[int]]
+
+
+def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> StateBytes:
+    """Return the bytes of optimizer state on each rank."""
+    # Elements and bytes of moments on each rank, by the identity of the regions and the route.
     known: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
     own = torch.zeros(ranks, dtype=torch.int64)
     adamw = torch.zeros(ranks, dtype=torch.int64)
+    large = {side: torch.zeros(ranks, dtype=torch.int64) for side in (True, False)}
     for group, work in zip(groups, layout.works, strict=True):
+        use_muon = bool(group["use_muon"])
         for param, storage in zip(group["params"], work.shared, strict=True):
             if storage is None or not storage.regions:  # whole, or a partition, which has one size on all ranks
                 numel = torch.full((ranks,), param.numel())
-                state = torch.full((ranks,), _state_bytes(group, param, param.shape))
+                moments = torch.full((ranks,), _moment_bytes(group, param, param.shape))
             else:
-                key = id(storage.regions), bool(group["use_muon"])
+                key = id(storage.regions), use_muon
                 if key not in known:
                     shapes = [region.shape for region in storage.regions if isinstance(region, Region)]
-                    nbytes = {shape: _state_bytes(group, param, shape) for shape in set(shapes)}
+                    nbytes = {shape: _moment_bytes(group, param, shape) for shape in set(shapes)}
                     known[key] = (
                         torch.tensor([math.prod(shape) for shape in shapes]),
                         torch.tensor([nbytes[shape] for shape in shapes]),
                     )
-                numel, state = known[key]
-            adamw += numel * 2 * param.dtype.itemsize + 4  # and the step, an fp32 number
-            own += state
-    return own.tolist(), adamw.tolist()
+                numel, moments = known[key]
+            step = 4  # a number in fp32
+            adamw += numel * 2 * param.dtype.itemsize + step
+            own += moments + (0 if use_muon else step)
+            if param.numel() >= SMALLEST:
+                large[use_muon] += moments
+    return StateBytes(own.tolist(), adamw.tolist(), {side: nbytes.tolist() for side, nbytes in large.items()})
 
 
-def _state_bytes(group: Mapping[str, Any], param: Tensor, shape: Sequence[int]) -> int:
-    """Return the bytes of the state of a parameter, or of a shard of it of this shape."""
-    keys = STATE_KEYS[bool(group["use_muon"])]
-    return sum(4 if key == "step" else moment_bytes(param, key, dtype_of(group), shape) for key in keys)
+def _moment_bytes(group: Mapping[str, Any], param: Tensor, shape: Sequence[int]) -> int:
+    """Return the bytes of the moments of a parameter, or of a shard of it of this shape."""
+    keys = [key for key in STATE_KEYS[bool(group["use_muon"])] if key != "step"]
+    return sum(moment_bytes(param, key, dtype_of(group), shape) for key in keys)
 
 
 def model_flops(model: nn.Module) -> int:

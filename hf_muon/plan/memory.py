@@ -206,20 +206,22 @@ def with_state(
     )
 
 
-def with_moments_on_host(memory: Memory, moments: int) -> Memory:
-    """Return the memory where each step brings the moments in and sends them back (`momentum_offload=cpu`).
+def with_moments_on_host(
+    memory: Memory, moments: Sequence[int], to_device: Sequence[int], to_host: Sequence[int]
+) -> Memory:
+    """Return the memory where moments are stored on the host and brought to the device in turns, which `step` counts.
 
     Args:
         memory: with the state on the device.
-        moments: bytes of those that are on the device at once: of two units, or of two chunks of AdamW's.
+        moments: bytes of these moments on each rank.
+        to_device, to_host: bytes over the bus in a step.
     """
     return replace(
         memory,
-        state=[0] * len(memory.state),
-        step=memory.step + moments,
-        host=_sum(memory.host, memory.state),
-        to_device=_sum(memory.to_device, memory.state),
-        to_host=_sum(memory.to_host, memory.state),
+        state=[state - own for state, own in zip(memory.state, moments, strict=True)],
+        host=_sum(memory.host, moments),
+        to_device=_sum(memory.to_device, to_device),
+        to_host=_sum(memory.to_host, to_host),
     )
 
 

@@ -18,6 +18,7 @@ from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Slice, partition_bounds
 
 _SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
+_OF_GROUPS = ("momentum_dtype", "adamw_state_dtype", "momentum_offload")
 _ALIGNMENT = 2  # elements, to which DeepSpeed pads a group on every rank
 
 
@@ -82,7 +83,7 @@ def _groups(routes: Sequence[Route], params: Sequence[nn.Parameter], config: Muo
     for group in groups:
         names, members = zip(*group["params"], strict=True)
         group["param_names"], group["params"] = list(names), list(members)
-        group |= {"momentum_dtype": config.momentum_dtype, "adamw_state_dtype": config.adamw_state_dtype}
+        group |= {name: getattr(config, name) for name in _OF_GROUPS}
     return groups
 
 

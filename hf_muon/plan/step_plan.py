@@ -130,7 +130,7 @@ def plan_step(
         if step.complaints:
             raise RuntimeError("\n".join(step.complaints))
         cost = costs.step_cost(step, ranks, config.ns_steps, products)
-        state, adamw_state = costs.state_bytes(step, groups, ranks)
+        state = costs.state_bytes(step, groups, ranks)
     shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
     flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []
     of_model = model_memory(model, layout, ranks, shards, sum(flats), dtype, training)
@@ -139,36 +139,48 @@ def plan_step(
     fp32_gradients = 4 * max(flats, default=0) if training.offload == "none" else 0
     matrices = _matrix_elements(groups, routes, ranks, shards)
     unit = _step_buffers(routes, config, torch.float32 if flats else dtype, products)
-    temporary = unit.temporary
+    temporary, in_turn = unit.temporary, unit.numel
     if ranks > 1:
-        # Updates as they arrive lie beside the batch. The pieces of a bucket need as much per element as a whole unit.
-        in_bucket = min(max(matrices), max(config.max_bucket_bytes // 8, unit.numel // shards))
-        temporary = max(temporary, unit.temporary * in_bucket // max(1, unit.numel)) + in_flight + cost.unit_bytes
-        if dtype.itemsize < 4:  # pieces are joined before they are rounded
-            temporary += 8 * min(in_bucket, buffers.CHUNK)
+        in_turn = min(max(matrices), max(config.max_bucket_bytes // 8, unit.numel // shards))
+        # Updates as they arrive lie beside the batch. The pieces of a bucket need as much per element as units.
+        temporary = max(temporary, temporary * in_turn // max(1, unit.numel)) + in_flight + cost.unit_bytes
+        if dtype.itemsize < 4:  # copies of small pieces
+            temporary += 8 * min(in_turn, buffers.CHUNK)
+    of_adamw = unit.of_adamw
+    if config.momentum_offload == "cpu":  # two turns
+        temporary += min(2 * unit.moments * in_turn // max(1, unit.numel), max(state.large[True]))
+        of_adamw += unit.of_chunks
     memory = with_state(
         of_model,
-        state,
-        max(temporary, unit.of_adamw) + fp32_gradients,
+        state.own,
+        max(temporary, of_adamw) + fp32_gradients,
         training,
         travels=_travels(matrices, config, products),
     )
-    if getattr(config, "momentum_offload", "none") == "cpu":
-        memory = with_moments_on_host(memory, 2 * unit.moments)
+    if config.momentum_offload == "cpu":
+        there = back = state.large[True]
+        if config.offload_compute == "cpu":
+            there = [numel * products.itemsize for numel in matrices]
+            back = [numel * dtype.itemsize for numel in matrices]
+        memory = with_moments_on_host(
+            memory,
+            [sum(own) for own in zip(*state.large.values(), strict=True)],
+            *([a + b for a, b in zip(way, state.large[False], strict=True)] for way in (there, back)),
+        )
     weights = {side: sum(math.prod(r.shape) for r in routes if r.use_muon is side) for side in (True, False)}
     return Plan(
         layout=layout,
         ranks=ranks,
         muon_weights=weights[True],
         adamw_weights=weights[False],
-        state_bytes=state,
-        adamw_state_bytes=adamw_state,
+        state_bytes=state.own,
+        adamw_state_bytes=state.adamw,
         sent_bytes=cost.sent_bytes,
         flops=cost.flops,
         working_bytes=in_flight + cost.unit_bytes,
         model_flops_per_token=costs.model_flops(model),
         memory=memory,
-        adamw_memory=with_state(of_model, adamw_state, fp32_gradients, training),
+        adamw_memory=with_state(of_model, state.adamw, fp32_gradients, training),
     )
 
 

@@ -9,9 +9,10 @@ from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.distributed import agreement, groups, select
-from hf_muon.math import elementwise, rounding
+from hf_muon.math import elementwise, newton_schulz, rounding
 from hf_muon.storage import host, tensors, transport
 from tests import stand_in
+from tests.accelerated import uncomputed
 from tests.distributed.cases import given_gradients
 
 tensors._KNOWN_CLASSES["StandIn"] = "tests.stand_in"
@@ -64,12 +65,13 @@ def on_stand_in(model):
     return model
 
 
-def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chunk=2**15, **options):
+def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chunk=2**15, compiles=False, **options):
     """Step a model on the device; return weights, the optimizer's state dict, and what the device has noted.
 
     Args:
         broken: a method of `transport._Streams` that does nothing.
         chunk: elements of a chunk of AdamW's.
+        compiles: whether elementwise functions have no temporary tensors, as where they are compiled; nor results here.
     """
     model = on_stand_in(Net().to(getattr(torch, dtype)))
     optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", **options})
@@ -82,6 +84,9 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
     stack = contextlib.ExitStack()
     with stack:
         stack.enter_context(replaced(rounding, "_CHUNK", chunk))
+        if compiles:
+            stack.enter_context(uncomputed())
+            stack.enter_context(replaced(newton_schulz, "_WITH_FP64", {"standin"}))
         stack.enter_context(stand_in.HostAccesses())
         if broken:
             stack.enter_context(replaced(transport._Streams, broken, unordered(broken)))
@@ -140,8 +145,6 @@ def failing(rank):
 
     def fail(*args, **options):
         raise MemoryError
-
-    from hf_muon.math import newton_schulz
 
     device = stand_in.DEVICE
     device.reset()

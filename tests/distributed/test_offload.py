@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hf_muon import MuonConfig
+from hf_muon.plan.step_plan import plan_step
 from tests.distributed.cases import VIEWS, WIDE, given_gradients
 from tests.distributed.pool import Pool
-from tests.distributed.stand_in_cases import failing, stand_in_gradients, train
+from tests.distributed.stand_in_cases import Net, failing, stand_in_gradients, train
 from tests.distributed.test_layouts import assert_equal
 
 OPTIONS = {
@@ -126,6 +127,26 @@ def test_a_step_has_two_turns_of_moments_on_the_device(stand_ins, name):
     unit = 16 * 256 * 320 * width  # all matrices: small units move together
     chunk = 2 * 2 * 2**15 * width
     assert plain_run[2]["peak"] < notes["peak"] <= plain_run[2]["peak"] + 2 * max(unit, chunk) + 2**12
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_plan_foretells_the_host_the_bus_and_the_device(stand_ins, name):
+    options = dict(STATES[name])
+    (without,), (notes,) = (
+        [run[2] for run in stand_ins[1].run(train, **options, **offload, chunk=2**22, compiles=True)]
+        for offload in ({}, {"momentum_offload": "cpu"})
+    )
+    dtype = getattr(torch, options.pop("dtype", "float32"))
+    plain, plan = (
+        plan_step(Net(), MuonConfig(**options, **offload), "single", 1, dtype=dtype, ns_dtype=torch.float32)
+        for offload in ({}, {"momentum_offload": "cpu"})
+    )
+    memory = plan.memory
+    assert memory.host == [notes["state bytes"]]
+    assert (memory.to_device, memory.to_host) == ([notes["copied"]["in"]], [notes["copied"]["out"]])
+    assert memory.state == [plan.state_bytes[0] - notes["state bytes"]]
+    # The stand-in has temporary tensors of its own. Tensors that arrive begin at multiples of 256 bytes.
+    assert memory.step - plain.memory.step == pytest.approx(notes["peak"] - without["peak"], abs=2**12)
 
 
 @pytest.mark.extended(but="wait")

@@ -55,6 +55,11 @@ def test_int8_momentum_in_flat_partitions():
         plan_step(Several(), MuonConfig(momentum_dtype="int8"), "zero2", 2)
 
 
+def test_offloaded_moments_in_flat_partitions():
+    with pytest.raises(RuntimeError, match=r"is a flat ZeRO partition.*momentum_offload"):
+        plan_step(Several(), MuonConfig(momentum_offload="cpu"), "zero2", 2)
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks", "replicas", "message"),
     [
