@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import attach, initialize
+from tests.accelerated import accelerated
 from tests.bounds import move
 from tests.deepspeed.models import Model, Wide, build_model, loss_of, set_views, tokens_of
 from tests.distributed.cases import Counted
@@ -278,10 +279,10 @@ def bytes_sent(rank, stage, zero=None):
 
 
 def cost(rank, stage):
-    """Return the quantities of a step that `hf-muon plan` computes, measured."""
+    """Return the quantities of a step that `hf-muon plan` computes, measured with the units of accelerators."""
     engine, optimizer = engine_of(stage, viewed=True)
     engine.backward(loss_of(engine, batches(0)[:4]))
-    with Counted() as counted:
+    with accelerated(), Counted() as counted:
         engine.step()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     engine.destroy()

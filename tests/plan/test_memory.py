@@ -72,7 +72,7 @@ def estimate(model, mode, checkpointing=False):
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral", "qwen3_moe"])
 @pytest.mark.parametrize("mode", MODES)
 def test_activations_are_what_autograd_saves(kind, mode):
-    """The bound on the estimate: within 2 % of the bytes that autograd holds at the end of the forward pass."""
+    """Compare with the bytes that autograd holds at the end of the forward pass: within 1 %."""
     model = decoder(kind, 512, MODES[mode][0])
     planned = estimate(model, mode)
     assert isinstance(planned, Activations)
@@ -86,7 +86,7 @@ def test_activations_are_what_autograd_saves(kind, mode):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 def test_the_peak_of_a_backward_pass(kind, mode, checkpointing, vocabulary):
-    """At the loss for a large vocabulary, else in a layer; gradients are there before, as in accumulation."""
+    """Compare the peak: at the loss for a large vocabulary, else in a layer. Gradients are there before."""
     model = decoder(kind, vocabulary, MODES[mode][0])
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -103,7 +103,7 @@ def test_the_peak_of_a_backward_pass(kind, mode, checkpointing, vocabulary):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("card", ["qwen3-0.6b", "qwen3-4b"])
 def test_the_peak_of_a_published_model(card, checkpointing, mode):
-    """At 2,048 tokens, on fake tensors: within .3 %."""
+    """Compare with a pass of 2,048 tokens on fake tensors: within .3 %."""
     tokens = 2048
     with FakeTensorMode():
         config = transformers.AutoConfig.for_model(**known_configs()[card])
@@ -184,7 +184,7 @@ def test_the_peak_of_a_step_is_that_of_its_tensors(moments, dtype, ns_dtype, nes
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_peak_of_adamws_chunks_is_bounded(moments, dtype):
-    """On meta tensors torch's AdamW has one more temporary than on a CPU. fp32 alone has the fused kernel, and none."""
+    """Allow one temporary more than on a CPU, which torch's AdamW has on meta tensors; fp32 alone has none."""
     planned, measured = peaks_of_step(Embedding, dtype, adamw_state_dtype=moments, ns_dtype="fp32")
     if (moments, dtype) != ("fp32", torch.float32):
         assert measured <= planned <= 1.2 * measured
@@ -193,7 +193,7 @@ def test_the_peak_of_adamws_chunks_is_bounded(moments, dtype):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_saves_the_inputs_of_its_factors(autocast, checkpointing):
-    """An upper bound: under autocast the copies are bf16, and frozen weights need no inputs."""
+    """Check an upper bound: under autocast the copies are bf16, and frozen weights need no inputs."""
     model = get_peft_model(decoder("qwen3", 4096, torch.bfloat16), LoraConfig(r=8, target_modules="all-linear"))
     for param in model.parameters():
         param.data = param.data.float() if param.requires_grad else param.data
