@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -223,3 +223,62 @@ def shaped_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a flat tensor, one after the other, in the shapes of some tensors."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class PaddedRows(NamedTuple):
+    """Tensors whose rows are copied into a flat one, each filled with zeros up to a multiple of some elements.
+
+    Attributes:
+        tensors: ``(..., n)``, of one dtype.
+        widths: of a row in the flat tensor, for each of them.
+    """
+
+    tensors: list[Tensor]
+    widths: list[int]
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any row is filled up."""
+        return any(width != tensor.shape[-1] for tensor, width in zip(self.tensors, self.widths, strict=True))
+
+    def gathered(self, into: Tensor | None = None) -> Tensor:
+        """Return the flat tensor; a view if there is one tensor, and nothing is filled up."""
+        first = self.tensors[0]
+        if into is None and len(self.tensors) == 1 and not self.has_padding and first.is_contiguous():
+            return first.view(-1)
+        if into is None:
+            numel = sum(self._sizes())
+            new = torch.zeros if self.has_padding else torch.empty
+            into = new(numel, dtype=first.dtype, device=first.device)
+        torch._foreach_copy_(self._parts(into), self._sources())
+        return into
+
+    def scatter(self, flat: Tensor) -> None:
+        """Copy the rows back, unless they are a view."""
+        if flat.untyped_storage()._cdata != self.tensors[0].untyped_storage()._cdata:
+            torch._foreach_copy_(self._sources(), self._parts(flat))
+
+    def _sizes(self) -> list[int]:
+        return [
+            tensor.numel() // max(1, tensor.shape[-1]) * width
+            for tensor, width in zip(self.tensors, self.widths, strict=True)
+        ]
+
+    def _sources(self) -> list[Tensor]:
+        return [
+            tensor.view(-1) if width == tensor.shape[-1] and tensor.is_contiguous() else tensor
+            for tensor, width in zip(self.tensors, self.widths, strict=True)
+        ]
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        parts = []
+        for part, tensor, width in zip(torch.split(flat, self._sizes()), self.tensors, self.widths, strict=True):
+            n = tensor.shape[-1]
+            rows = part.view(*tensor.shape[:-1], width)[..., :n]
+            parts.append(rows.view(-1) if width == n and tensor.is_contiguous() else rows)
+        return parts
+
+
+def padded_rows(tensors: Sequence[Tensor], multiple: int) -> PaddedRows:
+    """Return tensors with rows that are to be filled up to a multiple of some elements."""
+    return PaddedRows(list(tensors), [-(-tensor.shape[-1] // multiple) * multiple for tensor in tensors])

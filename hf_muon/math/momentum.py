@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.codes import Piece, Quantized
-from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over, shaped_like
+from hf_muon.math.codes import BLOCK, SQUARES, Piece, Quantized
+from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over, padded_rows, shaped_like
 from hf_muon.math.moments import MOMENTS
 from hf_muon.math.rounding import salt, salted_bf16, store_bf16_
 
@@ -37,7 +37,26 @@ def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt:
     buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
 
 
+def _move_codes(
+    codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool
+) -> None:
+    """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
+    scale = scales.unsqueeze(-1)
+    grad = grad.float()
+    exact = SQUARES.fractions(codes) * scale
+    moved = exact + (grad - exact) * rate
+    fractions = moved.abs()
+    largest = fractions.amax(dim=-1, keepdim=True)
+    fractions = fractions / torch.where(largest > 0, largest, 1.0)
+    nearest = SQUARES.exact_codes(fractions).round().copysign(moved)
+    stored = SQUARES.fractions(nearest) * largest
+    update.copy_(stored - (stored - grad) * rate if nesterov else stored)
+    codes.copy_(nearest)
+    scales.copy_(largest.squeeze(-1))
+
+
 MOVE = Elementwise(_move, reads=(0, 1), writes=(0, 2))
+MOVE_CODES = Elementwise(_move_codes, reads=(0, 1, 2), writes=(0, 1, 3))
 
 
 class MomentumBuffers:
@@ -95,8 +114,11 @@ class MomentumBuffers:
     def _rule(self, piece: Piece) -> Callable[[Sequence[Piece]], list[Tensor]]:
         buffer = self._buffers[piece.matrix]
         dtype = buffer.dtype
-        if dtype is not torch.int8 and is_accelerator(buffer.device):
-            return self._together
+        if is_accelerator(buffer.device):
+            if dtype is not torch.int8:
+                return self._together
+            if piece.cut is None or piece.cut.dim < buffer.ndim - 1:  # whole rows, and so whole blocks
+                return self._codes_together
         return {torch.bfloat16: self._rounded, torch.int8: self._quantized}.get(dtype, self._exact)
 
     def _together(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -108,6 +130,29 @@ class MomentumBuffers:
         updates = shaped_like(flat, buffers)
         numbers = number(1 - self._momentum), number(salt(self._step), torch.int32)
         over(MOVE, [buffers, grads, updates], *numbers, into={1: 2}, nesterov=self._nesterov)
+        return updates
+
+    def _codes_together(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Step int8 buffers on an accelerator, of which the pieces have whole rows; see `_together`."""
+        blocks = [self._blocks[piece.matrix] for piece in pieces]
+        columns = [
+            [piece.of(own.codes) for piece, own in zip(pieces, blocks, strict=True)],
+            [piece.of(own.scales) for piece, own in zip(pieces, blocks, strict=True)],
+            [piece.of(self._grads[piece.matrix]) for piece in pieces],
+        ]
+        flat = torch.empty(sum(codes.numel() for codes in columns[0]), device=columns[0][0].device)
+        updates = shaped_like(flat, columns[0])
+        in_blocks = [padded_rows(column, BLOCK) for column in (columns[0], columns[2])]
+        codes, scales = in_blocks[0].gathered(), padded_rows(columns[1], 1).gathered()
+        aligned = not in_blocks[0].has_padding
+        values = flat if aligned else torch.zeros(codes.numel(), device=flat.device)
+        in_blocks[1].gathered(into=values)
+        both = values.view(-1, BLOCK)
+        MOVE_CODES(codes.view(-1, BLOCK), scales, both, both, number(1 - self._momentum), nesterov=self._nesterov)
+        in_blocks[0].scatter(codes)
+        padded_rows(columns[1], 1).scatter(scales)
+        if not aligned:
+            padded_rows(updates, BLOCK).scatter(values)
         return updates
 
     def _exact(self, pieces: Sequence[Piece]) -> list[Tensor]:

@@ -100,6 +100,13 @@ def cases():
     for buffer, grad, nesterov in itertools.product([torch.float32, torch.bfloat16], HALVES, [True, False]):
         arguments = [values(buffer), values(grad), torch.empty(1001), number(0.05), salt]
         yield momentum.MOVE, arguments, {"nesterov": nesterov}
+    for nesterov in (True, False):
+        gathered = values(torch.float32)  # gradients, where updates will be
+        yield momentum.MOVE, [values(torch.float32), gathered, gathered, number(0.05), salt], {"nesterov": nesterov}
+        codes = torch.randint(-127, 128, (30, 64), generator=generator, dtype=torch.int8)
+        grads = torch.randn(30, 64, generator=generator)
+        scales = torch.rand(30, generator=generator)
+        yield momentum.MOVE_CODES, [codes, scales, grads, grads, number(0.05)], {"nesterov": nesterov}
     for direction in HALVES:
         yield update.APPLY, [values(torch.float32), values(direction), *numbers(0.99, -0.01)], {}
         for weights, stochastic in itertools.product(HALVES[1:], [True, False]):
@@ -127,11 +134,17 @@ def test_what_is_compiled_is_as_the_plain_function(backend):
     if backend == "inductor" and not has_cpp_compiler():
         pytest.skip("inductor needs a C++ compiler here")
     for function, arguments, options in cases():
-        expected = [argument.clone() for argument in arguments]
+        copies = {id(argument): argument.clone() for argument in arguments}
+        expected = [copies[id(argument)] for argument in arguments]
         with torch.no_grad():
             function.plain(*expected, **options)
             function.compiled(*arguments, backend=backend, **options)(*arguments, **options)
         for k, (one, other) in enumerate(zip(arguments, expected, strict=True)):
+            if backend == "inductor" and function is momentum.MOVE_CODES:
+                # As below: few codes differ, and where they do, by one.
+                assert (one != other).float().mean() < 0.01 or one.dtype is torch.float32
+                assert (one.float() - other.float()).abs().max() <= (1 if one.dtype is torch.int8 else 0.05)
+                continue
             if backend == "inductor" and function is adamw.STEP and not k:
                 # Square roots of torch and of a C++ compiler differ in their last bit.
                 assert ((one - other).abs() <= 2 * torch.finfo(one.dtype).eps * other.abs().clamp(min=1e-3)).all()
