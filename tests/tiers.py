@@ -28,7 +28,13 @@ LLAMAFACTORY = ("tests/e2e/test_llamafactory", "tests/e2e/test_v1_ulysses.py")
 TORCH_ALONE = (
     *("tests/chaos/", "tests/diagnostics/", "tests/distributed/", "tests/math/", "tests/storage/"),
     *("tests/optimizer/", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
-    *("tests/test_imports.py", "tests/test_packaging.py", "tests/test_promises.py", "tests/test_tiers.py"),
+    *(
+        "tests/test_imports.py",
+        "tests/test_launches.py",
+        "tests/test_packaging.py",
+        "tests/test_promises.py",
+        "tests/test_tiers.py",
+    ),
 )
 # In this file accelerate prepares an optimizer.
 OF_ACCELERATE = "tests/optimizer/test_loading.py"

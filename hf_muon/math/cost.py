@@ -27,7 +27,8 @@ _LONGEST_SEGMENT_OF_OTHERS = 3
 _SMALLEST_GRAM = 64
 # For symmetric products: the smallest size for which computing them in blocks of rows is faster, and the approximate
 # rows of a block, for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower.
-# The figures for fp32 are measured, the others are estimates.
+# The figures for fp32 are measured, the others are estimates. Accelerators have one block: more launches, in which each
+# block fills the device less, and nobody has measured what they save.
 _BLOCK_ROWS = {
     ("cpu", torch.float32): (384, (192, 128)),
     ("cpu", torch.bfloat16): (2048, (1024, 1024)),
@@ -71,7 +72,7 @@ def block_rows(size: int, dtype: torch.dtype, device_type: str) -> BlockRows:
     Compiled functions use one block, because they cannot write into a part of a matrix.
     """
     smallest, rows = _BLOCK_ROWS.get((device_type, dtype), _BLOCK_ROWS_OF_OTHERS)
-    if size < smallest or torch.compiler.is_compiling():
+    if device_type != "cpu" or size < smallest or torch.compiler.is_compiling():
         return BlockRows(size, size)
     blocks = (min(round(size / about), _MAX_BLOCKS) for about in rows)
     return BlockRows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))

@@ -37,9 +37,7 @@ def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt:
     buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
 
 
-def _move_codes(
-    codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool
-) -> None:
+def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool) -> None:
     """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
     scale = scales.unsqueeze(-1)
     grad = grad.float()

@@ -132,10 +132,14 @@ def agree(
 def _check_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> list[list[int]] | None:
     """Do what `agree` does in a process that is alone with its parameters and has no complaints."""
     bits = [param.grad is not None for group in groups for param in group["params"]]
-    flags = gradients.flags(groups, may_be_idle=may_be_idle)
-    if not has_data(flags):  # of fake tensors, by which memory is estimated
-        return _by_group(groups, bits)
-    bad, moves = flags.tolist()
+    moves = True
+    if may_be_idle:
+        flags = gradients.flags(groups, may_be_idle=True)
+        if not has_data(flags):  # of fake tensors, by which memory is estimated
+            return _by_group(groups, bits)
+        bad, moves = flags.tolist()
+    else:
+        bad = not all(flag.tolist() for flag in gradients.steppable(groups))
     if bad:
         stop(gradients.bad_names(groups), gradients.NOT_FINITE)
     return _by_group(groups, bits) if moves else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.math.elementwise import is_accelerator
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer.state import describe, dtype_of
 from hf_muon.storage.tensors import STEPPED_DTYPES, class_complaint, has_data, is_dtensor, local_of
@@ -68,18 +69,39 @@ def flags(groups: Sequence[Group], *, may_be_idle: bool) -> Tensor:
         groups: param groups.
         may_be_idle: whether to compute the second flag, which is 1 otherwise.
     """
-    buckets: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
-    unread = False
-    for group, param in _with_gradient(groups):
-        grad = local_of(param.grad)  # type: ignore[arg-type]
-        if not has_data(grad):
-            unread = True
-        elif grad.numel():
-            buckets.setdefault((grad.device, grad.dtype, largest(group, param)), []).append(grad)
-    bad = _any([_too_large(grads, limit) for (_, _, limit), grads in buckets.items()])
+    buckets, unread = _buckets(groups)
+    bad = _any([_all_small(grads, limits).logical_not() for grads, limits in buckets.values()])
     if unread or not may_be_idle:
         return torch.cat([bad, torch.ones_like(bad)])
-    return torch.cat([bad, _any([grad.any() for grads in buckets.values() for grad in grads])])
+    return torch.cat([bad, _any([grad.any() for grads, _ in buckets.values() for grad in grads])])
+
+
+def steppable(groups: Sequence[Group]) -> list[Tensor]:
+    """Return whether all entries can be stepped: a flag for each device and dtype of gradients, still on the device."""
+    return [_all_small(grads, limits) for grads, limits in _buckets(groups)[0].values()]
+
+
+def _buckets(
+    groups: Sequence[Group],
+) -> tuple[dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]], bool]:
+    """Return gradients and their limits by device and dtype, and whether there are others, which cannot be read."""
+    buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
+    unread = False
+    for group in groups:
+        limit_of: dict[torch.dtype, float] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            grad = local_of(param.grad)
+            if not has_data(grad):
+                unread = True
+            elif grad.numel():
+                if param.dtype not in limit_of:
+                    limit_of[param.dtype] = largest(group, param)
+                grads, limits = buckets.setdefault((grad.device, grad.dtype), ([], []))
+                grads.append(grad)
+                limits.append(limit_of[param.dtype])
+    return buckets, unread
 
 
 def _with_gradient(groups: Sequence[Group]) -> list[tuple[Group, Tensor]]:
@@ -97,17 +119,19 @@ def largest(group: Group, param: Tensor) -> float:
     return 0.99 * math.sqrt(torch.finfo(update_dtype(param, dtype_of(group))).max)
 
 
-def _too_large(grads: list[Tensor], limit: float) -> Tensor:
-    """Return a flag: any entry is NaN, or larger than the limit."""
+def _all_small(grads: list[Tensor], limits: list[float]) -> Tensor:
+    """Return a flag: no entry is NaN, or larger than the limit of its gradient."""
     # On a CPU the 2-norm is faster than the maximum, and bounds it; only where it exceeds the limit, take the maximum.
-    if grads[0].device.type == "cpu" and _all_within(torch._foreach_norm(grads), limit):
-        return torch.zeros((), dtype=torch.bool)
-    return _all_within(torch._foreach_norm(grads, float("inf")), limit).logical_not()
+    if not is_accelerator(grads[0].device) and _all_within(grads, limits, 2.0):
+        return torch.ones((), dtype=torch.bool)
+    return _all_within(grads, limits, float("inf"))
 
 
-def _all_within(norms: Sequence[Tensor], limit: float) -> Tensor:
-    wide = torch.promote_types(norms[0].dtype, torch.float32)
-    return (torch.stack(list(norms)).to(wide) <= limit).all()  # false for NaN
+def _all_within(grads: list[Tensor], limits: list[float], order: float) -> Tensor:
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = list(torch._foreach_norm(grads, order, wide))
+    torch._foreach_div_(norms, limits)
+    return (torch.stack(norms) <= 1).all()  # false for NaN
 
 
 def _any(bits: Sequence[Tensor]) -> Tensor:

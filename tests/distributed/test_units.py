@@ -108,6 +108,95 @@ class TestUnits:
             assert counter.get_total_flops() == Unit(shape, (MatrixRange(0, 0, 2),)).cost
 
 
+def qwen3_06b():
+    """Return the shapes of Qwen3-0.6B (Qwen3 Technical Report, table 1)."""
+    return [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)] * 28
+
+
+def qwen3_30b_a3b(layers=48):
+    """Return the shapes of Qwen3-30B-A3B (Qwen3 Technical Report, table 2): gate and up, two parts of one weight."""
+    attention = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+    return [*attention, *[(128, 768, 2048)] * 2, (128, 2048, 768)] * layers
+
+
+def units_by_work(shapes, **options):
+    return make_units(shapes, [None] * len(shapes), [True] * len(shapes), **options)
+
+
+class TestUnitsByWork:
+    @given(
+        st.lists(
+            st.sampled_from([(4, 6), (6, 4), (3, 4, 6), (8, 64, 30), (0, 5), (1024, 1024), (128, 768, 2048)]),
+            max_size=30,
+        ),
+        st.data(),
+    )
+    def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
+        kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
+        here = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
+        matrices = Counter()
+        for unit in make_units(shapes, list(zip(kinds, here, strict=True)), here):
+            assert len({(kinds[param], here[param]) for param, _, _ in unit.ranges}) == 1
+            for param, start, stop in unit.ranges:
+                assert tuple(shapes[param][-2:]) == unit.shape
+                matrices.update((param, k) for k in range(start, stop))
+        expected = Counter(
+            (i, k)
+            for i, shape in enumerate(shapes)
+            if torch.Size(shape).numel()
+            for k in range(shape[0] if len(shape) == 3 else 1)
+        )
+        assert matrices == expected
+
+    def test_a_unit_fills_the_device_several_times_over(self):
+        for unit in units_by_work(qwen3_06b()):
+            assert 800 <= unit.count * 64 <= 2048  # tiles of 128 x 128 in a Gram matrix
+        for unit in units_by_work(qwen3_30b_a3b()):
+            tiles = (min(unit.shape) // 128) ** 2
+            assert 256 <= unit.count * tiles <= 2048
+
+    def test_a_unit_fits_into_its_memory(self):
+        for shapes in (qwen3_06b(), qwen3_30b_a3b(2)):
+            for unit in units_by_work(shapes, max_batch_bytes=2**26):
+                assert unit.count == 1 or unit.numel * 6 <= 2**26
+
+    def test_units_of_a_shape_are_about_equally_large(self):
+        counts = {}
+        for unit in units_by_work(qwen3_06b()):
+            counts.setdefault(unit.shape, []).append(unit.count)
+        assert all(max(of_shape) - min(of_shape) <= 1 for of_shape in counts.values())
+
+    def test_large_matrices_stand_alone(self):
+        assert all(unit.count == 1 for unit in units_by_work([(8192, 28672)] * 20))
+
+    @pytest.mark.parametrize("ranks", [8, 16, 64])
+    def test_experts_that_ranks_store_whole_do_not_travel(self, ranks):
+        shapes = qwen3_30b_a3b()
+        units = units_by_work(shapes)
+        holders = holders_of(units, shapes, ranks, Shard(0))
+        owners = assign_owners(units, ranks, holders)
+        of_experts = [min(unit.shape) == 768 for unit in units]
+        stayed = [owner in holding for owner, holding in zip(owners, holders, strict=True)]
+        assert all(stay for stay, experts in zip(stayed, of_experts, strict=True) if experts)
+
+    @pytest.mark.parametrize(
+        ("model", "ranks", "bound"),
+        [
+            (qwen3_06b, 2, 1.1),
+            (qwen3_06b, 8, 1.35),
+            (qwen3_30b_a3b, 8, 1.05),
+            (qwen3_30b_a3b, 64, 1.1),
+            (qwen3_235b_a22b, 64, 1.05),
+            (llama_70b, 8, 1.05),
+            (llama_70b, 64, 1.05),
+        ],
+    )
+    def test_the_busiest_rank_over_the_mean(self, model, ranks, bound):
+        units = units_by_work(model())
+        load = loads(units, assign_owners(units, ranks), ranks)
+        assert max(load) * ranks <= bound * sum(load)
+
+
 class TestOwners:
     @pytest.mark.extended(but="-64|-8$")
     @pytest.mark.parametrize("ranks", [8, 64, 256, 1024])

@@ -26,7 +26,8 @@ def test_the_way_depends_on_the_shape_and_the_dtype_alone():
     assert cost.block_rows(3584, torch.float32, "cpu") == (304, 304)
     assert cost.block_rows(2047, torch.bfloat16, "cpu") == (2047, 2047)
     assert cost.block_rows(2048, torch.bfloat16, "cpu") == (1024, 1024)
-    assert cost.block_rows(4096, torch.bfloat16, "cuda") == (2048, 2048)
+    assert cost.block_rows(4096, torch.float16, "cpu") == (2048, 2048)
+    assert cost.block_rows(4096, torch.bfloat16, "cuda") == (4096, 4096)
 
 
 @pytest.mark.parametrize(("lengths", "rows"), [*WAYS, (STANDARD, None), ((4, 1), None)], ids=str)
