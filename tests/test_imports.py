@@ -67,7 +67,7 @@ FLOORS = {
         "ulysses.launch_check",
         "ulysses.launch",
     ],
-    "cli": ["console quantized", "model_source", "convert inspect", "doctor plan report", "app"],
+    "cli": ["console quantized run_sizes", "model_source", "convert inspect", "doctor plan report", "app"],
 }
 ROOM = {name: level for level, names in enumerate(ROOMS) for name in names}
 FLOOR = {

@@ -33,16 +33,27 @@ def plan(
         int | None, typer.Option(help="Tokens per step: all ranks together, gradient accumulation included.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the stored weights, fp32 or bf16; mixed precision (bf16: true) stores fp32.")
-    ] = "fp32",
+        str | None,
+        typer.Option(
+            help="Dtype of the stored weights, fp32 or bf16; mixed precision (bf16: true) stores fp32. Default: bf16 "
+            "if SOURCE says pure_bf16, else fp32.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (bf16) or cpu (fp32).")
     ] = "gpu",
-    batch_size: Annotated[int, typer.Option(help="Sequences in a micro-batch on a rank, for activations.")] = 1,
-    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence, for activations.")] = 2048,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.", show_default=False),
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence. Default: SOURCE's, else 2048.", show_default=False)
+    ] = None,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Recompute layers in the backward pass. Default: as in SOURCE, else no.", show_default=False),
+    ] = None,
     offload: Annotated[
         str,
         typer.Option(
@@ -63,7 +74,8 @@ def plan(
     """Compute memory, traffic and Newton-Schulz work per step, with the code that the step itself uses."""
     ranks = ranks if ranks is not None else 1 if layout == "single" else 8
     try:
-        _check("dtype", dtype, _DTYPES)
+        if dtype is not None:
+            _check("dtype", dtype, _DTYPES)
         _check("device", device, tuple(_DEVICES))
         counts = {"tokens": tokens, "batch-size": batch_size, "sequence-length": sequence_length, "memory": memory}
         for name, number in counts.items():
@@ -73,16 +85,26 @@ def plan(
                 )
 
         from hf_muon.cli.model_source import read_source
+        from hf_muon.cli.run_sizes import sizes_of
         from hf_muon.math.precision import NS_DTYPES
         from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
         refuse(source, described.refusals)
-        stored, computed = NS_DTYPES[dtype], NS_DTYPES[_DEVICES[device]]
+        sizes = sizes_of(
+            source,
+            {
+                "batch_size": batch_size,
+                "sequence_length": sequence_length,
+                "gradient_checkpointing": gradient_checkpointing,
+                "dtype": dtype,
+            },
+        )
+        stored, computed = NS_DTYPES[sizes.dtype], NS_DTYPES[_DEVICES[device]]
         assert stored is not None
         assert computed is not None
-        training = Training(batch_size, sequence_length, gradient_checkpointing, offload=offload)
+        training = Training(*sizes[:3], offload=offload)
         with console().status(f"planning {source} on {ranks} ranks"):
             step = plan_step(
                 described.model,

@@ -250,6 +250,29 @@ class TestPlan:
         result = call("plan", small[1], *words, "--memory", 1e-6)
         assert re.search(r"0\.?\d*e?-?\d* GB with Muon: does not fit: [\d.]+ .B too much", result.stdout)
 
+    @pytest.mark.parametrize(
+        ("text", "words", "sizes"),
+        [
+            ("template: qwen3\ncutoff_len: 96\nper_device_train_batch_size: 3\npure_bf16: true", [], (3, 96, True, 2)),
+            ("template: qwen3\ndisable_gradient_checkpointing: true", [], (1, 2048, False, 4)),
+            ("gradient_checkpointing: true\nmax_length: 32", ["--batch-size", 2, "--dtype", "bf16"], (2, 32, True, 2)),
+            ("gradient_checkpointing: true", ["--no-gradient-checkpointing"], (1, 2048, False, 4)),
+        ],
+    )
+    def test_sizes_of_a_training_file(self, small, tmp_path, text, words, sizes):
+        file = tmp_path / "run.yaml"
+        kind = "finetuning_type: full\n" if "template" in text else ""
+        file.write_text(f"model_name_or_path: {small[1]}\noptim: muon\noutput_dir: out\n{kind}{text}\n")
+        result = call("plan", file, "--layout", "single", "--json", *words)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)["memory"]
+        batch, length, checkpointing, itemsize = sizes
+        dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+        training = Training(batch, length, gradient_checkpointing=checkpointing)
+        plan = plan_step(small[0], MuonConfig(), "single", 1, dtype=dtype, training=training)
+        assert report["activations"] == plan.memory.activations
+        assert report["weights"] == plan.memory.weights
+
     def test_offload(self, small):
         result = call("plan", small[1], "--layout", "fsdp", "--offload", "params", "--ranks", 2)
         assert result.exit_code == 0, result.output
