@@ -176,8 +176,8 @@ def _step_together_(
 ) -> None:
     """Step parameters on an accelerator whose step counters are on the CPU, in few launches."""
     by_count: dict[float, list[Stepped]] = {}
+    torch._foreach_add_([own.state["step"] for own in stepped], 1)
     for own in stepped:
-        own.state["step"].add_(1)
         by_count.setdefault(float(own.state["step"]), []).append(own)
     for count, alike in by_count.items():
         corrections = [1 - beta**count for beta in betas]
