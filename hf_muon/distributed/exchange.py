@@ -75,7 +75,8 @@ class Exchange:
             on this one.
         comm_device: on which data travels: `device`, or an accelerator if the group has no backend for `device`.
         max_bucket_bytes: bound on the bytes in flight on a rank, in both directions. In addition an owner holds at
-            least one unit, which is one matrix or up to 16 MiB of small ones.
+            least one unit, which is one matrix, or small ones: up to 16 MiB on a CPU, and 0.6 of `max_batch_bytes`
+            on an accelerator.
     """
 
     def __init__(
