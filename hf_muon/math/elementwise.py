@@ -22,6 +22,7 @@ _COMPILED = {"cuda": "triton", "xpu": "triton"}
 _COPIED_BYTES = 56 * 2**20
 # Bound on the copies of small tensors that are worked on at once.
 _RUN_BYTES = 224 * 2**20
+_ALIGNED_BYTES = 16
 _failures: list[str] = []
 
 
@@ -74,6 +75,14 @@ class Elementwise:
         return self._compiled[key]
 
     def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
+        # Inductor copies tensors that are not aligned, and what early versions then write stays in the copies.
+        odd = {id(tensor): tensor.clone() for tensor in tensors if tensor.ndim and tensor.data_ptr() % _ALIGNED_BYTES}
+        if odd:
+            self._call_compiled(*(odd.get(id(tensor), tensor) for tensor in tensors), **options)
+            for tensor in (tensors[k] for k in self.writes):
+                if id(tensor) in odd:
+                    tensor.copy_(odd[id(tensor)])
+            return
         try:
             self.compiled(*tensors, **options)(*tensors, **options)
         except (torch.OutOfMemoryError, KeyboardInterrupt):

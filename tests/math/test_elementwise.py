@@ -178,6 +178,23 @@ def test_a_step_calls_the_compiled_functions(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
+def test_tensors_that_are_not_aligned_are_written(monkeypatch):
+    """Compiled functions get aligned tensors alone; a tensor that is passed twice is copied once."""
+    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
+
+    def compiled(self, *tensors, **options):
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.ndim)
+        return self.plain
+
+    monkeypatch.setattr(Elementwise, "compiled", compiled)
+    flat = torch.arange(12.0)
+    expected = flat.clone()
+    target, result = expected[1:5], expected[7:11]
+    _add(target, result, result, number(0.5))
+    ADD(flat[1:5], odd := flat[7:11], odd, number(0.5))
+    assert torch.equal(flat, expected)
+
+
 def test_a_compiler_that_fails_is_replaced_by_the_plain_function_and_named_once(monkeypatch):
     monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
     monkeypatch.setattr(Elementwise, "compiled", lambda *args, **options: 1 / 0)
