@@ -141,6 +141,13 @@ class MomentumBuffers:
         flat = torch.empty(sum(codes.numel() for codes in columns[0]), device=columns[0][0].device)
         updates = shaped_like(flat, columns[0])
         in_blocks = [padded_rows(column, BLOCK) for column in (columns[0], columns[2])]
+        has_gaps = not all(codes.is_contiguous() for codes in columns[0])
+        if has_gaps and not in_blocks[0].has_padding:  # copies would have launches of their own
+            rate = number(1 - self._momentum)
+            for own, own_scales, grad, update in zip(*columns, updates, strict=True):
+                parts = [tensor.unflatten(-1, (-1, BLOCK)) for tensor in (own, grad, update)]
+                MOVE_CODES(parts[0], own_scales, *parts[1:], rate, nesterov=self._nesterov)
+            return updates
         codes, scales = in_blocks[0].gathered(), padded_rows(columns[1], 1).gathered()
         aligned = not in_blocks[0].has_padding
         values = flat if aligned else torch.zeros(codes.numel(), device=flat.device)

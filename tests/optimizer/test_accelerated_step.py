@@ -13,8 +13,8 @@ from tests.accelerated import accelerated, given_gradients
 from tests.distributed.cases import given_gradients as on_cpu
 from tests.distributed.test_layouts import assert_equal
 
-SHAPES = [(16, 32), (32, 16), (16, 32), (5, 24, 16), (4, 24, 16), (48, 16)]
-VIEWS = ["", "transposed", "", "rows 12+12", "", "rows 16*(1+2)"]
+SHAPES = [(16, 32), (32, 16), (16, 32), (5, 24, 16), (4, 24, 16), (48, 16), (3, 24, 64), (10, 128)]
+VIEWS = ["", "transposed", "", "rows 12+12", "", "rows 16*(1+2)", "rows 12+12", ""]
 
 
 def stepped(dtype, steps=3, **options):
@@ -68,7 +68,10 @@ def test_it_is_the_step_of_a_cpu_but_for_rounding(dtype, options):
     coarse = torch.bfloat16 if {"bf16", "int8"} & {*options.values()} else torch.float32
     for one, other in zip(results, expected, strict=True):
         assert one.dtype == other.dtype
-        if one.dtype not in (torch.int8, torch.uint8):
+        if one.dtype is torch.int8:
+            assert (one.float() - other.float()).abs().max() <= 2
+            assert (one != other).float().mean() < 0.05
+        elif one.dtype is not torch.uint8:
             assert near(one, other, coarse if dtype.itemsize > 2 else dtype)
 
 
