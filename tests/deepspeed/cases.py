@@ -285,6 +285,15 @@ def cost(rank, stage):
     with accelerated(), Counted() as counted:
         engine.step()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
-    engine.destroy()
     state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return {"sent_bytes": counted.bytes, "flops": counted.flops, "state_bytes": state_bytes}
+    stored = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+    zero = engine.optimizer
+    stored += zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stored)
+    engine.destroy()
+    return {
+        "sent_bytes": counted.bytes,
+        "flops": counted.flops,
+        "state_bytes": state_bytes,
+        "weight_bytes": weight_bytes,
+    }

@@ -11,6 +11,7 @@ import torch
 
 from hf_muon import MuonConfig
 from hf_muon.plan import step_plan as plan
+from hf_muon.plan.memory import Training
 from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.cases import bytes_sent, consolidated, cost, single, train
 from tests.deepspeed.models import build_model, view_of
@@ -258,9 +259,11 @@ def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage, monkeypatch):
     monkeypatch.setattr(
         plan, "route_parameters", lambda *args: [replace(r, view=view_of(r.name)) for r in routes(*args)]
     )
-    step_plan = plan.plan_step(build_model(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2)
+    training = Training(compute_dtype=torch.float32)
+    step_plan = plan.plan_step(build_model(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2, training=training)
     for quantity in ("sent_bytes", "flops", "state_bytes"):
         assert getattr(step_plan, quantity) == [rank[quantity] for rank in measured], quantity
+    assert step_plan.memory.weights == [rank["weight_bytes"] for rank in measured]
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
