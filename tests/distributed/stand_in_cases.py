@@ -1,4 +1,7 @@
-"""Steps on a stand-in for accelerators, by the ranks of pools of their own."""
+"""Steps on a stand-in for accelerators, by the ranks of pools of their own.
+
+Functions import `tests.stand_in`, which registers a device: a process that collects tests must not have one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from hf_muon import build_optimizer
 from hf_muon.distributed import agreement, groups, select
 from hf_muon.math import elementwise, newton_schulz, rounding
 from hf_muon.storage import host, tensors, transport
-from tests import stand_in
 from tests.accelerated import uncomputed
 from tests.distributed.cases import given_gradients
 
@@ -35,6 +37,8 @@ def stand_in_gradients(rank, layout, backends=("cpu", "standin"), as_host=False,
         backends: devices that the process group communicates from.
         as_host: whether elementwise functions and units are those of a CPU, so that results are, too.
     """
+    from tests import stand_in
+
     agreement.report_device = lambda group, model_device: model_device
     for module in (groups, select):
         module.has_backend = lambda group, kind: kind in backends
@@ -73,6 +77,8 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
         chunk: elements of a chunk of AdamW's.
         compiles: whether elementwise functions have no temporary tensors, as where they are compiled; nor results here.
     """
+    from tests import stand_in
+
     model = on_stand_in(Net().to(getattr(torch, dtype)))
     optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", **options})
     if state is not None:
@@ -138,6 +144,8 @@ def unordered(name):
 
 def failing(rank):
     """Let a step fail while copies are under way; return whether the host has waited for them."""
+    from tests import stand_in
+
     model = on_stand_in(Net())
     optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", "momentum_offload": "cpu"})
     for param in model.parameters():
