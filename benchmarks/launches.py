@@ -28,6 +28,7 @@ from hf_muon.diagnostics import log
 from hf_muon.optimizer import consensus, gradients
 
 TABLE = Path(__file__).with_name("launches.json")
+GRAM = ", bf16 weights, fp32 momentum, fp16 products"  # what `ns_dtype: auto` is on NVIDIA GPUs
 MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "Qwen3-0.6B": lambda: transformers.Qwen3Config(
         hidden_size=1024,
@@ -96,10 +97,19 @@ def counted_reads() -> Iterator[list[str]]:
         yield reads
 
 
-def count_step(config: transformers.PretrainedConfig, weights: str, momentum: str) -> dict[str, float]:
-    """Return the launches, reads and bytes of elementwise traffic a weight of the second step of one process."""
+def count_step(
+    config: transformers.PretrainedConfig, weights: str, momentum: str, products: str = "bf16"
+) -> dict[str, float]:
+    """Return the launches, reads and bytes of elementwise traffic a weight of the second step of one process.
+
+    Args:
+        config: of the model.
+        weights: their dtype, one of `WEIGHTS`.
+        momentum: `momentum_dtype`.
+        products: `ns_dtype`: bf16, in the standard form, or fp16, in the Gram form.
+    """
     model = meta_model(config, WEIGHTS[weights])
-    optimizer = build_optimizer(model, {"lr": 1e-3, "ns_dtype": "bf16", "momentum_dtype": momentum})
+    optimizer = build_optimizer(model, {"lr": 1e-3, "ns_dtype": products, "momentum_dtype": momentum})
     optimizer.step()
     with counted_reads() as reads, counting() as count:
         optimizer.step()
@@ -114,10 +124,12 @@ def count_step(config: transformers.PretrainedConfig, weights: str, momentum: st
 
 def count_all() -> dict[str, dict[str, float]]:
     """Return the counts of all models and dtypes."""
-    return {
+    counts = {
         f"{name}, {weights} weights, {momentum} momentum": count_step(config(), weights, momentum)
         for (name, config), weights, momentum in itertools.product(MODELS.items(), WEIGHTS, MOMENTA)
     }
+    of_gram = {f"{name}{GRAM}": count_step(config(), "bf16", "fp32", "fp16") for name, config in MODELS.items()}
+    return counts | of_gram
 
 
 def main() -> None:

@@ -121,8 +121,8 @@ class MuonConfig:
     ns_dtype: str = option(
         "auto",
         types.choice(tuple(NS_DTYPES)),
-        "Dtype of the Newton-Schulz matrix products: `auto` (bf16 where the hardware has it, else fp32), `bf16`, "
-        "`fp16` (not on a CPU) or `fp32`.",
+        "Dtype of the Newton-Schulz matrix products: `auto` (fp16 on NVIDIA GPUs, elsewhere bf16 where the hardware "
+        "has it, else fp32), `bf16`, `fp16` (not on a CPU) or `fp32`.",
         scope="group",
     )
     adjust_lr_fn: str = option(

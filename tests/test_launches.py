@@ -35,7 +35,13 @@ def test_the_table_has_every_model_and_dtype():
     names = {
         f"{m}, {w} weights, {k} momentum" for m in launches.MODELS for w in launches.WEIGHTS for k in launches.MOMENTA
     }
-    assert names == COUNTED.keys()
+    assert names | {f"{m}{launches.GRAM}" for m in launches.MODELS} == COUNTED.keys()
+
+
+def test_the_gram_form_of_fp16():
+    name = next(iter(launches.MODELS))
+    counts = launches.count_step(launches.MODELS[name](), "bf16", "fp32", "fp16")
+    assert counts == COUNTED[f"{name}{launches.GRAM}"]
 
 
 def test_launches_and_traffic_are_within_their_aims():

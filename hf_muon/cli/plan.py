@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
 _DTYPES = ("fp32", "bf16")
-_DEVICES = {"gpu": "bf16", "cpu": "fp32"}
+_DEVICES = {"gpu": "fp16", "cpu": "fp32"}
 
 
 def plan(
@@ -41,7 +41,7 @@ def plan(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (bf16) or cpu (fp32).")
+        str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (fp16) or cpu (fp32).")
     ] = "gpu",
     batch_size: Annotated[
         int | None,

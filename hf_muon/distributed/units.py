@@ -59,8 +59,8 @@ class Unit:
 
     @property
     def cost(self) -> int:
-        """FLOPs of five Newton-Schulz steps in bf16, by which units are compared, whatever steps they take."""
-        return self.count * flops(self.shape, segments(self.shape, 5, torch.bfloat16))
+        """FLOPs of five Newton-Schulz steps in the Gram form, by which units are compared, whatever steps they take."""
+        return self.count * flops(self.shape, segments(self.shape, 5, torch.float16))
 
     def only(self, active: Collection[int]) -> Unit:
         """Return the unit without the matrices that are not stepped."""
@@ -129,16 +129,16 @@ def _units_by_work(shapes: Mapping[int, Sequence[int]], kinds: Sequence[Hashable
             alike.setdefault(((shape[-2], shape[-1]), kinds[i]), []).append(i)
     stacks = {i: math.prod(shape[:-2]) for i, shape in shapes.items()}
     total = sum(
-        sum(stacks[i] for i in members) * flops(shape, segments(shape, 5, torch.bfloat16))
+        sum(stacks[i] for i in members) * flops(shape, segments(shape, 5, torch.float16))
         for (shape, _), members in alike.items()
     )
     units: list[Unit] = []
     for (shape, _), members in alike.items():
-        lengths = segments(shape, 5, torch.bfloat16)
+        lengths = segments(shape, 5, torch.float16)
         tiles = math.ceil(min(shape) / _TILE) ** 2
         share = total // _UNITS_OF_ALL // flops(shape, lengths)
         whole = BlockRows(min(shape), min(shape))
-        nbytes = overwriting_bytes((1, *shape), lengths, torch.bfloat16, whole, torch.float32)
+        nbytes = overwriting_bytes((1, *shape), lengths, torch.float16, whole, torch.float32)
         fits = min(max_batch_bytes // nbytes, most_elements(max_batch_bytes) // math.prod(shape))
         size = max(1, min(_TILES // tiles, fits, share))
         columns = _columns([stacks[i] for i in members], size)

@@ -24,7 +24,9 @@ import torch
 _LONGEST_SEGMENT = {torch.bfloat16: 1}
 _LONGEST_SEGMENT_OF_OTHERS = 3
 # Smaller matrices keep the standard form: FLOPs matter little, and rounding errors average out less in short products.
-_SMALLEST_GRAM = 64
+# In fp16, updates of 64 rows leave the range of the preset; benchmarks/README.md has the figures.
+_SMALLEST_GRAM = {torch.float16: 256}
+_SMALLEST_GRAM_OF_OTHERS = 64
 # For symmetric products: the smallest size for which computing them in blocks of rows is faster, and the approximate
 # rows of a block, for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower.
 # The figures for fp32 are measured, the others are estimates. Accelerators have one block: more launches, in which each
@@ -60,7 +62,7 @@ def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int,
         dtype: dtype of the products.
     """
     short, long = min(shape[-2:]), max(shape[-2:])
-    gram = short >= _SMALLEST_GRAM and 2 * long > 3 * short
+    gram = short >= _SMALLEST_GRAM.get(dtype, _SMALLEST_GRAM_OF_OTHERS) and 2 * long > 3 * short
     longest = _LONGEST_SEGMENT.get(dtype, _LONGEST_SEGMENT_OF_OTHERS) if gram else 1
     count, rest = divmod(steps, longest)
     return (longest,) * count + (rest,) * bool(rest)

@@ -189,7 +189,7 @@ def orthogonalize(
         ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, or three numbers.
         ns_steps: number of Newton-Schulz steps; the singular values after four are the preset's
             `singular_range_of_four`.
-        ns_dtype: ``auto`` (bf16 where the hardware has it, else fp32), ``bf16``, ``fp16`` or ``fp32``.
+        ns_dtype: ``auto``, see :mod:`hf_muon.math.precision`, ``bf16``, ``fp16`` or ``fp32``.
 
     Returns:
         A tensor of the shape and dtype of ``matrix``.

@@ -18,7 +18,9 @@ NS_DTYPES: dict[str, torch.dtype | None] = {
 def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = None) -> torch.dtype:
     """Return the dtype in which Newton-Schulz runs on a device.
 
-    ``auto`` is bf16 if the hardware multiplies bf16 natively, and fp32 if it does not.
+    ``auto`` is fp16 on NVIDIA GPUs with tensor cores: as fast as bf16, with three more bits, by which it can take the
+    Gram form (`benchmarks/forms_on_cuda.py` compares them on real updates). Elsewhere it is bf16 if the hardware
+    multiplies bf16 natively, and fp32 if it does not.
 
     Raises:
         ValueError: an unknown ``ns_dtype``, or fp16 on a CPU.
@@ -30,7 +32,18 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
     dtype = NS_DTYPES[ns_dtype]
     if dtype is not None:
         return dtype
+    if _has_tensor_cores(device_type, device_index):
+        return torch.float16
     return torch.bfloat16 if _has_bf16(device_type, device_index) else torch.float32
+
+
+def _has_tensor_cores(device_type: str, device_index: int | None) -> bool:
+    """Return whether a device is an NVIDIA GPU that multiplies fp16 in tensor cores.
+
+    AMD's GPUs are called "cuda", too. Some of them flush subnormal fp16 numbers, which nobody has compared.
+    """
+    is_nvidia = device_type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device_index)[0] >= 7
 
 
 def _has_bf16(device_type: str, device_index: int | None) -> bool:

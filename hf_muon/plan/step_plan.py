@@ -94,7 +94,7 @@ def plan_step(
     *,
     replicas: int = 2,
     dtype: torch.dtype = torch.float32,
-    ns_dtype: torch.dtype = torch.bfloat16,
+    ns_dtype: torch.dtype = torch.float16,
     training: Training = Training(),  # noqa: B008 (frozen)
 ) -> Plan:
     """Plan a step of a model, whose weights need not be loaded.

@@ -102,7 +102,7 @@ class TestUnits:
 
     def test_cost_is_in_proportion_to_the_products(self):
         for shape in [(24, 40), (40, 24), (32, 32), (4, 100), (64, 90), (64, 100), (200, 70)]:
-            lengths = segments(shape, 5, torch.bfloat16)
+            lengths = segments(shape, 5, torch.float16)
             with FlopCounterMode(display=False) as counter:
                 newton_schulz(torch.randn(2, *shape), ((1.0, 1.0, 1.0),) * 5, torch.float32, lengths=lengths)
             assert counter.get_total_flops() == Unit(shape, (MatrixRange(0, 0, 2),)).cost
@@ -183,7 +183,7 @@ class TestUnitsByWork:
         ("model", "ranks", "bound"),
         [
             (qwen3_06b, 2, 1.1),
-            (qwen3_06b, 8, 1.35),
+            (qwen3_06b, 8, 1.4),
             (qwen3_30b_a3b, 8, 1.05),
             (qwen3_30b_a3b, 64, 1.1),
             (qwen3_235b_a22b, 64, 1.05),

@@ -15,8 +15,10 @@ from tests.peak_memory import PeakMemory
 
 def test_the_way_depends_on_the_shape_and_the_dtype_alone():
     for dtype, gram in ((torch.float32, (3, 2)), (torch.float16, (3, 2)), (torch.bfloat16, STANDARD)):
-        for shape in ((64, 97), (97, 64), (3, 64, 97), (4096, 14336)):
+        for shape in ((256, 385), (385, 256), (3, 256, 385), (4096, 14336)):
             assert cost.segments(shape, 5, dtype) == gram
+        for shape in ((64, 97), (97, 64), (3, 64, 97), (255, 4096)):
+            assert cost.segments(shape, 5, dtype) == (gram if dtype is torch.float32 else STANDARD)
         for shape in ((64, 96), (96, 64), (3, 64, 96), (63, 4096), (4096, 4096)):
             assert cost.segments(shape, 5, dtype) == STANDARD
     for steps in range(1, 12):

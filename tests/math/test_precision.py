@@ -24,6 +24,23 @@ def test_cpu_flags_decide_on_bf16(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("hip", "capability", "expected"),
+    [
+        (None, (9, 0), torch.float16),
+        (None, (7, 0), torch.float16),
+        (None, (6, 1), torch.float32),
+        ("6.2", (9, 4), torch.bfloat16),
+    ],
+)
+def test_auto_on_cuda(monkeypatch, hip, capability, expected):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    compute_dtype.cache_clear()
+    assert compute_dtype("auto", "cuda", 0) is expected
+    compute_dtype.cache_clear()
+
+
+@pytest.mark.parametrize(
     ("ns_dtype", "message"),
     [("fp8", "Valid: auto, bf16, fp16, fp32"), ("fp16", "does not run on a CPU")],
 )
