@@ -177,8 +177,8 @@ def new_text() -> list[list[str]]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for path in sorted(path for part in NEW_TEXT for path in (folder / part).rglob("*.py")):
         nodes = ast.walk(ast.parse(path.read_bytes()))
-        found = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
-        if new := [text for text in dict.fromkeys(found) if text and text not in earlier]:
+        docstrings = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
+        if new := [text for text in dict.fromkeys(docstrings) if text and text not in earlier]:
             earlier.update(new)
             number = zlib.crc32(path.relative_to(folder).as_posix().encode())
             parts[number % HELD_OUT_ONE_IN == 0].append("\n\n".join(new))

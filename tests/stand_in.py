@@ -131,11 +131,11 @@ class Device:
         self.check(name, HOST, time, self.host, reads, writes)
 
     def accesses_of(self, storage):
-        ref, seen = self.accesses.get(storage._cdata, (None, []))
+        ref, accesses = self.accesses.get(storage._cdata, (None, []))
         if ref is None or ref.expired():
-            seen = []
-            self.accesses[storage._cdata] = StorageWeakRef(storage), seen
-        return seen
+            accesses = []
+            self.accesses[storage._cdata] = StorageWeakRef(storage), accesses
+        return accesses
 
     def check(self, name, stream, time, clock, reads, writes):
         for tensors, writing in ((reads, False), (writes, True)):
@@ -145,13 +145,13 @@ class Device:
                 begin = tensor.data_ptr()
                 extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
                 end = begin + extent * tensor.dtype.itemsize
-                seen = self.accesses_of(tensor.untyped_storage())
-                for begin_, end_, stream_, time_, writing_, name_ in seen:
+                accesses = self.accesses_of(tensor.untyped_storage())
+                for begin_, end_, stream_, time_, writing_, name_ in accesses:
                     overlaps = begin < end_ and begin_ < end
                     if overlaps and (writing or writing_) and stream_ != stream and clock.get(stream_, 0) < time_:
                         self.races.append(f"{name} on {stream} after {name_} on {stream_}")
-                seen.append((begin, end, stream, time, writing, name))
-                del seen[:-200]
+                accesses.append((begin, end, stream, time, writing, name))
+                del accesses[:-200]
 
 
 DEVICE = Device()
@@ -275,7 +275,7 @@ _library.fallback(_created, "PrivateUse1")
 
 
 class HostAccesses(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes what the host does with its own tensors, so that races with copies are seen."""
+    """Notes what the host does with its own tensors, so that races with copies are accesses."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-_HOSTS = {"cpu"}
+_HOSTS = {"cpu", "mps"}  # MPS has no fp64 for the numbers below, and nobody has counted there
 # Backends that torch compiles for.
 _COMPILED = {"cuda": "triton", "xpu": "triton"}
 # Copying this many bytes takes as long as several launches: 20 us at 3 TB/s.

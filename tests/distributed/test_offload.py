@@ -77,7 +77,7 @@ def test_products_on_the_cpu_give_the_bits_of_the_cpu(stand_ins, layout):
     ("offload_compute", "name"), [("auto", "fp32"), ("auto", "bf16"), ("auto", "int8"), ("cpu", "fp32")]
 )
 def test_parameters_on_the_host_too_as_fsdp2s_cpu_offload_has_them(stand_ins, name, offload_compute):
-    """The device is as a CPU here: on a real one the host's elementwise steps of these parameters round differently."""
+    """Let the device be as a CPU: on a real one the host's elementwise steps of these parameters round differently."""
     options = {**OPTIONS[name], "parameters_on_host": True, "offload_compute": offload_compute, "as_host": True}
     expected = stand_ins[2].run(stand_in_gradients, layout="single", as_host=True, **OPTIONS[name])[0][0]
     if offload_compute == "cpu":

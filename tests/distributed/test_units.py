@@ -52,6 +52,22 @@ def holders_of(units, shapes, ranks, placement):
     return [holdings.pattern(unit).holders for unit in units]
 
 
+def assert_in_one_unit_with_its_likes(units, shapes, kinds):
+    """Check that every matrix is in one unit, whose matrices have its shape and kind."""
+    matrices = Counter()
+    for unit in units:
+        assert len({kinds[param] for param, _, _ in unit.ranges}) == 1
+        for param, start, stop in unit.ranges:
+            assert tuple(shapes[param][-2:]) == unit.shape
+            matrices.update((param, k) for k in range(start, stop))
+    assert matrices == Counter(
+        (i, k)
+        for i, shape in enumerate(shapes)
+        if torch.Size(shape).numel()
+        for k in range(shape[0] if len(shape) == 3 else 1)
+    )
+
+
 class TestUnits:
     @given(
         st.lists(
@@ -62,19 +78,7 @@ class TestUnits:
     )
     def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
         kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
-        matrices = Counter()
-        for unit in make_units(shapes, kinds):
-            assert len({kinds[param] for param, _, _ in unit.ranges}) == 1
-            for param, start, stop in unit.ranges:
-                assert tuple(shapes[param][-2:]) == unit.shape
-                matrices.update((param, k) for k in range(start, stop))
-        expected = Counter(
-            (i, k)
-            for i, shape in enumerate(shapes)
-            if torch.Size(shape).numel()
-            for k in range(shape[0] if len(shape) == 3 else 1)
-        )
-        assert matrices == expected
+        assert_in_one_unit_with_its_likes(make_units(shapes, kinds), shapes, kinds)
 
     def test_small_matrices_of_a_shape_stay_together_as_long_as_there_is_enough_to_share_out(self):
         assert [unit.count for unit in units_of([(16, 16)] * 80)] == [10] * 8
@@ -134,19 +138,8 @@ class TestUnitsByWork:
     def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
         kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
         here = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
-        matrices = Counter()
-        for unit in make_units(shapes, list(zip(kinds, here, strict=True)), here):
-            assert len({(kinds[param], here[param]) for param, _, _ in unit.ranges}) == 1
-            for param, start, stop in unit.ranges:
-                assert tuple(shapes[param][-2:]) == unit.shape
-                matrices.update((param, k) for k in range(start, stop))
-        expected = Counter(
-            (i, k)
-            for i, shape in enumerate(shapes)
-            if torch.Size(shape).numel()
-            for k in range(shape[0] if len(shape) == 3 else 1)
-        )
-        assert matrices == expected
+        kinds = list(zip(kinds, here, strict=True))
+        assert_in_one_unit_with_its_likes(make_units(shapes, kinds, here), shapes, kinds)
 
     def test_a_unit_fills_the_device_several_times_over(self):
         for unit in units_by_work(qwen3_06b()):
