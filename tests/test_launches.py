@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import launches
+from benchmarks import launches, launches_of_ranks
 from benchmarks.count import counting
 from hf_muon import build_optimizer
 from tests.accelerated import accelerated
@@ -36,6 +36,13 @@ def test_the_table_has_every_model_and_dtype():
         f"{m}, {w} weights, {k} momentum" for m in launches.MODELS for w in launches.WEIGHTS for k in launches.MOMENTA
     }
     assert names | {f"{m}{launches.GRAM}" for m in launches.MODELS} == COUNTED.keys()
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 8)])
+def test_the_table_is_what_ranks_take(layout, ranks):
+    """After a change that should change them, write the table: ``python -m benchmarks.launches_of_ranks --write``."""
+    counts, _ = launches_of_ranks.count_case(layout, ranks)
+    assert counts == json.loads(launches_of_ranks.TABLE.read_text())[f"{launches_of_ranks.MODEL}, {layout} on {ranks}"]
 
 
 def test_the_gram_form_of_fp16():
