@@ -41,3 +41,15 @@ def given_gradients(rank, layout, **options):
 
     with accelerated():
         return cases.given_gradients(rank, layout, **options)
+
+
+def compiled_on_rank_1(rank, layout):
+    """Return the error of a step on ranks of which one compiles elementwise functions."""
+    from unittest import mock
+
+    with mock.patch.object(elementwise, "_COMPILED", {"cpu": "torch"} if rank == 1 else {}):
+        try:
+            given_gradients(rank, layout)
+        except RuntimeError as error:
+            return str(error)
+    return ""

@@ -8,6 +8,7 @@ elements: where an element lies does not change its result, so that every layout
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,8 @@ _COPIED_BYTES = 56 * 2**20
 _RUN_BYTES = 224 * 2**20
 _ALIGNED_BYTES = 16
 _failures: list[str] = []
+_begun: set[str] = set()
+_TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -59,7 +62,7 @@ class Elementwise:
             first.copy_(first)
         elif not first.numel():
             pass
-        elif not _compiles(first.device):
+        elif not compiles_on(first.device):
             self.plain(*tensors, **options)
         else:
             self._call_compiled(*tensors, **options)
@@ -103,13 +106,21 @@ def pop_failure() -> str | None:
     return _failures.pop() if _failures else None
 
 
-def _compiles(device: torch.device) -> bool:
-    if device.type not in _COMPILED or _is_fake():
+def compiles_on(device: torch.device) -> bool:
+    """Return whether functions are compiled on a device: torch can, and nobody has turned torch.compile off."""
+    if device.type not in _COMPILED or _is_fake() or any(os.environ.get(name) == "1" for name in _TURNED_OFF):
         return False
     if importlib.util.find_spec(_COMPILED[device.type]) is None:
         _failures.append(f"there is no {_COMPILED.pop(device.type)} for {device.type}")
         return False
     return True
+
+
+def first_compilation(devices: Iterable[torch.device]) -> str | None:
+    """Return a type of device for which functions are compiled from now on, once in a process."""
+    kinds = {device.type for device in devices if device.type not in _begun and compiles_on(device)}
+    _begun.update(kinds)
+    return min(kinds, default=None)
 
 
 def _is_fake() -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS
+from hf_muon.math.elementwise import compiles_on, is_accelerator
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import StepLayout
@@ -186,6 +187,13 @@ def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
         if group["use_muon"]:
             types = sorted({device.type for device in work.devices})
             lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
+    devices = {param.device.type: param.device for group in groups for param in group["params"]}
+    for type_, device in devices.items():
+        if is_accelerator(device):  # compiled functions and plain ones may round differently
+            how = "compiled" if compiles_on(device) else "not compiled"
+            lines.append(
+                f"elementwise functions that are {how} on {type_} (TORCH_COMPILE_DISABLE=1 compiles on no rank)"
+            )
     return lines
 
 

@@ -14,7 +14,7 @@ from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_O
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
-from hf_muon.math.elementwise import pop_failure
+from hf_muon.math.elementwise import first_compilation, pop_failure
 from hf_muon.optimizer import consensus, copies, loading, preflight
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
@@ -183,6 +183,9 @@ class Muon(Optimizer):
             return loss
         layout = self._layout()
         indices_of_groups, watch = self._preflight(layout)
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        if (kind := first_compilation(devices)) and log.is_rank_zero():
+            log.logger().info("compiling elementwise functions for %s: the first step takes longer", kind)
         for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
             if indices:
                 self._step_group(group, work, indices, watch)

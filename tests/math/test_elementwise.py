@@ -206,6 +206,22 @@ def test_a_compiler_that_fails_is_replaced_by_the_plain_function_and_named_once(
     assert elementwise.pop_failure() is None
 
 
+def test_torch_compile_turned_off_takes_the_plain_function(monkeypatch):
+    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
+    cpu = torch.device("cpu")
+    assert elementwise.compiles_on(cpu)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert not elementwise.compiles_on(cpu)
+    assert elementwise.pop_failure() is None
+
+
+def test_the_first_compilation_is_told_once(monkeypatch):
+    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
+    monkeypatch.setattr(elementwise, "_begun", set())
+    devices = [torch.device("cpu"), torch.device("meta")]
+    assert [elementwise.first_compilation(devices) for _ in range(2)] == ["cpu", None]
+
+
 def test_a_device_without_its_compiler_takes_the_plain_function(monkeypatch):
     monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "no_such_compiler"})
     tensor = torch.ones(3)

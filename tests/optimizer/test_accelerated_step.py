@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from hf_muon import Muon
-from tests.accelerated import accelerated, given_gradients
+from tests.accelerated import accelerated, compiled_on_rank_1, given_gradients
 from tests.distributed.cases import given_gradients as on_cpu
 from tests.distributed.test_layouts import assert_equal
 
@@ -94,6 +95,16 @@ def test_every_layout_is_bit_identical_to_one_process(pools, layout, dtype):
         plain = on_cpu(0, "single", dtype=dtype)
         pairs = zip(itertools.chain(*expected), itertools.chain(*plain), strict=True)
         assert not all(itertools.starmap(torch.equal, pairs))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_rank_that_does_not_compile_is_named_before_weights_part(pools, layout):
+    message = (
+        "rank 0 has elementwise functions that are not compiled on cpu .TORCH_COMPILE_DISABLE=1 compiles on no rank., "
+        "rank 1 has elementwise functions that are compiled on cpu"
+    )
+    for error in pools[2].run(compiled_on_rank_1, layout=layout):
+        assert re.search(message, error)
 
 
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])
