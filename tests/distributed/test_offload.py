@@ -28,7 +28,7 @@ BOTH, ACCELERATOR = ("cpu", "standin"), ("standin",)
 @pytest.fixture(scope="module")
 def stand_ins():
     """Yield pools by number of ranks, whose processes have the stand-in."""
-    by_size = {size: Pool(size) for size in (1, 2)}
+    by_size = {size: Pool(size) for size in (1, 2, 4)}
     yield by_size
     for pool in by_size.values():
         pool.close()
@@ -59,6 +59,15 @@ def test_every_layout_gives_the_bits_of_a_run_without_offload(stand_ins, plain, 
         assert_equal([states], plain(name))
         assert not races
         assert min(copied.values()) > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp-tp", "fsdp-tp-row", "experts"])
+def test_every_mesh_gives_the_bits_of_a_run_without_offload(stand_ins, plain, layout):
+    options = {**OPTIONS["fp32"], "momentum_offload": "cpu"}
+    for states, races, _ in stand_ins[4].run(stand_in_gradients, layout=layout, **options):
+        assert_equal([states], plain("fp32"))
+        assert not races
 
 
 @pytest.mark.extended(but="fsdp")
