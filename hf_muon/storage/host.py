@@ -38,15 +38,32 @@ def zeros_like(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = 
         local: stored on a device, with the shape and strides of the result.
         dtype: of the result.
         shape: of the result, contiguous; None for that of `local`.
+
+    Raises:
+        RuntimeError: the host has no such memory left.
     """
-    pinned = local.device.type in _PINS
-    if shape is not None:
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
-    layout = torch.preserve_format
-    return torch.zeros_like(local, dtype=dtype, device="cpu", pin_memory=pinned, memory_format=layout)
+    return _empty(local, dtype, local.device, shape).zero_()
 
 
 def copied(local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a copy in the host's memory, in pages that do not move if `device` can copy such ones by itself."""
-    copy = torch.empty_like(local, dtype=dtype, device="cpu", pin_memory=device.type in _PINS)
-    return copy.copy_(local)
+    """Return a copy in the host's memory, in pages that do not move if `device` can copy such ones by itself.
+
+    Raises:
+        RuntimeError: the host has no such memory left.
+    """
+    return _empty(local, dtype, device).copy_(local)
+
+
+def _empty(local: Tensor, dtype: torch.dtype, device: torch.device, shape: Sequence[int] | None = None) -> Tensor:
+    pinned = device.type in _PINS
+    try:
+        if shape is not None:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+        return torch.empty_like(local, dtype=dtype, device="cpu", pin_memory=pinned)
+    except RuntimeError as error:
+        nbytes = math.prod(local.shape if shape is None else shape) * dtype.itemsize
+        raise RuntimeError(
+            f"momentum_offload=cpu cannot have {nbytes / 1e6:.3g} MB more of the host's memory"
+            f"{', pinned' if pinned else ''}: {error}. Store moments in fewer bytes (momentum_dtype=int8, "
+            "adamw_state_dtype=int8), or leave momentum_offload out"
+        ) from error

@@ -10,6 +10,7 @@ import torch
 
 from hf_muon import MuonConfig
 from hf_muon.plan.step_plan import plan_step
+from hf_muon.storage import host
 from tests.distributed.cases import VIEWS, WIDE, given_gradients
 from tests.distributed.pool import Pool
 from tests.distributed.stand_in_cases import Net, failing, stand_in_gradients, train
@@ -200,6 +201,14 @@ def test_a_checkpoint_of_other_dtypes_is_converted_onto_the_host(stand_ins):
     ]
     assert all(map(torch.equal, results[0][0], results[1][0]))
     assert_same_state(results[0][1], results[1][1])
+
+
+def test_memory_that_cannot_be_pinned_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(host, "_PINS", ("cpu",))  # for which nothing can be pinned without an accelerator
+    with pytest.raises(
+        RuntimeError, match=r"momentum_offload=cpu cannot have 0\.4 MB more of the host.s memory, pinned: "
+    ):
+        host.zeros_like(torch.empty(100, 1000), torch.float32)
 
 
 def test_on_a_cpu_there_is_nothing_to_offload():
