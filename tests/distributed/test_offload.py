@@ -49,8 +49,16 @@ def plain(stand_ins):
 
 
 @pytest.mark.extended(but="fp32-fsdp-both|int8-ddp-accelerator")
-@pytest.mark.parametrize("backends", [BOTH, ACCELERATOR], ids=["both", "accelerator"])
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "last"])
+@pytest.mark.parametrize(
+    ("layout", "backends"),
+    [
+        pytest.param("single", BOTH, id="single-both"),
+        pytest.param("ddp", ACCELERATOR, id="ddp-accelerator"),
+        pytest.param("fsdp", BOTH, id="fsdp-both"),
+        pytest.param("fsdp", ACCELERATOR, id="fsdp-accelerator"),
+        pytest.param("last", BOTH, id="last-both"),
+    ],
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_layout_gives_the_bits_of_a_run_without_offload(stand_ins, plain, name, layout, backends):
     options = {**OPTIONS[name], "momentum_offload": "cpu"}
