@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from hf_muon.plan.live_bytes import LiveBytes
 
 
 class Stopwatch:
@@ -137,31 +137,11 @@ class Ledger(TorchDispatchMode):
         self.nbytes += cost
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class _LiveStorages(TorchDispatchMode):
-    """Records the peak, over operations, of the bytes of live storages that operations have created."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+class _LiveLocalBytes(LiveBytes):
+    """Measures the peak of tensors below DTensor, as `Ledger` counts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _has_subclass(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-        for tensor in _tensors(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in inputs:  # neither a view nor written in place
-                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
-        return out
+        return NotImplemented if _has_subclass(types) else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
@@ -178,9 +158,9 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _LiveStorages() as storages:
+    with _LiveLocalBytes() as live:
         function()
-    return storages.peak
+    return live.peak
 
 
 def newton_schulz_flops(shape: tuple[int, int], steps: int) -> int:

@@ -50,7 +50,7 @@ FLOORS = {
         "muon",
     ],
     "convert": ["formats", "names", "conversion"],
-    "plan": ["buffers costs stand_ins", "activations", "memory", "step_plan"],
+    "plan": ["costs live_bytes stand_ins", "activations buffers", "memory", "step_plan"],
     "integrations": [
         "names archives",
         "ulysses.layout",

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_muon.config import GROUP_OPTIONS, MuonConfig
 from hf_muon.distributed.local import LocalExecutor
@@ -21,32 +18,12 @@ from hf_muon.math.rounding import chunk_size
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, zero_state
 from hf_muon.optimizer.step import muon_step
+from hf_muon.plan.live_bytes import LiveBytes
 
 ACCELERATOR = torch.device("meta")
 """On which a plan has the products, so that units are those of accelerators."""
 CHUNK = chunk_size(torch.empty(0, device=ACCELERATOR))
 """Elements that a step rounds at once on an accelerator."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Measures `peak`, the most bytes of tensors alive at once that were created inside the context."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak: int = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._storages = {key: own for key, own in self._storages.items() if not own[0].expired()}  # type: ignore[no-untyped-call]
-        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        for leaf in tree_leaves(result):
-            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in inputs:  # neither a view nor in place
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
-        return result
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.newton_schulz import newton_schulz
+from hf_muon.plan.live_bytes import LiveBytes
 from tests.math.matrices import STANDARD, WAYS
-from tests.peak_memory import PeakMemory
 
 
 def test_the_way_depends_on_the_shape_and_the_dtype_alone():
@@ -79,7 +79,7 @@ def test_peak_memory_is_as_computed(shape, dtype):
     lengths = cost.segments(shape, 5, dtype)
     rows = cost.block_rows(min(shape[1:]), dtype, "cpu")
     expected = shape[0] * cost.working_bytes(shape, lengths, dtype, rows)
-    with PeakMemory() as memory:
+    with LiveBytes() as memory:
         newton_schulz(matrices, resolve("polar_express", 5), dtype)
     # The slack is one identity for the whole batch, and a few scalars for each matrix.
     assert expected - 1000 < memory.peak < expected + min(shape[1:]) ** 2 * dtype.itemsize + 1000

@@ -13,8 +13,8 @@ from torch import nn
 from hf_muon import Muon, orthogonalize
 from hf_muon.math.adamw import CHUNK
 from hf_muon.math.coefficients import PRESETS, resolve
+from hf_muon.plan.live_bytes import LiveBytes
 from tests.optimizer.cases import REST, SHAPES, both_gradients, both_halves, gradients, parameters, run
-from tests.peak_memory import PeakMemory
 from tests.reference import ReferenceMuon, relative_difference
 
 
@@ -297,7 +297,7 @@ def test_a_step_holds_no_more_than_it_may(dtype):
         run(optimizer, params + others, grads[:1])
         for param, grad in zip(params + others, grads[1], strict=True):
             param.grad = grad
-        with PeakMemory() as memory:
+        with LiveBytes() as memory:
             optimizer.step()
         assert memory.peak < max(limit, 5_000_000)
         results.append(params)
@@ -310,7 +310,7 @@ def test_int8_momentum_is_read_matrix_by_matrix():
     optimizer = Muon([{"params": [param], "views": ["rows 256x64"]}], ns_dtype="fp32", momentum_dtype="int8")
     run(optimizer, [param], [[grad]])
     param.grad = grad
-    with PeakMemory() as memory:
+    with LiveBytes() as memory:
         optimizer.step()
     assert memory.peak < 4 * param.numel()
 

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from hf_muon import build_optimizer
+from hf_muon.plan.live_bytes import LiveBytes
 from hf_muon.storage.tensors import local_of
 from tests.accelerated import accelerated, uncomputed
 from tests.distributed.cases import Counted
 from tests.distributed.training import Model, train, wrap
-from tests.peak_memory import PeakMemory
 
 
 class Stack(nn.Module):
@@ -57,7 +57,7 @@ def _measured(layout, dtype, options):
         step()
     for param in params:
         param.grad = torch.randn_like(param)
-    with PeakMemory() as memory:
+    with LiveBytes() as memory:
         optimizer.step()
     return {
         "sent_bytes": counted.bytes,

@@ -13,9 +13,9 @@ from hf_muon import MuonConfig, build_optimizer
 from hf_muon.cli.model_source import known_configs
 from hf_muon.math import cost, rounding
 from hf_muon.plan.activations import Activations, estimate_activations
+from hf_muon.plan.live_bytes import LiveBytes
 from hf_muon.plan.step_plan import plan_step
 from tests.accelerated import accelerated, uncomputed
-from tests.peak_memory import PeakMemory
 
 SIZES = {
     "hidden_size": 128,
@@ -92,7 +92,7 @@ def test_the_peak_of_a_backward_pass(kind, mode, checkpointing, vocabulary):
         model.gradient_checkpointing_enable()
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    with PeakMemory() as memory:
+    with LiveBytes() as memory:
         loss_of(model, mode == "autocast").backward()
     planned = estimate(model, mode, checkpointing).peak
     assert planned == pytest.approx(memory.peak, rel=0.005 if vocabulary > 1000 else 0.15)
@@ -115,7 +115,7 @@ def test_the_peak_of_a_published_model(card, checkpointing, mode):
         ids = torch.zeros((1, tokens), dtype=torch.long)
         # No mask: transformers makes none on real tensors, but under tracing.
         inputs = {"input_ids": ids, "labels": ids, "attention_mask": {"full_attention": None}, "use_cache": False}
-        with PeakMemory() as memory:
+        with LiveBytes() as memory:
             with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
                 loss = model(**inputs).loss
             loss.backward()
@@ -163,7 +163,7 @@ def peaks_of_step(model_class, dtype, **options):
     for _ in range(2):
         for param in model.parameters():
             param.grad = torch.randn_like(param)
-        with accelerated(), uncomputed(), PeakMemory() as memory:
+        with accelerated(), uncomputed(), LiveBytes() as memory:
             optimizer.step()
     return plan.memory.step, memory.peak
 
@@ -200,6 +200,6 @@ def test_lora_saves_the_inputs_of_its_factors(autocast, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    with PeakMemory() as memory:
+    with LiveBytes() as memory:
         loss_of(model, autocast).backward()
     assert memory.peak <= estimate(model, "bf16", checkpointing).peak <= 1.2 * memory.peak

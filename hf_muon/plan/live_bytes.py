@@ -1,0 +1,31 @@
+"""The peak memory of tensors, measured by their storages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Measures `peak`, the most bytes of tensors alive at once that were created inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._storages = {key: own for key, own in self._storages.items() if not own[0].expired()}  # type: ignore[no-untyped-call]
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in inputs:  # neither a view nor in place
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
+        return result
