@@ -80,15 +80,17 @@ def adamw_(
             maximize=False,
         )
 
-    together = [own for own in stepped if _is_together(own)]
+    together: list[Stepped] = []
+    exact: list[Stepped] = []
+    rounded: list[Stepped] = []
+    for own in stepped:
+        (together if _is_together(own) else rounded if _is_rounded(own) else exact).append(own)
     if together:
         _step_together_(together, lr, betas, eps, weight_decay, step, rounding, observer)
-        stepped = [own for own in stepped if not _is_together(own)]
-    exact = [own for own in stepped if not _is_rounded(own)]
     if exact:
         torch_adamw([chunk for own in exact for chunk in chunks(own, _cpu_chunk(own.param))])
-    rounded = (chunk for own in stepped if _is_rounded(own) for chunk in chunks(own, chunk_size(own.param)))
-    for batch in batched(rounded, lambda chunk: chunk.param):
+    in_chunks = (chunk for own in rounded for chunk in chunks(own, chunk_size(own.param)))
+    for batch in batched(in_chunks, lambda chunk: chunk.param):
         in_fp32 = [_in_fp32(own) for own in batch]
         torch_adamw(in_fp32)
         for own, new in zip(batch, in_fp32, strict=True):
@@ -155,7 +157,7 @@ STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
 
 
 def _is_together(stepped: Stepped) -> bool:
-    """Return whether a parameter is stepped by `_step_together_`: bf16 and fp16 ones on accelerators, without codes."""
+    """Return whether `_step_together_` steps a parameter: on an accelerator, its counter on the CPU, without codes."""
     moments = [stepped.state[key] for key in MOMENTS_OF_ADAMW]
     return (
         is_accelerator(stepped.param.device)

@@ -27,13 +27,13 @@ _LONGEST_SEGMENT_OF_OTHERS = 3
 # In fp16, updates of 64 rows leave the range of the preset; benchmarks/README.md has the figures.
 _SMALLEST_GRAM = {torch.float16: 256}
 _SMALLEST_GRAM_OF_OTHERS = 64
-# For symmetric products: the smallest size for which computing them in blocks of rows is faster, and the approximate
-# rows of a block, for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower.
-# The figures for fp32 are measured, the others are estimates. Accelerators have one block: more launches, in which each
-# block fills the device less, and nobody has measured what they save.
+# For symmetric products on a CPU: the smallest size for which blocks of rows are faster, and the approximate rows of a
+# block, for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower. The figures
+# for fp32 are measured, the others are estimates. Accelerators have one block: more launches, in which each block fills
+# the device less, and nobody has measured what they save.
 _BLOCK_ROWS = {
-    ("cpu", torch.float32): (384, (192, 128)),
-    ("cpu", torch.bfloat16): (2048, (1024, 1024)),
+    torch.float32: (384, (192, 128)),
+    torch.bfloat16: (2048, (1024, 1024)),
 }
 _BLOCK_ROWS_OF_OTHERS = (4096, (2048, 2048))
 # More blocks would spend their time in calls.
@@ -73,7 +73,7 @@ def block_rows(size: int, dtype: torch.dtype, device_type: str) -> BlockRows:
 
     Compiled functions use one block, because they cannot write into a part of a matrix.
     """
-    smallest, rows = _BLOCK_ROWS.get((device_type, dtype), _BLOCK_ROWS_OF_OTHERS)
+    smallest, rows = _BLOCK_ROWS.get(dtype, _BLOCK_ROWS_OF_OTHERS)
     if device_type != "cpu" or size < smallest or torch.compiler.is_compiling():
         return BlockRows(size, size)
     blocks = (min(round(size / about), _MAX_BLOCKS) for about in rows)

@@ -7,6 +7,7 @@ elements: where an element lies does not change its result, so that every layout
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,10 +111,15 @@ def compiles_on(device: torch.device) -> bool:
     """Return whether functions are compiled on a device: torch can, and nobody has turned torch.compile off."""
     if device.type not in _COMPILED or _is_fake() or any(os.environ.get(name) == "1" for name in _TURNED_OFF):
         return False
-    if importlib.util.find_spec(_COMPILED[device.type]) is None:
+    if not _is_installed(_COMPILED[device.type]):
         _failures.append(f"there is no {_COMPILED.pop(device.type)} for {device.type}")
         return False
     return True
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def first_compilation(devices: Iterable[torch.device]) -> str | None:

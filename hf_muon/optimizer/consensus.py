@@ -187,8 +187,7 @@ def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
         if group["use_muon"]:
             types = sorted({device.type for device in work.devices})
             lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
-    devices = {param.device.type: param.device for group in groups for param in group["params"]}
-    for type_, device in devices.items():
+    for type_, device in {device.type: device for device in layout.devices}.items():
         if is_accelerator(device):  # compiled functions and plain ones may round differently
             how = "compiled" if compiles_on(device) else "not compiled"
             lines.append(

@@ -88,6 +88,7 @@ class StepLayout:
     Attributes:
         key: of the storage that the layout was made for, as by `storage_key`.
         process_groups: over which parameters are stored; none where this process stores all parameters alone.
+        devices: on which this rank stores parameters.
         works: for each group, what its step works on. Empty where `complaints` came too early.
         complaints: why parameters cannot be stepped as they are stored.
         lines: what must be the same on all ranks, in words.
@@ -108,6 +109,7 @@ class StepLayout:
         self.key = storage_key(groups, replicate_group, partitions)
         partitions = partitions or {}
         self.process_groups = _process_groups(groups, replicate_group, partitions)
+        self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
         self.works: list[GroupWork] = []
         self.complaints: list[str] = []
         self.lines: list[str] = []

@@ -183,8 +183,7 @@ class Muon(Optimizer):
             return loss
         layout = self._layout()
         indices_of_groups, watch = self._preflight(layout)
-        devices = (param.device for group in self.param_groups for param in group["params"])
-        if (kind := first_compilation(devices)) and log.is_rank_zero():
+        if (kind := first_compilation(layout.devices)) and log.is_rank_zero():
             log.logger().info("compiling elementwise functions for %s: the first step takes longer", kind)
         for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
             if indices:

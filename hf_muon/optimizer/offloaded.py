@@ -45,14 +45,15 @@ class OffloadedMomentum:
         self._moved: set[int] = set()  # ids of codes
         # Pieces that cut through blocks have all codes of their parameter; those of one parameter share them in a call.
         self._parts = [[self._stored(piece) for piece in pieces] for pieces in calls]
+        self._tensors = [_distinct(parts) for parts in self._parts]
         self._call = 0
-        self.transport = Transport(device, [_distinct(parts) for parts in self._parts])
+        self.transport = Transport(device, self._tensors)
 
     def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates; those of the next call, and no others."""
-        parts = self._parts[self._call]
+        parts, tensors = self._parts[self._call], self._tensors[self._call]
         self._call += 1
-        present = dict(zip(map(id, _distinct(parts)), self.transport.bring(), strict=True))
+        present = dict(zip(map(id, tensors), self.transport.bring(), strict=True))
         state, grads, own, moved = {}, {}, [], set()
         for k, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
             state[k] = {key: present[id(stored)] for key, stored in part.items()}
