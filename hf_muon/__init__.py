@@ -17,14 +17,25 @@ if TYPE_CHECKING:
     from hf_muon.config import MuonConfig
     from hf_muon.math.newton_schulz import orthogonalize
     from hf_muon.optimizer.muon import Muon
+    from hf_muon.ready_groups import MuonOfGroups
     from hf_muon.routing.route import route_parameters
 
 __version__ = "0.1.0"
-__all__ = ["Muon", "MuonConfig", "build_optimizer", "install", "orthogonalize", "route_parameters", "uninstall"]
+__all__ = [
+    "Muon",
+    "MuonConfig",
+    "MuonOfGroups",
+    "build_optimizer",
+    "install",
+    "orthogonalize",
+    "route_parameters",
+    "uninstall",
+]
 
 _MODULES = {
     "Muon": "hf_muon.optimizer.muon",
     "MuonConfig": "hf_muon.config",
+    "MuonOfGroups": "hf_muon.ready_groups",
     "build_optimizer": "hf_muon.build",
     "orthogonalize": "hf_muon.math.newton_schulz",
     "route_parameters": "hf_muon.routing.route",

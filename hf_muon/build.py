@@ -47,7 +47,7 @@ def build_optimizer(
             f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: its structure tells hidden "
             "matrices from other parameters. Pass parameters alone to hf_muon.Muon"
         )
-    config = _as_config(config).replace(options)
+    config = as_config(config).replace(options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
     groups = groups_of(routes, config)
@@ -58,7 +58,12 @@ def build_optimizer(
     return optimizer
 
 
-def _as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
+def as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
+    """Return the options that a caller has passed as a `MuonConfig`, as a mapping, or not at all.
+
+    Raises:
+        ValueError: something else, or an option that is not valid.
+    """
     if isinstance(config, MuonConfig):
         return config
     if not isinstance(config, (Mapping, type(None))):
@@ -93,7 +98,7 @@ def group_of(
     """
     use_muon = routes[0].use_muon
     optimizer_lr = config.muon_lr if use_muon else config.adamw_lr
-    if lr is None:
+    if lr is None or lr == config.lr:
         lr = config.lr if optimizer_lr is None else optimizer_lr
     elif optimizer_lr is not None and config.lr:
         lr = lr * optimizer_lr / config.lr

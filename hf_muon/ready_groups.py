@@ -1,15 +1,17 @@
-"""From param groups that the caller has made to an optimizer: `MuonOfGroups`."""
+"""An optimizer of parameters or param groups that the caller passes in place of a model: `MuonOfGroups`."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from hf_muon.build import group_of, log_routes, muon_options, require_muon
+from hf_muon.build import as_config, group_of, log_routes, muon_options, require_muon
 from hf_muon.config import MuonConfig
+from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.route import Route, route_parameters
 
@@ -17,32 +19,53 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # What routing decides for each part of a group; every other key of a group is copied to both parts.
-_ROUTED = ("params", "param_names", "lr", "weight_decay")
+_ROUTED = ("params", "param_names", "use_muon", "lr", "weight_decay")
 
 
 class MuonOfGroups(Muon):
-    """`Muon` over ready-made param groups, as callers without a model pass them (LLaMA-Factory's PPO and LoRA+).
+    """`Muon` for callers that pass parameters or param groups and no model.
 
-    Each group is split into a Muon and an AdamW part, with the group's own learning rate and decay. Groups do not say
-    which of their matrices are embeddings. The model that holds them does, and is looked up among the live modules.
+    LitGPT, torchtune and LightningCLI make optimizers by the path of a class so, and LLaMA-Factory, ms-swift, axolotl
+    and Unsloth with groups of their own. Each group is split into a Muon and an AdamW part. Parameters do not say
+    which of them are embeddings or heads. The model that holds them does: `model`, or else the live module that holds
+    most of them.
+
+    A group's `lr` and `weight_decay` hold for both of its parts: `lr` as it is, or in the proportion of `muon_lr` and
+    `adamw_lr` to `lr` where these are set; `weight_decay` for norms and biases, too, unless `adamw_weight_decay` is
+    set. A group with `use_muon: False` goes to AdamW.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs, or param groups; names are those of the model.
+        config: a `MuonConfig`, or a mapping of its options.
+        model: the module that holds the parameters; the default is to look among all live modules.
+        replicate_group: as in :class:`Muon`.
+        **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
-        ValueError: no parameter reaches Muon.
+        ValueError: an option is not valid, no parameter reaches Muon, or a group asks for Muon and holds something that
+            is no hidden matrix.
         RuntimeError: a parameter that belongs to no live module.
     """
 
     def __init__(
-        self, params: Iterable[Any], config: MuonConfig, *, replicate_group: ProcessGroup | None = None, **options: Any
+        self,
+        params: Iterable[Any],
+        config: MuonConfig | Mapping[str, Any] | None = None,
+        *,
+        model: nn.Module | None = None,
+        replicate_group: ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
-        config = config.replace(options)
-        items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        groups: list[dict[str, Any]] = items if all(isinstance(g, dict) for g in items) else [{"params": items}]
+        config = as_config(config).replace(options)
+        items: list[Any] = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
+        groups: list[Mapping[str, Any]] = items if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
         members = [_tensors(group["params"]) for group in groups]
-        routes = _routes_of({p for group in members for p in group if p.requires_grad}, config)
-        require_muon(list(routes.values()), "the given param groups")
+        routes = _routes_of({p for group in members for p in group if p.requires_grad}, config, model)
         split = []
+        reached: list[Route] = []
         for group, parameters in zip(groups, members, strict=True):
-            group_routes = [routes[p] for p in parameters if p.requires_grad]
+            group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
+            reached += group_routes
             decay = group.get("weight_decay")
             other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
             for use_muon in (True, False):
@@ -50,8 +73,27 @@ class MuonOfGroups(Muon):
                     part = [r for r in group_routes if r.use_muon is use_muon and decays in (None, r.decay)]
                     if part:
                         split.append({**group_of(part, config, lr=group.get("lr"), weight_decay=decay), **other_keys})
+        require_muon(reached, "the given param groups")
         super().__init__(split, replicate_group=replicate_group, **muon_options(config))
-        log_routes(routes.values())
+        log_routes(reached)
+
+
+def _as_asked(group: Mapping[str, Any], routes: Sequence[Route]) -> list[Route]:
+    """Return the routes of a group's parameters, all to AdamW if the group says `use_muon: False`.
+
+    Raises:
+        ValueError: the group says `use_muon: True`, and a route goes to AdamW.
+    """
+    use_muon = group.get("use_muon")
+    if use_muon is False:
+        return [dataclasses.replace(route, use_muon=False, reason="use_muon: False in its group") for route in routes]
+    others = [f"{route.name} ({route.reason})" for route in routes if not route.use_muon]
+    if use_muon and others:
+        raise ValueError(
+            f"A param group says use_muon: True, and holds {first_few(others, 3)}. Leave use_muon out, name hidden "
+            "matrices with muon_patterns, or pass the group to hf_muon.Muon, which takes every matrix as it is"
+        )
+    return list(routes)
 
 
 def _tensors(params: Any) -> list[Tensor]:
@@ -61,14 +103,21 @@ def _tensors(params: Any) -> list[Tensor]:
     return [p[1] if isinstance(p, tuple) else p for p in params]
 
 
-def _routes_of(parameters: set[Tensor], config: MuonConfig) -> dict[Tensor, Route]:
-    """Return the route of each parameter, by the model that holds it."""
+def _routes_of(parameters: set[Tensor], config: MuonConfig, model: nn.Module | None) -> dict[Tensor, Route]:
+    """Return the route of each parameter, by the model that holds it: `model`, then all live ones.
+
+    Raises:
+        RuntimeError: no live module holds a parameter.
+    """
     routes: dict[Tensor, Route] = {}
-    counts = {model: sum(p in parameters for p in model.parameters()) for model in _live_models()}
-    # A wrapper may share some of a model's parameters: the one that holds most of them knows most about them.
-    for model in sorted(counts, key=lambda model: counts[model], reverse=True):
-        if any(p in parameters and p not in routes for p in model.parameters()):
-            of_model = {route.parameter: route for route in route_parameters(model, config)}
+    models = [] if model is None else [model]
+    if not parameters <= {p for module in models for p in module.parameters()}:
+        counts = {module: sum(p in parameters for p in module.parameters()) for module in _live_models()}
+        # A wrapper may share some of a model's parameters: the one that holds most of them knows most about them.
+        models += sorted(counts, key=lambda module: counts[module], reverse=True)
+    for module in models:
+        if any(p in parameters and p not in routes for p in module.parameters()):
+            of_model = {route.parameter: route for route in route_parameters(module, config)}
             routes.update({p: route for p, route in of_model.items() if p in parameters and p not in routes})
     homeless = [tuple(p.shape) for p in parameters if p not in routes]
     if homeless:

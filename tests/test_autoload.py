@@ -48,7 +48,7 @@ ORDERS = {
 def test_the_name_is_accepted_whatever_was_imported_first(order):
     code = f"{order}\nargs = {ARGUMENTS}\nfrom transformers import Trainer\n"
     code += "cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)\nprint(args.optim.value, cls.__name__)"
-    assert run(code).stdout.split() == ["muon", "MuonOfGroups"]
+    assert run(code).stdout.split() == ["muon", "MuonFactory"]
 
 
 def test_importing_torch_imports_neither_transformers_nor_our_optimizer():

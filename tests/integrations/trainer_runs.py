@@ -26,16 +26,16 @@ def arguments(path, **options):
     return TrainingArguments(str(path), **{**OPTIONS, **options})
 
 
-def train(network, path, resume=None, data=None, **options):
+def train(network, path, resume=None, data=None, trainer_class=InOrder, **options):
     callback = Losses()
-    trainer = InOrder(network, arguments(path, **options), train_dataset=data or dataset(), callbacks=[callback])
+    trainer = trainer_class(network, arguments(path, **options), train_dataset=data or dataset(), callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume)
     return trainer, callback.losses
 
 
-def by_hand(network, *, accumulation=1, max_grad_norm=1.0, autocast=False, steps=STEPS, **options):
+def by_hand(network, *, optimizer=None, accumulation=1, max_grad_norm=1.0, autocast=False, steps=STEPS, **options):
     """Train as the Trainer does, without the Trainer."""
-    optimizer = build_optimizer(network, lr=LR, weight_decay=0.1, **options)
+    optimizer = optimizer or build_optimizer(network, lr=LR, weight_decay=0.1, **options)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=steps)
     rows = sentences()
     losses = []

@@ -18,14 +18,50 @@ if TYPE_CHECKING:
     from hf_muon.config import MuonConfig
     from hf_muon.optimizer.muon import Muon
 
+# Keys under which callers put param groups among the arguments, as transformers itself does for GaLore.
+_GROUPS = ("optimizer_dict", "params")
+
 # The rest of the package is imported where it is used: processes without `optim: muon` do not load it.
 
 
-def optimizer_handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
+class MuonFactory:
+    """What transformers makes the optimizer with, for callers of both kinds.
+
+    ``MuonFactory()(model, **kwargs)`` routes the model, as Trainer calls it; with `optimizer_dict` or `params` among
+    the arguments, as sentence-transformers has them, the parameters of these groups. ``MuonFactory(groups, **kwargs)``
+    routes ready-made groups, as LLaMA-Factory, ms-swift, axolotl, Unsloth and copies of `create_optimizer` call it.
+    """
+
+    def __new__(cls, params: Any = None, **options: Any) -> Any:
+        if params is None and not options:
+            return super().__new__(cls)
+        return _build_of_groups(params, **options)
+
+    def __call__(self, model: nn.Module, /, **options: Any) -> Muon:
+        from hf_muon.build import build_optimizer
+
+        routing_model = options.pop("routing_model", None)
+        for key in _GROUPS:
+            if key in options:
+                groups = options.pop(key)
+                optimizer = _build_of_groups(groups, model if routing_model is None else routing_model, **options)
+                break
+        else:
+            optimizer = build_optimizer(model, **options)
+        CORRECTED.add(optimizer)
+        return optimizer
+
+
+def _build_of_groups(groups: Any, routing_model: nn.Module | None = None, **options: Any) -> Muon:
+    from hf_muon.ready_groups import MuonOfGroups
+
+    return MuonOfGroups(groups, model=routing_model, **options)
+
+
+def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dict[str, Any]]:
     """Return what transformers makes the optimizer with, and the keyword arguments of that.
 
-    With a model, a factory that transformers calls as ``factory()(model, **kwargs)``; without one, a class for
-    ready-made param groups.
+    Callers may read and replace `lr` and `weight_decay` among these arguments, or leave them out.
     """
     from hf_muon.diagnostics.metrics import FILE
 
@@ -36,21 +72,13 @@ def optimizer_handler(context: OptimizerContext) -> tuple[Any, dict[str, Any]]:
     refuse_unsupported(context.args)
     refuse_plain_shards(context.model)
     warn_of_fsdp(context.args)
-    options = {"config": config, "replicate_group": replicate_group(context.model)}
-    if context.model is None:
-        from hf_muon.ready_groups import MuonOfGroups
-
-        return MuonOfGroups, options
-
-    return lambda: _build, options
-
-
-def _build(model: nn.Module, **options: Any) -> Muon:
-    from hf_muon.build import build_optimizer
-
-    optimizer = build_optimizer(model, **options)
-    CORRECTED.add(optimizer)
-    return optimizer
+    return MuonFactory, {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "config": config,
+        "replicate_group": replicate_group(context.model),
+        "routing_model": context.model,
+    }
 
 
 def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str] | None = None) -> MuonConfig:
