@@ -36,7 +36,7 @@ FLOORS = {
         "adamw momentum newton_schulz",
     ],
     "diagnostics": ["log names measures charts", "watch", "metrics", "run_file", "page"],
-    "storage": ["blocks tensors", "host transport views", "regions", "dtensor shared", "partitions"],
+    "storage": ["blocks tensors", "host views", "early_read transport", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
     "distributed": ["agreement units", "groups executor", "holdings local", "schedule", "exchange", "select"],
     "routing": ["parameters parts", "fused_rules model_facts", "fused", "kinds outputs", "rules", "route", "table"],

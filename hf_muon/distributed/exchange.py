@@ -15,13 +15,13 @@ orthogonalized, the updates of the next one travel to their owners and the direc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.executor import NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
 from hf_muon.distributed.holdings import BatchBox, Holdings
 from hf_muon.distributed.schedule import Bucket, OwnedUnit, Round, Schedule
 from hf_muon.distributed.units import Unit, assign_owners
@@ -100,29 +100,38 @@ class Exchange:
         self.schedule = Schedule(owned, holdings, dist.get_rank(group), comm_dtype, max_bucket_bytes)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
-    def directions(
-        self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
-    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
-        """Yield pieces and their directions, bucket by bucket; see `Executor`.
+    def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
+        """Return pieces and their directions, bucket by bucket; see `Executor`. The iteration sends.
 
         Raises:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
         rounds = self.rounds(frozenset(active))
+        first = [self._outgoing(current.buckets[0], updates_of) for current in rounds[:1]]
+
+        def flat_of(bucket: Bucket) -> Tensor:
+            return first.pop() if first else self._outgoing(bucket, updates_of)
+
+        return self._in_rounds(rounds, flat_of, newton_schulz)
+
+    def _in_rounds(
+        self, rounds: Sequence[Round], flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz
+    ) -> Directions:
+        """Yield pieces and their directions; `flat_of` returns the updates that a bucket sends, and is called once."""
         gathering: _Transfer | None = None
         returning: tuple[Round, _Transfer] | None = None
         for k, current in enumerate(rounds):
             if len(current.buckets) > 1:
-                yield from self._bucket_by_bucket(current, updates_of, newton_schulz)
+                yield from self._bucket_by_bucket(current, flat_of, newton_schulz)
                 continue
             bucket = current.buckets[0]
-            arriving = gathering or self._gather(bucket, updates_of)
+            arriving = gathering or self._gather(bucket, flat_of)
             gathering = None
             following = rounds[k + 1] if k + 1 < len(rounds) else None
             if following is not None and len(following.buckets) == 1:
                 in_flight = current.nbytes + following.nbytes + (returning[0].nbytes if returning else 0)
                 if in_flight <= self.max_bucket_bytes:
-                    gathering = self._gather(following.buckets[0], updates_of)
+                    gathering = self._gather(following.buckets[0], flat_of)
             data = arriving.wait()
             del arriving
             data = self._orthogonalize(bucket, data, newton_schulz)
@@ -152,10 +161,10 @@ class Exchange:
         return self._planned[1]
 
     def _bucket_by_bucket(
-        self, current: Round, updates_of: UpdatesOf, newton_schulz: NewtonSchulz
-    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+        self, current: Round, flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz
+    ) -> Directions:
         """Step a round of several buckets: gather them one by one, so that all owners then work at the same time."""
-        data = [self._gather(bucket, updates_of).wait() for bucket in current.buckets]
+        data = [self._gather(bucket, flat_of).wait() for bucket in current.buckets]
         for k, bucket in enumerate(current.buckets):
             data[k] = self._orthogonalize(bucket, data[k], newton_schulz)
         for k, bucket in enumerate(current.buckets):
@@ -163,13 +172,15 @@ class Exchange:
             data[k] = data[k].new_empty(0)
             yield self._complete(bucket, leaving)
 
-    def _gather(self, bucket: Bucket, updates_of: UpdatesOf) -> _Transfer:
-        """Start to send the updates of this rank's boxes to their owners."""
+    def _outgoing(self, bucket: Bucket, updates_of: UpdatesOf) -> Tensor:
+        """Return the updates of this rank's boxes, flat, ordered by owner."""
         updates = updates_of(bucket.pieces)
         device = self.comm_device if bucket.gathers else self.device
-        send = _flattened([updates[i] for i in bucket.outgoing], self.comm_dtype).to(device)
-        del updates  # before memory is allocated for what arrives
-        return _Transfer(send, bucket.send, bucket.receive, self.group, local=not bucket.gathers)
+        return _flattened([updates[i] for i in bucket.outgoing], self.comm_dtype).to(device)
+
+    def _gather(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> _Transfer:
+        """Start to send the updates of this rank's boxes to their owners."""
+        return _Transfer(flat_of(bucket), bucket.send, bucket.receive, self.group, local=not bucket.gathers)
 
     def _orthogonalize(self, bucket: Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
         """Return the directions of the units that this rank owns, flat, ordered by destination."""

@@ -63,6 +63,9 @@ class StepCost(NamedTuple):
     unit_bytes: int
 
 
+Directions = Iterator[tuple[list[Piece], list[Tensor]]]
+"""Pieces, and for each of them a direction of its shape."""
+
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
 """Moves the momentum of some pieces and returns their updates.
 
@@ -86,17 +89,18 @@ class Executor(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def directions(
-        self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
-    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
+    def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
         """Compute directions for this rank's pieces of the active matrices, bucket by bucket.
+
+        The call asks for the updates of the first bucket, and may compute with them, but sends nothing. The rest takes
+        place in the iteration.
 
         Args:
             active: positions of the matrices to step; the same on all ranks.
             updates_of: called once for each piece of an active matrix.
             newton_schulz: called on whole matrices, on their owner only.
 
-        Yields:
+        Returns:
             Pieces, and for each of them a direction of its shape. The directions may be written to.
         """
         ...

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
@@ -57,12 +57,18 @@ class LocalExecutor:
         self.observer: Observer | None = None
         self._planned: tuple[frozenset[int] | None, list[Bucket]] = (None, [])
 
-    def directions(
-        self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz
-    ) -> Iterator[tuple[list[Piece], list[Tensor]]]:
-        """Yield the directions of one bucket at a time, see `Executor`; no tensor of a bucket outlives its turn."""
-        for bucket in self.buckets(frozenset(active)):
-            yield self._of_bucket(bucket, updates_of, newton_schulz)
+    def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
+        """Return the directions of one bucket at a time, see `Executor`; no tensor of a bucket outlives its turn."""
+        buckets = self.buckets(frozenset(active))
+        first = [self._of_bucket(bucket, updates_of, newton_schulz) for bucket in buckets[:1]]
+
+        def rest() -> Directions:
+            while first:
+                yield first.pop()
+            for bucket in buckets[1:]:
+                yield self._of_bucket(bucket, updates_of, newton_schulz)
+
+        return rest()
 
     def order(self, active: Collection[int]) -> list[list[Piece]]:
         """Return the pieces of one bucket after the other, see `Executor`."""

@@ -44,7 +44,8 @@ class Elementwise:
     """A function of flat tensors that writes into some of them: compiled where torch can, otherwise the plain function.
 
     Args:
-        function: of tensors, of 0-dim tensors on the CPU, and of options, each combination of which is compiled.
+        function: of tensors, of 0-dim tensors, mostly on the CPU, and of options, each combination of which is
+            compiled.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
     """
@@ -70,7 +71,8 @@ class Elementwise:
 
     def compiled(self, *tensors: Tensor, backend: str = "inductor", **options: Any) -> Callable[..., None]:
         """Return the function, compiled for arguments like these."""
-        key = (backend, *((tensor.dtype, tensor.ndim) for tensor in tensors), *options.items())
+        kinds = ((tensor.dtype, tensor.ndim, tensor.device.type) for tensor in tensors)
+        key = (backend, *kinds, *options.items())
         if key not in self._compiled:
             # A copy, since torch limits how often one function is compiled.
             plain = cast(FunctionType, self.plain)
@@ -154,7 +156,7 @@ def over(
     Args:
         function: takes as many flat tensors as there are columns, then the numbers and options.
         columns: for each argument, a list of tensors. Tensors at one position have equal shapes.
-        numbers: 0-dim tensors on the CPU.
+        numbers: 0-dim tensors.
         into: columns that are only read, with one that is only written, adjacent in memory, and takes their copies.
         options: of the function.
     """

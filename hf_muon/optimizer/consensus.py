@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from hf_muon.optimizer import gradients
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
+from hf_muon.storage.early_read import EarlyRead
 from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
@@ -49,15 +50,31 @@ def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None)
     return [line if len(of) == len(texts) else f"{line} [rank {_listed(of)}]" for line, of in origins.items()]
 
 
-def agree(
+class Agreement(NamedTuple):
+    """What this rank expects the ranks to agree on, and how to learn whether they do.
+
+    Attributes:
+        expected: indices of the parameters of each group to step, if nothing is wrong and all ranks have the same
+            gradients. None where that alone does not decide, or where gradients must be redistributed first.
+        go: whether that is so, 0-dim bool on the device, which knows it before the host does. None where it does not.
+        result: waits; returns the indices of the parameters of each group to step, or None for an idle step. Raises
+            RuntimeError, the same on all ranks, with every complaint of every rank.
+    """
+
+    expected: list[list[int]] | None
+    go: Tensor | None
+    result: Callable[[], list[list[int]] | None]
+
+
+def begin(
     groups: Sequence[Group],
     layout: StepLayout,
     complaints: Sequence[str],
     *,
     may_be_idle: bool = False,
     refusal: str = REFUSED,
-) -> list[list[int]] | None:
-    """Return the parameters of each group to step, or raise an error, the same on all ranks.
+) -> Agreement:
+    """Ask all ranks for the parameters of each group to step, or for errors, without waiting for an answer.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
     If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
@@ -69,16 +86,13 @@ def agree(
         may_be_idle: whether to look for gradients that are all zero.
         refusal: how the error begins.
 
-    Returns:
-        Indices for each group, or None for an idle step.
-
     Raises:
-        RuntimeError: every complaint of every rank.
+        RuntimeError: the complaints, in a process that is alone with its parameters.
     """
     stop = functools.partial(refuse, head=refusal)
     if not layout.process_groups:
         stop(complaints)
-        return _check_alone(groups, stop, may_be_idle=may_be_idle)
+        return _begin_alone(groups, stop, may_be_idle=may_be_idle)
 
     from hf_muon.distributed import agreement
 
@@ -97,7 +111,7 @@ def agree(
     root = layout.root
     assert root is not None
     model_device = local_of(params[0]).device
-    reports = agreement.exchange_reports(
+    pending = agreement.PendingReports(
         root, model_device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
     )
     ranks = _ranks(root)
@@ -105,45 +119,78 @@ def agree(
     def of_all_ranks(texts: Sequence[str]) -> list[str]:
         return together(agreement.exchange_texts(root, texts), ranks)
 
-    if any(report.complains for report in reports):
-        stop(of_all_ranks(complaints))
-    if len({report.fingerprint for report in reports}) > 1:
-        stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
-    if any(report.flags[0] for report in reports):
-        names = gradients.bad_names(groups) if flags[0].item() else []
-        stop(of_all_ranks(names), gradients.NOT_FINITE)
-    if len({report.gradients for report in reports}) > 1:
-        # All ranks have as many parameters: the layouts that they agree on have a line for each.
-        rows = agreement.exchange_bits(root, model_device, [*bits, *map(_needs_others, stored)])
-        has = {rank: row[: len(bits)] for rank, row in zip(ranks, rows, strict=True)}
-        differences = list(_diverging(groups, layout, has))
-        if any(any(row[len(bits) :]) for row in rows):
-            texts = dict(zip(ranks, agreement.exchange_texts(root, stored), strict=True))
-            differences += _stored_differently(groups, layout, texts)
-        stop(of_all_ranks(differences))
-        bits = [
-            mine if place is None else any(has[rank][k] for rank in _ranks(place.group))
-            for k, (mine, place) in enumerate(
-                zip(bits, itertools.chain.from_iterable(work.shared for work in layout.works), strict=True)
-            )
-        ]
-    return _by_group(groups, bits) if any(report.flags[1] for report in reports) else None
+    def result() -> list[list[int]] | None:
+        reports = pending.reports()
+        if any(report.complains for report in reports):
+            stop(of_all_ranks(complaints))
+        if len({report.fingerprint for report in reports}) > 1:
+            stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
+        if any(report.flags[0] for report in reports):
+            names = gradients.bad_names(groups) if flags[0].item() else []
+            stop(of_all_ranks(names), gradients.NOT_FINITE)
+        has = bits
+        if len({report.gradients for report in reports}) > 1:
+            # All ranks have as many parameters: the layouts that they agree on have a line for each.
+            rows = agreement.exchange_bits(root, model_device, [*bits, *map(_needs_others, stored)])
+            has = _of_any_rank(groups, layout, bits, dict(zip(ranks, rows, strict=True)), stored, of_all_ranks, stop)
+        return _by_group(groups, has) if any(report.flags[1] for report in reports) else None
+
+    decided = not (complaints or may_be_idle or any(map(_needs_others, stored)))
+    return Agreement(_by_group(groups, bits) if decided else None, pending.go if decided else None, result)
 
 
-def _check_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> list[list[int]] | None:
-    """Do what `agree` does in a process that is alone with its parameters and has no complaints."""
-    bits = [param.grad is not None for group in groups for param in group["params"]]
-    moves = True
-    if may_be_idle:
-        flags = gradients.flags(groups, may_be_idle=True)
-        if not has_data(flags):  # of fake tensors, by which memory is estimated
-            return _by_group(groups, bits)
-        bad, moves = flags.tolist()
-    else:
-        bad = not all(flag.tolist() for flag in gradients.steppable(groups))
-    if bad:
-        stop(gradients.bad_names(groups), gradients.NOT_FINITE)
-    return _by_group(groups, bits) if moves else None
+def _of_any_rank(
+    groups: Sequence[Group],
+    layout: StepLayout,
+    bits: Sequence[bool],
+    rows: Mapping[int, Sequence[bool]],
+    stored: Sequence[str],
+    of_all_ranks: Callable[[Sequence[str]], list[str]],
+    stop: Callable[..., None],
+) -> list[bool]:
+    """Return which parameters have a gradient on any of the ranks that store them, or raise what is wrong with that.
+
+    Args:
+        groups: param groups.
+        layout: of these groups.
+        bits: whether each parameter has a gradient here.
+        rows: the same of each rank, followed by which gradients it would redistribute.
+        stored: how this rank's gradients are stored.
+        of_all_ranks: puts the texts of all ranks together.
+        stop: raises if there are any.
+    """
+    from hf_muon.distributed import agreement
+
+    has = {rank: row[: len(bits)] for rank, row in rows.items()}
+    differences = list(_diverging(groups, layout, has))
+    if any(any(row[len(bits) :]) for row in rows.values()):
+        assert layout.root is not None
+        texts = dict(zip(rows, agreement.exchange_texts(layout.root, stored), strict=True))
+        differences += _stored_differently(groups, layout, texts)
+    stop(of_all_ranks(differences))
+    return [
+        mine if place is None else any(has[rank][k] for rank in _ranks(place.group))
+        for k, (mine, place) in enumerate(
+            zip(bits, itertools.chain.from_iterable(work.shared for work in layout.works), strict=True)
+        )
+    ]
+
+
+def _begin_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> Agreement:
+    """Do what `begin` does in a process that is alone with its parameters and has no complaints."""
+    expected = _by_group(groups, [param.grad is not None for group in groups for param in group["params"]])
+    flags = gradients.flags(groups, may_be_idle=True) if may_be_idle else gradients.steppable(groups)
+    if not has_data(flags):  # of fake tensors, by which memory is estimated
+        return Agreement(expected, None, lambda: expected)
+    read = EarlyRead(flags)
+
+    def result() -> list[list[int]] | None:
+        bad, moves = read.tolist() if may_be_idle else (not read.tolist(), True)
+        if bad:
+            stop(gradients.bad_names(groups), gradients.NOT_FINITE)
+        return expected if moves else None
+
+    return Agreement(None, None, result) if may_be_idle else Agreement(expected, flags, result)
 
 
 def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,10 +56,15 @@ class FirstStepReport:
         if layout.complaints or self._params.issuperset(map(id, partitions or ())):
             self._log(layout.complaints)
 
-    def log_incomplete(self) -> None:
-        """Log what has been added, where the step is refused before the report is complete."""
-        if self._params and not self._is_logged:
-            self._log(())
+    @contextlib.contextmanager
+    def ends_if_refused(self) -> Iterator[None]:
+        """Log what has been added if the block refuses the step, before the report is complete."""
+        try:
+            yield
+        except RuntimeError:
+            if self._params and not self._is_logged:
+                self._log(())
+            raise
 
     def _log(self, complaints: Sequence[str]) -> None:
         self._is_logged = True

@@ -76,9 +76,12 @@ def flags(groups: Sequence[Group], *, may_be_idle: bool) -> Tensor:
     return torch.cat([bad, _any([grad.any() for grads, _ in buckets.values() for grad in grads])])
 
 
-def steppable(groups: Sequence[Group]) -> list[Tensor]:
-    """Return whether all entries can be stepped: a flag for each device and dtype of gradients, still on the device."""
-    return [_all_small(grads, limits) for grads, limits in _buckets(groups)[0].values()]
+def steppable(groups: Sequence[Group]) -> Tensor:
+    """Return whether all entries can be stepped, 0-dim bool, still on the device."""
+    small = [_all_small(grads, limits) for grads, limits in _buckets(groups)[0].values()]
+    if len(small) > 1:
+        return torch.stack([flag.to(small[0].device) for flag in small]).all()
+    return small[0] if small else torch.ones((), dtype=torch.bool)
 
 
 def _buckets(

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hf_muon.math import update
+from hf_muon.distributed.executor import Directions, Executor, Piece, UpdatesOf
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.moments import SCALES
 from hf_muon.math.momentum import BUFFER, SCALE, MomentumBuffers
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
+from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.math.weight_rounding import Observer
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import rate_of
@@ -28,17 +29,8 @@ Group = Mapping[str, Any]
 State = Mapping[Tensor, Mapping[str, Tensor]]
 
 
-def muon_step(
-    group: Group,
-    work: GroupWork,
-    indices: Sequence[int],
-    state: State,
-    number: int,
-    max_batch_bytes: int,
-    watch: GroupWatch | None = None,
-    observer: Observer | None = None,
-) -> None:
-    """Step a Muon group: momentum, orthogonalization, weights, one bucket of pieces after the other.
+class MuonStep:
+    """A step of a Muon group: momentum, orthogonalization, weights, one bucket of pieces after the other.
 
     Args:
         group: a param group.
@@ -47,54 +39,104 @@ def muon_step(
         state: of its parameters; complete.
         number: of the step, from one.
         max_batch_bytes: as of `Muon`.
-        watch: measures this step; None where nothing does.
-        observer: of weights that are rounded.
+        go: whether the step is taken, 0-dim bool on the device; None where the host knows that it is.
     """
-    coefficients = resolve(group["ns_coefficients"], group["ns_steps"])
-    params = {i: group["params"][i] for i in indices}
-    active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
-    local = {i: local_of(param) for i, param in params.items()}
-    grads = {i: gradients.local_grad(param) for i, param in params.items()}
-    moments = {
-        i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
-        for i, param in params.items()
-    }
-    weights = {k: matrix.of(local[matrix.param]) for k, matrix in active.items()}
-    scales = {k: update.lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in active.items()}
-    stored = {
-        k: {key: matrix.of(value) for key, value in moments[matrix.param].items()} for k, matrix in active.items()
-    }
-    gradient_of = {k: matrix.of(grads[matrix.param]) for k, matrix in active.items()}
-    options = {"momentum": group["momentum"], "nesterov": group["nesterov"], "step": number}
-    momentum = MomentumBuffers(stored, gradient_of, **options)
-    offloads = any(is_offloaded(group, param) for param in params.values())
-    for executor in work.executors:
-        executor.observer = None if watch is None else watch.orthogonalized
-        dtype = compute_dtype(group["ns_dtype"], executor.device.type, executor.device.index)
-        orthogonalizer = Orthogonalizer(coefficients, dtype, max_batch_bytes)
-        with (
-            updates_for(executor, active, stored, gradient_of, **options)
-            if offloads
-            else contextlib.nullcontext(momentum.updates)
-        ) as updates_of:
-            for pieces, directions in executor.directions(active, updates_of, orthogonalizer):
-                piece_scales = [scales[piece.matrix] for piece in pieces]
-                if watch is not None:
-                    watch.directions(pieces, directions, piece_scales)
-                update.apply_directions_(
-                    [piece.of(weights[piece.matrix]) for piece in pieces],
-                    directions,
-                    lr=rate_of(group),
-                    weight_decay=group["weight_decay"],
-                    scales=piece_scales,
-                    step=number,
-                    rounding=group["weight_rounding"],
-                    observer=observer,
-                )
-                del directions  # before the next ones are made
-    if watch is not None:
-        for k in active:
-            watch.momentum(k, momentum.values(k))
+
+    def __init__(
+        self,
+        group: Group,
+        work: GroupWork,
+        indices: Sequence[int],
+        state: State,
+        number: int,
+        max_batch_bytes: int,
+        go: Tensor | None = None,
+    ) -> None:
+        self.group = group
+        self.indices = indices
+        self._executors = work.executors
+        self._number = number
+        self._max_batch_bytes = max_batch_bytes
+        self._go = go
+        params = {i: group["params"][i] for i in indices}
+        self._active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
+        local = {i: local_of(param) for i, param in params.items()}
+        grads = {i: gradients.local_grad(param) for i, param in params.items()}
+        moments = {
+            i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
+            for i, param in params.items()
+        }
+        self._weights = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
+        self._scales = {k: lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in self._active.items()}
+        self._stored = {
+            k: {key: matrix.of(value) for key, value in moments[matrix.param].items()}
+            for k, matrix in self._active.items()
+        }
+        self._grads = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
+        self._offloads = any(is_offloaded(group, param) for param in params.values())
+        self._options = {"momentum": group["momentum"], "nesterov": group["nesterov"], "step": number}
+        self._momentum = MomentumBuffers(self._stored, self._grads, **self._options, go=go)
+        self._begun: dict[int, Directions] = {}
+
+    def begin(self) -> None:
+        """Launch what changes nothing unless `go` is true, as far as a device can do so; nothing is sent.
+
+        The device has something to compute while the host waits for the agreement of all ranks.
+        """
+        if self._go is None or self._offloads or not self._executors:
+            return
+        first = self._executors[0]
+        first.observer = None
+        if any(self._momentum.waits_for(self._go, pieces) for pieces in first.order(self._active)[:1]):
+            self._begun[0] = self._directions(first, self._momentum.updates)
+
+    def finish(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
+        """Take the step, or the rest of it; all ranks have agreed that they do.
+
+        Args:
+            watch: measures this step, of which nothing has begun; None where nothing does.
+            observer: of weights that are rounded.
+        """
+        for e, executor in enumerate(self._executors):
+            executor.observer = None if watch is None else watch.orthogonalized
+            with (
+                updates_for(executor, self._active, self._stored, self._grads, **self._options)
+                if self._offloads
+                else contextlib.nullcontext(self._momentum.updates)
+            ) as updates_of:
+                for pieces, directions in self._begun.pop(e, None) or self._directions(executor, updates_of):
+                    self._apply(pieces, directions, watch, observer)
+                    del directions  # before the next ones are made
+        if watch is not None:
+            for k in self._active:
+                watch.momentum(k, self._momentum.values(k))
+
+    def _directions(self, executor: Executor, updates_of: UpdatesOf) -> Directions:
+        coefficients = resolve(self.group["ns_coefficients"], self.group["ns_steps"])
+        dtype = compute_dtype(self.group["ns_dtype"], executor.device.type, executor.device.index)
+        return executor.directions(self._active, updates_of, Orthogonalizer(coefficients, dtype, self._max_batch_bytes))
+
+    def _apply(
+        self,
+        pieces: Sequence[Piece],
+        directions: Sequence[Tensor],
+        watch: GroupWatch | None,
+        observer: Observer | None,
+    ) -> None:
+        """Move the weights of some pieces."""
+        scales = [self._scales[piece.matrix] for piece in pieces]
+        if watch is not None:
+            watch.directions(pieces, directions, scales)
+        apply_directions_(
+            [piece.of(self._weights[piece.matrix]) for piece in pieces],
+            directions,
+            lr=rate_of(self.group),
+            weight_decay=self.group["weight_decay"],
+            scales=scales,
+            step=self._number,
+            rounding=self.group["weight_rounding"],
+            observer=observer,
+        )
 
 
 def adamw_step(

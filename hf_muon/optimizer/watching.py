@@ -41,6 +41,11 @@ class StepWatch:
         self._step = first["step"] + 1
         self._watch = metrics.begin(self._step, local_of(first["params"][0]).device)
 
+    @property
+    def measures(self) -> bool:
+        """Whether this step is measured, and not only timed."""
+        return self._watch is not None
+
     def of_group(self, group: Group, work: GroupWork) -> GroupWatch | None:
         """Return what measures the step of a group; None where this step is only timed."""
         return None if self._watch is None else GroupWatch(self._watch, group, work, self._names(group))

@@ -17,7 +17,7 @@ from hf_muon.math.moments import moment_bytes, with_scales
 from hf_muon.math.rounding import chunk_size
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, zero_state
-from hf_muon.optimizer.step import muon_step
+from hf_muon.optimizer.step import MuonStep
 from hf_muon.plan.live_bytes import LiveBytes
 
 ACCELERATOR = torch.device("meta")
@@ -88,7 +88,7 @@ def _peak_of_units(group: Mapping[str, Any], work: GroupWork, executor: LocalExe
     own = {**group, "params": params}
     live = LiveBytes()
     with live:
-        muon_step(own, GroupWork(work.shared, work.matrices, [executor]), indices, state, 1, max_batch_bytes)
+        MuonStep(own, GroupWork(work.shared, work.matrices, [executor]), indices, state, 1, max_batch_bytes).finish()
     return live.peak
 
 

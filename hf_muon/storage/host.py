@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,17 @@ def moments_device(param: Tensor, offload: str, shape: Sequence[int] | None = No
     return torch.device("cpu") if offload == "cpu" and device.type not in _HAS_NO_HOST and numel >= SMALLEST else device
 
 
+def pins(device: torch.device) -> bool:
+    """Return whether a device copies memory of the host by itself if its pages do not move."""
+    return device.type in _PINS
+
+
+def asynchronous(device: torch.device) -> Any:
+    """Return torch's module of a device that computes in streams while the host goes on; None for other devices."""
+    module = None if device.type in _HAS_NO_HOST else torch.get_device_module(device)
+    return module if hasattr(module, "Stream") else None
+
+
 def zeros_like(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
     """Return zeros in the host's memory, in pages that do not move if `local`'s device can copy such ones by itself.
 
@@ -55,7 +67,7 @@ def copied(local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _empty(local: Tensor, dtype: torch.dtype, device: torch.device, shape: Sequence[int] | None = None) -> Tensor:
-    pinned = device.type in _PINS
+    pinned = pins(device)
     try:
         if shape is not None:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.storage.host import asynchronous
+
 _ALIGNMENT = 256  # bytes; a multiple of every dtype's size, and of what copy engines like
 
 
@@ -165,5 +167,5 @@ class _Streams:
 
 
 def _streams_of(device: torch.device) -> _NoStreams | _Streams:
-    module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
-    return _Streams(module, device) if hasattr(module, "Stream") else _NoStreams()
+    module = asynchronous(device)
+    return _NoStreams() if module is None else _Streams(module, device)

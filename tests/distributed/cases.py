@@ -199,9 +199,9 @@ class Counted:
             return counting
 
         def all_gather(original):
-            def counting(gathered, own, group):
+            def counting(gathered, own, **options):
                 self.words += 1
-                return original(gathered, own, group=group)
+                return original(gathered, own, **options)
 
             return counting
 
