@@ -22,6 +22,8 @@ HOOKS = {
     "transformers.trainer_optimizer": "hf_muon.integrations.transformers.hooks:patch_trainer_optimizer",
     "transformers.trainer": "hf_muon.integrations.transformers.hooks:patch_trainer",
     "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
+    "axolotl.contribs.mit.muon": "hf_muon.integrations.other_muons:patch_axolotl",
+    "swift.optimizers.muon": "hf_muon.integrations.other_muons:patch_swift",
     "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory.v0.hooks:patch_parser",
     "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory.v0.hooks:patch_plots",
     "llamafactory.v1.config.training_args": "hf_muon.integrations.llamafactory.v1.hooks:patch_training_arguments",

@@ -82,8 +82,9 @@ before = TrainingArguments.__post_init__
 members = list(OptimizerNames)
 {ARGUMENTS}
 hf_muon.uninstall()
-assert "muon" not in [m.value for m in OptimizerNames] and "muon" not in registry._OPTIMIZER_HANDLERS
-assert not hasattr(OptimizerNames, "MUON") and len(list(OptimizerNames)) == len(members) - 1
+names = [*(m.value for m in OptimizerNames), *registry._OPTIMIZER_HANDLERS]
+assert "muon" not in names and "hf_muon" not in names
+assert not hasattr(OptimizerNames, "MUON") and len(list(OptimizerNames)) == len(members) - 2
 assert TrainingArguments.__post_init__ is not before
 try:
     {ARGUMENTS}
@@ -94,7 +95,7 @@ else:
 hf_muon.uninstall()
 hf_muon.install(); hf_muon.install()
 {ARGUMENTS}
-assert [m.value for m in OptimizerNames].count("muon") == 1
+assert [m.value for m in OptimizerNames].count("muon") == [m.value for m in OptimizerNames].count("hf_muon") == 1
 """
     run(code)
 
@@ -125,14 +126,15 @@ assert repr(m) == "<OptimizerNames.MUON: 'muon'>", repr(m)
     run(code)
 
 
-def test_command_line_accepts_the_name():
+def test_command_line_accepts_both_names():
     code = """
 import sys
 from transformers import HfArgumentParser, TrainingArguments
-options = {"output_dir": "/tmp/unused", "optim": "muon", "optim_args": "momentum=0.9", "use_cpu": "true"}
-sys.argv = ["train.py", *(part for key, value in options.items() for part in (f"--{key}", value))]
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-assert args.optim == "muon" and type(args.optim).__name__ == "OptimizerNames"
+for name in ("muon", "hf_muon"):
+    options = {"output_dir": "/tmp/unused", "optim": name, "optim_args": "momentum=0.9", "use_cpu": "true"}
+    sys.argv = ["train.py", *(part for key, value in options.items() for part in (f"--{key}", value))]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    assert args.optim == name and type(args.optim).__name__ == "OptimizerNames"
 """
     run(code)
 
@@ -146,17 +148,27 @@ import transformers.trainer_optimizer as registry
 from hf_muon.integrations.transformers.hooks import patch_training_args
 import transformers.training_args as module
 patch_training_args(module)
+from hf_muon.integrations.transformers.hooks import _remove_member
+_remove_member(OptimizerNames, "hf_muon")
 del OptimizerNames("muon")._from_hf_muon  # stands for the member that transformers would have
 registry._OPTIMIZER_HANDLERS["muon"] = "theirs"
 hf_muon.install()
-from hf_muon import _autoload
-assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs"
-assert _autoload.status()["transformers.training_args"].startswith("stepped aside"), _autoload.status()
-assert _autoload.status()["transformers.trainer_optimizer"].startswith("stepped aside")
+from hf_muon.integrations.names import is_muon
+from hf_muon.integrations.transformers.handler import optimizer_handler
+assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs" and registry._OPTIMIZER_HANDLERS["hf_muon"] is optimizer_handler
+assert not is_muon(TrainingArguments("/tmp/unused", optim="muon", optim_args="of=theirs", use_cpu=True).optim)
+assert is_muon(TrainingArguments("/tmp/unused", optim="hf_muon", optim_args="momentum=0.9", use_cpu=True).optim)
+try:
+    TrainingArguments("/tmp/unused", optim="hf_muon", optim_args="of=theirs", use_cpu=True)
+except ValueError as error:
+    assert "'of' is not an option of muon" in str(error)
+else:
+    raise SystemExit("not checked")
 hf_muon.uninstall()
 assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs" and OptimizerNames("muon")
+assert "hf_muon" not in {*registry._OPTIMIZER_HANDLERS, *(member.value for member in OptimizerNames)}
 """
-    assert run(code).stderr.count("hf_muon steps aside") == 1
+    assert run(code).stderr.count("hf_muon steps aside, and is optim: hf_muon") == 1
 
 
 def test_a_failing_patch_breaks_no_import():
@@ -276,7 +288,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 seen = {}
-for name in (member.value for member in OptimizerNames if member.value != "muon"):
+for name in (member.value for member in OptimizerNames if member.value not in ("muon", "hf_muon")):
     for optim_args in (None, "momentum=0.5", "rank=4,scale=0.25"):
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
         try:

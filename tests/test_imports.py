@@ -53,6 +53,7 @@ FLOORS = {
     "plan": ["costs live_bytes stand_ins", "activations buffers", "memory", "step_plan"],
     "integrations": [
         "names archives",
+        "other_muons",
         "ulysses.layout",
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",

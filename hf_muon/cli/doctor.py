@@ -20,6 +20,8 @@ from hf_muon.cli.console import print_json
 from hf_muon.diagnostics.log import EVERY, OLD_REPORTS, REPORT, is_on
 
 VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, *OLD_REPORTS)
+# Packages that are installed under another name.
+_DISTRIBUTIONS = {"swift": "ms-swift"}
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
 
 
@@ -44,6 +46,7 @@ def _examine() -> dict[str, Any]:
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "hooks": trial["states"],
         "newton_schulz": trial["dtypes"],
+        "name": trial["name"],
         "accepted": trial["accepted"],
         "reason": None if trial["accepted"] else _reason(trial, versions["transformers"]),
     }
@@ -89,7 +92,7 @@ def _show(findings: dict[str, Any]) -> None:
     dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in findings["newton_schulz"].items()) or "no dtype"
     console.print(f"Newton-Schulz runs in {dtypes}")
     if findings["accepted"]:
-        console.print("optim: muon is accepted without any import.", style="green")
+        console.print(f"optim: {findings['name']} is accepted without any import.", style="green")
     else:
         sentence = f"optim: muon is NOT accepted: {findings['reason']}."
         console.print(sentence, style="red", markup=False, highlight=False)
@@ -98,7 +101,8 @@ def _show(findings: dict[str, Any]) -> None:
     odd = "".join(f", {name}={value}" for name, value in findings["variables"].items() if value is not None)
     console.print("\nIn a bug report, send this sentence:")
     console.print(
-        f"optim: muon is {state} with {installed} on {platform.platform()}, Newton-Schulz in {dtypes}{odd}.",
+        f"optim: {findings['name']} is {state} with {installed} on {platform.platform()}, "
+        f"Newton-Schulz in {dtypes}{odd}.",
         markup=False,
         highlight=False,
     )
@@ -114,7 +118,7 @@ def _version(package: str) -> str | None:
 def _absence(module: str) -> str:
     """Return why a hooked module will not be imported, judging by its file: importing its package is slow."""
     package, *parts = module.split(".")
-    if _version(package) is None:
+    if _version(_DISTRIBUTIONS.get(package, package)) is None:
         return " (not installed)"
     spec = importlib.util.find_spec(package)
     files = [Path(folder, *parts) for folder in (spec and spec.submodule_search_locations) or ()]
@@ -137,7 +141,7 @@ def _entry_point() -> str:
 # `stage` names the last step that began, which is the one that failed.
 _TRIAL = """
 import json, sys
-seen = {"accepted": False, "states": {}, "dtypes": {}, "stage": "torch", "error": None}
+seen = {"accepted": False, "name": "muon", "states": {}, "dtypes": {}, "stage": "torch", "error": None}
 try:
     import torch
     seen["stage"] = "transformers"
@@ -145,7 +149,10 @@ try:
     seen["stage"] = "registry"
     from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
     seen["stage"] = "names"
-    seen["accepted"] = "muon" in OptimizerNames._value2member_map_ and "muon" in _OPTIMIZER_HANDLERS
+    for name in ("hf_muon", "muon"):  # the last one that is ours; transformers may come to have a muon of its own
+        member = OptimizerNames._value2member_map_.get(name)
+        if getattr(member, "_from_hf_muon", False) and name in _OPTIMIZER_HANDLERS:
+            seen["accepted"], seen["name"] = True, name
 except BaseException as error:
     seen["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
 if "hf_muon._autoload" in sys.modules:
@@ -169,6 +176,6 @@ def _trial() -> dict[str, Any]:
     process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {"accepted": False, "states": {}, "dtypes": {}, "stage": "torch", "error": last}
+        return {"accepted": False, "name": "muon", "states": {}, "dtypes": {}, "stage": "torch", "error": last}
     result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result

@@ -18,7 +18,7 @@ from hf_muon.cli.quantized import (
     quantization_of_run,
 )
 from hf_muon.config import MuonConfig
-from hf_muon.integrations.names import NAME
+from hf_muon.integrations.names import is_muon
 from hf_muon.integrations.transformers.training_file import (
     is_llamafactory,
     optimizer_of,
@@ -115,7 +115,7 @@ def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module]
     complete = _kind_of(settings) in _KINDS
     complaints = freeze_quantized(name, model, quantization or quantization_of_run(settings), notes, complete)
     complaints += refusals(settings)
-    if optim != NAME:
+    if not is_muon(optim):
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
         notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
         complaints = unknown_optimizer(settings)

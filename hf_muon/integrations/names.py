@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from typing import Any, TypeVar
 
 NAME = "muon"
 """The value of `optim:` and of `optim_config: {name: ...}`."""
+OWN_NAME = "hf_muon"
+"""A second value for the same optimizer, which no other package has."""
+NAMES = (NAME, OWN_NAME)
 OURS = "_from_hf_muon"
 """Attribute of everything that this package has put into another one."""
 
@@ -25,6 +29,14 @@ def mark(patch: Patch) -> Patch:
 def is_ours(value: Any) -> bool:
     """Return whether `value` is marked: the patch is in place already."""
     return bool(getattr(value, OURS, False))
+
+
+def is_muon(optim: Any) -> bool:
+    """Return whether a value of `optim:` asks for this package's optimizer, as text or as a member of an enum.
+
+    A member of an enum is ours if this package has put it there, whatever its name is.
+    """
+    return is_ours(optim) if isinstance(optim, Enum) else optim in NAMES
 
 
 def is_set(package: str, variable: str) -> bool:

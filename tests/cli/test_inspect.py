@@ -169,6 +169,7 @@ class TestInspect:
             ("run.yaml", "model_name_or_path: ./lost", r"run.yaml, its model: ./lost does not exist"),
             ("run.yaml", "model_name_or_path: SMALL\noptim_args: ns_step=3", "'ns_step' is not an option of muon"),
             ("run.yaml", "model_name_or_path: SMALL\noptim: muon\nuse_muon: true", "two different optimizers"),
+            ("run.yaml", "model_name_or_path: SMALL\noptim: hf_muon\nuse_muon: true", "two different optimizers"),
             ("run.yaml", "model_name_or_path: SMALL\nlora_target: nothing_like_it", "LoRA cannot be added"),
             ("config.json", "{", "config.json: no model can be made of it"),
             ("config.json", '{"model_type": "unheard"}', r"config.json: no model can be made of it: .*`unheard`.*\n$"),

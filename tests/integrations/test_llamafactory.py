@@ -34,8 +34,9 @@ def test_two_muons_are_refused_with_which_one_to_keep():
 @pytest.mark.parametrize("rival", RIVALS)
 def test_rivals_are_refused_with_optim_muon_only(parser, rival):
     undo = patch_parser(parser)
-    with pytest.raises(ValueError, match=f"{rival}: true"):
-        parser.get_train_args("muon", **{rival: True})
+    for name in ("muon", "hf_muon"):
+        with pytest.raises(ValueError, match=f"{rival}: true"):
+            parser.get_train_args(name, **{rival: True})
     assert parser.get_train_args("adamw_torch", **{rival: True})
     assert parser.get_train_args("muon", **{rival: False})
     undo()

@@ -84,6 +84,26 @@ class TestBothLayouts:
             layout.arguments(optim_config={"name": "muon", "momentun": 0.9})
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_second_name(name, caplog):
+    """Register `hf_muon` beside `muon`, with the same checks; it replaces nothing."""
+    caplog.set_level("INFO", "hf_muon")
+    registry, arguments = module_of(LAYOUTS[name][0], LAYOUTS[name][1]), module_of(ARGUMENTS, LAYOUTS[name][2])
+    undo = [patch_optimizers(registry), patch_training_arguments(arguments)]
+    with pytest.raises(ValueError, match="'momentun' is not an option of muon"):
+        arguments.TrainingArguments(optim_config={"name": "hf_muon", "momentun": 0.9})
+    options = arguments.TrainingArguments(learning_rate=3e-3, optim_config={"name": "hf_muon", "wd": 0.1}).optim_config
+    torch.manual_seed(0)
+    ours = registry.OptimizerPlugin("hf_muon")(Net(), options)
+    assert "instead of LLaMA-Factory's own" not in caplog.text
+    groups = registry.OptimizerPlugin("muon")(Net(), {**options, "name": "muon"}).param_groups
+    keys = ("param_names", "lr", "weight_decay", "use_muon")
+    assert [[g[key] for key in keys] for g in ours.param_groups] == [[g[key] for key in keys] for g in groups]
+    for step in undo:
+        step()
+    assert "hf_muon" not in registry.OptimizerPlugin._registry
+
+
 def test_only_a_muon_of_theirs_is_told_to_be_replaced(caplog, capsys):
     caplog.set_level("INFO", "hf_muon")
     counts = []

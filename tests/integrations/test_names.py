@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 
-from hf_muon.integrations.names import is_ours, is_set, mark
+from hf_muon.integrations.names import is_muon, is_ours, is_set, mark
 
 
 def test_marked_patches_are_recognized():
@@ -15,6 +17,21 @@ def test_marked_patches_are_recognized():
     assert not is_ours(None)
     assert mark(patch) is patch
     assert is_ours(patch)
+
+
+def test_both_names_are_ours_unless_another_package_owns_the_member():
+    class Optimizers(str, Enum):
+        MUON = "muon"
+        ADAMW = "adamw"
+
+    class Marked(str, Enum):
+        MUON = "hf_muon"
+
+    mark(Marked.MUON)
+    assert is_muon("muon")
+    assert is_muon("hf_muon")
+    assert is_muon(Marked.MUON)
+    assert not any(is_muon(optim) for optim in (Optimizers.MUON, Optimizers.ADAMW, "adamw", "HF_MUON", None))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ class TestResume:
         else:
             assert dtypes == {torch.float32, *([torch.bfloat16] if "bf16" in optim_args else [])}
 
+    @pytest.mark.parametrize("names", [("muon", "hf_muon"), ("hf_muon", "muon")], ids=" then ".join)
+    def test_under_the_other_name(self, tmp_path, names):
+        """Save a checkpoint under one name of `optim` and resume under the other one."""
+        straight, first, second = model(), model(), model()
+        options = {"save_strategy": "steps", "save_steps": 3}
+        train(straight, tmp_path / "straight")
+        train(first, tmp_path / "run", optim=names[0], **options)
+        train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), optim=names[1], **options)
+        assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
+
     def test_lora_is_bit_exact(self, tmp_path):
         straight, first, second = lora(), lora(), lora()
         options = {"save_strategy": "steps", "save_steps": 3, "optim_args": "lora=muon"}

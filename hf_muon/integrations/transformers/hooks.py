@@ -1,4 +1,4 @@
-"""What is patched in transformers: the name `muon`, its handler, and Trainer's loading, logging and loss."""
+"""What is patched in transformers: our names and their handler, and Trainer's loading, logging and loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.diagnostics.log import logger
-from hf_muon.integrations.names import NAME, is_ours, mark
+from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, is_muon, is_ours, mark
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
@@ -18,39 +18,32 @@ from hf_muon.integrations.ulysses import hooks as ulysses
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-MEMBER = NAME.upper()
-"""The member of transformers' enum of optimizers."""
-
 
 def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
-    """Add the member `OptimizerNames.MUON`, and check Muon's options as soon as TrainingArguments are made."""
+    """Add members to `OptimizerNames`, and check Muon's options as soon as TrainingArguments are made."""
     names = module.OptimizerNames
-    if is_ours(names._value2member_map_.get(NAME)):
+    known = names._value2member_map_
+    if any(is_ours(known.get(name)) for name in NAMES):
         return None
-    if NAME in names._value2member_map_:
-        logger().info("transformers has its own optim: muon; hf_muon steps aside")
-        return "stepped aside: transformers has its own optim: muon"
-    member = str.__new__(names, NAME)
-    member._name_, member._value_ = MEMBER, NAME
-    member.__objclass__ = names
-    mark(member)
-    member._sort_order_ = len(names._member_names_)
-    names._member_names_.append(MEMBER)
-    names._member_map_[MEMBER] = member
-    names._value2member_map_[NAME] = member
-    type.__setattr__(names, MEMBER, member)
+    ours = [name for name in NAMES if name not in known]
+    if NAME not in ours:
+        logger().info("transformers has its own optim: muon; hf_muon steps aside, and is optim: %s", OWN_NAME)
+    if not ours:
+        return f"stepped aside: transformers has its own optim: {' and '.join(NAMES)}"
+    for name in ours:
+        _add_member(names, name)
 
     arguments = module.TrainingArguments
     post_init = arguments.__post_init__
 
     @functools.wraps(post_init)
     def checked_post_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
-        if self.optim == NAME:
+        if any(self.optim == name for name in ours):
             from hf_muon.optim_args import text_of
 
             refuse_old_versions()
         post_init(self, *args, **kwargs)
-        if self.optim is member:
+        if is_muon(self.optim):
             config_from_arguments(self)
             if isinstance(self.optim_args, Mapping):
                 self.optim_args = text_of(self.optim_args)  # transformers reads text
@@ -61,26 +54,46 @@ def patch_training_args(module: ModuleType) -> Callable[[], None] | str | None:
 
     def undo() -> None:
         arguments.__post_init__ = post_init
-        type.__delattr__(names, MEMBER)
-        names._member_names_.remove(MEMBER)
-        del names._member_map_[MEMBER], names._value2member_map_[NAME]
+        for name in ours:
+            _remove_member(names, name)
 
     return undo
 
 
+def _add_member(names: Any, name: str) -> None:
+    """Add a member to transformers' enum of optimizers, as if it had been declared there."""
+    member = str.__new__(names, name)
+    member._name_, member._value_ = name.upper(), name
+    member.__objclass__ = names
+    mark(member)
+    member._sort_order_ = len(names._member_names_)
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = member
+    names._value2member_map_[name] = member
+    type.__setattr__(names, member._name_, member)
+
+
+def _remove_member(names: Any, name: str) -> None:
+    type.__delattr__(names, name.upper())
+    names._member_names_.remove(name.upper())
+    del names._member_map_[name.upper()], names._value2member_map_[name]
+
+
 def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | None:
-    """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for `optim: muon`."""
+    """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for our names of `optim`."""
     handlers = getattr(module, "_OPTIMIZER_HANDLERS", None)
     if handlers is None:
         return f"failed: this transformers has no registry of optimizers; take {OLDEST['transformers']} or newer"
-    if handlers.get(NAME) is optimizer_handler:
+    if any(handlers.get(name) is optimizer_handler for name in NAMES):
         return None
-    if NAME in handlers:
-        return "stepped aside: transformers has its own optim: muon"
-    handlers[NAME] = optimizer_handler
+    ours = [name for name in NAMES if name not in handlers]
+    if not ours:
+        return f"stepped aside: transformers has its own optim: {' and '.join(NAMES)}"
+    handlers.update(dict.fromkeys(ours, optimizer_handler))
 
     def undo() -> None:
-        handlers.pop(NAME, None)
+        for name in ours:
+            handlers.pop(name, None)
 
     return undo
 
@@ -102,11 +115,11 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
         try:
             load(self, checkpoint)
         except BaseException as error:  # the CheckpointException of torch.distributed.checkpoint is no Exception
-            ours = checkpoint is not None and self.args.optim == NAME
+            ours = checkpoint is not None and is_muon(self.args.optim)
             if ours and not isinstance(error, (KeyboardInterrupt, SystemExit)):
                 explain_damage(Path(checkpoint), error)
             raise
-        if checkpoint is not None and self.args.optim == NAME:
+        if checkpoint is not None and is_muon(self.args.optim):
             warn_of_fresh_moments(self.optimizer, checkpoint)
 
     trainer._load_optimizer_and_scheduler = mark(load_or_explain)
@@ -114,7 +127,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
 
     @functools.wraps(log)
     def log_with_metrics(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if self.args.optim == NAME:
+        if is_muon(self.args.optim):
             add_metrics(self, logs)
         log(self, logs, *args, **kwargs)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_muon.integrations.llamafactory.v0.refusals import MEGATRON, refuse_rivals
 from hf_muon.integrations.llamafactory.v1 import refusals as llamafactory_v1
 from hf_muon.integrations.llamafactory.v1.handler import config_from
-from hf_muon.integrations.names import NAME, is_set
+from hf_muon.integrations.names import OWN_NAME, is_muon, is_set
 from hf_muon.integrations.transformers.handler import config_from_arguments
 from hf_muon.integrations.transformers.refusals import refuse_unsupported
 
@@ -94,7 +94,7 @@ def options_of(settings: Settings) -> MuonConfig:
     """
     if is_llamafactory_v1(settings):
         rate = settings.get("learning_rate")
-        options = _section(settings, "optim_config") if optimizer_of(settings) == NAME else {}
+        options = _section(settings, "optim_config") if is_muon(optimizer_of(settings)) else {}
         return config_from(options if rate is None else {"lr": rate, **options})
     return config_from_arguments(_training_arguments(settings, _OPTIONS))
 
@@ -190,11 +190,12 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
     from transformers import TrainingArguments
 
     values = {key: copy.deepcopy(settings[key]) for key in fields if settings.get(key) is not None}
-    if optimizer_of(settings) not in (NAME, None):
+    optim = optimizer_of(settings)
+    if not (optim is None or is_muon(optim)):
         values.pop("optim_args", None)
     with _own_environment():
         try:
-            args = TrainingArguments(output_dir="unused", optim=NAME, use_cpu=True, report_to=[], **values)
+            args = TrainingArguments(output_dir="unused", optim=OWN_NAME, use_cpu=True, report_to=[], **values)
         except (OSError, TypeError) as error:
             raise ValueError(f"{error}, in what TrainingArguments take: {', '.join(values)}") from error
     parallelism = settings.get("parallelism_config")

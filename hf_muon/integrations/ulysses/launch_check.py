@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_muon.integrations.names import NAME
+from hf_muon.integrations.names import is_muon
 from hf_muon.integrations.transformers.overrides import Override, Settings
 from hf_muon.integrations.ulysses.refusals import model_complaints
 
@@ -67,7 +67,7 @@ def _hf_complaints(launch: Launch) -> Iterator[str]:
         return
     if not knows_sequence_parallel():
         yield "this accelerate knows no sequence parallel: use 1.12 or newer"
-    if launch.get("optim") != NAME:
+    if not is_muon(launch.get("optim")):
         yield f"optim: {launch.get('optim')}. Set optim: muon; other optimizers' gradients are not corrected"
     if not launch.cuda and launch.ranks != launch.sp_size:
         yield f"gloo needs SP_SIZE = NPROC * NNODES on the CPU, and these are {launch.sp_size} and {launch.ranks}"
@@ -95,7 +95,7 @@ def _llamafactory_complaints(launch: Launch) -> Iterator[str]:
         yield f"flash_attn: {attention}. LLaMA-Factory's Ulysses acts in flash attention only: flash_attention_2"
     yield from _flash_complaints(launch, "flash_attention_2")
     yield from _unknown_keys(launch.settings, v1_keys())
-    if _section(launch, "optim_config").get("name") != NAME:
+    if not is_muon(_section(launch, "optim_config").get("name")):
         yield "optim_config has another name than muon. Set optim_config: {name: muon}"
     distributed = _section(launch, "dist_config")
     if distributed.get("name") != "fsdp2":
@@ -123,7 +123,7 @@ def _refusals(settings: Settings) -> Iterator[str]:
     from hf_muon.integrations.transformers.training_file import optimizer_of, options_of, refusals
 
     try:
-        if optimizer_of(settings) == NAME:
+        if is_muon(optimizer_of(settings)):
             options_of(settings)
             yield from refusals(settings)
     except (ValueError, RuntimeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hf_muon.integrations.names import NAME
+from hf_muon.integrations.names import is_muon
 
 CORRECTED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Optimizers that a Trainer has made, whose gradients `hooks.patch_trainer` corrects."""
@@ -25,4 +25,4 @@ def is_corrected(engine: Any) -> bool:
 def is_concerned(trainer: Any) -> bool:
     """Return whether a Trainer's ranks share sequences, with Muon as its optimizer."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    return size_of(parallelism) > 1 and trainer.args.optim == NAME
+    return size_of(parallelism) > 1 and is_muon(trainer.args.optim)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_muon.integrations.llamafactory.v0.refusals import refuse_rivals
-from hf_muon.integrations.names import NAME, is_ours, mark
+from hf_muon.integrations.names import OWN_NAME, is_muon, is_ours, mark
+from hf_muon.integrations.other_muons import warn_of_other_muon
 
 
 def patch_parser(module: Any) -> Callable[[], None] | str | None:
@@ -23,8 +24,11 @@ def patch_parser(module: Any) -> Callable[[], None] | str | None:
     def checked_get_train_args(*args: Any, **kwargs: Any) -> Any:
         parsed = get_train_args(*args, **kwargs)
         training_args, finetuning_args = parsed[2], parsed[3]
-        if training_args.optim == NAME:
+        if is_muon(training_args.optim):
             refuse_rivals(finetuning_args)
+        elif getattr(finetuning_args, "use_muon", False):
+            instead = f"write optim: {OWN_NAME} and remove use_muon"
+            warn_of_other_muon("LLaMA-Factory", "use_muon: true", instead)
         return parsed
 
     mark(checked_get_train_args)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.refusals import refuse_unsupported
-from hf_muon.integrations.names import NAME, is_ours, mark
+from hf_muon.integrations.names import NAME, OWN_NAME, is_muon, is_ours, mark
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def patch_optimizers(module: ModuleType) -> Callable[[], None] | None:
-    """Register `muon`, in place of the one that newer sources have.
+    """Register our names, `muon` in place of the one that newer sources have.
 
     Args:
         module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5,
@@ -38,10 +38,15 @@ def patch_optimizers(module: ModuleType) -> Callable[[], None] | None:
             _log_replacement()
         return create_optimizer(model, optim_config)
 
+    def hf_muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
+        return create_optimizer(model, optim_config)
+
     plugin(NAME).register()(mark(muon))
+    plugin(OWN_NAME).register()(mark(hf_muon))
 
     def undo() -> None:
         registry.pop(NAME, None)
+        registry.pop(OWN_NAME, None)
         if theirs is not None:
             registry[NAME] = theirs
 
@@ -82,7 +87,7 @@ def patch_training_arguments(module: ModuleType) -> Callable[[], None] | None:
         from hf_muon.diagnostics.metrics import FILE
 
         post_init(self, *args, **kwargs)
-        if self.optim_config is not None and self.optim_config.get("name") == NAME:
+        if self.optim_config is not None and is_muon(self.optim_config.get("name")):
             self.optim_config.setdefault("lr", self.learning_rate)
             if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
                 self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
