@@ -1,14 +1,16 @@
-"""Count what a step would ask of an accelerator: kernel launches, reads by the host, bytes of elementwise traffic.
+"""Count what a step would ask of an accelerator: kernel launches, waits of the host, bytes of elementwise traffic.
 
 Nothing is measured. Tensors are on the meta device, where hf_muon takes the paths that it takes on accelerators.
 
 - A launch is a call of an operator that is not a view and does not only allocate. A multi-tensor call (``_foreach``) is
   one launch where its lists have equal dtypes and strides, so that torch takes one kernel for many tensors, and one for
-  each tensor where they do not.
+  each tensor where they do not. (torch cuts it into kernels of at most 320 blocks of 65,536 elements, each of which
+  takes longer than a launch.)
 - A function that hf_muon compiles on accelerators (`Elementwise`) is one launch, which reads and writes each of its
-  tensors once.
-- Traffic is what operators other than products read and write.
-- A read is a call that makes the host wait for the device: ``item``, ``tolist``, ``bool``.
+  tensors once, and in addition the copies of tensors that are not aligned.
+- Traffic is what operators other than products read and write in the accelerator's memory.
+- A wait is a call in which the host waits for the accelerator: a read (``item``, ``tolist``, ``bool``), a copy between
+  both memories that is not ``non_blocking``, and ``synchronize`` of a stream or an event. What is read are answers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,18 +32,25 @@ _FREE = {
     *("_reshape_alias", "empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "movedim", "set"),
 }
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_COLLECTIVES = ("alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce")
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
+_COPIES = {"copy", "_to_copy"}
+# Inductor's kernels take tensors at such addresses.
+_ALIGNED_BYTES = 16
 
 
 class Count(TorchDispatchMode):
     """Counts the operators that run while it is active.
 
     Args:
-        device: type of the device on which they run; tensors on a CPU beside another device are numbers.
+        device: type of the device on which they run; tensors on a CPU beside another device are in the host's memory.
 
     Attributes:
         launches: by name.
         traffic: bytes that elementwise operators read and write, by name.
+        waits: of the host, by name.
+        host_bytes: copied between the host's memory and the device's.
+        queued: launches between asking for the first read and waiting for it, with which the device is still busy.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -48,23 +58,94 @@ class Count(TorchDispatchMode):
         self.device = device
         self.launches: Counter[str] = Counter()
         self.traffic: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.host_bytes = 0
+        self.queued: int | None = None
+
+    @property
+    def products(self) -> int:
+        """Launches of matrix products."""
+        return sum(self.launches[name] for name in _PRODUCTS)
+
+    @property
+    def collectives(self) -> int:
+        """Calls of torch.distributed."""
+        return sum(self.launches[name] for name in _COLLECTIVES)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        if any("DTensor" in kind.__name__ for kind in types):
+            return NotImplemented  # its operators on local tensors follow
+        kwargs = kwargs or {}
         name = function._schema.name.split("::")[1].rstrip("_")
+        if self.device == "meta" and name == "_local_scalar_dense" and args[0].is_meta:
+            self._waits("item", self.launches.total())
+            return answer(args[0]).item()
+        if self.device == "meta" and name in _COPIES and self._crosses(name, args, kwargs):
+            return self._copied(function, name, args, kwargs)
+        result = function(*args, **kwargs)
         tensors = [*_tensors(args), *_tensors(kwargs), *_tensors(result)]
         if name not in _FREE and any(tensor.device.type == self.device for tensor in tensors):
             self.launches[name] += _slow_calls(args) if name.startswith("_foreach") else 1
             if name not in _PRODUCTS:
-                self.traffic[name] += _bytes_of(function, name, args, kwargs or {}, result)
+                self.traffic[name] += _bytes_of(function, name, args, kwargs, result)
         return result
+
+    def synchronized(self, launches: int) -> None:
+        """Count a wait for a stream, or for an event that was recorded after some launches."""
+        self._waits("synchronize", launches)
+
+    def _waits(self, name: str, launches: int) -> None:
+        self.waits[name] += 1
+        if self.queued is None:
+            self.queued = self.launches.total() - launches
 
     def add(self, function: Elementwise, tensors: Sequence[Tensor]) -> None:
         """Count one call of a function that is compiled on accelerators."""
+        odd = {k for k, t in enumerate(tensors) if t.ndim and t.storage_offset() * t.dtype.itemsize % _ALIGNED_BYTES}
+        copies = [*odd, *odd.intersection(function.writes)]
         self.launches[function.name] += 1
         self.traffic[function.name] += sum(_nbytes(tensors[i]) for i in (*function.reads, *function.writes))
+        if copies:
+            self.launches["clone"] += len(copies)
+            self.traffic["clone"] += 2 * sum(_nbytes(tensors[i]) for i in copies)
+
+    def _crosses(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether a copy goes from one memory to the other."""
+        if name == "copy":
+            return bool(args[0].is_meta != args[1].is_meta and args[0].numel())
+        target = kwargs.get("device")
+        return bool(args[0].numel()) and target is not None and (target.type == "meta") != args[0].is_meta
+
+    def _copied(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Count a copy between the two memories, and return its result."""
+        source = args[1] if name == "copy" else args[0]
+        is_free = kwargs.get("non_blocking") or (name == "copy" and len(args) > 2 and args[2])
+        self.launches[name] += 1
+        self.traffic[name] += _nbytes(source)
+        self.host_bytes += _nbytes(source)
+        if not is_free:
+            self._waits("copy to the host" if source.is_meta else "copy to the device", self.launches.total())
+        if name == "copy":
+            return args[0].copy_(answer(source)) if source.is_meta and source.ndim < 2 else args[0]
+        if source.is_meta:
+            return answer(source).to(kwargs.get("dtype") or source.dtype)
+        return function(*args, **kwargs)
+
+
+def answer(tensor: Tensor) -> Tensor:
+    """Return the values that a read of a meta tensor has: those of gradients that are finite and not zero.
+
+    Bits are true, as of checks that are passed. Two numbers are a check's: nothing is wrong, and something moves.
+    Others are zeros.
+    """
+    if tensor.dtype is torch.bool:
+        return torch.ones(tensor.shape, dtype=torch.bool)
+    values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.dtype is torch.int64 and tensor.shape == (2,):
+        values[1] = 1
+    return values
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ TORCH_ALONE = (
     *("tests/optimizer/", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
     *(
         "tests/test_imports.py",
-        "tests/test_launches.py",
+        "tests/test_rehearsal.py",
         "tests/test_packaging.py",
         "tests/test_promises.py",
         "tests/test_tiers.py",

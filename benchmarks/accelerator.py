@@ -1,0 +1,79 @@
+"""The meta device as an accelerator: have hf_muon take the branches that it takes on CUDA.
+
+`tests/test_rehearsal.py` lists the places in hf_muon that ask for a type of device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hf_muon.optimizer import consensus, gradients, layout
+from hf_muon.storage import early_read, host, transport
+
+if TYPE_CHECKING:
+    from benchmarks.count import Count
+
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def as_accelerator(count: Count | None = None, *, reads: bool = True) -> Iterator[None]:
+    """Have hf_muon take the branches of CUDA for the meta device.
+
+    Moments can be offloaded to the host, whose memory is not touched, and copies have streams.
+
+    Args:
+        count: notes when the host waits for a stream or an event.
+        reads: whether values can be read, which a `Count` then has to answer. Otherwise gradients are not checked.
+    """
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None) -> None:
+            self.before = 0
+
+        def wait_stream(self, other: Stream) -> None:
+            pass
+
+        def wait_event(self, event: Stream) -> None:
+            pass
+
+        def record(self, stream: Stream | None = None) -> None:
+            self.before = 0 if count is None else count.launches.total()
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            if count is not None:
+                count.synchronized(self.before)
+
+    module = SimpleNamespace(
+        Stream=Stream,
+        Event=Stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        current_stream=lambda device=None: Stream(),
+    )
+
+    def asynchronous(device: torch.device) -> Any:
+        return module if reads and device == META else None
+
+    def untouched(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
+        return torch.empty(tuple(local.shape if shape is None else shape), dtype=dtype, device="cpu")
+
+    with (
+        mock.patch.object(consensus, "has_data", return_value=reads),
+        mock.patch.object(gradients, "has_data", return_value=reads),
+        mock.patch.object(layout, "model_device", return_value=META),
+        mock.patch.object(host, "_HAS_NO_HOST", ("cpu",)),
+        mock.patch.object(host, "zeros_like", untouched),
+        mock.patch.object(early_read, "asynchronous", asynchronous),
+        mock.patch.object(transport, "asynchronous", asynchronous),
+    ):
+        yield

@@ -1,0 +1,220 @@
+"""What a step asks of an accelerator, counted on the meta device, is what the committed table says."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_muon
+from benchmarks import rehearsal
+from benchmarks.accelerator import META, as_accelerator
+from benchmarks.count import counting
+from benchmarks.rehearsal_table import (
+    ADVICE,
+    CASES,
+    EXPERTS,
+    LORA,
+    QWEN,
+    README,
+    Case,
+    differences,
+    read_table,
+    readme_lines,
+    readme_with,
+)
+from hf_muon import build_optimizer
+from hf_muon.math import elementwise, newton_schulz
+from hf_muon.math.adamw import uses_fused_adamw
+from hf_muon.storage import host, transport
+from tests.accelerated import accelerated
+
+TABLE = read_table()
+# One of each kind; the others are in the extended tier.
+FIRST = [
+    Case(),
+    Case(momentum="int8"),
+    Case(weights="fp32"),
+    Case(weights="fp32", momentum="bf16", adamw="bf16"),
+    Case(ns_dtype="fp16"),
+    Case(EXPERTS),
+    Case(LORA),
+    Case(layout="DDP", ranks=2),
+    Case(layout="FSDP2", ranks=8),
+    Case(layout="ZeRO-1 or 2", ranks=8, weights="fp32"),
+    Case(layout="ZeRO-3", ranks=8, weights="fp32"),
+    Case(offload="momentum_offload=cpu"),
+]
+
+
+def check(case):
+    lines = differences(case, rehearsal.rehearse(case), TABLE.get(case))
+    if lines:
+        pytest.fail("\n".join([*lines, ADVICE]), pytrace=False)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_the_table_is_what_a_step_takes(case):
+    check(case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FIRST], ids=str)
+def test_the_rest_of_the_table_is_what_a_step_takes(case):
+    check(case)
+
+
+def test_the_table_has_every_case_once():
+    assert list(TABLE) == CASES
+    assert set(FIRST) <= set(CASES)
+
+
+def test_the_readme_shows_the_table():
+    text = README.read_text()
+    assert readme_with(text, readme_lines(TABLE)) == text
+
+
+def test_a_difference_is_a_line_that_says_what_changed():
+    case = Case(layout="FSDP2", ranks=8)
+    figures = dataclasses.replace(TABLE[case], launches=TABLE[case].launches + 7)
+    (line,) = differences(case, figures, TABLE[case])
+    old, new = (f"{number:g}" for number in (TABLE[case].launches, figures.launches))
+    assert line == (f"launches of Qwen3-0.6B, FSDP2 on 8, bf16 weights, fp32 moments, bf16 products: {old} -> {new}")
+    assert differences(case, figures, None) == [f"{case}: not in the table"]
+
+
+def test_launches_waits_and_traffic_are_within_their_aims():
+    dense, experts = TABLE[Case(QWEN)], TABLE[Case(EXPERTS)]
+    assert dense.launches <= 300
+    assert experts.launches <= 600
+    assert dense.traffic <= 45
+    assert all(figures.waits == 1 for case, figures in TABLE.items() if case.ranks == 1 and not case.offload)
+
+
+# --- the branches of accelerators
+
+DEVICE_TYPES = {"cuda", "xpu", "meta"}
+# The files of a step that ask for a type of device, and how the rehearsal takes the branch of CUDA there.
+ASKING = {
+    "math/adamw.py": "uses_fused_adamw has the meta device",
+    "math/elementwise.py": "counting() stands for compiled functions",
+    "math/newton_schulz.py": "_WITH_FP64 has the meta device; autocast launches nothing",
+    "math/precision.py": "cases name the dtype of products",
+    "storage/dtensor.py": "moments of meta DTensors are wrapped as those of the mesh's device",
+    "storage/host.py": "as_accelerator() offloads from the meta device, and has streams",
+    "storage/tensors.py": "as_accelerator() has values be read",
+    "optimizer/empty_steps.py": "a warning",
+}
+
+
+def test_each_place_that_asks_for_a_type_of_device_is_known():
+    """If a file is new here, say how `benchmarks/accelerator.py` takes its branch."""
+    root = Path(hf_muon.__file__).parent
+    asking = {
+        str(path.relative_to(root))
+        for folder in ("math", "storage", "distributed", "optimizer")
+        for path in (root / folder).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in DEVICE_TYPES
+    }
+    assert asking == ASKING.keys()
+
+
+def test_the_meta_device_takes_the_branches_of_cuda():
+    cuda = torch.device("cuda")
+    assert elementwise.is_accelerator(META)
+    assert elementwise.is_accelerator(cuda)
+    assert {"cuda", "meta"} <= newton_schulz._WITH_FP64
+    for device in (META, cuda):
+        param = SimpleNamespace(device=device, dtype=torch.float32, is_floating_point=lambda: True)
+        assert uses_fused_adamw([param])
+    param = nn.Parameter(torch.empty(256, 512, device=META))
+    with as_accelerator():
+        assert host.moments_device(param, "cpu") == torch.device("cpu")
+        assert isinstance(transport._streams_of(META), transport._Streams)
+    assert host.moments_device(param, "cpu") == META
+
+
+def test_a_step_with_values_reads_the_device_once(monkeypatch):
+    """Take a step by the paths of accelerators on a CPU, where reads that are no operators are seen, too."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(20, 30), (30, 20), (40,)]]
+    optimizer = build_optimizer(nn.ParameterList(params), {"muon_patterns": ".", "adamw_patterns": "2"})
+    reads = []
+    for name in ("tolist", "item", "__bool__", "__float__", "__int__"):
+        own = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, own=own, name=name: reads.append((name, self.ndim)) or own(self))
+    with accelerated():
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            reads.clear()
+            optimizer.step()
+    # AdamW's step counter is on the host.
+    assert [name for name, _ in reads if name != "__float__"] == ["tolist"]
+
+
+class TestCount:
+    def test_views_and_allocations_are_free(self):
+        with counting() as count:
+            torch.empty(4, 6, device="meta").view(24)[3:].t().unsqueeze(0)
+        assert not count.launches
+
+    def test_in_place_reads_and_writes(self):
+        a, b = torch.empty(10, device="meta"), torch.empty(10, device="meta", dtype=torch.bfloat16)
+        with counting() as count:
+            a.add_(b)
+            a.copy_(b)
+        assert dict(count.launches) == {"add": 1, "copy": 1}
+        assert dict(count.traffic) == {"add": 40 + 20 + 40, "copy": 20 + 40}
+
+    def test_a_multi_tensor_call_is_one_launch_if_torch_has_a_kernel_for_it(self):
+        a, b = ([torch.empty(4, 6, device="meta") for _ in range(3)] for _ in range(2))
+        with counting() as count:
+            torch._foreach_copy_(a, b)
+        assert count.launches["_foreach_copy"] == 1
+        assert count.traffic["_foreach_copy"] == 3 * 2 * 24 * 4
+        with counting() as count:
+            torch._foreach_copy_(a, [tensor.view(6, 4).mT for tensor in b])
+        assert count.launches["_foreach_copy"] == 3
+
+    def test_waits_are_reads_and_copies_that_block(self):
+        a, here = torch.empty(2, 3, device="meta"), torch.empty(2, 3)
+        with counting() as count:
+            assert a[0, 0].item() == 0
+            assert (a > 0).tolist() == [[True] * 3] * 2
+            assert bool((a > 0).all())
+        assert dict(count.waits) == {"item": 2, "copy to the host": 1}
+        with counting() as count:
+            a.copy_(here)
+            here.copy_(a)
+            here.to("meta")
+            a.cpu()
+        assert dict(count.waits) == {"copy to the device": 2, "copy to the host": 2}
+        assert count.host_bytes == count.traffic.total() == 4 * 24
+        with counting() as count:
+            a.copy_(here, non_blocking=True)
+            here.copy_(a, non_blocking=True)
+            a.to("cpu", non_blocking=True)
+            torch.empty(0).to("meta")
+        assert not count.waits
+        assert count.launches.total() == 4  # torch copies nothing for the last one
+
+    def test_compiled_functions_copy_tensors_that_are_not_aligned(self):
+        flat = torch.empty(100, device="meta")
+        add = elementwise.Elementwise(lambda a, b: a.add_(b), reads=(0, 1), writes=(0,))
+        with counting() as count:
+            add(flat[4:20], flat[40:56])
+            add(flat[1:17], flat[40:56])  # copied, and copied back
+        assert sorted(count.launches.values()) == [2, 2]
+        assert count.traffic["clone"] == 4 * 64
+
+    def test_products_are_no_elementwise_traffic(self):
+        with counting() as count:
+            torch.empty(2, 4, 6, device="meta") @ torch.empty(2, 6, 4, device="meta")
+        assert count.launches["bmm"] == 1
+        assert not count.traffic
