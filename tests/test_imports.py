@@ -50,7 +50,13 @@ FLOORS = {
         "muon",
     ],
     "convert": ["formats", "names", "conversion"],
-    "plan": ["costs live_bytes stand_ins", "activations buffers", "memory", "step_plan"],
+    "plan": [
+        "calls costs live_bytes stand_ins",
+        "activations buffers devices recorded_step",
+        "memory this_machine",
+        "step_plan",
+        "seconds",
+    ],
     "integrations": [
         "names archives",
         "other_muons",
@@ -68,7 +74,7 @@ FLOORS = {
         "ulysses.launch_check",
         "ulysses.launch",
     ],
-    "cli": ["console quantized run_sizes", "model_source", "convert inspect", "doctor plan report", "app"],
+    "cli": ["console quantized run_sizes seconds", "model_source", "convert inspect", "doctor plan report", "app"],
 }
 ROOM = {name: level for level, names in enumerate(ROOMS) for name in names}
 FLOOR = {
@@ -102,6 +108,7 @@ ALSO = {
     "cli.app": {"hf_muon"},
     "cli.quantized": {"peft"},
     "cli.model_source": {"transformers", "peft", "yaml"},
+    "plan.devices": {"yaml"},
     "integrations.deepspeed": {"deepspeed", "hjson"},
     "integrations.transformers": {"transformers", "accelerate", "packaging", "yaml"},
     "integrations.ulysses": {"transformers", "accelerate", "deepspeed"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -26,6 +27,15 @@ def test_the_oldest_versions_are_refused_and_tested():
     for package in ("transformers", "accelerate", "peft"):
         assert pins[package].removesuffix(".0") == declared[package]
     assert OLDEST.items() <= declared.items()
+
+
+def test_data_files_are_in_the_wheel():
+    """Check that `package-data` names every file of the package that is no module."""
+    (patterns,) = re.findall(r"^hf_muon = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    files = [path.relative_to(ROOT / "hf_muon") for path in (ROOT / "hf_muon").rglob("*") if path.is_file()]
+    data = [path for path in files if path.suffix not in (".py", ".pyc")]
+    assert {str(path) for path in data} >= {"cli/known_configs.yaml", "plan/devices.yaml"}
+    assert all(any(path.match(pattern) for pattern in json.loads(patterns)) for path in data), data
 
 
 def test_the_sdist_is_the_whole_repository(tmp_path):

@@ -23,8 +23,8 @@ _ALIGNMENT = 2  # elements, to which DeepSpeed pads a group on every rank
 
 
 @contextlib.contextmanager
-def fake_ranks(ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group, in which nothing is sent."""
+def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process a rank of a fake process group, in which nothing is sent."""
     import torch.distributed as dist
 
     if ranks == 1:
@@ -36,7 +36,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         raise RuntimeError("a plan pretends to be on other ranks: make it in a process that is in no process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
@@ -96,11 +96,14 @@ def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list
     ranks = dist.get_world_size()
     placements: list[Placement] = [Shard(0)] if replicas == 1 else [Replicate(), Shard(0)]
     mesh = init_device_mesh("cpu", (ranks,) if replicas == 1 else (replicas, ranks // replicas))
+    place = mesh.get_local_rank(mesh.ndim - 1)
     params = []
     for route in routes:
-        rows = -(-route.shape[0] // mesh.size(-1)) if route.shape else 0  # rank 0 is never short of rows
+        length = route.shape[0] if route.shape else 0
+        each = -(-length // mesh.size(-1))
+        rows = min(each, max(0, length - each * place))
         stride = torch.empty(route.shape, device="meta").stride()
-        local = _empty((min(rows, route.shape[0]), *route.shape[1:]), dtype)
+        local = _empty((rows, *route.shape[1:]), dtype)
         whole = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(route.shape), stride=stride
         )
@@ -112,14 +115,14 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
     """Replace parameters by flat partitions, as DeepSpeed does; each sub-group of ZeRO-3 becomes a param group."""
     import torch.distributed as dist
 
-    ranks, world = dist.get_world_size(), dist.group.WORLD
+    ranks, rank, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert world is not None
     flat_groups: list[dict[str, Any]] = []
     partitions: dict[Tensor, Partition] = {}
 
     def add(group: dict[str, Any], size: int, slices: list[Slice]) -> None:
         flat = nn.Parameter(_empty((size,), torch.float32))
-        partitions[flat] = Partition(world, 0, slices if group["use_muon"] else [], torch.device("cpu"))
+        partitions[flat] = Partition(world, rank, slices if group["use_muon"] else [], torch.device("cpu"))
         flat_groups.append({**group, "params": [flat], "param_names": ["flat"]})
 
     for group in groups:
@@ -129,14 +132,13 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
             unit = _ALIGNMENT * ranks
             size = -(-sum(sizes) // unit) * unit // ranks
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            own = [start - rank * size if 0 < start - rank * size < size else 0 for start in starts]
             add(
                 group,
                 size,
                 [
-                    Slice(
-                        tuple(param.shape), partition_bounds(n, size, ranks, start), start if start < size else 0, view
-                    )
-                    for param, n, start, view in zip(group["params"], sizes, starts, parsed, strict=True)
+                    Slice(tuple(param.shape), partition_bounds(n, size, ranks, start), place, view)
+                    for param, n, start, place, view in zip(group["params"], sizes, starts, own, parsed, strict=True)
                 ],
             )
             continue

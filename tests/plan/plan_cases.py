@@ -33,6 +33,23 @@ class Several(Model):
         self.experts = Stack()
 
 
+def llama(layers=2, **changes):
+    """Return a small Llama on the meta device."""
+    import transformers  # not on the ranks
+
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        vocab_size=512,
+        tie_word_embeddings=True,
+        **changes,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
 def measured(rank, layout, dtype="float32", **options):
     """Return the bytes sent, the FLOPs and the peak of a step, and the bytes of what is stored after it.
 

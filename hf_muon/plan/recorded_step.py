@@ -1,0 +1,150 @@
+"""The calls of an optimizer step on one rank, recorded while the step's own code runs on tensors without values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MuonConfig
+from hf_muon.math.elementwise import is_accelerator
+from hf_muon.math.precision import NS_DTYPES
+from hf_muon.optimizer.layout import StepLayout
+from hf_muon.optimizer.state import complete_state_
+from hf_muon.optimizer.step import adamw_step, muon_step
+from hf_muon.plan import stand_ins
+from hf_muon.plan.calls import Call, Calls, recording
+from hf_muon.routing.route import Route
+from hf_muon.storage.tensors import local_of
+
+# The check that gradients are finite, for each dtype of gradients: norms, limits, a stack of them, a comparison, all of
+# it. On several ranks six more make it a report.
+_LAUNCHES_OF_CHECK = 5
+_LAUNCHES_OF_REPORT = 6
+
+
+class RecordedStep(NamedTuple):
+    """A step of one rank.
+
+    Attributes:
+        calls: of operators, in their order.
+        turns: how many times momentum moves, bucket by bucket.
+    """
+
+    calls: list[Call]
+    turns: int
+
+    @property
+    def launches(self) -> int:
+        """Number of launches, without collectives."""
+        return sum(call.launches for call in self.calls if not call.is_collective)
+
+    @property
+    def collectives(self) -> int:
+        """Number of collectives, without the one by which ranks agree."""
+        return sum(call.is_collective for call in self.calls)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that elementwise operators read and write."""
+        return sum(call.traffic for call in self.calls if not call.is_collective)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions in products."""
+        return sum(call.product.flops for call in self.calls if call.product is not None)
+
+
+def record_step(
+    routes: Sequence[Route],
+    config: MuonConfig,
+    layout: str = "single",
+    ranks: int = 1,
+    rank: int = 0,
+    *,
+    replicas: int = 2,
+    dtype: torch.dtype = torch.float32,
+    ns_dtype: torch.dtype = torch.float16,
+    device: str = "meta",
+) -> RecordedStep:
+    """Return the calls of a step on one rank.
+
+    Args:
+        routes: of the model's parameters.
+        config: the options of the run.
+        layout: one of `step_plan.LAYOUTS`.
+        ranks: number of ranks.
+        rank: the one that is recorded.
+        replicas: copies of the model under `hsdp`.
+        dtype: of the stored weights and gradients.
+        ns_dtype: of the products.
+        device: `meta` for the step of accelerators, `cpu` for that of a CPU.
+    """
+    products_on = torch.device(device)
+    calls, turns = Calls(device), 0
+    with stand_ins.fake_ranks(ranks, rank):
+        groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
+        step = StepLayout(
+            groups,
+            replicate_group,
+            config.max_bucket_bytes,
+            COMM_DTYPES[config.comm_dtype],
+            partitions,
+            max_batch_bytes=config.max_batch_bytes,
+            products_on=products_on,
+        )
+        if step.complaints:
+            raise RuntimeError("\n".join(step.complaints))
+        name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
+        for work in step.works:
+            for executor in work.executors:
+                turns += len(executor.order(frozenset(range(len(work.matrices)))))
+                if hasattr(executor, "comm_device"):
+                    executor.comm_device = products_on
+        shards = [[local_of(param) for param in group["params"]] for group in groups]
+        with _without_values(products_on):
+            stored = [_stored(group, own, config, name, products_on) for group, own in zip(groups, shards, strict=True)]
+            calls.calls += _checks([params for _, params, _ in stored], ranks)
+            for (group, params, state), work in zip(stored, step.works, strict=True):
+                indices = [i for i, param in enumerate(params) if param.numel() or ranks > 1]
+                with recording(calls):
+                    if group["use_muon"]:
+                        muon_step(group, work, indices, state, 2, config.max_batch_bytes)
+                    else:
+                        adamw_step(group, indices, state, 2)
+    return RecordedStep(calls.calls, turns)
+
+
+def _without_values(device: torch.device) -> Any:
+    """Return a context in which tensors of a device have no values."""
+    if is_accelerator(device):
+        return contextlib.nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def _stored(
+    group: Mapping[str, Any], shards: Sequence[Tensor], config: MuonConfig, ns_dtype: str, device: torch.device
+) -> tuple[dict[str, Any], list[Tensor], dict[Tensor, dict[str, Tensor]]]:
+    """Return a param group of what this rank stores, its parameters with gradients, and their state."""
+    params = [torch.empty(own.shape, dtype=own.dtype, device=device) for own in shards]
+    options = {name: getattr(config, name) for name in GROUP_OPTIONS}
+    own = {**options, **group, "ns_dtype": ns_dtype, "params": params}
+    for param in params:
+        param.grad = torch.empty_like(param)
+    state: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
+    complete_state_(own, state)
+    return own, params, state
+
+
+def _checks(groups: Sequence[Sequence[Tensor]], ranks: int) -> list[Call]:
+    """Return the calls that check gradients, which tensors without values do not make: each is read once."""
+    nbytes: dict[torch.dtype, int] = {}
+    for param in (param for params in groups for param in params if param.numel()):
+        nbytes[param.dtype] = nbytes.get(param.dtype, 0) + param.numel() * param.dtype.itemsize
+    calls = [Call("norms of gradients", _LAUNCHES_OF_CHECK, own) for own in nbytes.values()]
+    return [*calls, Call("report", _LAUNCHES_OF_REPORT, 0)] if ranks > 1 else calls

@@ -1,0 +1,94 @@
+"""The calls that a plan records are those of an optimizer that steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.count import counting
+from hf_muon import MuonConfig, build_optimizer, route_parameters
+from hf_muon.math.precision import NS_DTYPES
+from hf_muon.plan.calls import Calls, recording
+from hf_muon.plan.recorded_step import record_step
+from hf_muon.plan.step_plan import plan_step
+from tests.plan.plan_cases import Several, llama
+
+BF16 = torch.bfloat16
+# What a step asks of gradients, which tensors without values do not have.
+CHECKS = {"_foreach_norm", "_foreach_div", "stack", "le", "all", "ones"}
+
+
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("dtype", "ns_dtype"), [(BF16, "bf16"), (BF16, "fp16"), (torch.float32, "fp32")])
+def test_launches_and_traffic_are_those_of_an_optimizer_that_steps(dtype, ns_dtype, momentum_dtype):
+    model = llama().to(dtype)
+    config = MuonConfig(ns_dtype=ns_dtype, momentum_dtype=momentum_dtype)
+    recorded = record_step(
+        route_parameters(model, config),
+        config,
+        dtype=dtype,
+        ns_dtype=NS_DTYPES[ns_dtype],
+    )
+    optimizer = build_optimizer(model, config)
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.empty_like(param)
+        with counting() as count:
+            optimizer.step()
+    checks = [call for call in recorded.calls if call.name == "norms of gradients"]
+    assert recorded.launches - sum(call.launches for call in checks) == sum(count.launches.values())
+    assert recorded.traffic - sum(call.traffic for call in checks) == sum(count.traffic.values())
+    assert [call.traffic for call in checks] == [sum(p.numel() for p in model.parameters()) * dtype.itemsize]
+
+
+@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_on_a_cpu_the_calls_are_those_of_a_step_with_values(dtype, momentum_dtype):
+    model = nn.Sequential(nn.Linear(500, 400), nn.LayerNorm(400), nn.Linear(400, 30), nn.Linear(30, 30)).to(dtype)
+    config = MuonConfig(ns_dtype="fp32", momentum_dtype=momentum_dtype)
+    recorded = record_step(route_parameters(model, config), config, dtype=dtype, ns_dtype=torch.float32, device="cpu")
+    optimizer = build_optimizer(model, config)
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        calls = Calls("cpu")
+        with recording(calls):
+            optimizer.step()
+    own = Counter(call for call in calls.calls if call.product is not None)
+    assert own == Counter(call for call in recorded.calls if call.product is not None)
+    assert len(own) > 10  # blocks of rows
+    names = Counter(call.name for call in recorded.calls if call.name != "norms of gradients")
+    steps = Counter(call.name for call in calls.calls)
+    assert set(steps) - set(names) <= CHECKS
+    assert all(abs(names[name] - steps[name]) <= 3 for name in set(names) - CHECKS), (names, steps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("single", 1), ("ddp", 2), ("fsdp", 3), ("hsdp", 4), ("zero1", 3), ("zero2", 2), ("zero3", 3)],
+)
+def test_products_of_each_rank_are_those_of_the_plan(layout, ranks):
+    config = MuonConfig(ns_dtype="fp32")
+    plan = plan_step(Several(), config, layout, ranks)
+    routes = route_parameters(Several(), config)
+    steps = [record_step(routes, config, layout, ranks, rank, ns_dtype=torch.float32) for rank in range(ranks)]
+    assert [step.flops for step in steps] == plan.flops
+    assert all(step.collectives > 0 for step in steps) == (ranks > 1)
+    on_cpu = [
+        record_step(routes, config, layout, ranks, rank, ns_dtype=torch.float32, device="cpu") for rank in range(ranks)
+    ]
+    assert sum(step.flops for step in on_cpu) == sum(plan.flops)
+
+
+def test_a_product_of_plain_matrices_and_one_that_adds():
+    a, b, c = (torch.empty(*shape, device="meta") for shape in ((4, 6), (6, 10), (2, 4, 10)))
+    calls = Calls()
+    with recording(calls):
+        a @ b
+        torch.baddbmm(c, a.expand(2, 4, 6), b.expand(2, 6, 10))
+    plain, added = (call.product for call in calls.calls)
+    assert (plain.sizes, plain.flops, plain.nbytes) == ((1, 4, 10, 6), 480, 4 * (24 + 60 + 40))
+    assert (added.sizes, added.flops, added.nbytes) == ((2, 4, 10, 6), 960, 2 * 4 * (24 + 60 + 80))
