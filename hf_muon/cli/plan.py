@@ -11,14 +11,18 @@ from rich.table import Table
 
 from hf_muon.cli.console import console, fail, print_json
 from hf_muon.cli.inspect import DEQUANTIZE_HELP, SOURCE_HELP, TRUST_HELP, refuse
+from hf_muon.cli.seconds import DEVICE_HELP, GPU, Timing, named_device, products_of
 
 if TYPE_CHECKING:
+    import torch
+
+    from hf_muon.cli.model_source import Source
+    from hf_muon.plan.devices import Device
     from hf_muon.plan.memory import Memory, Training
     from hf_muon.plan.step_plan import Plan
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
 _DTYPES = ("fp32", "bf16")
-_DEVICES = {"gpu": "fp16", "cpu": "fp32"}
 
 
 def plan(
@@ -40,9 +44,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="Hardware to assume for ns_dtype=auto: gpu (fp16) or cpu (fp32).")
-    ] = "gpu",
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = GPU,
+    utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the device's rate that forward and backward pass reach, for the time of a training step.",
+            show_default=".4, or .5 of this CPU's",
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.", show_default=False),
@@ -62,7 +71,8 @@ def plan(
         ),
     ] = "none",
     memory: Annotated[
-        float | None, typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.")
+        float | None,
+        typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits. Default: --device's."),
     ] = None,
     optim_args: Annotated[
         str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
@@ -76,7 +86,8 @@ def plan(
     try:
         if dtype is not None:
             _check("dtype", dtype, _DTYPES)
-        _check("device", device, tuple(_DEVICES))
+        if utilization is not None and not 0 < utilization <= 1:
+            raise ValueError(f"--utilization={utilization} is not valid: expected more than 0 and at most 1")
         counts = {"tokens": tokens, "batch-size": batch_size, "sequence-length": sequence_length, "memory": memory}
         for name, number in counts.items():
             if number is not None and not (number >= 1 or (name == "memory" and number > 0)):
@@ -90,6 +101,9 @@ def plan(
         from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
 
+        known = named_device(device)
+        if known is not None and memory is None:
+            memory = known.memory
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
         refuse(source, described.refusals)
         sizes = sizes_of(
@@ -101,9 +115,8 @@ def plan(
                 "dtype": dtype,
             },
         )
-        stored, computed = NS_DTYPES[sizes.dtype], NS_DTYPES[_DEVICES[device]]
+        stored = NS_DTYPES[sizes.dtype]
         assert stored is not None
-        assert computed is not None
         training = Training(*sizes[:3], offload=offload)
         with console().status(f"planning {source} on {ranks} ranks"):
             step = plan_step(
@@ -113,16 +126,44 @@ def plan(
                 ranks,
                 replicas=replicas,
                 dtype=stored,
-                ns_dtype=computed,
+                ns_dtype=products_of(device, known),
                 training=training,
             )
+            timing = None
+            if device.lower() != GPU:
+                timing = _timing(described, step, known, training, replicas, stored, tokens, utilization)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print_json(_as_json(source, step, shares, memory))
+        print_json(_as_json(source, step, shares, memory) | ({"seconds": timing.as_json()} if timing else {}))
     else:
         _show(source, step, shares, training, memory, described.notes)
+        if timing:
+            timing.show(console())
+
+
+def _timing(
+    described: Source,
+    step: Plan,
+    device: Device | None,
+    training: Training,
+    replicas: int,
+    dtype: torch.dtype,
+    tokens: int | None,
+    utilization: float | None,
+) -> Timing:
+    """Return the seconds of a step on a device; None is this CPU."""
+    from hf_muon.plan.seconds import plan_seconds, training_seconds
+
+    model = described.model
+    seconds, rates = plan_seconds(
+        model, described.config, step, device, replicas=replicas, dtype=dtype, offload=training.offload
+    )
+    if utilization is not None:
+        rates = dataclasses.replace(rates, utilization=utilization)
+    counts = [tokens] if tokens else _TOKENS
+    return Timing(rates, seconds, {n: training_seconds(model, step, rates, n, training) for n in counts})
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:
