@@ -14,16 +14,17 @@ from hf_muon.math.elementwise import is_accelerator
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import complete_state_
-from hf_muon.optimizer.step import adamw_step, muon_step
+from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.plan import stand_ins
 from hf_muon.plan.calls import Call, Calls, recording
 from hf_muon.routing.route import Route
 from hf_muon.storage.tensors import local_of
 
 # The check that gradients are finite, for each dtype of gradients: norms, limits, a stack of them, a comparison, all of
-# it. On several ranks six more make it a report.
+# it. The host reads the answer; on several ranks it is put into a report, which all ranks gather and read.
 _LAUNCHES_OF_CHECK = 5
-_LAUNCHES_OF_REPORT = 6
+_LAUNCHES_OF_READ = 1
+_LAUNCHES_OF_REPORT = 11
 
 
 class RecordedStep(NamedTuple):
@@ -44,7 +45,7 @@ class RecordedStep(NamedTuple):
 
     @property
     def collectives(self) -> int:
-        """Number of collectives, without the one by which ranks agree."""
+        """Number of collectives."""
         return sum(call.is_collective for call in self.calls)
 
     @property
@@ -107,12 +108,15 @@ def record_step(
         shards = [[local_of(param) for param in group["params"]] for group in groups]
         with _without_values(products_on):
             stored = [_stored(group, own, config, name, products_on) for group, own in zip(groups, shards, strict=True)]
-            calls.calls += _checks([params for _, params, _ in stored], ranks)
+            # ZeRO steps one partition after the other.
+            together = [[own] for own in stored] if partitions is not None else [stored]
+            for steps in together:
+                calls.calls += _checks([param for _, params, _ in steps for param in params], ranks)
             for (group, params, state), work in zip(stored, step.works, strict=True):
                 indices = [i for i, param in enumerate(params) if param.numel() or ranks > 1]
                 with recording(calls):
                     if group["use_muon"]:
-                        muon_step(group, work, indices, state, 2, config.max_batch_bytes)
+                        MuonStep(group, work, indices, state, 2, config.max_batch_bytes).finish()
                     else:
                         adamw_step(group, indices, state, 2)
     return RecordedStep(calls.calls, turns)
@@ -141,10 +145,12 @@ def _stored(
     return own, params, state
 
 
-def _checks(groups: Sequence[Sequence[Tensor]], ranks: int) -> list[Call]:
+def _checks(params: Sequence[Tensor], ranks: int) -> list[Call]:
     """Return the calls that check gradients, which tensors without values do not make: each is read once."""
     nbytes: dict[torch.dtype, int] = {}
-    for param in (param for params in groups for param in params if param.numel()):
+    for param in params:
         nbytes[param.dtype] = nbytes.get(param.dtype, 0) + param.numel() * param.dtype.itemsize
     calls = [Call("norms of gradients", _LAUNCHES_OF_CHECK, own) for own in nbytes.values()]
-    return [*calls, Call("report", _LAUNCHES_OF_REPORT, 0)] if ranks > 1 else calls
+    if ranks == 1:
+        return [*calls, Call("read", _LAUNCHES_OF_READ, 0)]
+    return [*calls, Call("report", _LAUNCHES_OF_REPORT, 0), Call("_allgather_base", 1, 0)]

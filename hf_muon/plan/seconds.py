@@ -159,7 +159,6 @@ def device_seconds(recorded: RecordedStep, device: Device, plan: Plan) -> StepSe
     wire = device.wire_seconds(max(plan.sent_bytes), plan.ranks) + recorded.collectives * device.collective
     moved = max(a + b for a, b in zip(plan.memory.to_device, plan.memory.to_host, strict=True))
     bus = device.bus_seconds(moved)
-    agreement = device.collective if plan.ranks > 1 else 0.0
     return StepSeconds(
         products=products,
         elementwise=elementwise,
@@ -167,7 +166,7 @@ def device_seconds(recorded: RecordedStep, device: Device, plan: Plan) -> StepSe
         computing=computing,
         wire=wire,
         bus=bus,
-        total=agreement + overlapped(computing, (wire, bus), recorded.turns),
+        total=overlapped(computing, (wire, bus), recorded.turns),
         launches=recorded.launches,
         traffic=recorded.traffic,
         adamw=_adamw(plan, device),
