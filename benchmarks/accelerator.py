@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -17,21 +18,26 @@ from torch import Tensor
 from hf_muon.optimizer import consensus, gradients, layout
 from hf_muon.storage import early_read, host, transport
 
-if TYPE_CHECKING:
-    from benchmarks.count import Count
-
 META = torch.device("meta")
 
 
+class Noted(Protocol):
+    """What a `benchmarks.count.Count` notes here."""
+
+    launches: Counter[str]
+
+    def synchronized(self, launches: int) -> None: ...
+
+
 @contextlib.contextmanager
-def as_accelerator(count: Count | None = None, *, reads: bool = True) -> Iterator[None]:
+def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterator[None]:
     """Have hf_muon take the branches of CUDA for the meta device.
 
     Moments can be offloaded to the host, whose memory is not touched, and copies have streams.
 
     Args:
-        count: notes when the host waits for a stream or an event.
-        reads: whether values can be read, which a `Count` then has to answer. Otherwise gradients are not checked.
+        count: a `Count`; notes when the host waits for a stream or an event.
+        reads: whether values can be read, which it then has to answer. Otherwise gradients are not checked.
     """
 
     class Stream:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from asked import asked
 from meters import peak_extra_bytes
 from models import MODELS, build, scaled_config
-from rivals import STEPS, bfloat16_is, llamafactory_muon
+from rivals import STEPS, bfloat16_is, llamafactory_muon, sides
 from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor, nn
@@ -19,7 +22,10 @@ from torch import Tensor, nn
 from hf_muon import build_optimizer, route_parameters
 from hf_muon.math import cost
 
-OURS, TORCH, LLAMAFACTORY, ADAMW = "hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "fused AdamW"
+OURS, TORCH, LLAMAFACTORY, DION, ADAMW = (
+    *("hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "dion"),
+    "fused AdamW",
+)
 BOUNDED = "hf_muon, bounded"
 LR, DECAY, MOMENTUM, BETAS, EPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8
 Step = Callable[[], Any]
@@ -85,6 +91,39 @@ def adamw_step(model: nn.Module) -> Step:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True).step
 
 
+def dion_step(model: nn.Module, options: dict[str, Any], setting: Setting) -> Step:
+    """Return the step of microsoft/dion's Muon for matrices, and of its AdamW for the rest.
+
+    On a CPU its own bf16 would take some hundred times as long: there, and on the meta device, its plain function
+    multiplies in our dtype.
+    """
+    muon, rest = _routed(model, options)
+    if any(param.ndim != 2 for param in muon):
+        raise ValueError("dion takes matrices alone here, and experts are 3-D parameters")
+    if setting.dion and setting.dion not in sys.path:
+        sys.path.insert(0, setting.dion)
+    on_cuda = muon[0].device.type == "cuda"
+    plain, _ = sides("cpu", setting.dtype if setting.on_cpu else torch.bfloat16, setting.dion, only=["dion"])
+    if "dion" not in plain:
+        raise ImportError("dion is not installed; name a checkout with --dion or HF_MUON_BENCH_DION")
+    run = plain["dion"].run
+    function = None if on_cuda else lambda matrices, epsilon=None: run(matrices).to(matrices.dtype)
+    groups = [{"params": muon}, {"params": rest, "algorithm": "adamw"}]
+    optimizer = importlib.import_module("dion.muon").Muon(
+        groups,
+        lr=LR,
+        mu=MOMENTUM,
+        betas=BETAS,
+        epsilon=EPS,
+        weight_decay=DECAY,
+        nesterov=True,
+        adjust_lr="rms_norm",
+        use_triton=on_cuda,
+        newton_schulz_func=function,
+    )
+    return optimizer.step  # type: ignore[no-any-return]
+
+
 def give_gradients(models: Sequence[nn.Module]) -> None:
     """Give copies of one model the same random gradients. Copies share their memory, since no side writes to them."""
     for params in zip(*(model.parameters() for model in models), strict=True):
@@ -112,14 +151,23 @@ def _model(setting: Setting, name: str) -> list[Row]:
     model = build(config).to(setting.device)
     options = MODELS[name].options
     half = setting.dtype if setting.on_cpu else torch.bfloat16
-    copies = {side: copy.deepcopy(model) for side in (OURS, TORCH, LLAMAFACTORY, ADAMW)}
+    copies = {side: copy.deepcopy(model) for side in (OURS, TORCH, LLAMAFACTORY, DION, ADAMW)}
     give_gradients(list(copies.values()))
     optimizer = ours(copies[OURS], options)
     makers: dict[str, Callable[[], Step]] = {
         OURS: lambda: optimizer.step,
         TORCH: lambda: torch_step(copies[TORCH], options, half),
         LLAMAFACTORY: lambda: llamafactory_step(copies[LLAMAFACTORY], options, half),
+        DION: lambda: dion_step(copies[DION], options, setting),
         ADAMW: lambda: adamw_step(copies[ADAMW]),
+    }
+    # What `ns_dtype: auto` is on NVIDIA GPUs, and what the others multiply there.
+    on_meta: dict[str, Callable[[nn.Module], Step]] = {
+        OURS: lambda meta: ours(meta, {**options, "ns_dtype": "fp16"}).step,
+        TORCH: lambda meta: torch_step(meta, options, torch.bfloat16),
+        LLAMAFACTORY: lambda meta: llamafactory_step(meta, options, torch.bfloat16),
+        DION: lambda meta: dion_step(meta, options, setting),
+        ADAMW: adamw_step,
     }
     steps: dict[str, Step] = {}
     notes = {}
@@ -133,7 +181,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
         notes[side] = attempt(first)
     muons = {side: _routed(model_of_side, options)[0] for side, model_of_side in copies.items()}
     start = _routed(model, options)[0]
-    parted = {side: _parted(start, muons[OURS], muons[side]) for side in steps if side != ADAMW}
+    parted = {side: _parted(start, muons[OURS], muons[side]) for side in steps if side not in (DION, ADAMW)}
     times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
     muon, rest = (sum(param.numel() for param in params) for params in _routed(copies[OURS], options))
     rows = []
@@ -145,6 +193,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
             "adamw weights": rest,
             "side": side,
             "note": notes[side],
+            **asked(lambda side=side: on_meta[side](_meta(config)), muon + rest),
         }
         if side in steps:
             flops = executed_flops(steps[side])
@@ -161,6 +210,15 @@ def _model(setting: Setting, name: str) -> list[Row]:
         rows.append(row)
     rows.append({**dict.fromkeys(rows[0], ""), **_bounded(setting, name, scaled, model)})
     return rows
+
+
+def _meta(config: Any) -> nn.Module:
+    """Return the model of a config on the meta device, with gradients."""
+    with torch.device("meta"):
+        model: nn.Module = build(config)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    return model
 
 
 def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:

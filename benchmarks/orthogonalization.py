@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from asked import asked
 from meters import newton_schulz_flops, peak_extra_bytes
 from models import Layer, layers
 from rivals import STEPS, TORCH, Side, sides
 from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor
+
+from hf_muon import orthogonalize
 
 _LEAST = 1.05e-3  # of the Frobenius norm; singular-value ranges hold from 1e-3, and rounding must not pass below that
 
@@ -87,11 +91,20 @@ def _shape(setting: Setting, divisor: int, layer: Layer, all_sides: dict[str, Si
             "side": name,
             "version": side.version,
             "note": notes.get(name, ""),
+            **asked(lambda side=side: _on_meta(side, batch.shape), batch.numel()),
         }
         if name in running:
             row |= _measured(setting, side, running[name], times, name, standard)
         rows.append(row)
     return rows
+
+
+def _on_meta(side: Side, shape: torch.Size) -> Callable[[], Any]:
+    """Return the call of a side on a meta tensor; ours in the dtype that `auto` is on NVIDIA GPUs."""
+    batch = torch.empty(shape, device="meta")
+    if side.preset:
+        return lambda: orthogonalize(batch, ns_coefficients=side.preset, ns_steps=STEPS, ns_dtype="fp16")
+    return lambda: side.run(batch)
 
 
 def _measured(setting: Setting, side: Side, call: Any, times: dict[str, list[float]], name: str, standard: int) -> Row:

@@ -22,6 +22,7 @@ TOKENS = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20)
 
 def _small(setting: Setting) -> tuple[Any, int, int, tuple[int, ...]]:
     """Return a Qwen3 config, the length of a sequence, tokens per micro-batch, and the numbers of tokens per step."""
+    tokens: tuple[int, ...]
     if setting.quick:
         width, layers, vocabulary, length, at_once, tokens = 32, 1, 64, 16, 32, (32, 64)
     elif setting.on_cpu:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,8 @@ def _orthogonalization(rows: list[Row]) -> list[str]:
 
     def matrix(title: str, column: str, text: Callable[[float], str]) -> list[str]:
         def cell(shape: Any, name: str) -> str:
-            row = by[(*shape, name)]
+            key = (*shape, name)
+            row = by[key]
             if column not in row:
                 return "-"
             return ranged(row, column, text) if name == OURS and f"{column} min" in row else text(row[column])
@@ -130,6 +133,11 @@ def _orthogonalization(rows: list[Row]) -> list[str]:
     lines += matrix("Fraction of the GEMM rate, of the FLOPs that a side executes:", "gemm fraction", _ratio)
     lines += matrix("GFLOP that a side executes:", "gflop", lambda x: f"{x:.3g}")
     lines += matrix("Extra memory at the peak, MB:", "peak mb", lambda x: f"{x:.3g}")
+    lines += matrix("Launches on an accelerator, counted:", "launches", lambda x: f"{x:.0f}")
+    lines += matrix(
+        "Elementwise traffic on an accelerator, counted, bytes an element:", "traffic", lambda x: f"{x:.3g}"
+    )
+    lines += matrix("Milliseconds of the host, on meta tensors:", "host ms", _milli)
     body = []
     for name in names:
         own = [row for row in rows if row["side"] == name and "outside" in row]
@@ -137,7 +145,7 @@ def _orthogonalization(rows: list[Row]) -> list[str]:
             low, high = min(row["sigma min"] for row in own), max(row["sigma max"] for row in own)
             worst = max(row["outside"] for row in own)
             band = f"{own[0]['band low']:.3f}-{own[0]['band high']:.3f}"
-            body.append([name, str(own[0]["version"]), band, f"{low:.3f}-{high:.3f}", f"{worst:.1e}"])
+            body.append([name, str(own[0].get("version", "-")), band, f"{low:.3f}-{high:.3f}", f"{worst:.1e}"])
     lines += ["Singular values over all shapes:", ""]
     return lines + table(["side", "version", "band", "found", "farthest outside"], body)
 
@@ -154,6 +162,10 @@ def _optimizer_step(rows: list[Row]) -> list[str]:
             f"{row['gemm fraction']:.2f}" if "gemm fraction" in row else "-",
             f"{row['peak mb']:.3g}" if "peak mb" in row else "-",
             f"{row['parted']:.0e}" if "parted" in row else "-",
+            f"{row['launches']:.0f}" if "launches" in row else "-",
+            f"{row['waits']:.0f}" if "waits" in row else "-",
+            f"{row['traffic']:.3g}" if "traffic" in row else "-",
+            _milli(row["host ms"]) if "host ms" in row else "-",
         ]
         for row in rows
     ]
@@ -173,6 +185,10 @@ def _optimizer_step(rows: list[Row]) -> list[str]:
         "of GEMM rate",
         "peak extra MB",
         "parted",
+        "launches, counted",
+        "waits, counted",
+        "bytes a weight, counted",
+        "host ms",
     ]
     return [*(f"- {size}" for size in sizes), "", *table(head, body)]
 
@@ -243,7 +259,7 @@ def _targets(folder: Path, machines: dict[str, Any]) -> list[str]:
     for name, low, high, *aims in _ASPECTS:
         aim = aims[column]
         figures = [row["speedup"] for row in own if low <= row["aspect"] <= high]
-        verdict(f"{name}, times as fast as {TORCH}'s", f">= {aim}", figures, lambda x, aim=aim: x >= aim)
+        verdict(f"{name}, times as fast as {TORCH}'s", f">= {aim}", figures, functools.partial(operator.le, aim))
     steps = [row for row in read(folder, "optimizer_step") if row["side"] == OURS]
     figures = [row["speedup"] for row in steps if row["model"] == "Qwen3-0.6B" and "speedup" in row]
     aim = _STEP[column]

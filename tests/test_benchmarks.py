@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import math
@@ -19,7 +20,10 @@ from hf_muon.math.precision import compute_dtype
 BENCH = Path(__file__).parent.parent / "benchmarks" / "bench.py"
 # Columns that hold a number in every row of a side that ran.
 NUMBERS = {
-    "orthogonalization": ("ms", "speedup", "gflop", "gemm fraction", "peak mb", "sigma min", "sigma max"),
+    "orthogonalization": (
+        *("ms", "speedup", "gflop", "gemm fraction", "peak mb", "sigma min", "sigma max"),
+        *("launches", "waits", "traffic", "host ms"),
+    ),
     "optimizer_step": ("ms", "speedup", "x adamw", "peak mb"),
     "share": ("share", "from smallest"),
     "growth": ("ms", "speedup", "gflop"),
@@ -51,6 +55,36 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
+AT_SIZES_OF_CUDA = """
+import logging, sys
+sys.path.insert(0, ".")
+from asked import asked
+from models import MODELS, scaled_config
+from optimizer_step import _meta, _routed, ours
+logging.getLogger("hf_muon").setLevel("ERROR")
+for name in MODELS:
+    model = _meta(scaled_config(name, "cuda", False)[0])
+    options = MODELS[name].options | {"ns_dtype": "fp16"}
+    weights = sum(param.numel() for param in model.parameters())
+    print(name, asked(lambda: ours(model, options).step, weights), sep="|")
+"""
+
+
+@pytest.mark.extended
+def test_steps_are_counted_at_the_sizes_of_cuda():
+    process = subprocess.run(
+        [sys.executable, "-c", AT_SIZES_OF_CUDA], capture_output=True, text=True, timeout=300, cwd=BENCH.parent
+    )
+    assert process.returncode == 0, process.stderr
+    lines = dict(line.split("|") for line in process.stdout.splitlines())
+    assert len(lines) == 5
+    for name, line in lines.items():
+        row = ast.literal_eval(line)
+        assert row.keys() == {"launches", "waits", "traffic", "host ms"}, (name, row)
+        assert row["waits"] == 1
+        assert 20 < row["traffic"] < 80
+
+
 def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
     process = bench("--quick", "--out", str(tmp_path))
     assert process.returncode == 0, process.stderr
@@ -64,6 +98,12 @@ def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
         assert all(row.get("note") or row.get("kind") == "modelled" for row in table if not row[numbers[0]])
         assert machine[benchmark]["torch"]
         assert machine[benchmark]["quick"] is True
+    # One step of a tiny Qwen3, on an accelerator.
+    counted = {row["side"]: row for row in rows(tmp_path / "optimizer_step.csv") if row["launches"]}
+    assert {"hf_muon", "torch.optim.Muon + AdamW", "fused AdamW"} <= counted.keys()
+    assert float(counted["hf_muon"]["launches"]) < float(counted["torch.optim.Muon + AdamW"]["launches"])
+    assert float(counted["hf_muon"]["waits"]) == 1
+    assert all(float(row["traffic"]) > 20 and float(row["host ms"]) > 0 for row in counted.values())
     # All sides compute the same: singular values inside their ranges, and the weights of our step.
     orthogonal = rows(tmp_path / "orthogonalization.csv")
     assert all(float(row["outside"]) < 0.07 for row in orthogonal if row["ms"])
