@@ -24,6 +24,8 @@ ACCELERATOR = torch.device("meta")
 """On which a plan has the products, so that units are those of accelerators."""
 CHUNK = chunk_size(torch.empty(0, device=ACCELERATOR))
 """Elements that a step rounds at once on an accelerator."""
+# One byte, which the device has throughout the step: whether gradients are finite.
+_FLAG = 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def step_buffers(
                 only = LocalExecutor(units, executor.stored, ACCELERATOR, config.max_batch_bytes)
                 temporary = max(temporary, _peak_of_units(options, work, only, config.max_batch_bytes))
                 numel = max(numel, sum(unit.numel for unit in units))
-    return StepBuffers(temporary, numel, _peak_of_adamw(groups, config), *_largest_moments(layout, groups))
+    of_adamw = _FLAG + _peak_of_adamw(groups, config)
+    return StepBuffers(_FLAG + temporary, numel, of_adamw, *_largest_moments(layout, groups))
 
 
 def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, ...]:
