@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
+import inspect
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hf_muon.build import as_config, group_of, log_routes, muon_options, require_muon
-from hf_muon.config import MuonConfig
+from hf_muon.config import OPTIONS, MuonConfig
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
-from hf_muon.routing.route import Route, route_parameters
+from hf_muon.routing.live_models import routes_of
+from hf_muon.routing.route import Route
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +62,7 @@ class MuonOfGroups(Muon):
         items: list[Any] = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
         groups: list[Mapping[str, Any]] = items if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
         members = [_tensors(group["params"]) for group in groups]
-        routes = _routes_of({p for group in members for p in group if p.requires_grad}, config, model)
+        routes = routes_of({p for group in members for p in group if p.requires_grad}, config, model)
         split = []
         reached: list[Route] = []
         for group, parameters in zip(groups, members, strict=True):
@@ -76,6 +78,28 @@ class MuonOfGroups(Muon):
         require_muon(reached, "the given param groups")
         super().__init__(split, replicate_group=replicate_group, **muon_options(config))
         log_routes(reached)
+
+
+def _signature() -> inspect.Signature:
+    """Return the parameters and the options one by one, for programs that read which arguments a class takes.
+
+    LightningCLI (jsonargparse) passes every default that it reads here, which would replace those of `config`: it is
+    left out.
+    """
+    types = typing.get_type_hints(MuonConfig)
+    return inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Iterable[Any]),
+            *(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=types[name])
+                for name, option in OPTIONS.items()
+            ),
+        ]
+    )
+
+
+MuonOfGroups.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _as_asked(group: Mapping[str, Any], routes: Sequence[Route]) -> list[Route]:
@@ -101,35 +125,3 @@ def _tensors(params: Any) -> list[Tensor]:
     if isinstance(params, Tensor):
         return [params]
     return [p[1] if isinstance(p, tuple) else p for p in params]
-
-
-def _routes_of(parameters: set[Tensor], config: MuonConfig, model: nn.Module | None) -> dict[Tensor, Route]:
-    """Return the route of each parameter, by the model that holds it: `model`, then all live ones.
-
-    Raises:
-        RuntimeError: no live module holds a parameter.
-    """
-    routes: dict[Tensor, Route] = {}
-    models = [] if model is None else [model]
-    if not parameters <= {p for module in models for p in module.parameters()}:
-        counts = {module: sum(p in parameters for p in module.parameters()) for module in _live_models()}
-        # A wrapper may share some of a model's parameters: the one that holds most of them knows most about them.
-        models += sorted(counts, key=lambda module: counts[module], reverse=True)
-    for module in models:
-        if any(p in parameters and p not in routes for p in module.parameters()):
-            of_model = {route.parameter: route for route in route_parameters(module, config)}
-            routes.update({p: route for p, route in of_model.items() if p in parameters and p not in routes})
-    homeless = [tuple(p.shape) for p in parameters if p not in routes]
-    if homeless:
-        raise RuntimeError(
-            f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
-            "holds them. Use hf_muon.build_optimizer(model), which is given the model."
-        )
-    return routes
-
-
-def _live_models() -> list[nn.Module]:
-    """Return the modules that no other module holds."""
-    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-    children = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in children and "_modules" in module.__dict__]

@@ -87,7 +87,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         if group["use_muon"] and (complaint := views.complaint(view, shape_of(param))):
             raise ValueError(
                 f"{describe(group, i)} {complaint}: Muon steps (m, n) matrices and (B, m, n) stacks of matrices. Put "
-                "it into a group with use_muon=False, or let build_optimizer(model) decide"
+                "it into a group with use_muon=False, or let build_optimizer(model) or MuonOfGroups decide"
             )
     if complaint := hyperparameter_complaint(group):
         raise ValueError(complaint)

@@ -25,6 +25,7 @@ from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.state import complete_state_, is_complete, state_complaints
 from hf_muon.optimizer.step import MuonStep, adamw_step
+from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
 
@@ -64,7 +65,9 @@ class Muon(Optimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
-            `use_muon` and each of the options below.
+            `use_muon` and each of the options below. Where embeddings or heads of a live model are in a group that does
+            not set `use_muon`, a warning names them: pass ``model`` to `build_optimizer`, or parameters to
+            `MuonOfGroups`, in place of ``model.parameters()``.
         {options}
         replicate_group: process group over which plain parameters are replicated, as under DDP. It must be passed: an
             initialized torch.distributed does not imply replicas.
@@ -146,7 +149,7 @@ class Muon(Optimizer):
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
         group = with_checked_options(param_group)
-        count = len(self.param_groups)
+        count, is_marked = len(self.param_groups), "use_muon" in group
         super().add_param_group(group)
         if not any(param in self.state for param in group["params"]):
             group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
@@ -155,6 +158,8 @@ class Muon(Optimizer):
         except Exception:
             del self.param_groups[count:]
             raise
+        if not is_marked:
+            warn_of_tables(self.param_groups[count])
 
     def init_state(self) -> None:
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""

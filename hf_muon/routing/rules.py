@@ -55,6 +55,11 @@ _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a name is that of a factor of an adapter, LoRA or another one of peft's."""
+    return is_lora(name) or _ADAPTER.search(name) is not None
+
+
 def is_lora(name: str) -> bool:
     """Return whether a name is that of a LoRA factor."""
     return _LORA.search(name) is not None
