@@ -277,7 +277,8 @@ class Muon(Optimizer):
         self, group: Group, work: GroupWork, indices: list[int], watch: StepWatch | None, begun: MuonStep | None
     ) -> None:
         """Step some parameters of a group, or finish the step of it that has begun."""
-        complete_state_(group, self.state)
+        if begun is None:
+            complete_state_(group, self.state)
         number = group["step"] + 1  # the same for all partitions of a group
         if self.partitioned.completes_group(group):
             group["step"] = number

@@ -45,12 +45,13 @@ def dtype_of(group: Mapping[str, Any]) -> str:
 
 def device_of_moments(group: Mapping[str, Any], param: Tensor) -> torch.device:
     """Return the device on which a parameter's moments are stored; states of older versions lack the option."""
-    return host.moments_device(param, str(group.get("momentum_offload", "none")))
+    offload = group.get("momentum_offload", "none")
+    return local_of(param).device if offload == "none" else host.moments_device(param, str(offload))
 
 
 def is_offloaded(group: Mapping[str, Any], param: Tensor) -> bool:
     """Return whether a parameter's moments are stored on the host, and the parameter is not."""
-    return device_of_moments(group, param) != local_of(param).device
+    return group.get("momentum_offload", "none") != "none" and device_of_moments(group, param) != local_of(param).device
 
 
 def describe(group: Mapping[str, Any], index: int) -> str:
