@@ -13,6 +13,7 @@ Source: Zhang, Amsel, Chen, Dao, Gram Newton-Schulz, https://dao-ailab.github.io
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,19 +28,21 @@ _LONGEST_SEGMENT_OF_OTHERS = 3
 # In fp16, updates of 64 rows leave the range of the preset; benchmarks/README.md has the figures.
 _SMALLEST_GRAM = {torch.float16: 256}
 _SMALLEST_GRAM_OF_OTHERS = 64
-# For symmetric products on a CPU: the smallest size for which blocks of rows are faster, and the approximate rows of a
-# block, for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower. The figures
-# for fp32 are measured, the others are estimates. Accelerators have one block: more launches, in which each block fills
-# the device less, and nobody has measured what they save.
+# For symmetric products on a CPU: the smallest size for which blocks of rows are faster, and the most rows of a block,
+# for X X^T and for products of small matrices. Fewer rows save more FLOPs, and each FLOP is slower. The figures for
+# fp32 and bf16 are measured, the others are estimates. Accelerators have one block: more launches, in which each block
+# fills the device less, and nobody has measured what they save.
 _BLOCK_ROWS = {
-    torch.float32: (384, (192, 128)),
-    torch.bfloat16: (2048, (1024, 1024)),
+    torch.float32: (256, (208, 128)),
+    torch.bfloat16: (512, (256, 256)),
 }
 _BLOCK_ROWS_OF_OTHERS = (4096, (2048, 2048))
 # More blocks would spend their time in calls.
 _MAX_BLOCKS = 12
 # Blocks have a multiple of 16 rows, and rows are padded by 16 elements: power-of-two strides cause cache-set conflicts.
 _VECTOR = 16
+# What a CPU works on at a time, bytes. Larger batches of small matrices, which could stay in its caches, do not.
+_CACHE_BYTES = 6 * 2**20
 
 
 class BlockRows(NamedTuple):
@@ -76,7 +79,7 @@ def block_rows(size: int, dtype: torch.dtype, device_type: str) -> BlockRows:
     smallest, rows = _BLOCK_ROWS.get(dtype, _BLOCK_ROWS_OF_OTHERS)
     if device_type != "cpu" or size < smallest or torch.compiler.is_compiling():
         return BlockRows(size, size)
-    blocks = (min(round(size / about), _MAX_BLOCKS) for about in rows)
+    blocks = (min(math.ceil(size / most), _MAX_BLOCKS) for most in rows)
     return BlockRows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))
 
 
@@ -117,6 +120,14 @@ def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dty
     normalizing = short * long * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
     small = small_matrices(lengths) * short * row_length(short, rows)
     return max(normalizing, (2 * short * long + small) * dtype.itemsize)
+
+
+def batch_in_cache(each: int) -> int:
+    """Return how many matrices to orthogonalize together on a CPU, if each takes some `working_bytes`.
+
+    Compiled functions get whole batches, because they cannot write into a part of one.
+    """
+    return sys.maxsize if torch.compiler.is_compiling() else max(1, _CACHE_BYTES // each)
 
 
 def overwriting_bytes(

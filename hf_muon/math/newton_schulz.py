@@ -22,6 +22,8 @@ from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import Workspace
 
 MAX_BATCH_BYTES = 512 * 2**20
+# Products may add in another order where memory is not aligned.
+_ALIGNED_BYTES = 256
 # What is subtracted from the diagonal of a Gram matrix whose eigenvalues are near one.
 _SHIFT = 0.75
 
@@ -54,11 +56,11 @@ def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: floa
     return work.apply(q, p, x)
 
 
-def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Divide each matrix of ``(B, m, n)`` by its Frobenius norm, in fp32 (fp64 for fp64); contiguous, in `dtype`.
 
     It is divided by a power of two first. That is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares
-    in the norm neither overflow nor vanish. Zero stays zero.
+    in the norm neither overflow nor vanish. Zero stays zero. With `out`, the result is written there.
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
     tiny = torch.finfo(wide).tiny
@@ -66,9 +68,13 @@ def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     ends = (matrices.amin(dim=(-2, -1), keepdim=True).neg(), matrices.amax(dim=(-2, -1), keepdim=True))
     largest = torch.maximum(*ends).to(wide).clamp_(min=tiny)
     power = torch.frexp(largest).mantissa.div_(largest).clamp_(min=tiny)
-    x = torch.mul(matrices, power, out=torch.empty(matrices.shape, dtype=wide, device=matrices.device))
+    memory = out if wide is dtype else None
+    if memory is None:
+        memory = torch.empty(matrices.shape, dtype=wide, device=matrices.device)
+    x = torch.mul(matrices, power, out=memory)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x.div_(norm.clamp_(min=tiny)).to(dtype)
+    x.div_(norm.clamp_(min=tiny))
+    return x.to(dtype) if out is None or out is x else out.copy_(x)
 
 
 def _invert(norms: Tensor) -> None:
@@ -81,11 +87,13 @@ INVERT = Elementwise(_invert, reads=(0,), writes=(0,))
 _WITH_FP64 = {"cuda", "meta"}
 
 
-def _normalized_in_three(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Do what `_normalized` does, in three launches: norms in fp64, which need no scaling by powers of two."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     INVERT(norms.view(-1))
-    return torch.mul(matrices, norms, out=torch.empty(matrices.shape, dtype=dtype, device=matrices.device))
+    if out is None:
+        out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
+    return torch.mul(matrices, norms, out=out)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -100,6 +108,7 @@ def newton_schulz(
     lengths: Sequence[int] | None = None,
     rows: cost.BlockRows | None = None,
     overwrite: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Take Newton-Schulz steps on a batch, from its normalized matrices.
 
@@ -110,6 +119,7 @@ def newton_schulz(
         lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
         rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
         overwrite: whether the memory of contiguous `matrices` serves for the products, and maybe for the result.
+        out: contiguous memory for the result, without `overwrite`; by default new.
 
     Returns:
         ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
@@ -120,8 +130,12 @@ def newton_schulz(
     lengths = lengths or cost.segments(matrices.shape, len(coefficients), dtype)
     rows = rows or cost.block_rows(min(matrices.shape[1:]), dtype, device)
     with _without_autocast(device):
-        x = (_normalized_in_three if device in _WITH_FP64 else _normalized)(matrices, dtype)
-        work = Workspace(x, lengths, rows, low_precision=low_precision, reused=matrices if overwrite else None)
+        # Each segment multiplies X from one memory into another, and back.
+        ends_where_it_starts = len(lengths) % 2 == 0
+        normalized = _normalized_in_three if device in _WITH_FP64 else _normalized
+        x = normalized(matrices, dtype, out if ends_where_it_starts else None)
+        reused = matrices if overwrite else None if ends_where_it_starts else out
+        work = Workspace(x, lengths, rows, low_precision=low_precision, reused=reused)
         start = 0
         for length in lengths:
             steps = coefficients[start : start + length]
@@ -133,7 +147,7 @@ def newton_schulz(
                 shift = _SHIFT if low_precision and start and length == 2 else 0.0
                 x = newton_schulz_segment(x, steps, shift, work)
             start += length
-    return x
+    return x if out is None else out
 
 
 @dataclass(frozen=True)
@@ -163,11 +177,16 @@ class Orthogonalizer:
         in_and_out = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
         each = cost.working_bytes(matrices.shape, lengths, self.dtype, rows)
         count = max(1, (self.max_batch_bytes - in_and_out) // each)
+        if matrices.device.type == "cpu":
+            count = min(count, cost.batch_in_cache(each))
         if matrices.size(0) <= count:
             return newton_schulz(matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows)
         directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
         for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
-            direction.copy_(newton_schulz(part, self.coefficients, self.dtype, lengths=lengths, rows=rows))
+            out = direction if direction.storage_offset() * self.dtype.itemsize % _ALIGNED_BYTES == 0 else None
+            result = newton_schulz(part, self.coefficients, self.dtype, lengths=lengths, rows=rows, out=out)
+            if out is None:
+                direction.copy_(result)
         return directions
 
 

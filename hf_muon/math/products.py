@@ -39,9 +39,23 @@ def symmetric_(
 
 
 def _product_(out: Tensor, a: Tensor, b: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
+    """Compute ``out = beta * add + alpha * a @ b``."""
+    # The library for bf16 copies parts of larger matrices before it multiplies a batch of them, but not single ones.
+    if out.dtype.itemsize < 4 and any(map(_is_part, (out, a, b))):
+        for k in range(out.size(0)):
+            if add is None:
+                torch.mm(a[k], b[k], out=out[k])
+            else:
+                torch.addmm(add[k], a[k], b[k], beta=beta, alpha=alpha, out=out[k])
+        return out
     if add is None:
         return torch.bmm(a, b, out=out)
     return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def _is_part(matrices: Tensor) -> bool:
+    """Return whether there are gaps in the memory of a batch ``(B, m, n)``."""
+    return matrices.stride(0) != matrices.size(1) * matrices.size(2)
 
 
 class Workspace:
@@ -106,6 +120,6 @@ class Workspace:
         out, self._next = self._next, x
         factors = (x, p) if self._tall else (p, x)
         if self._low_precision:
-            return torch.baddbmm(x, *factors, beta=a, out=out)
+            return _product_(out, *factors, x, a, 1.0)
         p.diagonal(dim1=-2, dim2=-1).add_(a)  # saves reading X once more; fp32 has the bits for it
         return torch.bmm(*factors, out=out)

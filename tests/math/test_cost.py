@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.newton_schulz import newton_schulz
+from hf_muon.math.newton_schulz import Orthogonalizer, newton_schulz
 from hf_muon.plan.live_bytes import LiveBytes
 from tests.math.matrices import STANDARD, WAYS
 
@@ -23,11 +23,12 @@ def test_the_way_depends_on_the_shape_and_the_dtype_alone():
             assert cost.segments(shape, 5, dtype) == STANDARD
     for steps in range(1, 12):
         assert sum(cost.segments((64, 256), steps, torch.float32)) == steps
-    assert cost.block_rows(383, torch.float32, "cpu") == (383, 383)
+    assert cost.block_rows(255, torch.float32, "cpu") == (255, 255)
+    assert cost.block_rows(256, torch.float32, "cpu") == (128, 128)
     assert cost.block_rows(512, torch.float32, "cpu") == (176, 128)
     assert cost.block_rows(3584, torch.float32, "cpu") == (304, 304)
-    assert cost.block_rows(2047, torch.bfloat16, "cpu") == (2047, 2047)
-    assert cost.block_rows(2048, torch.bfloat16, "cpu") == (1024, 1024)
+    assert cost.block_rows(511, torch.bfloat16, "cpu") == (511, 511)
+    assert cost.block_rows(1024, torch.bfloat16, "cpu") == (256, 256)
     assert cost.block_rows(4096, torch.float16, "cpu") == (2048, 2048)
     assert cost.block_rows(4096, torch.bfloat16, "cuda") == (4096, 4096)
 
@@ -72,7 +73,38 @@ def test_batches_within_the_limit(shape, dtype, monkeypatch):
     assert torch.equal(module.Orthogonalizer(coefficients, dtype, 1)(matrices), expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 64), (2, 64, 160), (2, 160, 64), (1, 400, 640)], ids=str)
+@pytest.mark.parametrize(("lengths", "rows"), WAYS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 12, 31), (3, 20, 20), (3, 31, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_result_is_written_where_it_belongs(lengths, rows, shape, dtype):
+    matrices, coefficients = torch.randn(shape), resolve("original", 5)
+    expected = newton_schulz(matrices, coefficients, dtype, lengths=lengths, rows=rows)
+    out = torch.full(shape, torch.nan, dtype=dtype)
+    result = newton_schulz(matrices, coefficients, dtype, lengths=lengths, rows=rows, out=out)
+    assert result is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 30, 40), (5, 20, 60), (5, 60, 20)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_batch_is_computed_in_parts_that_stay_in_the_cache(shape, dtype, monkeypatch):
+    coefficients = resolve("polar_express", 5)
+    matrices = torch.randn(shape)
+    lengths = cost.segments(shape, 5, dtype)
+    rows = cost.block_rows(min(shape[1:]), dtype, "cpu")
+    each = cost.working_bytes(shape, lengths, dtype, rows)
+    orthogonalizer = Orthogonalizer(coefficients, dtype)
+    whole = newton_schulz(matrices, coefficients, dtype)
+    monkeypatch.setattr(cost, "_CACHE_BYTES", 2 * each)
+    parts = [newton_schulz(part, coefficients, dtype) for part in matrices.split(2)]
+    with LiveBytes() as memory:
+        result = orthogonalizer(matrices)
+    assert torch.equal(result, torch.cat(parts))
+    assert (result - whole).abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-5)
+    assert memory.peak < matrices.numel() * dtype.itemsize + 2 * each + 1000
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (2, 64, 160), (2, 160, 64), (1, 400, 640), (1, 520, 530)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory_is_as_computed(shape, dtype):
     matrices = torch.randn(shape)

@@ -23,6 +23,23 @@ def test_symmetric_products(rows):
     )  # in place
 
 
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("rows", [4, 7])
+def test_symmetric_products_of_parts_in_bf16(rows, tall):
+    x = torch.randn(2, 12, 20).bfloat16()
+    x = x.mT.contiguous().mT if tall else x
+    addend = (torch.randn(2, 12, 12) / 8).bfloat16()
+    addend = addend + addend.mT
+    memory = torch.full((2, 12, 28), torch.nan, dtype=torch.bfloat16)
+    out = memory[..., :12]
+    for beta, alpha, add in ((1.0, 1.0, None), (0.5, -2.0, addend)):
+        result = symmetric_(out, x, x.mT, add=add, beta=beta, alpha=alpha, rows=rows)
+        expected = alpha * (x.double() @ x.double().mT) + (0 if add is None else beta * add.double())
+        torch.testing.assert_close(result.double(), expected, rtol=1e-2, atol=1e-2)
+        assert torch.equal(result, result.mT)
+        assert memory[..., 12:].isnan().all()
+
+
 @pytest.mark.parametrize("low_precision", [True, False])
 @pytest.mark.parametrize("shape", [(2, 17, 17), (3, 9, 40), (3, 40, 9)], ids=str)
 def test_a_step_is_the_formula(shape, low_precision):
