@@ -1,0 +1,106 @@
+"""Plain loops with accelerate on ranks of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from hf_muon import build_optimizer
+from hf_muon.math.newton_schulz import Orthogonalizer
+
+STEPS = 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(24, 16), *(nn.Linear(16, 16) for _ in range(6)), nn.Linear(16, 24))
+
+
+def batches() -> Tensor:
+    """Return tokens of shape (step, sentence, position), for all ranks together."""
+    return torch.randint(0, 24, (STEPS, 8, 5), generator=torch.Generator().manual_seed(2))
+
+
+def loop(
+    rank: int, order: str, ranks: int = 2, part: int | None = None, local: bool = False
+) -> tuple[list[Tensor], int, bool]:
+    """Train with `Accelerator.prepare`.
+
+    Args:
+        rank: of this process; its ranks are those of the initialized process group, or a single one.
+        order: "together", "optimizer first", "optimizer last", or "model first": built from the wrapped model.
+        ranks: number of processes.
+        part: of two that this process trains on; by default the one of its rank.
+        local: train without DDP's reduction of gradients, as LocalSGD does between two averages.
+
+    Returns:
+        The weights, the number of matrices that this rank has orthogonalized, and whether ranks share the work.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    # As torchrun sets them; the process group is there already.
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+    }
+    if ranks == 1:
+        variables.clear()
+    states = (AcceleratorState, PartialState, GradientState)
+    before = [dict(state._shared_state) for state in states]
+    with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), counted() as counts:
+        try:
+            for state in states:
+                state._shared_state.clear()
+            accelerator = Accelerator(cpu=True)
+            model, optimizer = prepared(accelerator, network(), order)
+            with model.no_sync() if local else contextlib.nullcontext():
+                for batch in batches():
+                    rows = batch if ranks == 1 and part is None else batch.chunk(2)[rank if part is None else part]
+                    accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        finally:
+            for state, values in zip(states, before, strict=True):
+                state._shared_state.clear()
+                state._shared_state.update(values)
+    shared = getattr(optimizer, "optimizer", optimizer).replicate_group is not None
+    return [param.detach().clone() for param in model.parameters()], sum(counts), shared
+
+
+def prepared(accelerator: Any, model: nn.Module, order: str) -> tuple[nn.Module, Any]:
+    options = {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32"}
+    if order == "model first":
+        model = accelerator.prepare(model)
+        return model, accelerator.prepare(build_optimizer(model, **options))
+    optimizer = build_optimizer(model, **options)
+    if order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        return accelerator.prepare(model), optimizer
+    if order == "optimizer last":
+        model = accelerator.prepare(model)
+        return model, accelerator.prepare(optimizer)
+    return accelerator.prepare(model, optimizer)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Yield a list to which each batch of orthogonalized matrices adds its length."""
+    counts: list[int] = []
+    call = Orthogonalizer.__call__
+
+    def counted_call(self: Any, matrices: Tensor, **options: Any) -> Tensor:
+        counts.append(len(matrices) if matrices.ndim == 3 else 1)
+        return call(self, matrices, **options)
+
+    with mock.patch.object(Orthogonalizer, "__call__", counted_call):
+        yield counts
