@@ -4,8 +4,9 @@
 #   make test      every promise of the README, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make test-all  every test
 #   make lint      ruff and mypy
+#   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
-#   make golden    the tables in tests/golden and the README's table of options, written anew: look at the diff
+#   make golden    the tables in tests/golden and the tables of options in docs/options.md, written anew: look at the diff
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,11 +20,11 @@ LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 PYTEST := -m pytest -n 2 --dist loadgroup --durations 20
 
 # What must not be missing in CI; see tests/promises.py.
-NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,trl
+NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,sphinx,trl
 DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
 LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 
-.PHONY: install async_io chromium demo quick test rest test-all lint golden bench clean
+.PHONY: install async_io chromium demo quick test rest test-all lint docs golden bench clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made chromium
@@ -39,7 +40,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	@echo "== making $(VENV): the newest supported stack (some minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt torch
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,trl,report,browser]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,docs,trl,report,browser]"
 	@touch $@
 
 $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt
@@ -96,6 +97,10 @@ lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.made
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going -q docs build/docs
+	@echo "== build/docs/index.html"
 
 golden: $(VENV)/.made $(LF)/.made
 	$(VENV)/bin/python -m tests.zoo

@@ -41,7 +41,7 @@ class MuonConfig:
     """Options of Muon, and of the AdamW that steps the parameters that are not hidden matrices.
 
     Each field declares an option: its default, its type, its meaning and its source. The rest follows from the fields:
-    how text is read, the checks, the defaults of `Muon`, what its copies carry, docstrings, and the README's table.
+    how text is read, the checks, the defaults of `Muon`, what its copies carry, docstrings, and docs/options.md.
 
     Attributes:
         {options}

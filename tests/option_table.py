@@ -1,4 +1,4 @@
-"""The README's table of options, generated from `MuonConfig`: ``python -m tests.option_table`` writes it."""
+"""The tables of docs/options.md, generated from `MuonConfig`: ``python -m tests.option_table`` writes them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 from hf_muon.config import OPTIONS
 from hf_muon.options.declaration import Option, as_text
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m tests.option_table` -->\n"
 END = "<!-- end of options -->\n"
+SECTIONS = {
+    "Rates and decay, which everyone sets": "lr weight_decay muon_lr adamw_lr adamw_weight_decay adjust_lr_fn",
+    "Which weights go where": "lora muon_patterns adamw_patterns optim_target_modules split_fused per_head",
+    "Memory": "momentum_dtype adamw_state_dtype momentum_offload weight_rounding",
+    "What a run tells, and what a resumed run accepts": "diagnostics_every diagnostics_file accept_rerouted",
+    "Mathematics that few should touch": ("momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps"),
+    "Limits of a step that nobody should need": "max_bucket_bytes max_batch_bytes comm_dtype offload_compute",
+}
 
 
 def default_of(option: Option) -> str:
@@ -20,10 +28,20 @@ def default_of(option: Option) -> str:
     return f"{option.fallback}; in Python {text}" if option.fallback else text
 
 
-def table() -> str:
-    """Return the table as Markdown."""
+def tables() -> str:
+    """Return a table for each section as Markdown; options without a section come first."""
+    listed = {name for names in SECTIONS.values() for name in names.split()}
+    sections = {"Others": " ".join(name for name in OPTIONS if name not in listed)} | SECTIONS
+    return "\n".join(f"## {title}\n\n{table(names.split())}" for title, names in sections.items() if names)
+
+
+def table(names: list[str]) -> str:
+    """Return the table of some options."""
     rows = [("option", "default", "meaning", "source"), ("---",) * 4]
-    rows += [(f"`{name}`", default_of(option), option.meaning, option.source) for name, option in OPTIONS.items()]
+    rows += [
+        (f"`{name}`", default_of(option), option.meaning, option.source.replace("(docs/", "("))
+        for name, option in ((name, OPTIONS[name]) for name in names)
+    ]
     return "".join(f"|{'|'.join(cell(text) for text in row)}|\n" for row in rows)
 
 
@@ -32,13 +50,13 @@ def cell(text: str) -> str:
     return f" {escaped} " if escaped else " "
 
 
-def with_table(readme: str) -> str:
-    """Return the README with today's table between its markers."""
-    before, _, rest = readme.partition(BEGIN)
+def with_tables(page: str) -> str:
+    """Return the page with today's tables between its markers."""
+    before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert end, f"README.md lacks the lines {BEGIN!r} and {END!r}"
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    assert end, f"docs/options.md lacks the lines {BEGIN!r} and {END!r}"
+    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-PACKAGES = ("deepspeed", "llamafactory", "trl", "playwright")
+PACKAGES = ("deepspeed", "llamafactory", "trl", "playwright", "sphinx")
 # Patterns of the reasons with which tests skip when a tool is missing.
 REASONS = {
     "nvme": r"async_io|NVMe",

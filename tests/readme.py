@@ -1,12 +1,12 @@
-"""The promises of README.md, each with the tests of the first tier that prove it.
+"""The promises of README.md and of docs/layouts.md, each with the tests of the first tier that prove it.
 
 `make test` refuses to start if a test that is named here is missing from the first tier of a stack. `test_tiers` checks
-that the tests exist, and that every layout and command of the README is named.
+that the tests exist, and that every layout and every command of the README is named.
 """
 
 from __future__ import annotations
 
-# Keys are words of the README's table of layouts.
+# Keys are words of the table in docs/layouts.md.
 LAYOUTS = {
     "one process": ["integrations/test_transformers.py::test_trainer_equals_a_loop_by_hand"],
     "DDP": [
@@ -85,7 +85,7 @@ OTHERS = {
         "test_autoload.py::test_uninstall_and_install_again",
     ],
     "every option, everywhere": [
-        "test_config.py::test_the_readme_holds_todays_table",
+        "test_config.py::test_the_page_holds_todays_tables_with_every_option_once",
         "test_config.py::test_docstrings_and_errors_follow_from_the_declaration",
         "test_config.py::test_optim_args_are_typed",
     ],

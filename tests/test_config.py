@@ -25,16 +25,19 @@ def test_defaults():
     assert config.lora == "adamw"
 
 
-def test_the_readme_holds_todays_table():
-    readme = option_table.README.read_text()
-    assert readme == option_table.with_table(readme), "README.md is outdated: run `python -m tests.option_table`"
+def test_the_page_holds_todays_tables_with_every_option_once():
+    page = option_table.PAGE.read_text()
+    message = "docs/options.md is outdated: run `python -m tests.option_table`"
+    assert page == option_table.with_tables(page), message
+    assert [page.count(f"\n| `{name}` |") for name in OPTIONS] == [1] * len(OPTIONS)
+    assert "## Others" not in page, "put new options into a section of tests/option_table.py"
 
 
-def test_an_outdated_readme_is_noticed():
-    readme = option_table.README.read_text()
-    assert option_table.with_table(readme.replace("`ns_steps`", "`ns_step`")) == readme
+def test_an_outdated_page_is_noticed():
+    page = option_table.PAGE.read_text()
+    assert option_table.with_tables(page.replace("`ns_steps`", "`ns_step`")) == page
     with pytest.raises(AssertionError, match="lacks the lines"):
-        option_table.with_table("")
+        option_table.with_tables("")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -14,6 +14,7 @@ from tests.tiers import belongs, lost, select, shows_older_versions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LAYOUTS = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
 STACKS = ("newest", "deepspeed", "llamafactory")
 
 
@@ -43,8 +44,8 @@ def test_each_promise_has_a_test_in_the_first_tier(test):
     assert any(name != "llamafactory" or shows_older_versions(test) for name in stacks)
 
 
-def test_every_layout_of_the_readme_is_named():
-    table = README[README.index("\n| layout |") :].partition("\n\n")[0].strip().splitlines()
+def test_every_layout_of_the_documentation_is_named():
+    table = LAYOUTS[LAYOUTS.index("\n| layout |") :].partition("\n\n")[0].strip().splitlines()
     rows = [line.split("|")[1] for line in table[2:]]
     assert len(rows) >= 10
     assert [row for row in rows if not any(word.lower() in row.lower() for word in readme.LAYOUTS)] == []

@@ -26,7 +26,7 @@ DEEPSPEED = ("tests/deepspeed/", "tests/e2e/test_deepspeed.py")
 LLAMAFACTORY = ("tests/e2e/test_llamafactory", "tests/e2e/test_v1_ulysses.py")
 # Tests of code that depends on torch alone run once, on the newest stack: all stacks have the same torch.
 TORCH_ALONE = (
-    *("tests/chaos/", "tests/diagnostics/", "tests/distributed/", "tests/math/", "tests/storage/"),
+    *("tests/chaos/", "tests/diagnostics/", "tests/docs/", "tests/distributed/", "tests/math/", "tests/storage/"),
     *("tests/optimizer/", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
     *(
         "tests/test_imports.py",

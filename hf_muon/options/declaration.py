@@ -42,7 +42,7 @@ def option(
     Args:
         default: the default in Python.
         type: the values that the option takes.
-        meaning: what the option does, in whole sentences, for docstrings and the README.
+        meaning: what the option does, in whole sentences, for docstrings and docs/options.md.
         scope: who reads it.
         fallback: where the value comes from if the user sets none, in place of or before `default`.
         source: papers and libraries, as Markdown links.
@@ -91,7 +91,7 @@ def unknown_option(name: Any, valid: Sequence[str]) -> ValueError:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as `optim_args` and the README write it."""
+    """Return a value as `optim_args` and docs/options.md write it."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "|".join(map(as_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,59 @@
+"""Sphinx: ``make docs`` builds the site into build/docs, with warnings as errors."""
+
+import os
+import re
+from pathlib import Path
+
+from hf_muon import __version__
+
+HERE = Path(__file__).parent
+# Documents outside of this folder that are pages of the site, too; written here when it is built.
+PAGES = {
+    "../benchmarks/README.md": "benchmarks.md",
+    "../benchmarks/results/cpu/tables.md": "benchmark-tables.md",
+    "../CHANGELOG.md": "changelog.md",
+    "../CONTRIBUTING.md": "contributing.md",
+}
+
+project = "hf_muon"
+author = "the authors of hf_muon"
+version = release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+source_suffix = {".md": "markdown"}
+html_theme = "furo"
+html_title = "hf_muon"
+html_static_path = ["_static"]
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_block", "dollarmath"]
+autodoc_typehints = "none"
+napoleon_numpy_docstring = False
+
+
+def relocated(text: str, folder: str) -> str:
+    """Return Markdown of another folder, relative to this one, with links as they are from here."""
+
+    def link(match: re.Match[str]) -> str:
+        target, _, fragment = match[1].partition("#")
+        if not target or ":" in target:
+            return match[0]
+        target = os.path.relpath(os.path.join(folder, target), ".")
+        return f"]({PAGES.get(target, target)}{'#' * bool(fragment)}{fragment})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, text)
+
+
+def relocate(app: object, name: str, source: list[str]) -> None:
+    """Let links of a page lead to pages, where they lead to documents that are pages."""
+    if "/" not in name:
+        source[0] = relocated(source[0], "")
+
+
+def setup(app: object) -> None:
+    """Write the pages that stand elsewhere, and have Sphinx call `relocate`."""
+    for path, page in PAGES.items():
+        text = relocated((HERE / path).read_text(encoding="utf-8"), os.path.dirname(path))
+        if not text.startswith("# "):
+            text = f"# {page.removesuffix('.md').capitalize().replace('-', ' ')}\n\n{text}"
+        if not (HERE / page).exists() or (HERE / page).read_text(encoding="utf-8") != text:
+            (HERE / page).write_text(text, encoding="utf-8")
+    app.connect("source-read", relocate)  # type: ignore[attr-defined]

@@ -1,0 +1,84 @@
+"""Every snippet of README.md and the documentation runs, or is checked as far as it can be without what it needs.
+
+A comment before a block of Python, ``<!-- not run: why -->``, leaves it out; it must parse nevertheless.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hf_muon.cli.app import app
+from hf_muon.config import MuonConfig
+from hf_muon.optim_args import parse_optim_args
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = {"benchmarks.md", "benchmark-tables.md", "changelog.md", "contributing.md"}  # by docs/conf.py
+BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n+)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# What a snippet may use without making it.
+BEFORE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+config = Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8)
+model = Qwen3ForCausalLM(config)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+"""
+
+
+def blocks(*languages):
+    """Return the blocks of all pages in some languages, as parameters of a test."""
+    return [
+        pytest.param(match[3], bool(match[1]), id=f"{page.relative_to(ROOT)}-{k}")
+        for page in PAGES
+        if page.name not in WRITTEN
+        for k, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")))
+        if match[2] in languages
+    ]
+
+
+@pytest.mark.parametrize(("block", "left_out"), blocks("python"))
+def test_python_runs(block, left_out, tmp_path, monkeypatch):
+    ast.parse(block)
+    if left_out:
+        return
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(block)
+    names = {"torch": torch, "__file__": str(script), "__name__": "__main__"}
+    exec(BEFORE, names)
+    exec(compile(block, script, "exec"), names)
+
+
+@pytest.mark.parametrize(("block", "_"), blocks("yaml"))
+def test_yaml_has_options_that_exist(block, _):
+    for settings in filter(None, yaml.safe_load_all(block)):
+        for options in (settings.get("optim_args"), settings.get("optim_config")):
+            named = parse_optim_args(options) if isinstance(options, str) else dict(options or {})
+            assert named.keys() - {"name", "wd"} <= set(MuonConfig.__dataclass_fields__)
+
+
+@functools.cache
+def commands():
+    import typer.main
+
+    return typer.main.get_command(app).commands
+
+
+@pytest.mark.parametrize(("block", "_"), blocks("bash", "console"))
+def test_commands_have_options_that_exist(block, _):
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["hf-muon"] and words[1:]:
+            command = commands()[words[1]]
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            assert {word.partition("=")[0] for word in words[2:] if word.startswith("--")} <= known
+        if words[:1] == ["make"]:
+            assert re.search(rf"^(\w+ )*{words[1]}( \w+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE)
