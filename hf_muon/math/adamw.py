@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,10 +11,19 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_muon.math import weight_rounding
-from hf_muon.math.codes import Quantized
-from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over
-from hf_muon.math.moments import MOMENTS, decoded
-from hf_muon.math.rounding import batched, chunk_size, round_to_half, salt, salted_bf16, salted_bits, store_bf16_
+from hf_muon.math.adamw_functions import STEP, STEP_CODES, next_values
+from hf_muon.math.codes import BLOCK, Quantized
+from hf_muon.math.elementwise import (
+    compiles_on,
+    is_accelerator,
+    is_large,
+    most_copied,
+    number,
+    over,
+    padded_rows,
+)
+from hf_muon.math.moments import MOMENTS, decoded, moment_dtype
+from hf_muon.math.rounding import batched, chunk_size, salt, store_bf16_
 from hf_muon.math.weight_rounding import Observer, Result, is_half
 
 # Elements per chunk on a CPU, so that AdamW's temporaries stay in a cache.
@@ -104,66 +113,9 @@ def adamw_(
         weight_rounding.store_(results, rounding, step, observer)
 
 
-def _next_values(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rates: Sequence[Tensor],
-    factors: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a parameter and its moments after a step, in the dtype of the step.
-
-    Args:
-        param, grad, exp_avg, exp_avg_sq: flat, in any dtypes.
-        rates: by which the first moment moves; the decay of the second one, and one minus it.
-        factors: of the parameter, ``1 - lr * weight_decay``; of the update, ``lr`` over the first bias correction; the
-            square root of the second one; and `eps`.
-    """
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    grad, first, second = grad.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)
-    first = first + (grad - first) * rates[0]
-    second = second * rates[1] + grad * grad * rates[2]
-    exact = param.to(dtype) * factors[0] - first / (second.sqrt() / factors[2] + factors[3]) * factors[1]
-    return exact, first, second
-
-
-def _step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rate: Tensor,
-    decay: Tensor,
-    rest: Tensor,
-    keep: Tensor,
-    size: Tensor,
-    root: Tensor,
-    eps: Tensor,
-    step_salt: Tensor,
-    *,
-    stochastic: bool,
-) -> None:
-    """Step a parameter and its moments; the numbers are those of `_next_values`."""
-    exact, *moments = _next_values(param, grad, exp_avg, exp_avg_sq, (rate, decay, rest), (keep, size, root, eps))
-    for stored, moment in zip((exp_avg, exp_avg_sq), moments, strict=True):
-        stored.copy_(salted_bf16(moment.float(), step_salt) if stored.dtype is torch.bfloat16 else moment)
-    if is_half(param) and stochastic:
-        exact = round_to_half(exact, salted_bits(exact, step_salt, moments[0]), param.dtype)
-    param.copy_(exact)
-
-
-STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
-
-
 def _is_together(stepped: Stepped) -> bool:
-    """Return whether `_step_together_` steps a parameter: on an accelerator, its counter on the CPU, without codes."""
-    moments = [stepped.state[key] for key in MOMENTS_OF_ADAMW]
-    return (
-        is_accelerator(stepped.param.device)
-        and stepped.state["step"].device.type == "cpu"
-        and all(moment.is_floating_point() for moment in moments)
-    )
+    """Return whether `_step_together_` steps a parameter: on an accelerator, its counter on the CPU."""
+    return is_accelerator(stepped.param.device) and stepped.state["step"].device.type == "cpu"
 
 
 def _step_together_(
@@ -186,16 +138,76 @@ def _step_together_(
         rates = [number(value) for value in (1 - betas[0], betas[1], 1 - betas[1])]
         factors = (1 - lr * weight_decay, lr / corrections[0], math.sqrt(corrections[1]), eps)
         numbers = [*rates, *map(number, factors), number(salt(step), torch.int32)]
-        columns = [
-            [own.param for own in alike],
-            [own.grad for own in alike],
-            *([own.state[key] for own in alike] for key in MOMENTS_OF_ADAMW),
-        ]
-        if observer is not None:
-            for row in zip(*columns, strict=True):
-                if is_half(row[0]):
-                    observer(row[0], _next_values(row[0], row[1], row[2], row[3], numbers[:3], numbers[3:7])[0])
-        over(STEP, columns, *numbers, stochastic=rounding != "nearest")
+        for own in alike if observer is not None else ():
+            if is_half(own.param):
+                moments = [decoded(own.state, key) for key in MOMENTS_OF_ADAMW]
+                observer(own.param, next_values(own.param, own.grad, *moments, numbers[:3], numbers[3:7])[0])
+        stochastic = rounding != "nearest"
+        columns = [_columns(own) for own in alike if "exp_avg_scale" not in own.state]
+        if columns:
+            over(STEP, list(zip(*columns, strict=True)), *numbers, stochastic=stochastic)
+        quantized = [own for own in alike if "exp_avg_scale" in own.state]
+        for parts in _rows_together(quantized):
+            _step_rows_(parts, *numbers, stochastic=stochastic)
+
+
+def _columns(stepped: Stepped) -> list[Tensor]:
+    """Return a parameter, its gradient and its moments, each of 8 bits followed by its scales."""
+    keys = [key for moment in MOMENTS_OF_ADAMW for key in (moment, MOMENTS[moment].scale) if key in stepped.state]
+    return [stepped.param.detach(), stepped.grad, *(stepped.state[key] for key in keys)]
+
+
+def _rows_together(stepped: Sequence[Stepped]) -> Iterator[list[list[Tensor]]]:
+    """Yield lists of parts to step in one call: large parameters whose blocks are full as they are, others in copies.
+
+    A part is the columns of some rows of a parameter, or of all of it.
+    """
+    parts: list[list[Tensor]] = []
+    count = 0
+    for own in stepped:
+        columns = _columns(own)
+        param, grad = columns[:2]
+        if not param.numel():
+            continue
+        each = param.dtype.itemsize + grad.dtype.itemsize + 2
+        most = most_copied(each)
+        if all(column.is_contiguous() for column in columns):
+            columns = [column.view(-1, column.shape[-1]) for column in columns]
+            if param.shape[-1] % BLOCK == 0 and is_large(2 * each * param.numel()):
+                # Only a compiled function has no temporary tensors.
+                size = param.numel() if param.is_meta or compiles_on(param.device) else chunk_size(param)
+                yield from ([part] for part in _split_rows(columns, size))
+                continue
+        else:
+            most = param.numel()
+        for part in _split_rows(columns, most):
+            alike = not parts or [tensor.dtype for tensor in part] == [tensor.dtype for tensor in parts[0]]
+            if parts and (not alike or count + part[0].numel() > most_copied(each)):
+                yield parts
+                parts, count = [], 0
+            parts.append(part)
+            count += part[0].numel()
+    if parts:
+        yield parts
+
+
+def _split_rows(columns: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Cut columns with equal numbers of rows into parts of about some elements."""
+    rows = max(1, size // max(1, columns[0].shape[-1]))
+    if columns[0].numel() <= size:
+        yield list(columns)
+        return
+    yield from map(list, zip(*(torch.split(column, rows) for column in columns), strict=True))
+
+
+def _step_rows_(parts: Sequence[Sequence[Tensor]], *numbers: Tensor, stochastic: bool) -> None:
+    """Step rows with moments of 8 bits in one call, copied where blocks are not full or there are several parts."""
+    columns = [padded_rows(column, 1 if c in (3, 5) else BLOCK) for c, column in enumerate(zip(*parts, strict=True))]
+    flats = [column.gathered() for column in columns]
+    blocks = [flat if c in (3, 5) else flat.view(-1, BLOCK) for c, flat in enumerate(flats)]
+    STEP_CODES(*blocks, *numbers, stochastic=stochastic)
+    for c in STEP_CODES.writes:
+        columns[c].scatter(flats[c])
 
 
 def _is_rounded(stepped: Stepped) -> bool:
@@ -248,12 +260,19 @@ def chunks(stepped: Stepped, size: int) -> list[Stepped]:
     ]
 
 
-def uses_fused_adamw(params: Sequence[Tensor]) -> bool:
+def uses_fused_adamw(params: Sequence[Tensor], state_dtype: str = "auto") -> bool:
     """Return whether torch's fused AdamW kernel steps these parameters; it needs step counters on their device.
 
     The kernel steps the meta device too, so that its launches can be counted.
+
+    Args:
+        params: of a param group.
+        state_dtype: of their moments, as the option has it; the kernel takes those of the parameter's dtype alone.
     """
     return all(
-        param.device.type in ("cuda", "xpu", "meta") and param.is_floating_point() and not is_half(param)
+        param.device.type in ("cuda", "xpu", "meta")
+        and param.is_floating_point()
+        and not is_half(param)
+        and moment_dtype(param, "exp_avg", state_dtype) is param.dtype
         for param in params
     )

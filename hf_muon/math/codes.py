@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hf_muon.math.rounding import random_bits, rows_per_chunk
+from hf_muon.math.rounding import random_bits, rows_per_chunk, salted_bits
 
 BLOCK = 64
 """Elements of a row that share a scale."""
@@ -149,6 +149,26 @@ class Quantized(NamedTuple):
         for codes, scales, chunk in zip(*(torch.split(tensor, size) for tensor in rows), strict=True):
             blocks = Quantized(codes, scales, self.code)
             blocks.store_(blocks.values().lerp_(chunk.float(), 1 - momentum))
+
+
+def salted_codes(values: Tensor, salt: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """Return what `Quantized.store_rounded_` stores: codes ``(R, BLOCK)``, as fp32 numbers, and scales ``(R, 1)``.
+
+    Args:
+        values: ``(R, BLOCK)`` fp32 and finite.
+        salt: of the step, int32 of no dims.
+        code: what the codes stand for.
+    """
+    fractions = values.abs()
+    scales = fractions.amax(dim=-1, keepdim=True)
+    fractions = fractions / torch.where(scales > 0, scales, 1.0)
+    below = code.exact_codes(fractions.clone()).floor().clamp(max=code.largest - 1)
+    low, high = code.fractions(below), code.fractions(below + 1)
+    draws = (salted_bits(values, salt) & 0xFFFFFF) * 2.0**-24
+    codes = below + (draws * (high - low) < fractions - low)
+    if code.dtype.is_signed:
+        return codes.copysign(values), scales
+    return codes.maximum((fractions > 0).to(codes.dtype)), scales
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -141,6 +141,16 @@ def most_elements(max_bytes: int) -> int:
     return max(max_bytes // 8, (max_bytes - _RUN_BYTES) // 4)
 
 
+def is_large(copied_bytes: int) -> bool:
+    """Return whether copies of some bytes take longer than a call for one tensor."""
+    return copied_bytes >= _COPIED_BYTES
+
+
+def most_copied(itemsize: int) -> int:
+    """Return how many elements of some bytes are copied together at most."""
+    return _RUN_BYTES // itemsize
+
+
 def over(
     function: Elementwise,
     columns: Sequence[Sequence[Tensor]],

@@ -15,7 +15,7 @@ from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.math.moments import moment_dtype
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.layout import Matrix, StepLayout
-from hf_muon.optimizer.state import is_offloaded
+from hf_muon.optimizer.state import dtype_of, is_offloaded
 from hf_muon.routing.parameters import folded
 from hf_muon.storage.partitions import Partition, Partitions, Slice
 from hf_muon.storage.shared import SharedStorage
@@ -138,7 +138,7 @@ def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: 
     device = local_of(param).device
     host = " on the host" if is_offloaded(group, param) else ""
     if not group["use_muon"]:
-        kernel = "fused kernel" if uses_fused_adamw(group["params"]) else "foreach"
+        kernel = "fused kernel" if uses_fused_adamw(group["params"], dtype_of(group)) else "foreach"
         return f"AdamW on the local part ({kernel}), no communication{host and f'; moments{host}'}"
     dtype = compute_dtype(group["ns_dtype"], device.type, device.index)
     newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"

@@ -133,6 +133,7 @@ def _moments(own: Stepped) -> dict[str, Tensor]:
 
 def _on_device(own: Stepped, tensors: Iterator[Tensor]) -> Stepped:
     """Return a chunk with the next tensors as its moments, and with a counter of its own."""
-    device = own.param.device if uses_fused_adamw([own.param]) else "cpu"
+    alike = all(moment.dtype is own.param.dtype for moment in _moments(own).values())
+    device = own.param.device if alike and uses_fused_adamw([own.param]) else "cpu"
     step = torch.full((), own.state["step"].item(), dtype=torch.float32, device=device)
     return Stepped(own.param, own.grad, {"step": step, **{key: next(tensors) for key in _moments(own)}})

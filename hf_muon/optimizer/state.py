@@ -153,7 +153,7 @@ def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict
         group: a param group.
         state: of an optimizer, which creates an empty dict for a parameter without state.
     """
-    fused = not group["use_muon"] and uses_fused_adamw(group["params"])
+    fused = not group["use_muon"] and uses_fused_adamw(group["params"], dtype_of(group))
     for param in group["params"]:
         own = state[param]
         keys = state_keys(group, param)

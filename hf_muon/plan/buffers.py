@@ -120,26 +120,10 @@ def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) ->
 def _peak_of_adamw(groups: Sequence[Mapping[str, Any]], config: MuonConfig) -> int:
     """Return the most bytes of temporary tensors of AdamW's step on an accelerator.
 
-    torch's fused kernel, which steps weights and moments in fp32, needs none. Moments in 8 bits are computed in chunks,
-    others in the memory where they are, but for copies of small tensors.
+    torch's fused kernel, which steps weights and moments in fp32, needs none. Other moments are computed in the memory
+    where they are, but for copies of small tensors, and of rows whose blocks of 8-bit codes are not full.
     """
-    largest = 0
-    for group in groups:
-        if group["use_muon"]:
-            continue
-        if dtype_of(group) != "int8":
-            largest = max(largest, _peak_of_group(group["params"], group, config))
-            continue
-        kinds = {(p.dtype, len(p.shape) > 1): p for p in sorted(group["params"], key=torch.numel)}
-        for param in kinds.values():
-            largest = max(largest, _peak_of_chunk(param, group, config))
-    return largest
-
-
-def _peak_of_chunk(param: Tensor, group: Mapping[str, Any], config: MuonConfig) -> int:
-    rows = max(1, CHUNK // max(1, param.shape[1:].numel()))
-    shape = (min(rows, param.shape[0]), *param.shape[1:]) if param.ndim else ()
-    return _peak_of_group([torch.empty(shape, dtype=param.dtype)], group, config)
+    return max((_peak_of_group(group["params"], group, config) for group in groups if not group["use_muon"]), default=0)
 
 
 def _peak_of_group(params: Sequence[Tensor], group: Mapping[str, Any], config: MuonConfig) -> int:

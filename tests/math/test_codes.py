@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, Quantized, scale_shape
+from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, Quantized, salted_codes, scale_shape
+from hf_muon.math.rounding import salt
 
 
 def blocks_of(shape, code):
@@ -94,3 +95,17 @@ def test_rows_and_chunks_of_rows_are_rounded_alike():
         for part, own in zip(parts, torch.split(values, rows), strict=True):
             part.store_rounded_(own, 7)
         assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)
+
+
+@pytest.mark.parametrize("code", [SQUARES, FOURTH_POWERS], ids=["squares", "fourth powers"])
+def test_codes_of_a_function_are_those_that_are_stored(code):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(40, BLOCK, generator=generator) * torch.logspace(-9, 3, 40)[:, None]
+    values[0] = values[1, ::2] = 0
+    values = values if code.dtype.is_signed else values.square()
+    stored = Quantized(torch.zeros(40, BLOCK, dtype=code.dtype), torch.zeros(40, 1), code)
+    for step in (1, 7):
+        stored.store_rounded_(values.clone(), step)
+        codes, scales = salted_codes(values, torch.tensor(salt(step), dtype=torch.int32), code)
+        assert torch.equal(codes.to(code.dtype), stored.codes)
+        assert torch.equal(scales, stored.scales)
