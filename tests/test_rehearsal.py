@@ -131,7 +131,7 @@ def test_the_meta_device_takes_the_branches_of_cuda():
     assert elementwise.is_accelerator(cuda)
     assert {"cuda", "meta"} <= newton_schulz._WITH_FP64
     for device in (META, cuda):
-        param = SimpleNamespace(device=device, dtype=torch.float32, is_floating_point=lambda: True)
+        param = SimpleNamespace(device=device, dtype=torch.float32, shape=(4,), is_floating_point=lambda: True)
         assert uses_fused_adamw([param])
     param = nn.Parameter(torch.empty(256, 512, device=META))
     with as_accelerator():

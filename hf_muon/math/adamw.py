@@ -138,10 +138,10 @@ def _step_together_(
         rates = [number(value) for value in (1 - betas[0], betas[1], 1 - betas[1])]
         factors = (1 - lr * weight_decay, lr / corrections[0], math.sqrt(corrections[1]), eps)
         numbers = [*rates, *map(number, factors), number(salt(step), torch.int32)]
-        for own in alike if observer is not None else ():
-            if is_half(own.param):
-                moments = [decoded(own.state, key) for key in MOMENTS_OF_ADAMW]
-                observer(own.param, next_values(own.param, own.grad, *moments, numbers[:3], numbers[3:7])[0])
+        for own in alike:
+            if observer is not None and is_half(own.param):
+                first, second = (decoded(own.state, key) for key in MOMENTS_OF_ADAMW)
+                observer(own.param, next_values(own.param, own.grad, first, second, numbers[:3], numbers[3:7])[0])
         stochastic = rounding != "nearest"
         columns = [_columns(own) for own in alike if "exp_avg_scale" not in own.state]
         if columns:
