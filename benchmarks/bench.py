@@ -38,6 +38,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help=f"benchmarks to run: {', '.join(BENCHMARKS)}",
     )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="of all products on a CPU; by default what ns_dtype: auto means there"
+    )
     parser.add_argument("--rounds", type=_number, help="measured rounds; default 5 on a CPU, 15 on CUDA")
     parser.add_argument("--threads", type=_number, default=1, help="of a CPU; with more than one, measure wall time")
     parser.add_argument(
@@ -53,6 +56,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.dion and not (Path(options.dion) / "dion").is_dir():
         parser.error(f"--dion {options.dion}: not a checkout of microsoft/dion, there is no folder dion in it")
+    if options.dtype and options.device != "cpu":
+        parser.error("--dtype is for --device cpu: on CUDA the functions of other packages choose their own dtypes")
     options.out = options.out or (
         _HERE.parent / "build" / "bench" if options.quick else _HERE / "results" / options.device
     )
@@ -77,13 +82,15 @@ def measure(options: argparse.Namespace) -> None:
     from setting import Setting
     from timing import Clock, Gemm
 
-    from hf_muon.math.precision import compute_dtype
+    from hf_muon.math.precision import NS_DTYPES, compute_dtype
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             "--device cuda: torch sees no CUDA device. Use --device cpu, or a torch that is built for CUDA"
         )
     torch.set_num_threads(options.threads)
+    if options.dtype:  # nothing has asked what auto means before
+        NS_DTYPES["auto"] = NS_DTYPES[options.dtype]
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     dtype = compute_dtype("auto", device.type, device.index)
     clock = Clock(device, options.threads)

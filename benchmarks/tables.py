@@ -276,8 +276,8 @@ def _targets(folder: Path, machines: dict[str, Any]) -> list[str]:
     lines = table(["target", "aim", "found, least to greatest", "verdict"], body)
     if on_cpu and any_machine["dtype"] != "bfloat16":
         lines.append(
-            f"The aims are for hardware with bf16. This CPU has none, so that all sides multiply in "
-            f"{any_machine['dtype']}: a verdict here says how the forms compare, not what bf16 hardware would give. "
+            f"The aims are for hardware with bf16. All sides multiply in {any_machine['dtype']} here: a verdict "
+            "says how the forms compare, not what bf16 would give. "
             "No GPU figure is in this folder."
         )
     return lines
