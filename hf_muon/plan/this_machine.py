@@ -128,9 +128,12 @@ def _filled(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 def _multiplication(product: Product) -> Callable[[], Any]:
     left, right, out, *added = (_filled(operand, product.dtype) for operand in product.operands)
+    batched = left.ndim == 3
     if added:
-        return lambda: torch.baddbmm(added[0], left, right, beta=0.5, alpha=0.5, out=out)
-    return lambda: torch.matmul(left, right, out=out)
+        add = torch.baddbmm if batched else torch.addmm
+        return lambda: add(added[0], left, right, beta=0.5, alpha=0.5, out=out)
+    multiply = torch.bmm if batched else torch.mm
+    return lambda: multiply(left, right, out=out)
 
 
 def _addition(nbytes: int) -> Callable[[], Any]:

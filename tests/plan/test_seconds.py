@@ -19,7 +19,7 @@ from hf_muon.plan.memory import Training
 from hf_muon.plan.recorded_step import record_step
 from hf_muon.plan.seconds import auto_dtype, overlapped, plan_seconds, queued, training_seconds
 from hf_muon.plan.step_plan import plan_step
-from hf_muon.plan.this_machine import ThisMachine
+from hf_muon.plan.this_machine import ThisMachine, measure_this_machine
 from tests.plan.plan_cases import llama
 
 H100 = device_named("h100")
@@ -252,6 +252,15 @@ class TestThisMachine:
         assert self.MACHINE.product_seconds(product(1, 64, 64, 64)) == 1e-5
         assert self.MACHINE.product_seconds(product(1, 64, 64, 128)) == pytest.approx(2e-5)
         assert self.MACHINE.product_seconds(product(2, 512, 512, 512)) == pytest.approx(4e-3)
+
+    def test_products_of_every_kind_are_measured(self):
+        """Measure with and without a batch and an addend; that nothing is negative is all that is known."""
+        shapes = (32, 48), (48, 16), (32, 16), (32, 16)
+        operands = [tuple(Operand((*b, *s), (*[s[0] * s[1]] * len(b), s[1], 1)) for s in shapes) for b in ((), (3,))]
+        products = [Product(own[:count], torch.float32) for own in operands for count in (3, 4)]
+        machine = measure_this_machine([Call("product", 1, 0, product) for product in products])
+        assert machine.products.keys() == set(products)
+        assert min(*machine.products.values(), machine.launch, machine.peak) > 0
 
     def test_traffic_is_interpolated_between_sizes(self):
         seconds = self.MACHINE.traffic_seconds
