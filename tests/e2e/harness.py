@@ -27,6 +27,7 @@ from tests import bounds, fixtures_text
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"
+PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 BIN = Path(sys.executable).parent
 CPU_RANKS = ROOT / "tests" / "e2e" / "cpu_ranks"  # lets ranks on gloo end without aborting
 CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # lets LLaMA-Factory v1 run in several processes on a CPU
@@ -204,6 +205,13 @@ class Saved:
 
     def names(self, *, use_muon: bool) -> list[str]:
         return sorted(name for g in self.groups if g["use_muon"] is use_muon for name in g["param_names"])
+
+
+def plain_loop_options(model: Path, folder: Path, *more: object) -> list[object]:
+    """Return arguments of `examples/plain_loop.py` for a tiny model, and write its text into a folder."""
+    text = folder / "text.txt"
+    text.write_text("\n".join(fixtures_text.texts(20)), encoding="utf-8")
+    return [model, text, "--block", 64, "--batch", 4, "--lr", 1e-3, "--option", "ns_dtype=fp32", *more]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests import fixtures_text
 from tests.e2e.harness import (
+    PLAIN_LOOP,
     ROOT,
     TINY,
     YAML,
@@ -21,6 +22,7 @@ from tests.e2e.harness import (
     llamafactory_settings,
     needs,
     options,
+    plain_loop_options,
     python,
     read_yaml,
     rounding_of_runs,
@@ -209,3 +211,25 @@ def test_trainer(
     config = config_file(name, tmp_path)
     output = trainer_run(f"trainer_qwen3_{name}.yaml", tiny_model, texts, tmp_path, config)
     assert_same(output, trainer_alone, tiny_model, rounding)
+
+
+# --- examples/plain_loop.py
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(
+    importlib.util.find_spec("llamafactory") is not None, reason="run with the newest versions, beside tests/deepspeed"
+)
+def test_plain_loop(tiny_model: Path, rounding: dict[str, float], tmp_path: Path) -> None:
+    """Run a plain loop of accelerate with ZeRO-2, interrupted once, and compare it with one process."""
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(JSON / "zero2.json")}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    for folder, more in (
+        ("half", ("--steps", 2)),
+        ("resumed", ("--steps", 3, "--resume", tmp_path / "half" / "checkpoint")),
+    ):
+        words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / folder, *more)
+        python(*torchrun, PLAIN_LOOP, *words, cwd=tmp_path, **variables, **on_cpu())
+    words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / "one", "--steps", 3)
+    python(PLAIN_LOOP, *words, cwd=tmp_path, ACCELERATE_USE_CPU="true")
+    assert_close(weights(tmp_path / "resumed"), weights(tmp_path / "one"), weights(tiny_model), rounding)
