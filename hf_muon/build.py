@@ -45,7 +45,7 @@ def build_optimizer(
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: its structure tells hidden "
-            "matrices from other parameters. Pass parameters alone to hf_muon.Muon"
+            "matrices from other parameters. Pass parameters alone to hf_muon.MuonOfGroups"
         )
     config = as_config(config).replace(options)
     routes = route_parameters(model, config)
