@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ def build_optimizer(
     if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         replicate_group = model.process_group
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
+    if optimizer.metrics is not None:
+        optimizer.metrics.model = _facts_of(model, routes)
     log_routes(routes, frozen(model))
     return optimizer
 
@@ -136,6 +139,18 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
             '"lora=muon", in optim_config of LLaMA-Factory v1 as lora: muon.'
         )
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
+
+
+def _facts_of(model: nn.Module, routes: Sequence[Route]) -> dict[str, Any]:
+    """Return what a run's metrics say of its model: class, name, and the numbers of trained weights."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    sizes = {
+        f"{side}_weights": sum(math.prod(route.shape) for route in routes if route.use_muon is use_muon)
+        for side, use_muon in (("muon", True), ("adamw", False))
+    }
+    return {"class": type(model).__name__, **({"name": str(name)} if name else {}), **sizes}
 
 
 def log_routes(routes: Iterable[Route], more: Sequence[str] = ()) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank")
-ADAMW_MEASURE = "adamw_update_rms"
+MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank", "weight_rms", "relative_update")
+ADAMW_MEASURES = ("adamw_update_rms", "adamw_weight_rms", "adamw_relative_update")
 _POWER_STEPS = 12
 _CHUNK = 2**22  # elements of AdamW's moments to widen at a time
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
-from hf_muon.diagnostics import log
-from hf_muon.diagnostics.measures import ADAMW_MEASURE, MEASURES
+from hf_muon.diagnostics import facts, log
+from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.names import layers_and_kinds
 from hf_muon.diagnostics.watch import Clock, Watch
 
 FILE = "muon_diagnostics.jsonl"
+IN_SHORT = ("muon/relative_update", "muon/orthogonality_error", "muon/time_share")
+"""What a console shows of the summary, unless it is told otherwise."""
 
 
 class Metrics:
@@ -36,6 +39,9 @@ class Metrics:
     def __init__(self, every: int, file: str | os.PathLike[str] | None = None) -> None:
         self.every = every
         self.file = Path(file or FILE)
+        log.console_form()  # refuses a word that is not valid before training
+        self.model: dict[str, Any] = {}
+        self._device = torch.device("cpu")
         self._watch: Watch | None = None
         self._clock: Clock | None = None
         self._began: dict[int, Any] = {}
@@ -52,6 +58,7 @@ class Metrics:
             step: its number, from 1.
             device: the device to time.
         """
+        self._device = device
         if self._watch is not None and self._watch.step != step:
             self.flush()
         due = step % self.every == 0
@@ -85,7 +92,7 @@ class Metrics:
         if not self._started or list(watch.shapes) != self._names:
             self._start(watch)
         line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.rates, **times}
-        for measure in (*MEASURES, ADAMW_MEASURE):
+        for measure in (*MEASURES, *ADAMW_MEASURES):
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]
         self._write(line)
@@ -115,8 +122,12 @@ class Metrics:
                 "time": time.time(),
                 "hf_muon": sys.modules["hf_muon"].__version__,
                 "torch": torch.__version__,
+                "versions": facts.versions(),
+                "machine": facts.machine(self._device),
                 "ranks": torch.distributed.get_world_size() if log.has_process_group() else 1,
                 "every": self.every,
+                **({"model": self.model} if self.model else {}),
+                "options": watch.options,
                 "parameters": [
                     {"name": name, "layer": layer, "kind": kind, "shape": list(watch.shapes[name])}
                     for name, (layer, kind) in zip(self._names, layers_and_kinds(self._names), strict=True)
@@ -126,7 +137,10 @@ class Metrics:
         log.logger().info("metrics every %d steps: %s", self.every, self.file)
 
     def pop_summary(self) -> dict[str, float]:
-        """Return the means over matrices of the last measured step, named `muon/...`; each of them once."""
+        """Return the means over matrices of the last measured step, named `muon/...`; each of them once.
+
+        Of relative updates it is the median: one matrix that begins at zero would make the mean.
+        """
         self.flush()
         summary, self._summary = self._summary, {}
         return summary
@@ -156,9 +170,25 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
+def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a console shows of a Trainer's logs: a few of Muon's metrics, unless the environment asks for more.
+
+    Args:
+        logs: keys and values; is not written to.
+    """
+    form = log.console_form()
+    shown = IN_SHORT if form == "short" else ()
+    return {key: value for key, value in logs.items() if form == "all" or key in shown or not key.startswith("muon/")}
+
+
 def _summary(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return means over matrices, and those of update RMS also by kind."""
-    means = {f"muon/{measure}": math.fsum(by_name.values()) / len(by_name) for measure, by_name in values.items()}
+    """Return means over matrices, medians of relative updates, and the means of update RMS also by kind."""
+    means = {
+        f"muon/{measure}": statistics.median(by_name.values())
+        if measure.endswith("relative_update")
+        else math.fsum(by_name.values()) / len(by_name)
+        for measure, by_name in values.items()
+    }
     by_kind: dict[str, list[float]] = {}
     updates = values.get("update_rms", {})
     for (_, kind), value in zip(layers_and_kinds(list(updates)), updates.values(), strict=True):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hf_muon.diagnostics.charts import Line, heat_map, line_chart, page
-from hf_muon.diagnostics.measures import ADAMW_MEASURE
 from hf_muon.diagnostics.run_file import Run
 
 
@@ -79,7 +78,7 @@ def render(run: Run, title: str) -> str:
         line_chart("Learning rates", rates, note="of the Muon groups and of the AdamW groups"),
         line_chart("Update RMS by kind", _by_kind(run, "update_rms"), note=unscaled),
         line_chart("Update RMS by layer", _by_layer(run, "update_rms"), note=unscaled),
-        line_chart("Update RMS of AdamW", _by_kind(run, ADAMW_MEASURE), note=unscaled),
+        line_chart("Update RMS of AdamW", _by_kind(run, "adamw_update_rms"), note=unscaled),
         line_chart(
             "Orthogonality error by kind",
             _by_kind(run, "orthogonality_error"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_muon.diagnostics.measures import ADAMW_MEASURE, MEASURES
+from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.metrics import FILE
 
 _TRACES = ("muon_lr", "adamw_lr", "time_share", "optimizer_ms", "step_ms")
@@ -139,7 +139,7 @@ def _add(run: Run, line: dict[str, Any], names: list[str]) -> list[str]:
         for key, number in logs.items():
             run.logs.setdefault(key, {})[step] = number
         return names
-    lists = {measure: line[measure] for measure in (*MEASURES, ADAMW_MEASURE) if measure in line}
+    lists = {measure: line[measure] for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line}
     for values in lists.values():
         if len(values) != len(names):
             raise ValueError(f"step {step} has numbers for {len(values)} parameters of {len(names)}")

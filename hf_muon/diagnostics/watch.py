@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics.measures import (
-    ADAMW_MEASURE,
     adamw_sum_of_squares,
     orthogonality_error,
     stable_rank,
@@ -26,6 +25,8 @@ class Watch:
         self.step = step
         self.rates: dict[str, float] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.options: dict[str, dict[str, Any]] = {}
+        self._rate_of: dict[str, float] = {}
         self._keys: list[tuple[str, str, int]] = []
         self._values: list[Tensor] = []
 
@@ -37,21 +38,24 @@ class Watch:
     def muon(self, names: Mapping[int, str], shapes: Mapping[int, tuple[int, ...]], lr: float) -> None:
         """Note the matrices of a Muon group, by position, and its learning rate."""
         self.rates["muon_lr"] = lr
+        self._rate_of.update(dict.fromkeys(names.values(), lr))
         self.shapes.update({name: shapes[k] for k, name in names.items()})
 
     def momentum(self, name: str, buffer: Tensor) -> None:
         """Measure what this rank stores of a momentum, after its update."""
         self._add("momentum_rms", name, sum_of_squares(buffer), buffer.numel())
 
-    def direction(self, name: str, piece: Tensor, scale: float) -> None:
-        """Measure a piece of a direction.
+    def direction(self, name: str, piece: Tensor, scale: float, weight: Tensor) -> None:
+        """Measure a piece of a direction, and the weights that will move by it.
 
         Args:
             name: of the matrix.
             piece: before it is scaled.
             scale: factor that multiplies it, the learning rate aside.
+            weight: the same piece of the weights, before the step.
         """
         self._add("update_rms", name, sum_of_squares(piece) * scale**2, piece.numel())
+        self._add("weight_rms", name, sum_of_squares(weight), weight.numel())
 
     def orthogonalized(self, counts: Sequence[tuple[str, int]], updates: Tensor, directions: Tensor) -> None:
         """Measure whole matrices and their directions.
@@ -69,12 +73,18 @@ class Watch:
             for (name, count), own in zip(counts, torch.split(values, sizes), strict=True):
                 self._add(measure, name, own.sum(), count)
 
+    def adamw_weight(self, name: str, weight: Tensor) -> None:
+        """Measure what this rank stores of a parameter that AdamW has stepped."""
+        self._add("adamw_weight_rms", name, sum_of_squares(weight), weight.numel())
+
     def adamw(self, name: str, state: Mapping[str, Tensor], betas: Sequence[float], eps: float, lr: float) -> None:
         """Measure the AdamW update of what this rank stores of a parameter, after its moments' update."""
         self.rates["adamw_lr"] = lr
+        self._rate_of[name] = lr
         self.shapes.setdefault(name, ())
         moments = state["exp_avg"], state["exp_avg_sq"]
-        self._add(ADAMW_MEASURE, name, adamw_sum_of_squares(*moments, state["step"], betas, eps), moments[0].numel())
+        squares = adamw_sum_of_squares(*moments, state["step"], betas, eps)
+        self._add("adamw_update_rms", name, squares, moments[0].numel())
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return each measure by name, with one read per device."""
@@ -93,6 +103,15 @@ class Watch:
         for (measure, name), (total, weight) in sums.items():
             mean = total / weight
             means.setdefault(measure, {})[name] = math.sqrt(mean) if measure.endswith("_rms") else mean
+        for prefix in ("", "adamw_"):
+            updates, weights_of = means.get(f"{prefix}update_rms", {}), means.get(f"{prefix}weight_rms", {})
+            relative = {
+                name: self._rate_of[name] * update / weights_of[name]
+                for name, update in updates.items()
+                if weights_of.get(name)
+            }
+            if relative:
+                means[f"{prefix}relative_update"] = relative
         return means
 
 

@@ -125,10 +125,11 @@ class MuonStep:
     ) -> None:
         """Move the weights of some pieces."""
         scales = [self._scales[piece.matrix] for piece in pieces]
+        weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
-            watch.directions(pieces, directions, scales)
+            watch.directions(pieces, directions, scales, weights)
         apply_directions_(
-            [piece.of(self._weights[piece.matrix]) for piece in pieces],
+            weights,
             directions,
             lr=rate_of(self.group),
             weight_decay=self.group["weight_decay"],
@@ -177,5 +178,5 @@ def adamw_step(
             observer=observer,
         )
     if watch is not None:
-        for i, moments in zip(indices, states, strict=True):
-            watch.adamw(i, moments)
+        for i, param, moments in zip(indices, params, states, strict=True):
+            watch.adamw(i, local_of(param), moments)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hf_muon.config import GROUP_OPTIONS
+from hf_muon.diagnostics import facts
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.diagnostics.names import MOST_PARTS
 from hf_muon.diagnostics.watch import Watch
@@ -40,6 +42,8 @@ class StepWatch:
         self._partitioned = partitioned
         self._step = first["step"] + 1
         self._watch = metrics.begin(self._step, local_of(first["params"][0]).device)
+        if self._watch is not None:
+            self._watch.options |= facts.options(groups, GROUP_OPTIONS)
 
     @property
     def measures(self) -> bool:
@@ -89,17 +93,24 @@ class GroupWatch:
         counts = [(self._names[matrix], stop - start) for matrix, start, stop in unit.ranges]
         self._watch.orthogonalized(counts, updates, directions)
 
-    def directions(self, pieces: Sequence[Piece], directions: Sequence[Tensor], scales: Sequence[float]) -> None:
-        """Measure directions before the weights move by them."""
-        for piece, direction, scale in zip(pieces, directions, scales, strict=True):
-            self._watch.direction(self._names[piece.matrix], direction, scale)
+    def directions(
+        self,
+        pieces: Sequence[Piece],
+        directions: Sequence[Tensor],
+        scales: Sequence[float],
+        weights: Sequence[Tensor],
+    ) -> None:
+        """Measure directions, and the weights of these pieces before they move."""
+        for piece, direction, scale, weight in zip(pieces, directions, scales, weights, strict=True):
+            self._watch.direction(self._names[piece.matrix], direction, scale, weight)
 
     def momentum(self, matrix: int, buffer: Tensor) -> None:
         """Measure what this rank stores of a matrix's momentum."""
         self._watch.momentum(self._names[matrix], buffer)
 
-    def adamw(self, param: int, moments: Mapping[str, Tensor]) -> None:
-        """Measure what this rank stores of a parameter's moments; local tensors."""
+    def adamw(self, param: int, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
+        """Measure what this rank stores of a parameter and of its moments, after the step; local tensors."""
+        self._watch.adamw_weight(self._parameters[param], weight)
         options = (self._group["adamw_betas"], self._group["adamw_eps"], float(self._group["lr"]))
         for chunk in decoded_chunks(moments, MOMENTS_OF_ADAMW):
             self._watch.adamw(self._parameters[param], {"step": moments["step"], **chunk}, *options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 
 import pytest
 import torch
@@ -57,11 +59,15 @@ def test_nothing_is_written_or_kept_without_being_asked_for(tmp_path, monkeypatc
 
 def test_values_are_those_of_the_matrices_themselves(tmp_path):
     """Compare one step from zero momentum with formulas in float64 on whole matrices."""
-    weights = [torch.randn(12, 20), torch.randn(20, 12), torch.randn(3, 6, 8)]
+    weights = [torch.randn(12, 20), 30 * torch.randn(20, 12), torch.randn(3, 6, 8)]
     params = [nn.Parameter(w.clone()) for w in weights]
     vector = nn.Parameter(torch.randn(7))
     named = [(f"layers.{i}.w", p) for i, p in enumerate(params)]
-    groups = [{"params": named}, {"params": [("norm.weight", vector)], "use_muon": False, "lr": 0.25}]
+    groups = [
+        {"params": named[:2]},
+        {"params": named[2:], "lr": 0.125},
+        {"params": [("norm.weight", vector)], "use_muon": False, "lr": 0.25},
+    ]
     file = tmp_path / "deep" / "d.jsonl"
     optimizer = Muon(groups, lr=0.5, ns_dtype="fp32", diagnostics_every=1, diagnostics_file=str(file))
     grads = [torch.randn_like(w) * 10.0**-i for i, w in enumerate(weights)]
@@ -72,10 +78,13 @@ def test_values_are_those_of_the_matrices_themselves(tmp_path):
     start, line = lines_of(file)
     assert [p["name"] for p in start["parameters"]] == [*(name for name, _ in named), "norm.weight"]
     assert [(p["layer"], p["kind"]) for p in start["parameters"]] == [(0, "w"), (1, "w"), (2, "w"), (None, "norm")]
-    assert (line["step"], line["muon_lr"], line["adamw_lr"]) == (1, 0.5, 0.25)
+    assert (line["step"], line["muon_lr"], line["adamw_lr"]) == (1, 0.125, 0.25)
+    rates = [0.5, 0.5, 0.125]
     for i, (weight, param, grad) in enumerate(zip(weights, params, grads, strict=True)):
-        moved = (weight - param.detach()).double() / 0.5
-        assert line["update_rms"][i] == pytest.approx(moved.square().mean().sqrt().item(), rel=1e-4)
+        moved, before = (weight - param.detach()).double(), weight.double().square().mean().sqrt().item()
+        assert line["update_rms"][i] == pytest.approx(moved.square().mean().sqrt().item() / rates[i], rel=1e-4)
+        assert line["weight_rms"][i] == pytest.approx(before, rel=1e-5)
+        assert line["relative_update"][i] == pytest.approx(moved.square().mean().sqrt().item() / before, rel=1e-4)
         assert line["momentum_rms"][i] == pytest.approx(0.05 * grad.square().mean().sqrt().item(), rel=1e-5)
         update = (0.05 * 1.95 * grad).reshape(-1, *grad.shape[-2:])
         singular = torch.linalg.svdvals(update.double())
@@ -86,6 +95,9 @@ def test_values_are_those_of_the_matrices_themselves(tmp_path):
         assert line["orthogonality_error"][i] == pytest.approx(error, rel=1e-3)
     assert [line[measure][3] for measure in MEASURES] == [None] * len(MEASURES)
     assert line["adamw_update_rms"] == [None, None, None, pytest.approx(1, abs=1e-5)]
+    after = vector.detach().double().square().mean().sqrt().item()
+    assert line["adamw_weight_rms"][3] == pytest.approx(after, rel=1e-5)
+    assert line["adamw_relative_update"][3] == pytest.approx(0.25 / after, rel=1e-4)
 
 
 class TestStableRank:
@@ -195,3 +207,39 @@ def test_time_share(tmp_path, monkeypatch):
     trained(3, diagnostics_every=3, diagnostics_file=str(tmp_path / "d.jsonl"))
     line = lines_of(tmp_path / "d.jsonl")[-1]
     assert (line["step_ms"], line["optimizer_ms"], line["time_share"]) == (2000, 500, 0.25)
+
+
+def test_the_first_line_says_what_runs_and_where(tmp_path):
+    file = tmp_path / "d.jsonl"
+    model, optimizer = trained(1, diagnostics_every=1, diagnostics_file=str(file), momentum=0.9, adamw_betas="0.8|0.99")
+    start = lines_of(file)[0]
+    sizes = {
+        side: sum(p.numel() for group in optimizer.param_groups for p in group["params"] if group["use_muon"] is muon)
+        for side, muon in (("muon", True), ("adamw", False))
+    }
+    assert start["model"] == {"class": "Model", "muon_weights": sizes["muon"], "adamw_weights": sizes["adamw"]}
+    assert sum(sizes.values()) == sum(p.numel() for p in model.parameters())
+    assert start["versions"]["python"] == platform.python_version()
+    assert f"{os.cpu_count()} cores of " in start["machine"]
+    muon, adamw = start["options"]["muon"], start["options"]["adamw"]
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (5e-3, 0.9, 0.1)
+    assert (adamw["lr"], adamw["adamw_betas"]) == (5e-3, [0.8, 0.99])
+    assert "adamw_betas" not in muon
+    assert "momentum" not in adamw
+
+
+def test_a_console_shows_few_metrics_unless_it_is_told_otherwise(monkeypatch):
+    logs = {"loss": 2.0, "epoch": 1, "muon/lr": 1.0, **dict.fromkeys(metrics.IN_SHORT, 0.5)}
+    copy = dict(logs)
+    for text, left_out in (
+        ("", {"muon/lr"}),
+        ("short", {"muon/lr"}),
+        ("all", set()),
+        (" None ", {"muon/lr", *metrics.IN_SHORT}),
+    ):
+        monkeypatch.setenv("HF_MUON_DIAGNOSTICS_CONSOLE", text)
+        assert metrics.for_console(logs) == {key: value for key, value in logs.items() if key not in left_out}
+    assert logs == copy
+    monkeypatch.setenv("HF_MUON_DIAGNOSTICS_CONSOLE", "loud")
+    with pytest.raises(ValueError, match=r"HF_MUON_DIAGNOSTICS_CONSOLE=loud is not valid. Valid: short, all, none"):
+        Muon([nn.Parameter(torch.ones(3, 4))], diagnostics_every=1)

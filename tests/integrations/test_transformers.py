@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,29 @@ class TestMetrics:
                 values = [value for value in line["update_rms"] if value is not None]
                 assert entry["muon/update_rms"] == pytest.approx(sum(values) / len(values), rel=1e-4)
         assert any(key.startswith("muon/update_rms/mlp.") for key in history[-1] | history[-2])
+        seen = [entry["tokens"] for entry in logged]
+        assert seen == [seen[0] * entry["step"] for entry in logged]
+        args = trainer.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        assert seen[0] == rows * len(trainer.train_dataset[0]["input_ids"])
+
+    @pytest.mark.parametrize("bar", [True, False])
+    def test_the_console_shows_few_and_others_all(self, tmp_path, bar, monkeypatch, capsys):
+        shown = {}
+        for form in ("short", "all"):
+            monkeypatch.setenv("HF_MUON_DIAGNOSTICS_CONSOLE", form)
+            trainer, _ = train(
+                model(),
+                tmp_path / form,
+                optim_args=f"{OPTIONS.get('optim_args') or ''},diagnostics_every=2".strip(","),
+                disable_tqdm=not bar,
+            )
+            text = capsys.readouterr()
+            shown[form] = set(re.findall(r"'(muon/[^']*)'", text.out + text.err))
+            history = {key for entry in trainer.state.log_history for key in entry if key.startswith("muon/")}
+            assert {"muon/lr", "muon/relative_update", "muon/weight_rms"} < history
+        assert shown["all"] == history
+        assert shown["short"] == {"muon/relative_update", "muon/orthogonality_error", "muon/time_share"}
 
 
 class TestNonFinite:

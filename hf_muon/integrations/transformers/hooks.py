@@ -133,13 +133,47 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
 
     trainer.log = log_with_metrics
 
+    undo_console = _patch_console(module)
     undo_ulysses = ulysses.patch_trainer(module)
 
     def undo() -> None:
         trainer._load_optimizer_and_scheduler = load
         trainer.log = log
+        undo_console()
         if undo_ulysses:
             undo_ulysses()
+
+    return undo
+
+
+def _patch_console(module: ModuleType) -> Callable[[], None]:
+    """Have the callbacks that print logs print a few of Muon's metrics; others receive all of them."""
+    originals = {
+        callback: callback.on_log
+        for name in ("PrinterCallback", "ProgressCallback")
+        if (callback := getattr(module, name, None)) is not None
+    }
+
+    def in_short(on_log: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(on_log)
+        def print_in_short(
+            self: Any, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+        ) -> None:
+            # The callback itself may take keys out of the logs, which those after it then do not see either.
+            if logs and is_muon(args.optim) and any(key.startswith("muon/") for key in logs):
+                from hf_muon.diagnostics.metrics import for_console
+
+                logs = for_console(logs)
+            on_log(self, args, state, control, logs=logs, **kwargs)
+
+        return print_in_short
+
+    for callback, on_log in originals.items():
+        callback.on_log = in_short(on_log)
+
+    def undo() -> None:
+        for callback, on_log in originals.items():
+            callback.on_log = on_log
 
     return undo
 
@@ -154,5 +188,22 @@ def add_metrics(trainer: Any, logs: dict[str, float]) -> None:
     if metrics is None:
         return
     summary = metrics.pop_summary() if "loss" in logs else {}
-    metrics.record_log(trainer.state.global_step, logs)
+    tokens = _tokens(trainer) if "loss" in logs else None
+    metrics.record_log(trainer.state.global_step, logs if tokens is None else {**logs, "tokens": tokens})
     logs.update(summary)
+
+
+def _tokens(trainer: Any) -> int | None:
+    """Return the tokens, padding among them, that all ranks have trained on; None where Trainer does not count them.
+
+    Trainer keeps the FLOPs of all batches, a multiple of their tokens.
+    """
+    import torch
+
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    try:
+        per_token = trainer.floating_point_ops({name: torch.empty(1, 1, device="meta")})
+    # A subclass may read more of a batch than its tokens.
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError):
+        return None
+    return round(trainer.state.total_flos / per_token) if per_token else None
