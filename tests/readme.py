@@ -29,6 +29,7 @@ LAYOUTS = {
     "tensor parallel": [
         "distributed/test_layouts.py::test_given_equal_gradients_every_layout_gives_the_bits_of_one_process",
         "e2e/test_trainer_layouts.py::test_layout_equals_one_process",
+        "e2e/test_trainer_resume.py::test_resumed_run_is_the_uninterrupted_one",
     ],
     "DeepSpeed ZeRO": [
         "deepspeed/test_training.py::test_given_equal_gradients_every_stage_gives_the_bits_of_one_process",

@@ -108,10 +108,13 @@ def two() -> list[Case]:
         tensor_parallel = {"arguments": {"parallelism": {"tp_size": 2}}, "load": {"tp_plan": "auto"}}
         cases += [case("tp", model={"even": True}, **tensor_parallel)]
     if NATIVE:
+        fsdp = case("native_fsdp", load={"fsdp_size": 2}, arguments=SAVE)
+        tp = case("native_tp", model={"even": True}, load={"tp_size": 2}, arguments=SAVE)
+        cases += [fsdp, resumed(fsdp), tp, resumed(tp)]
         cases += [
-            case("native_fsdp", load={"fsdp_size": 2}),
-            case("native_tp", model={"even": True}, load={"tp_size": 2}),
-            case("native_saving", load={"fsdp_size": 2}, arguments=SAVE),
+            resumed(case("ddp_even", model={"even": True}), name="tp_to_ddp", source="native_tp"),
+            resumed(fsdp, name="ddp_to_native_fsdp", source="ddp"),
+            case("native_adamw", load={"fsdp_size": 2}, arguments=SAVE | {"optim": "adamw_torch", "optim_args": None}),
         ]
     return cases
 
@@ -133,7 +136,11 @@ def four() -> list[Case]:
     if NATIVE:
         cases += [
             case("native_hsdp", load={"fsdp_size": 2, "dp_replicate_size": 2}),
-            case("native_fsdp_tp", model={"even": True}, load={"fsdp_size": 2, "tp_size": 2}),
+            fsdp_tp := case(
+                "native_fsdp_tp", model={"even": True}, load={"fsdp_size": 2, "tp_size": 2}, arguments=SAVE
+            ),
+            resumed(fsdp_tp),
+            resumed(fsdp_tp, name="tp_to_fsdp_tp", source="native_tp"),
         ]
     return cases
 
@@ -188,6 +195,6 @@ STAGE_OF = {
 FIRST = {
     *("one", "one_resumed", "one_moved_0", "one_moved_1", "one_even", "one_even_moved_0", "one_even_moved_1"),
     *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
-    *("fp16", "offload", "offload_resumed", "tp", "native_tp", "hsdp", "hsdp_resumed", "two_to_four_sharded"),
-    *("launched", "launched_resumed"),
+    *("fp16", "offload", "offload_resumed", "tp", "native_tp", "native_tp_resumed", "hsdp", "hsdp_resumed"),
+    *("two_to_four_sharded", "launched", "launched_resumed"),
 }

@@ -184,13 +184,6 @@ def test_all_ranks_refuse_a_gradient_that_is_not_finite_on_one(layout: str, stag
     assert "model.layers.1.mlp.up_proj.weight (37, 30) has a gradient that is not finite" in error
 
 
-@pytest.mark.extended
-@needs_native
-def test_trainer_itself_does_not_save_what_transformers_has_cut(stages: Stages) -> None:
-    """Trainer would save rank 0's shard of the moments as if it were whole."""
-    assert "Resuming is not supported for models sharded at load time" in stages.result("two", "native_saving")["error"]
-
-
 # --- GPUs
 
 

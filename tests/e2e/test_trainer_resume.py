@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import layouts_worker as worker
-from tests.e2e.layout_cases import LOADS_SHARDS, ddp_resumes, loads_shards, needs_parallelism
+from tests.e2e.layout_cases import LOADS_SHARDS, ddp_resumes, loads_shards, needs_native, needs_parallelism
 from tests.e2e.layout_stages import Get, Stages, assert_identical, assert_same_run, controls_of, distance, start_of
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.extended(but="^(one|ddp|fsdp|fsdp_sharded|launched|hsdp)$")
+@pytest.mark.extended(but="^(one|ddp|fsdp|fsdp_sharded|launched|hsdp|native_tp)$")
 @pytest.mark.parametrize(
     "name",
     [
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
         pytest.param("ddp", marks=ddp_resumes),
         pytest.param("hsdp", marks=needs_parallelism),
         *(pytest.param(name, marks=loads_shards) for name in ("fsdp_sharded", "fsdp_lora")),
+        *(pytest.param(name, marks=needs_native) for name in ("native_fsdp", "native_tp", "native_fsdp_tp")),
     ],
 )
 def test_resumed_run_is_the_uninterrupted_one(name: str, get: Get) -> None:
@@ -48,6 +49,21 @@ def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
 )
 def test_resumed_run_on_another_number_of_processes(name: str, get: Get) -> None:
     assert_same_run(get(name), get("one"), start_of(), controls_of("one", get))
+
+
+@pytest.mark.extended
+@needs_native
+@pytest.mark.parametrize("name", ["tp_to_ddp", "tp_to_fsdp_tp", "ddp_to_native_fsdp"])
+def test_model_sharded_while_loading_resumes_in_another_layout(name: str, get: Get) -> None:
+    reference = "one" if name == "ddp_to_native_fsdp" else "one_even"
+    assert_same_run(get(name), get(reference), start_of(even=reference == "one_even"), controls_of(reference, get))
+
+
+@pytest.mark.extended
+@needs_native
+def test_other_optimizers_of_a_model_sharded_while_loading_are_left_to_trainer(stages: Stages) -> None:
+    """Trainer would save rank 0's shard of the moments as if it were whole."""
+    assert "Resuming is not supported for models sharded at load time" in stages.result("two", "native_adamw")["error"]
 
 
 @pytest.mark.extended

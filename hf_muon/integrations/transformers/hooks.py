@@ -13,6 +13,7 @@ from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, is_muon, is_ours, 
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
+from hf_muon.integrations.transformers.sharded_models import patch_checkpoints
 from hf_muon.integrations.ulysses import hooks as ulysses
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | No
 def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
     """Patch Trainer to name damaged checkpoints and missing moments, to log metrics, and to correct gradients.
 
-    Gradients are corrected under sequence parallelism only.
+    Gradients are corrected under sequence parallelism only. Models that were sharded while loading get checkpoints.
     """
     trainer = module.Trainer
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)
@@ -109,6 +110,9 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
         return "failed: this transformers loads optimizers elsewhere; errors of damaged checkpoints do not name files"
     if is_ours(load):
         return None
+
+    undo_sharded = patch_checkpoints(trainer)
+    load = trainer._load_optimizer_and_scheduler
 
     @functools.wraps(load)
     def load_or_explain(self: Any, checkpoint: Any) -> None:
@@ -142,6 +146,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
         undo_console()
         if undo_ulysses:
             undo_ulysses()
+        undo_sharded()
 
     return undo
 
