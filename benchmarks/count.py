@@ -32,7 +32,7 @@ _FREE = {
     *("_reshape_alias", "empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "movedim", "set"),
 }
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
-_COLLECTIVES = ("alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce")
+_COLLECTIVES = ("alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce", "broadcast")
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
 _COPIES = {"copy", "_to_copy"}
 # Inductor's kernels take tensors at such addresses.

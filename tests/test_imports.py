@@ -39,7 +39,7 @@ FLOORS = {
     "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["blocks tensors", "host views", "early_read transport", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
-    "distributed": ["agreement units", "groups executor", "holdings local", "schedule", "exchange", "select"],
+    "distributed": ["agreement units", "groups executor", "holdings local transfers", "schedule", "exchange", "select"],
     "routing": [
         "parameters parts",
         "fused_rules model_facts",

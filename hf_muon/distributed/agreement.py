@@ -18,7 +18,7 @@ from hf_muon.storage.early_read import EarlyRead
 
 _BITS = 62  # in an int64, clear of its sign
 # torch 2.13 renamed it and deprecates the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PendingReports:
         numbers = numbers.to(device, non_blocking=True)
         own = torch.cat([flags.to(device), numbers[2:4], numbers[5:]])
         self._gathered = torch.empty(group.size(), len(own), dtype=torch.int64, device=device)
-        self._work = _all_gather(self._gathered.view(-1), own, group=group, async_op=True)
+        self._work = all_gather(self._gathered.view(-1), own, group=group, async_op=True)
         self.go: Tensor | None = None
         if is_accelerator(device) and device == model_device:
             self._work.wait()  # which the device does, and not the host
@@ -102,7 +102,7 @@ def gather(group: dist.ProcessGroup, model_device: torch.device, *tensors: Tenso
     device = report_device(group, model_device)
     own = torch.cat([tensor.to(device) for tensor in tensors])
     gathered = torch.empty(group.size() * len(own), dtype=torch.int64, device=device)
-    _all_gather(gathered, own, group=group)
+    all_gather(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
     return rows
 

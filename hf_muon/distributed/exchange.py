@@ -5,6 +5,7 @@ step each rank first computes the updates of its own boxes. One `all_to_all_sing
 order of their owners, brings every box to its matrix's owner (of replicas, one rank sends). The owner copies the boxes
 into a batch ``(B, m, n)``, orthogonalizes it, and copies the boxes out of the directions ``(B, m, n)`` in the order of
 the ranks that store them. A second `all_to_all_single` takes these back, and each rank applies them to its own boxes.
+Where all ranks store whole matrices (DDP), these are copied to all ranks, and an owner holds its directions once.
 Matrices whose owner stores all of them do not travel. With N elements of b bytes on S shards, each rank sends
 ``2 (S - 1) / S^2 * N * b`` bytes, the minimum if one rank owns a matrix.
 
@@ -24,39 +25,8 @@ from torch import Tensor
 from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
 from hf_muon.distributed.holdings import BatchBox, Holdings
 from hf_muon.distributed.schedule import Bucket, OwnedUnit, Round, Schedule
+from hf_muon.distributed.transfers import Copied, Exchanged, Transfer
 from hf_muon.distributed.units import Unit, assign_owners
-
-
-class _Transfer:
-    """An all-to-all in flight, which keeps what it sends alive until it has arrived.
-
-    Args:
-        send: flat, ordered by destination.
-        sizes: elements to send to each rank.
-        expected: elements to receive from each rank.
-        group: the process group.
-        local: whether no rank has anything to send to another one; nothing is sent then, and `send` has arrived.
-    """
-
-    def __init__(
-        self, send: Tensor, sizes: Sequence[int], expected: Sequence[int], group: dist.ProcessGroup, *, local: bool
-    ) -> None:
-        self._work: dist.Work | None = None
-        self._send: Tensor | None = None
-        self._received = send
-        if not local:
-            self._send = send
-            self._received = torch.empty(sum(expected), dtype=send.dtype, device=send.device)
-            self._work = dist.all_to_all_single(
-                self._received, send, list(expected), list(sizes), group=group, async_op=True
-            )
-
-    def wait(self) -> Tensor:
-        """Return what has arrived, flat, ordered by source."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._send = None
-        return self._received
 
 
 class Exchange:
@@ -118,8 +88,8 @@ class Exchange:
         self, rounds: Sequence[Round], flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz
     ) -> Directions:
         """Yield pieces and their directions; `flat_of` returns the updates that a bucket sends, and is called once."""
-        gathering: _Transfer | None = None
-        returning: tuple[Round, _Transfer] | None = None
+        gathering: Transfer | None = None
+        returning: tuple[Round, Transfer] | None = None
         for k, current in enumerate(rounds):
             if len(current.buckets) > 1:
                 yield from self._bucket_by_bucket(current, flat_of, newton_schulz)
@@ -132,7 +102,7 @@ class Exchange:
                 in_flight = current.nbytes + following.nbytes + (returning[0].nbytes if returning else 0)
                 if in_flight <= self.max_bucket_bytes:
                     gathering = self._gather(following.buckets[0], flat_of)
-            data = arriving.wait()
+            (data,) = arriving.wait()
             del arriving
             data = self._orthogonalize(bucket, data, newton_schulz)
             leaving = self._return(bucket, data)
@@ -164,7 +134,7 @@ class Exchange:
         self, current: Round, flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz
     ) -> Directions:
         """Step a round of several buckets: gather them one by one, so that all owners then work at the same time."""
-        data = [self._gather(bucket, flat_of).wait() for bucket in current.buckets]
+        data = [self._gather(bucket, flat_of).wait()[0] for bucket in current.buckets]
         for k, bucket in enumerate(current.buckets):
             data[k] = self._orthogonalize(bucket, data[k], newton_schulz)
         for k, bucket in enumerate(current.buckets):
@@ -178,9 +148,9 @@ class Exchange:
         device = self.comm_device if bucket.gathers else self.device
         return _flattened([updates[i] for i in bucket.outgoing], self.comm_dtype).to(device)
 
-    def _gather(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> _Transfer:
+    def _gather(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> Transfer:
         """Start to send the updates of this rank's boxes to their owners."""
-        return _Transfer(flat_of(bucket), bucket.send, bucket.receive, self.group, local=not bucket.gathers)
+        return Exchanged(flat_of(bucket), bucket.send, bucket.receive, self.group, local=not bucket.gathers)
 
     def _orthogonalize(self, bucket: Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
         """Return the directions of the units that this rank owns, flat, ordered by destination."""
@@ -209,15 +179,17 @@ class Exchange:
                 box.read(directions, data)
         return send.to(self.comm_device) if bucket.returns else send
 
-    def _return(self, bucket: Bucket, send: Tensor) -> _Transfer:
+    def _return(self, bucket: Bucket, send: Tensor) -> Transfer:
         """Start to send directions back."""
-        return _Transfer(send, bucket.leave, bucket.arrive, self.group, local=not bucket.returns)
+        if bucket.to_all:
+            return Copied(send, bucket.arrive, self.group)
+        return Exchanged(send, bucket.leave, bucket.arrive, self.group, local=not bucket.returns)
 
-    def _complete(self, bucket: Bucket, leaving: _Transfer) -> tuple[list[Piece], list[Tensor]]:
+    def _complete(self, bucket: Bucket, leaving: Transfer) -> tuple[list[Piece], list[Tensor]]:
         """Wait for the directions of this rank's boxes, and return them with their pieces."""
         pieces = [bucket.pieces[i] for i in bucket.completed]
         shapes = [bucket.shapes[i] for i in bucket.completed]
-        flat = _split(leaving.wait(), [math.prod(shape) for shape in shapes])
+        flat = _unpacked(leaving.wait(), [math.prod(shape) for shape in shapes])
         return pieces, [direction.view(shape) for direction, shape in zip(flat, shapes, strict=True)]
 
 
@@ -231,6 +203,19 @@ def _flattened(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     together = torch.empty(sum(map(len, flat)), dtype=dtype, device=flat[0].device)
     torch._foreach_copy_(list(torch.split(together, list(map(len, flat)))), flat)
     return together
+
+
+def _unpacked(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Return tensors of these sizes, which lie one after the other in the parts, none of them in two."""
+    rest = iter(sizes)
+    unpacked: list[Tensor] = []
+    for part in parts:
+        own, missing = [], len(part)
+        while missing > 0:
+            own.append(next(rest))
+            missing -= own[-1]
+        unpacked += _split(part, own)
+    return unpacked
 
 
 def _split(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:

@@ -35,6 +35,8 @@ class Bucket:
         leave, arrive: elements of directions to and from each rank.
         gathers: whether any rank sends updates to another one.
         returns: whether any rank sends directions to another one.
+        to_all: whether all ranks store all of the units, so that directions are copied to all of them. What leaves is
+            then this rank's own directions, once.
         in_place: whether directions leave exactly as updates arrive, so that they can take over the memory.
         pieces: all that this rank stores of the units.
         shapes: of the pieces in storage.
@@ -52,6 +54,7 @@ class Bucket:
     arrive: list[int]
     gathers: bool
     returns: bool
+    to_all: bool
     in_place: bool
     pieces: list[Piece] = field(repr=False)
     shapes: list[tuple[int, ...]] = field(repr=False)
@@ -85,6 +88,7 @@ def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bu
     incoming: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
     returned: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
     send, receive, leave, arrive = ([0] * ranks for _ in range(4))
+    to_all = ranks > 1 and all(_is_everywhere(holdings, unit) for unit, _ in units)
     for k, (unit, owner) in enumerate(units):
         pattern = holdings.pattern(unit)
         gathers |= owner not in pattern.holders
@@ -104,8 +108,9 @@ def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bu
                 if holdings.replicas(box.piece.matrix).sends(other, owner):
                     incoming[other].append((k, box))
                     receive[other] += box.numel
-                returned[other].append((k, box))
-                leave[other] += box.numel
+                if not to_all or other == rank:
+                    returned[other].append((k, box))
+                    leave[other] += box.numel
     arriving = [item for of_rank in incoming for item in _joined(of_rank)]
     leaving = [item for of_rank in returned for item in _joined(of_rank)]
     return Bucket(
@@ -116,6 +121,7 @@ def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bu
         arrive=arrive,
         gathers=gathers,
         returns=returns,
+        to_all=to_all,
         in_place=arriving == leaving,
         pieces=pieces,
         shapes=shapes,
@@ -124,6 +130,16 @@ def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bu
         returned=leaving,
         completed=[i for of_rank in completed for i in of_rank],
     )
+
+
+def _is_everywhere(holdings: Holdings, unit: Unit) -> bool:
+    """Return whether every rank stores all of a unit."""
+    return len(holdings.pattern(unit).holders) == holdings.ranks
+
+
+def _leaving(holdings: Holdings, unit: Unit) -> int:
+    """Return the elements of directions that a unit's owner holds to send."""
+    return unit.numel if _is_everywhere(holdings, unit) else holdings.pattern(unit).total
 
 
 def _joined(boxes: Sequence[tuple[int, BatchBox]]) -> list[tuple[int, BatchBox]]:
@@ -217,7 +233,7 @@ class Schedule:
         pattern = self.holdings.pattern(unit)
         back = min(4, self.comm_dtype.itemsize)
         nbytes = pattern.on_ranks * (self.comm_dtype.itemsize + back)
-        nbytes[owner] += unit.numel * self.comm_dtype.itemsize + pattern.total * back
+        nbytes[owner] += unit.numel * self.comm_dtype.itemsize + _leaving(self.holdings, unit) * back
         return nbytes
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
@@ -236,7 +252,7 @@ class Schedule:
             # The owner sends the directions of what others store; `sent_to` counts its own update, which stays.
             own = pattern.stored[owner]
             sent[owner] += (pattern.total - own) * back - own * there
-            owned[owner] += unit.numel * there + pattern.total * back
+            owned[owner] += unit.numel * there + _leaving(self.holdings, unit) * back
             largest = max(largest, there * unit.numel)
             sent_of[pattern.sent_to(owner)] += there
             stored_of[pattern.on_ranks] += there + back

@@ -29,7 +29,7 @@ _FREE = {
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
 _ALIGNED_BYTES = 16
-_COLLECTIVES = {"alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce"}
+_COLLECTIVES = {"alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce", "broadcast"}
 
 
 class Operand(NamedTuple):

@@ -205,6 +205,14 @@ class Counted:
 
             return counting
 
+        def copied(original):
+            def counting(own, sizes, group):
+                self.bytes += (len(sizes) - 1) * own.nbytes
+                self.calls += 1
+                return original(own, sizes, group)
+
+            return counting
+
         def orthogonalize(original):
             def counting(this, matrices, **options):
                 short, long = sorted(matrices.shape[-2:])
@@ -214,8 +222,9 @@ class Counted:
 
             return counting
 
-        patch(exchange.dist, "all_to_all_single", all_to_all)
-        patch(agreement, "_all_gather", all_gather)
+        patch(dist, "all_to_all_single", all_to_all)
+        patch(exchange, "Copied", copied)
+        patch(agreement, "all_gather", all_gather)
         patch(Orthogonalizer, "__call__", orthogonalize)
         return self
 

@@ -47,7 +47,7 @@ def test_a_round_can_be_printed():
     unit = "OwnedUnit(unit=Unit(shape=(4, 6), ranges=(MatrixRange(matrix={k}, start=0, stop=1),)), owner={k})"
     assert repr(only) == (
         f"Round(buckets=[Bucket(units=({unit.format(k=0)}, {unit.format(k=1)}), send=[12, 12], receive=[12, 12], "
-        "leave=[12, 12], arrive=[12, 12], gathers=True, returns=True, in_place=True)], nbytes=384)"
+        "leave=[12, 12], arrive=[12, 12], gathers=True, returns=True, to_all=False, in_place=True)], nbytes=384)"
     )
 
 
@@ -79,7 +79,17 @@ def test_matrices_that_are_not_active_take_no_part(rank):
 
 def test_replicas_gather_nothing():
     (only,) = schedule_of(Replicate(), rank=0).rounds(frozenset({0, 1}))
-    assert (only.buckets[0].gathers, only.buckets[0].returns) == (False, True)
+    (bucket,) = only.buckets
+    assert (bucket.gathers, bucket.returns, bucket.to_all) == (False, True, True)
+    assert (bucket.leave, bucket.arrive) == ([24, 0], [24, 24])
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_an_owner_holds_directions_for_all_ranks_once(ranks):
+    everywhere = regions((4, 6), (ranks,), [Replicate()])
+    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(0, 0, 1),)), 0)]
+    (only,) = Schedule(owned, Holdings({0: everywhere}, ranks), 0, torch.float32, 2**20).rounds(frozenset({0}))
+    assert only.nbytes == 24 * (4 + 4) + 24 * (4 + 4)  # updates and directions, here and on their way
 
 
 @pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])

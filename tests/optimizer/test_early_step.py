@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_muon import Muon
+from hf_muon.distributed import exchange
 from hf_muon.distributed.agreement import PendingReports
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.newton_schulz import Orthogonalizer
@@ -116,11 +117,11 @@ def order(rank, layout):
 
     ddp = layout == "ddp"
     params, optimizer = optimizer_of(torch.clone, replicate_group=dist.group.WORLD if ddp else None)
-    all_to_all = dist.all_to_all_single
+    sent = exchange.Copied
 
     def sending(*args, **kwargs):
         events.append("send")
-        return all_to_all(*args, **kwargs)
+        return sent(*args, **kwargs)
 
     with accelerated():
         for step in (1, 2):
@@ -133,7 +134,7 @@ def order(rank, layout):
                 noting(Elementwise, "__call__", lambda self: self.name),
                 noting(Orthogonalizer, "__call__", "orthogonalize"),
                 noting(PendingReports if ddp else EarlyRead, "reports" if ddp else "tolist", "look"),
-                mock.patch.object(dist, "all_to_all_single", sending),
+                mock.patch.object(exchange, "Copied", sending),
             ):
                 stack.enter_context(patch)
             optimizer.step()
