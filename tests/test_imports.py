@@ -36,7 +36,7 @@ FLOORS = {
         "adamw_functions momentum newton_schulz",
         "adamw",
     ],
-    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "head", "page"],
+    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "page"],
     "storage": ["blocks tensors", "host views", "early_read transport", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
     "distributed": ["agreement units", "groups executor", "holdings local transfers", "schedule", "exchange", "select"],
@@ -84,7 +84,13 @@ FLOORS = {
         "ulysses.launch_check",
         "ulysses.launch",
     ],
-    "cli": ["console quantized run_sizes seconds", "model_source", "convert inspect", "doctor plan report", "app"],
+    "cli": [
+        "console quantized run_sizes seconds sweep_files sweep_scores",
+        "model_source sweep_page sweep_trials",
+        "convert inspect",
+        "doctor plan report sweep",
+        "app",
+    ],
 }
 ROOM = {name: level for level, names in enumerate(ROOMS) for name in names}
 FLOOR = {
@@ -117,6 +123,7 @@ ALSO = {
     "diagnostics.charts": {"plotly"},
     "cli.app": {"hf_muon"},
     "cli.quantized": {"peft"},
+    "cli.sweep_files": {"yaml"},
     "cli.model_source": {"transformers", "peft", "yaml"},
     "plan.devices": {"yaml"},
     "integrations.deepspeed": {"deepspeed", "hjson"},

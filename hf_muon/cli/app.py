@@ -12,6 +12,7 @@ from hf_muon.cli.doctor import doctor
 from hf_muon.cli.inspect import inspect
 from hf_muon.cli.plan import plan
 from hf_muon.cli.report import report
+from hf_muon.cli.sweep import sweep
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +37,7 @@ def _options(
     pass
 
 
-for command in (doctor, inspect, plan, report, convert):
+for command in (doctor, inspect, plan, sweep, report, convert):
     app.command()(command)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.diagnostics.log import logger
-from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, is_muon, is_ours, mark
+from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, TRAINER_LOG, is_muon, is_ours, mark
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
@@ -133,6 +135,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
     def log_with_metrics(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if is_muon(self.args.optim):
             add_metrics(self, logs)
+        append_to_trainer_log(self, logs)
         log(self, logs, *args, **kwargs)
 
     trainer.log = log_with_metrics
@@ -181,6 +184,18 @@ def _patch_console(module: ModuleType) -> Callable[[], None]:
             callback.on_log = on_log
 
     return undo
+
+
+def append_to_trainer_log(trainer: Any, logs: Mapping[str, Any]) -> None:
+    """Append the numbers that a Trainer logs, with their step, to the file that `HF_MUON_TRAINER_LOG` names.
+
+    Works with every optimizer. Does nothing without the variable, and on other ranks than the first.
+    """
+    file = os.environ.get(TRAINER_LOG)
+    if file and trainer.is_world_process_zero():
+        numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+        with Path(file).open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"step": trainer.state.global_step, **numbers}) + "\n")
 
 
 def add_metrics(trainer: Any, logs: dict[str, float]) -> None:
