@@ -135,3 +135,8 @@ def test_build_is_bit_equal_to_the_two_optimizers_apart():
         for each in (optimizer, muon, adamw):
             each.step()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_parameters_in_place_of_a_model():
+    with pytest.raises(ValueError, match=r"Pass parameters alone to hf_muon\.MuonOfGroups"):
+        build_optimizer(list(model().parameters()), lr=0.1)

@@ -36,7 +36,7 @@ FLOORS = {
         "adamw_functions momentum newton_schulz",
         "adamw",
     ],
-    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "page"],
+    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "head", "page"],
     "storage": ["blocks tensors", "host views", "early_read transport", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
     "distributed": ["agreement units", "groups executor", "holdings local transfers", "schedule", "exchange", "select"],

@@ -68,8 +68,10 @@ def convert(
         from hf_muon.build import build_optimizer
         from hf_muon.cli.model_source import model_from
         from hf_muon.convert.conversion import convert_state_dict
+        from hf_muon.convert.formats import format_of
         from hf_muon.optim_args import parse_optim_args
 
+        format_of(source_format)
         state, beside = _load(source), None if adamw is None else _load(adamw)
         listed = None if names is None else names.read_text(encoding="utf-8").split()
         if not model.exists():
@@ -97,7 +99,10 @@ def convert(
 
 def _in_options(error: Exception) -> str:
     """Return the text of an error, with this command's options in place of Python arguments."""
-    arguments = r"\b(accept_rerouted|accept_missing|in_model_order|momentum_form)\b"
+    arguments = (
+        r"\b(accept_rerouted|accept_missing|in_model_order|momentum_form)\b|(?<=\()adamw(?=\))|\badamw(?=: a state)"
+        r"|\bnames(?=: |, in )|(?<=give )names|(?<=say )momentum$"
+    )
     return re.sub(arguments, lambda name: "--" + name[0].replace("_", "-"), str(error))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 
 from hf_muon.cli.sweep_scores import NAMES, Trial, evaluates, rate_text, scores
@@ -26,6 +27,7 @@ def sweep_page(title: str, trials: Sequence[Trial], facts: Mapping[str, str]) ->
     figure = line_chart(
         "Evaluation loss by learning rate" if evaluated else "Loss by learning rate",
         last,
+        unit="loss",
         note=("" if evaluated else "mean of the last tenth of the steps")
         + (f" · not drawn: {', '.join(missing)}" if missing else ""),
     )
@@ -38,7 +40,9 @@ def sweep_page(title: str, trials: Sequence[Trial], facts: Mapping[str, str]) ->
         trial.name: [(float(step), loss) for step, loss in trial.losses.items() if loss - loss == 0]
         for trial in sorted(trials, key=lambda trial: (trial.optimizer != "muon", trial.rate))
     }
-    return page(title, facts, [figure, line_chart("Loss of each trial", curves, note="each step's batch")])
+    rows = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in facts.items())
+    steps = line_chart("Loss of each trial", curves, unit="loss", note="each step's batch")
+    return page(title, f"<dl>{rows}</dl>", [[figure, steps]])
 
 
 def _points(trials: Sequence[Trial], *, evaluated: bool) -> list[tuple[float, float]]:

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.metrics import FILE
 
 _TRACES = ("muon_lr", "adamw_lr", "time_share", "optimizer_ms", "step_ms")
+_MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{300}")
+
+Row = tuple[tuple[str, ...], dict[str, "array[float]"]]
+"""Parameters, and for each measure a number for each of them, NaN where the line has none."""
+
+
+class Table(NamedTuple):
+    """A measure over a run.
+
+    Attributes:
+        steps: watched steps, ascending.
+        names: parameters that have a number at any of these steps.
+        values: ``(steps, names)``, fp64; NaN where there is none.
+    """
+
+    steps: list[int]
+    names: list[str]
+    values: Tensor
 
 
 @dataclass
@@ -23,20 +46,51 @@ class Run:
         start: the last line about the run as a whole.
         logs: numbers that the Trainer logged, by name and step.
         traces: numbers about a whole step, by name and step.
-        measures: numbers about a parameter, by measure, parameter and step.
+        rows: numbers about each parameter, by step.
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
+        not_finite: steps at which the Trainer logged a loss that was no finite number.
     """
 
     start: dict[str, Any] = field(default_factory=dict)
     logs: dict[str, dict[int, float]] = field(default_factory=dict)
     traces: dict[str, dict[int, float]] = field(default_factory=dict)
-    measures: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
     kinds: dict[str, tuple[int | None, str]] = field(default_factory=dict)
+    not_finite: list[int] = field(default_factory=list)
+    _tables: dict[str, Table] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[int]:
         """Watched steps, ascending."""
         return sorted(self.traces.get("muon_lr", {}))
+
+    def table(self, measure: str) -> Table:
+        """Return a measure at all steps; empty where the file does not have it, as those of older versions."""
+        if measure not in self._tables:
+            self._tables[measure] = self._table(measure)
+        return self._tables[measure]
+
+    def _table(self, measure: str) -> Table:
+        by_names: dict[tuple[str, ...], list[int]] = {}
+        for step in sorted(self.rows):
+            names, measures = self.rows[step]
+            if measure in measures:
+                by_names.setdefault(names, []).append(step)
+        steps = sorted(step for own in by_names.values() for step in own)
+        every = list(dict.fromkeys(name for names in by_names for name in names))
+        values = torch.full((len(steps), len(every)), math.nan, dtype=torch.float64)
+        row_of, column_of = {step: i for i, step in enumerate(steps)}, {name: i for i, name in enumerate(every)}
+        for names, own in by_names.items():
+            numbers = array("d")
+            for step in own:
+                numbers.extend(self.rows[step][1][measure])
+            if numbers:
+                block = torch.frombuffer(numbers, dtype=torch.float64).view(len(own), len(names))
+                rows, columns = [row_of[step] for step in own], [column_of[name] for name in names]
+                values[torch.tensor(rows).unsqueeze(1), torch.tensor(columns)] = block
+        present = (~values.isnan()).any(dim=0).tolist() if steps else []
+        shown = [i for i, there in enumerate(present) if there]
+        return Table(steps, [every[i] for i in shown], values[:, shown])
 
 
 def diagnostics_of(run: Path) -> Path:
@@ -62,17 +116,18 @@ def diagnostics_of(run: Path) -> Path:
 
 
 def read_run(file: Path, *, skip_broken: bool = False) -> Run:
-    """Read a file of metrics.
+    """Read a file of metrics. Half a line, which a killed run has left at its end, is left out.
 
     Args:
         file: JSON lines, as `metrics` writes them.
-        skip_broken: leave out lines that cannot be read.
+        skip_broken: leave out all lines that cannot be read.
 
     Raises:
-        ValueError: a line that cannot be read, with its number; or a file without a watched step.
+        ValueError: another line that cannot be read, with its number; or a file without a watched step.
     """
     run = Run()
-    names: list[str] = []
+    names: tuple[str, ...] = ()
+    half: ValueError | None = None  # of a line that is no JSON, which only a new start may follow
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -81,15 +136,23 @@ def read_run(file: Path, *, skip_broken: bool = False) -> Run:
         if not line.strip():
             continue
         try:
-            names = _add(run, _parsed(line), names)
+            content = _parsed(line)
+            if half is not None and content["event"] != "start":
+                raise half
+            half, names = None, _add(run, content, names)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if skip_broken:
+                half = None
                 continue
+            if error is half:
+                raise
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(
-                f"{file}, line {number} cannot be read: {reason}. A run that was killed can leave half a line; "
-                "--skip-broken leaves such lines out"
-            ) from None
+            refusal = ValueError(f"{file}, line {number} cannot be read: {reason}. --skip-broken leaves such lines out")
+            if half is not None or not isinstance(error, json.JSONDecodeError):
+                raise half or refusal from None
+            half = refusal
+    if half is not None and text.endswith("\n"):
+        raise half
     if not run.steps:
         raise ValueError(f"{file} holds no watched step yet")
     return run
@@ -108,13 +171,15 @@ def _parsed(line: str) -> dict[str, Any]:
     def finite(word: str) -> float:
         return number if math.isfinite(number := float(word)) else refuse(word)
 
-    value = json.loads(line, parse_constant=refuse, parse_float=finite)
+    # A function of our own for every number would make long files slow.
+    parse_float = finite if _MAY_OVERFLOW.search(line) else None
+    value = json.loads(line, parse_constant=refuse, parse_float=parse_float)
     if not isinstance(value, dict):
         raise ValueError(f"it is no object, but a {type(value).__name__}")
     return value
 
 
-def _add(run: Run, line: dict[str, Any], names: list[str]) -> list[str]:
+def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
     """Add a line to a run, completely or not at all.
 
     Args:
@@ -130,7 +195,7 @@ def _add(run: Run, line: dict[str, Any], names: list[str]) -> list[str]:
         kinds = {str(entry["name"]): _layer_and_kind(entry) for entry in line["parameters"]}
         run.start = {key: value for key, value in line.items() if key not in ("event", "parameters")}
         run.kinds |= kinds
-        return list(kinds)
+        return tuple(kinds)
     if event not in ("step", "log"):
         raise ValueError(f"event {event!r} is not known")
     step = int(line["step"])
@@ -138,23 +203,24 @@ def _add(run: Run, line: dict[str, Any], names: list[str]) -> list[str]:
         logs = {key: float(value) for key, value in line.items() if key not in ("event", "step") and value is not None}
         for key, number in logs.items():
             run.logs.setdefault(key, {})[step] = number
+        if "loss" in line and line["loss"] is None:
+            run.not_finite.append(step)
         return names
-    lists = {measure: line[measure] for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line}
-    for values in lists.values():
-        if len(values) != len(names):
-            raise ValueError(f"step {step} has numbers for {len(values)} parameters of {len(names)}")
-    traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
     measures = {
-        (measure, name): float(value)
-        for measure, values in lists.items()
-        for name, value in zip(names, values, strict=True)
-        if value is not None
+        measure: _numbers(line[measure], step, names) for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line
     }
+    traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
     for key, number in traces.items():
         run.traces.setdefault(key, {})[step] = number
-    for (measure, name), number in measures.items():
-        run.measures.setdefault(measure, {}).setdefault(name, {})[step] = number
+    run.rows[step] = (names, measures)
     return names
+
+
+def _numbers(values: Sequence[float | None], step: int, names: Sequence[str]) -> array[float]:
+    """Return a number for each parameter, NaN for null."""
+    if len(values) != len(names):
+        raise ValueError(f"step {step} has numbers for {len(values)} parameters of {len(names)}")
+    return array("d", [math.nan if value is None else float(value) for value in values])
 
 
 def _layer_and_kind(entry: Mapping[str, Any]) -> tuple[int | None, str]:

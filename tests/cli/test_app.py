@@ -191,6 +191,34 @@ class TestConvert:
         groups = torch.load(tmp_path / "again.pt", weights_only=True)["param_groups"]
         assert all((group["lr"], group["momentum"], group["step"]) == (0.5, 0.95, 3) for group in groups)
 
+    def test_a_format_that_does_not_exist_is_said_first(self, source_run, tmp_path):
+        result = self.convert(source_run, tmp_path / "out.pt", **{"from": "torsh", "model": "nowhere"})
+        assert result.exit_code == 1
+        assert result.stderr == (
+            "'torsh' is not a format. Valid: torch, llamafactory-v0, llamafactory-v1, moonlight, keller-jordan\n"
+        )
+
+    @pytest.mark.parametrize(
+        ("said", "printed"),
+        [
+            ("its AdamW half may have a state of its own (adamw).", "(--adamw)."),
+            ("adamw: a state of moonlight has its AdamW half inside", "--adamw: a state"),
+            ("names: 'x' stands there twice", "--names: 'x'"),
+            ("if not, give names, in the order of the state", "give --names, in"),
+            ("names, in the order of the state, tell them apart", "--names, in the order"),
+            ("which scales its buffers: say momentum", "say --momentum"),
+            ("say momentum_form=sgd", "say --momentum-form=sgd"),
+            ("This state of torch holds no names, and", "no names, and"),
+            ("momentum=1.5 is not valid", "momentum=1.5"),
+        ],
+    )
+    def test_errors_name_options_of_the_command(self, said, printed):
+        from hf_muon.cli.convert import _in_options
+
+        text = _in_options(ValueError(said))
+        assert printed in text
+        assert text.count("--") == printed.count("--")
+
     def test_a_trainer_goes_on(self, source_run, tmp_path):
         """Compare four steps there and four here with eight there; a falling learning rate shows a wrong schedule."""
         from transformers import Trainer, TrainingArguments

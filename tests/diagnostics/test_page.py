@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 
 from hf_muon import Muon
 from hf_muon.cli.app import app
+from hf_muon.diagnostics import charts
 from hf_muon.diagnostics.metrics import FILE
 
 KINDS = ("self_attn.q_proj", "mlp.up_proj</script><b>")
@@ -25,6 +29,24 @@ NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(3) for kind in
 PARAMETERS = [
     *({"name": n, "layer": i // 2, "kind": KINDS[i % 2], "shape": [4, 6]} for i, n in enumerate(NAMES)),
     {"name": "model.norm.weight", "layer": None, "kind": "model.norm", "shape": []},
+]
+
+
+TITLES = [
+    "Loss",
+    "Learning rates",
+    "Gradient norm",
+    "Time share of the optimizer",
+    "Relative update by kind",
+    "Relative update by layer",
+    "Relative update by layer and kind",
+    "RMS of weights by kind",
+    "Relative update of AdamW",
+    "Update RMS by kind",
+    "Update RMS by layer",
+    "Orthogonality error by kind",
+    "Momentum by kind",
+    "Stable rank by kind",
 ]
 
 
@@ -42,13 +64,36 @@ def step_line(step, scale=1.0):
         "orthogonality_error": [*values[:2], *[None] * 5],
         "stable_rank": [*values[:2], *[None] * 5],
         "adamw_update_rms": [*[None] * 6, 0.7],
+        "weight_rms": [*[2.0] * 6, None],
+        "relative_update": [*(1e-3 * value for value in values), None],
+        "adamw_relative_update": [*[None] * 6, 5e-5],
     }
 
 
-def write(folder, steps=(10, 20, 30), extra=()):
-    lines = [{"event": "start", "hf_muon": "1", "torch": "2", "ranks": 4, "every": 10, "parameters": PARAMETERS}]
+OPTIONS = {
+    "muon": {"lr": 1e-3, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"},
+    "adamw": {"adamw_betas": [0.9, 1]},
+}
+START = {
+    "event": "start",
+    "hf_muon": "1",
+    "torch": "2",
+    "versions": {"python": "3.14"},
+    "machine": "a slow one",
+    "ranks": 4,
+    "every": 10,
+    "model": {"class": "Llama", "muon_weights": 900, "adamw_weights": 100},
+    "options": OPTIONS,
+    "parameters": PARAMETERS,
+}
+
+
+def write(folder, steps=(10, 20, 30), extra=(), start=START, scale=1.0):
+    lines = [start]
     for step in steps:
-        lines += [step_line(step), {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0}]
+        log = {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0, "tokens": 50 * step}
+        lines += [step_line(step, scale), log]
+    folder.mkdir(exist_ok=True)
     file = folder / FILE
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *extra]))
     return file
@@ -63,7 +108,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.titles, self.charts, self.links, self.tags = [], {}, [], []
+        self.titles, self.charts, self.links, self.tags, self.words = [], {}, [], [], []
         self._tag = ""
         self.feed(text)
 
@@ -73,6 +118,8 @@ class Page(HTMLParser):
         self.links += [value for key, value in attributes if key in ("src", "href", "srcset", "data")]
 
     def handle_data(self, data):
+        if self._tag in ("li", "th", "td"):
+            self.words.append(data)
         if self._tag == "h2" and data.strip():
             self.titles.append(data)
         elif self._tag == "script" and "Plotly.newPlot(" in data and self.titles:
@@ -98,19 +145,7 @@ def test_numbers_are_those_of_the_file(tmp_path):
     assert result.exit_code == 0, result.output
     text = (tmp_path / "muon_report.html").read_text()
     page = Page(text)
-    assert page.titles == [
-        "Loss",
-        "Learning rates",
-        "Update RMS by kind",
-        "Update RMS by layer",
-        "Update RMS of AdamW",
-        "Orthogonality error by kind",
-        "Momentum by kind",
-        "Stable rank by kind",
-        "Time share of the optimizer",
-        "Gradient norm",
-        "Update RMS by layer and kind",
-    ]
+    assert page.titles == ["What it says", *TITLES]
     lines = page.lines
     assert lines["Loss"] == {"loss": {10: 1.0, 20: 0.5, 30: pytest.approx(1 / 3, rel=1e-4)}}
     assert lines["Learning rates"]["AdamW"][20] == 1e-4
@@ -119,12 +154,103 @@ def test_numbers_are_those_of_the_file(tmp_path):
         for kind, mean in zip(KINDS, (0.3, 0.4), strict=True)
     }
     assert lines["Update RMS by layer"]["layer 2"][10] == pytest.approx(0.55)
-    assert lines["Update RMS of AdamW"] == {"model.norm": {10: 0.7, 20: 0.7, 30: 0.7}}
     assert lines["Time share of the optimizer"]["optimizer step"][10] == 5
-    (table,) = page.charts["Update RMS by layer and kind"]
+    assert lines["Relative update by kind"][html.escape(KINDS[0])][10] == pytest.approx(3e-4)
+    assert lines["RMS of weights by kind"][html.escape(KINDS[1])] == {10: 2, 20: 2, 30: 2}
+    assert lines["Relative update of AdamW"] == {"model.norm": {10: 5e-5, 20: 5e-5, 30: 5e-5}}
+    (table,) = page.charts["Relative update by layer and kind"]
     assert (table["x"], table["y"]) == ([html.escape(kind) for kind in KINDS], [f"layer {i}" for i in range(3)])
-    assert table["z"] == [[pytest.approx(0.1), 0.2], [pytest.approx(0.3), 0.4], [0.5, pytest.approx(0.6)]]
+    assert table["text"] == [["0.01", "0.02"], ["0.03", "0.04"], ["0.05", "0.06"]]
+    ratios = [[math.log2(value / 3.5) for value in row] for row in ((1, 2), (3, 4), (5, 6))]
+    assert table["z"] == [pytest.approx(row) for row in ratios]
+    assert table["zmax"] == -table["zmin"] == pytest.approx(math.log2(3.5))
     assert "rank 0 of 4: matrices that it orthogonalizes" in text
+    facts = dict(zip(page.words[1::2], page.words[2::2], strict=False))
+    assert facts == {
+        "model": "Llama",
+        "trained weights": "1,000, 90.0% with Muon",
+        "matrices with Muon": "6",
+        "steps": "30",
+        "watched steps": "3, from 10 to 30",
+        "tokens a step": "50",
+        "last loss": "training 0.3333 at step 30",
+        "machine": "a slow one",
+        "ranks": "4",
+        "versions": "hf_muon 1, torch 2, python 3.14",
+        "options of Muon": "lr=0.001, nesterov=true, adjust_lr_fn=match_rms_adamw",
+        "options of AdamW": "betas=0.9|1",
+    }
+
+
+def test_noise_stays_pale():
+    values = {("0", "a"): 1.0, ("0", "b"): 1.01, ("0", "c"): 0.99}
+    figure = charts.heat_map("Title", charts.Cells(["0"], ["a", "b", "c"], values))
+    (table,) = figure.data
+    assert (table.zmin, table.zmax) == (-1, 1)
+    assert max(map(abs, table.z[0])) < 0.02
+
+
+def test_a_band_is_drawn_and_inside_of_the_axis():
+    for log in (False, True):
+        figure = charts.line_chart("T", {"a": [(1, 5.0)]}, unit="RMS", log=log, band=charts.Band(0.1, 1.0, "usual"))
+        (shape,) = figure.layout.shapes
+        assert (shape.y0, shape.y1) == (0.1, 1.0)
+        low, high = figure.layout.yaxis.range
+        ends = [10**low, 10**high] if log else [low, high]
+        assert ends[0] < 0.1
+        assert ends[1] > 5
+        assert figure.layout.yaxis.title.text == "RMS"
+        assert figure.layout.meta["note"] == "usual"
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    """Leave out what 0.1's first files did not have: weights, relative updates, and who ran what where."""
+    start = {key: START[key] for key in ("event", "hf_muon", "torch", "ranks", "every", "parameters")}
+    file = write(tmp_path, start=start)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    new = ("weight_rms", "relative_update", "adamw_relative_update", "tokens")
+    file.write_text("".join(json.dumps({k: v for k, v in line.items() if k not in new}) + "\n" for line in lines))
+    assert report(tmp_path).exit_code == 0
+    page = Page((tmp_path / "muon_report.html").read_text())
+    assert "Update RMS of AdamW" in page.titles
+    assert "Relative update by kind" not in page.titles
+    assert page.charts["Update RMS by layer and kind"][0]["text"] == [["0.1", "0.2"], ["0.3", "0.4"], ["0.5", "0.6"]]
+    assert "older versions of hf_muon did not write" in page.words[0]
+
+
+def test_several_runs_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = {**START, "options": {**OPTIONS, "muon": {**OPTIONS["muon"], "lr": 0.5}}}
+    write(tmp_path / "a")
+    write(tmp_path / "b", steps=(10, 20), start=other, scale=4.0)
+    assert report("a", "b").exit_code == 0
+    page = Page((tmp_path / "muon_report.html").read_text())
+    assert page.lines["Loss"] == {
+        "loss · a": {10: 1.0, 20: 0.5, 30: pytest.approx(1 / 3, rel=1e-4)},
+        "loss · b": {10: 1.0, 20: 0.5},
+    }
+    assert page.lines["Relative update"]["b"][10] == pytest.approx(4 * page.lines["Relative update"]["a"][10])
+    assert "Relative update by kind · a" in page.titles
+    assert "Relative update by kind · b" in page.titles
+    maps = [page.charts[f"Relative update by layer and kind · {name}"][0] for name in "ab"]
+    assert maps[0]["zmax"] == maps[1]["zmax"]
+    assert maps[1]["z"][0][0] == pytest.approx(maps[0]["z"][0][0] + 2)
+    words = page.words
+    assert words[0].startswith("a 0.3333 at step 30, b 0.5 at step 20")
+    where = words.index("Muon: lr")
+    assert words[where + 1 : where + 3] == ["0.001", "0.5"]
+    assert words[words.index("options of Muon") + 1] == "nesterov=true, adjust_lr_fn=match_rms_adamw"
+    summaries = json.loads(report("a", "b", "--json").stdout)
+    assert {name: own["logs"]["loss"] for name, own in summaries.items()} == {"a": pytest.approx(1 / 3), "b": 0.5}
+    assert "a run is named twice" in report("a", "a").stderr
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_lines_take_seconds(tmp_path):
+    write(tmp_path, steps=range(1, 50_001))
+    begin = time.perf_counter()
+    assert report(tmp_path).exit_code == 0
+    assert time.perf_counter() - begin < 60  # about 7 on a quiet core
 
 
 def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
@@ -139,7 +265,7 @@ def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
     kinds = ["mlp.gate_up_proj[0]", "mlp.gate_up_proj[1]"]
     assert list(page.lines["Update RMS by kind"]) == kinds
     assert list(page.lines["Update RMS by layer"]) == ["layer 0", "layer 1"]
-    (table,) = page.charts["Update RMS by layer and kind"]
+    (table,) = page.charts["Relative update by layer and kind"]
     assert (table["x"], table["y"]) == (kinds, ["layer 0", "layer 1"])
 
 
@@ -149,8 +275,8 @@ def test_the_page_needs_nothing_else_and_names_cannot_break_out(tmp_path):
     page = Page((tmp_path / "muon_report.html").read_text())
     assert page.links == []
     assert "b" not in page.tags
-    # Each title has a script that draws its chart.
-    assert len(page.charts) == len(page.titles)
+    # Each title of a chart has a script that draws it.
+    assert list(page.charts) == page.titles[1:]
 
 
 def test_without_plotly_numbers_are_still_there(tmp_path, monkeypatch):
@@ -165,8 +291,7 @@ def test_without_plotly_numbers_are_still_there(tmp_path, monkeypatch):
 
 def test_of_steps_taken_again_the_later_ones_count(tmp_path):
     """Report a run that was killed after step 30 and resumed from step 10."""
-    start = {"event": "start", "hf_muon": "1", "torch": "2", "ranks": 2, "every": 10, "parameters": PARAMETERS}
-    write(tmp_path, extra=[start, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}])
+    write(tmp_path, extra=[START, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}])
     summary = json.loads(report(tmp_path, "--json").stdout)
     assert summary["steps"] == [10, 20, 30]
     assert summary["update_rms"] == pytest.approx(3 * 0.35)
@@ -188,7 +313,9 @@ def test_long_runs_are_thinned_by_means(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"event":"step","st', "line 8 cannot be read: Unterminated string"),
+        ('{"event":"step","st\n', "line 8 cannot be read: Unterminated string"),
+        ('{"event":"step","st\n{"event":"log","step":20,"loss":0.5}', "line 8 cannot be read: Unterminated string"),
+        ('{"event":"st\n{"event":"st', "line 8 cannot be read: Unterminated string"),
         ("[]", "line 8 cannot be read: it is no object, but a list"),
         ('{"event":"dance"}', "line 8 cannot be read: event 'dance' is not known"),
         ('{"event":"step"}', "line 8 cannot be read: it has no 'step'"),
@@ -219,6 +346,15 @@ def test_broken_lines(tmp_path, line, message):
     assert "--skip-broken leaves such lines out" in result.stderr
     assert not (tmp_path / "muon_report.html").exists()
     assert report(tmp_path, "--json", "--skip-broken").stdout == whole
+
+
+@pytest.mark.parametrize("after", ["", json.dumps(START) + "\n"], ids=["at the end", "before a resume"])
+def test_half_a_line_that_a_killed_run_has_left_is_no_error(tmp_path, after):
+    file = write(tmp_path)
+    whole = json.loads(report(tmp_path, "--json").stdout)
+    with file.open("a") as out:
+        out.write('{"event":"step","st' + (after and "\n" + after))
+    assert json.loads(report(tmp_path, "--json").stdout) == whole
 
 
 def test_refused(tmp_path):
@@ -280,7 +416,7 @@ def test_in_a_browser(browser, tmp_path):
     assert page.title() == f"Muon: {tmp_path.name}"
     page.set_default_timeout(20_000)
     figures = page.locator("figure")
-    assert figures.count() == 11
+    assert figures.count() == len(TITLES)
     page.wait_for_function("document.querySelector('.main-svg').clientWidth <= 600")
     # The page draws every line inside its chart.
     for i in range(figures.count()):
@@ -301,11 +437,41 @@ def test_in_a_browser(browser, tmp_path):
     words = " ".join(loss.locator(".hoverlayer text").all_text_contents())
     assert "100" in words
     assert "0.1" in words
-    assert figures.nth(2).locator(".legendtext").all_text_contents() == list(KINDS)
-    cells = figures.nth(10).locator(".heatmap-label text").all_text_contents()
-    assert list(map(float, cells)) == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    where = TITLES.index
+    assert figures.nth(where("Update RMS by kind")).locator(".legendtext").all_text_contents() == list(KINDS)
+    assert figures.nth(where("Update RMS by kind")).locator(".shapelayer path").count() == 1
+    cells = figures.nth(where("Relative update by layer and kind")).locator(".heatmap-label text").all_text_contents()
+    assert list(map(float, cells)) == [0.01, 0.02, 0.03, 0.04, 0.05, 0.06]
     assert complaints == []
     assert [url for url in requests if not url.startswith("file:")] == []
     # On a phone, the page cuts nothing off.
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+@pytest.mark.parametrize("width", [420, 1200])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_runs_in_a_browser(browser, tmp_path, width, scheme):
+    """Nothing is cut off, and words differ from their ground as WCAG asks for, 4.5 to 1."""
+    for name in "ab":
+        write(tmp_path / name, steps=range(10, 110, 10))
+    assert report(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html").exit_code == 0
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_function("document.querySelectorAll('.main-svg').length > 20")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = {figure.locator("h2").inner_text(): figure.bounding_box() for figure in page.locator("figure").all()}
+    left, right = (boxes[f"Relative update by kind · {name}"] for name in "ab")
+    assert (left["y"] == right["y"]) == (width > 1000)
+    assert (left["x"] == right["x"]) == (width < 1000)
+
+    def luminance(element, key):
+        colour = element.evaluate(f"e => getComputedStyle(e).{key}")
+        red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    ground = luminance(page.locator("body"), "backgroundColor")
+    for selector in ("h1", "h2", "li", "th", "td", ".note"):
+        darker, brighter = sorted((luminance(page.locator(selector).first, "color"), ground))
+        assert (brighter + 0.05) / (darker + 0.05) > 4.5, selector
