@@ -60,6 +60,7 @@ FLOORS = {
     ],
     "convert": ["formats", "names", "conversion"],
     "plan": [
+        "operators",
         "calls costs live_bytes stand_ins",
         "activations buffers devices recorded_step",
         "memory this_machine",
