@@ -78,7 +78,7 @@ FLOORS = {
         "deepspeed.loading",
         "deepspeed.engine",
         "accelerate transformers.checkpoint_files transformers.layout",
-        "transformers.overrides transformers.sharded_models",
+        "transformers.context_parallel transformers.overrides transformers.sharded_models",
         "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
         "llamafactory.v1.handler transformers.handler",
         "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",

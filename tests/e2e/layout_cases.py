@@ -19,11 +19,13 @@ TRANSFORMERS = tuple(int(part) for part in importlib.metadata.version("transform
 PARALLELISM = ACCELERATE >= (1, 12)  # Trainer takes a ParallelismConfig
 LOADS_SHARDS = ACCELERATE >= (1, 13)  # older versions lose the moments of any optimizer
 DDP_RESUMES = TRANSFORMERS >= (5, 20)  # older versions load the optimizer to cpu:0, a device that torch does not know
+CONTEXT_PARALLEL = TRANSFORMERS >= (5, 23) and ACCELERATE >= (1, 15)  # older ones are refused
 NATIVE = TRANSFORMERS >= (5, 20)  # from_pretrained(distributed_config=...)
 
 needs_parallelism = pytest.mark.skipif(not PARALLELISM, reason="Trainer wants accelerate 1.12 for ParallelismConfig")
 loads_shards = pytest.mark.skipif(not LOADS_SHARDS, reason="accelerate 1.13 is the first to load sharded moments")
 ddp_resumes = pytest.mark.skipif(not DDP_RESUMES, reason="this Trainer cannot resume DDP on a CPU")
+needs_context_parallel = pytest.mark.skipif(not CONTEXT_PARALLEL, reason="context parallel of this version is refused")
 needs_native = pytest.mark.skipif(not NATIVE, reason="transformers has no DistributedConfig for training")
 
 SAVE = {"save_strategy": "steps", "save_steps": worker.SAVE_STEP}
@@ -107,6 +109,11 @@ def two() -> list[Case]:
     if PARALLELISM:
         tensor_parallel = {"arguments": {"parallelism": {"tp_size": 2}}, "load": {"tp_plan": "auto"}}
         cases += [case("tp", model={"even": True}, **tensor_parallel)]
+    if CONTEXT_PARALLEL:
+        context = case("cp", "fsdp2", model={"even": True}, arguments=SAVE | {"parallelism": {"cp_size": 2}})
+        accumulation = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}
+        cases += [context, resumed(context)]
+        cases += [context | {"name": "cp_accumulation", "arguments": context["arguments"] | SHARDED | accumulation}]
     if NATIVE:
         fsdp = case("native_fsdp", load={"fsdp_size": 2}, arguments=SAVE)
         tp = case("native_tp", model={"even": True}, load={"tp_size": 2}, arguments=SAVE)
@@ -133,6 +140,9 @@ def four() -> list[Case]:
         sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
         cases += [hsdp, hsdp_sharded, resumed(hsdp), case("hsdp_arguments", "fsdp2", arguments={"parallelism": sizes})]
         cases += [resumed(hsdp_sharded, name="two_to_hsdp_sharded", source="fsdp_sharded")]
+    if CONTEXT_PARALLEL:
+        sizes = {"cp_size": 2, "dp_shard_size": 2}
+        cases += [case("cp_fsdp", "fsdp2", model={"even": True}, arguments={"parallelism": sizes})]
     if NATIVE:
         cases += [
             case("native_hsdp", load={"fsdp_size": 2, "dp_replicate_size": 2}),
@@ -195,6 +205,6 @@ STAGE_OF = {
 FIRST = {
     *("one", "one_resumed", "one_moved_0", "one_moved_1", "one_even", "one_even_moved_0", "one_even_moved_1"),
     *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
-    *("fp16", "offload", "offload_resumed", "tp", "native_tp", "native_tp_resumed", "hsdp", "hsdp_resumed"),
-    *("two_to_four_sharded", "launched", "launched_resumed"),
+    *("fp16", "offload", "offload_resumed", "tp", "native_tp", "native_tp_resumed", "cp", "cp_resumed"),
+    *("hsdp", "hsdp_resumed", "two_to_four_sharded", "launched", "launched_resumed"),
 }

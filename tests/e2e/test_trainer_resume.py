@@ -8,13 +8,20 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import layouts_worker as worker
-from tests.e2e.layout_cases import LOADS_SHARDS, ddp_resumes, loads_shards, needs_native, needs_parallelism
+from tests.e2e.layout_cases import (
+    LOADS_SHARDS,
+    ddp_resumes,
+    loads_shards,
+    needs_context_parallel,
+    needs_native,
+    needs_parallelism,
+)
 from tests.e2e.layout_stages import Get, Stages, assert_identical, assert_same_run, controls_of, distance, start_of
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.extended(but="^(one|ddp|fsdp|fsdp_sharded|launched|hsdp|native_tp)$")
+@pytest.mark.extended(but="^(one|ddp|fsdp|fsdp_sharded|launched|hsdp|native_tp|cp)$")
 @pytest.mark.parametrize(
     "name",
     [
@@ -23,6 +30,7 @@ pytestmark = pytest.mark.slow
         pytest.param("hsdp", marks=needs_parallelism),
         *(pytest.param(name, marks=loads_shards) for name in ("fsdp_sharded", "fsdp_lora")),
         *(pytest.param(name, marks=needs_native) for name in ("native_fsdp", "native_tp", "native_fsdp_tp")),
+        pytest.param("cp", marks=needs_context_parallel),
     ],
 )
 def test_resumed_run_is_the_uninterrupted_one(name: str, get: Get) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_muon.diagnostics.log import logger
 from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, TRAINER_LOG, is_muon, is_ours, mark
+from hf_muon.integrations.transformers import context_parallel
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
@@ -142,11 +143,13 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
 
     undo_console = _patch_console(module)
     undo_ulysses = ulysses.patch_trainer(module)
+    undo_context_parallel = context_parallel.patch_trainer(module)
 
     def undo() -> None:
         trainer._load_optimizer_and_scheduler = load
         trainer.log = log
         undo_console()
+        undo_context_parallel()
         if undo_ulysses:
             undo_ulysses()
         undo_sharded()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
 OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
+# The oldest versions whose context parallel was compared with one process.
+CONTEXT_PARALLEL = {"transformers": "5.23", "accelerate": "1.15"}
 
 
 def refuse_old_versions() -> None:
@@ -65,6 +67,9 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         if sequence == ["sp"]:
             ulysses.refuse_arguments(args)
             sequence = []
+    if sequence == ["cp"]:
+        refuse_context_parallel(args)
+        sequence = []
     if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         layout = "Megatron-LM, which brings an optimizer of its own"
     elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
@@ -84,6 +89,28 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         )
     if layout:
         raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
+
+
+def refuse_context_parallel(args: TrainingArguments) -> None:
+    """Raise for context parallel in set-ups that were not compared with one process.
+
+    Raises:
+        RuntimeError: the set-up, and what to do instead.
+    """
+    layout, advice = None, ""
+    if axis_size(args, "tp") > 1:
+        layout = "with tp_size"
+        advice = "accelerate does not prepare models that transformers has sharded for it. Use one of the two."
+    elif not asks_for_fsdp(args) or fsdp_version(args) == 1:
+        layout = "without FSDP2"
+        advice = 'accelerate supports it with FSDP2 only. Add fsdp="full_shard" and fsdp_config={"version": 2}.'
+    else:
+        for package, oldest in CONTEXT_PARALLEL.items():
+            installed = importlib.metadata.version(package)
+            if is_older(installed, oldest):
+                layout, advice = f"of {package} {installed}", f'Run: pip install "{package}>={oldest}"'
+    if layout:
+        raise RuntimeError(f"optim: muon does not run under ParallelismConfig(cp_size) {layout}. {advice}")
 
 
 def refuse_plain_shards(model: nn.Module | None) -> None:
