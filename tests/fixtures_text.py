@@ -156,6 +156,23 @@ def write_messages(folder: Path) -> Path:
     return folder
 
 
+def write_preferences(folder: Path) -> Path:
+    """Write prompts with a chosen and a rejected answer, as TRL's DPO reads them from a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(
+        folder / "train.jsonl",
+        [
+            {
+                "prompt": [{"role": "user", "content": f"What is {name}?"}],
+                "chosen": [{"role": "assistant", "content": text[:80]}],
+                "rejected": [{"role": "assistant", "content": name}],
+            }
+            for name, text in documents()
+        ],
+    )
+    return folder
+
+
 def write_jsonl(path: Path, rows: Sequence[object]) -> None:
     """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

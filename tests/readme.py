@@ -102,7 +102,7 @@ OTHERS = {
     ],
     "examples of LLaMA-Factory, TRL and the Trainer": [
         "e2e/test_examples_llamafactory.py::test_llamafactory_sft",
-        "e2e/test_examples_trl.py::test_trl_sft",
+        "e2e/test_examples_trl.py::test_trl",
         "e2e/test_examples_trainer.py::test_trainer_equals_a_plain_loop_and_resumes",
     ],
     "routes of real models, in both versions of transformers": [

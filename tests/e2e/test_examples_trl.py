@@ -1,4 +1,4 @@
-"""The example of TRL, run as it is but for a tiny model, tiny data, few steps and the CPU."""
+"""The examples of TRL, run as they are but for a tiny model, tiny data, few steps and the CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from tests import fixtures_text
 from tests.e2e.example_files import ALL_MATRICES, ALL_OTHERS, TRL
 from tests.e2e.harness import BIN, YAML, assert_routed, options, read_yaml, run
 
+REWARD = "def different_letters(completions, **_):\n    return [float(len(set(str(text)))) for text in completions]\n"
+SMALLER = {  # settings of a stage that make its run small
+    "sft": {},
+    "dpo": {"max_length": 64},
+    "grpo": {
+        "reward_funcs": "rewards.different_letters",
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 8,
+    },
+}
+
 
 def trl_has_a_command_line() -> bool:
     """Return whether TRL is installed and imports under transformers 5, which version 1 is the first to do."""
@@ -20,18 +32,23 @@ def trl_has_a_command_line() -> bool:
         return False
 
 
+@pytest.mark.extended(but="sft")
 @pytest.mark.slow
 @pytest.mark.skipif(not trl_has_a_command_line(), reason="trl >= 1 is not installed")
-def test_trl_sft(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", TRL)
+def test_trl(stage: str, tiny_model: Path, tmp_path: Path) -> None:
+    write = fixtures_text.write_messages if stage == "sft" else fixtures_text.write_preferences
+    (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
     settings = {
         "model_name_or_path": tiny_model,
-        "dataset_name": fixtures_text.write_messages(tmp_path / "data"),
+        "dataset_name": write(tmp_path / "data"),
         "output_dir": tmp_path / "out",
         "max_steps": 2,
         "gradient_accumulation_steps": 1,
         "bf16": False,
         "use_cpu": True,
+        **SMALLER[stage],
     }
-    run([BIN / "trl", "sft", "--config", YAML / TRL, *options(settings)], cwd=tmp_path)
+    run([BIN / "trl", stage, "--config", YAML / TRL[stage], *options(settings)], cwd=tmp_path)
     saved = assert_routed(tmp_path / "out" / "checkpoint-2", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=2)
-    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / TRL)["learning_rate"]}
+    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / TRL[stage])["learning_rate"]}
