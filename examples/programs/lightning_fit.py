@@ -77,7 +77,7 @@ def main() -> None:
         strategy=ModelParallelStrategy() if args.strategy == "fsdp2" else args.strategy,
         max_steps=args.steps,
         max_epochs=-1,
-        gradient_clip_val=None if args.strategy == "fsdp2" else 1.0,
+        gradient_clip_val=1.0,
         log_every_n_steps=10,
         logger=False,
         default_root_dir=args.output,
