@@ -2,8 +2,8 @@ r"""Train a causal language model in a loop of Lightning Fabric with Muon.
 
     python examples/programs/fabric_loop.py Qwen/Qwen3-0.6B my_text.txt --devices 4 --strategy ddp
 
-`build_optimizer` takes the model itself, after `setup_module`, which may shard it. It cannot see that DDP replicates the
-parameters: `replicate_group` says so, and the ranks share the work.
+`build_optimizer` takes the model itself, after `setup_module`, which may shard it. It cannot see that DDP replicates
+the parameters: `replicate_group` says so, and the ranks share the work.
 """
 
 import argparse

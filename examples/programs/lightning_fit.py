@@ -3,14 +3,14 @@ r"""Train a causal language model with Lightning's Trainer and Muon; FSDP2 with 
     python examples/programs/lightning_fit.py Qwen/Qwen3-0.6B my_text.txt
     python examples/programs/lightning_fit.py Qwen/Qwen3-0.6B my_text.txt --devices 8 --strategy fsdp2
 
-`configure_optimizers` calls `build_optimizer` when the parameters are already sharded. It cannot see that DDP replicates
-them: `replicate_group` says so, and the ranks share the work.
+`configure_optimizers` calls `build_optimizer` when the parameters are already sharded. It cannot see that DDP
+replicates them: `replicate_group` says so, and the ranks share the work.
 """
 
 import argparse
 from pathlib import Path
 
-import lightning as L
+import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_muon import build_optimizer
 
 
-class LanguageModel(L.LightningModule):
+class LanguageModel(lightning.LightningModule):
     """A model of transformers, with Muon as its optimizer."""
 
     def __init__(self, name: str, lr: float, options: dict[str, str]) -> None:
@@ -67,11 +67,11 @@ def main() -> None:
     parser.add_argument("--resume", help="a .ckpt file that this script has saved")
     args = parser.parse_args()
 
-    L.seed_everything(0)
+    lightning.seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"])
     blocks = list(tokens[: len(tokens) // args.block * args.block].view(-1, args.block))
-    trainer = L.Trainer(
+    trainer = lightning.Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
         strategy=ModelParallelStrategy() if args.strategy == "fsdp2" else args.strategy,

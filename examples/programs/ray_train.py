@@ -1,9 +1,9 @@
 r"""Train a causal language model with transformers' Trainer on the workers of Ray Train, with Muon.
 
-    python examples/programs/ray_train.py examples/yaml/trainer_qwen3_pretrain.yaml --workers 4 --data_path /shared/texts
+    python examples/programs/ray_train.py examples/yaml/trainer_qwen3_pretrain.yaml --workers 4 --data_path /texts
 
-Each worker runs `examples/train.py`; it gets the arguments that this script does not know. hf_muon must be installed on every node: its entry point
-is active in Ray's workers, too.
+Each worker runs `examples/train.py`, which gets the arguments that this script does not know. hf_muon must be installed
+on every node: its entry point is active in Ray's workers, too.
 """
 
 import argparse

@@ -3,7 +3,7 @@ r"""Train an embedding model on pairs of texts with sentence-transformers and Mu
     python examples/programs/sentence_transformers_pairs.py answerdotai/ModernBERT-base my_pairs.jsonl
     torchrun --nproc-per-node 4 examples/programs/sentence_transformers_pairs.py ...
 
-A line of the file is {"anchor": ..., "positive": ...}. Nothing in this script imports hf_muon: `optim="muon"` is enough.
+A line of the file is {"anchor": ..., "positive": ...}. The script does not import hf_muon: `optim="muon"` is enough.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python examples/programs/unsloth_qwen3_sft.py
 
-`optim="muon"` is all that Muon needs. Written for Unsloth 2026.10, which needs a GPU; not run in this repository's tests.
+`optim="muon"` is all that Muon needs. Written for Unsloth 2026.10, which needs a GPU; not run in this repository's
+tests.
 """
 
 from pathlib import Path

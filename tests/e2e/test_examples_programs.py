@@ -55,7 +55,8 @@ def of_lightning(path: Path) -> dict[str, torch.Tensor]:
     """Return the weights in a checkpoint of Lightning or Fabric, with the names of the model."""
     content = torch.load(path, weights_only=False)
     state = content["state_dict"] if "state_dict" in content else content["model"]
-    return {re.sub(r"^(_forward_module\.)?(module\.)?(model\.(?=model\.|lm_head))?", "", k): v for k, v in state.items()}
+    wrappers = re.compile(r"^(_forward_module\.)?(module\.)?(model\.(?=model\.|lm_head))?")
+    return {wrappers.sub("", name): value for name, value in state.items()}
 
 
 @pytest.mark.extended
@@ -112,7 +113,8 @@ def test_ray_equals_the_script_alone(tiny_model: Path, tmp_path: Path) -> None:
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
     changes = TINY | {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl", "from_scratch": False}
     results = {}
-    for name, words in (("alone", (TRAIN,)), ("ray", (PROGRAMS / "ray_train.py", "--cpu", "--storage", tmp_path / "r"))):
+    on_ray = (PROGRAMS / "ray_train.py", "--cpu", "--storage", tmp_path / "storage")
+    for name, words in (("alone", (TRAIN,)), ("ray", on_ray)):
         more = options(changes | {"output_dir": tmp_path / name})
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_AUTH_MODE": "disabled"}
         python(*words, YAML / TRAINER, *more, cwd=tmp_path, **settings)
