@@ -2,7 +2,8 @@
 
     python examples/demo/run.py
 
-It reuses finished runs in build/demo/, and resumes interrupted ones from their last checkpoint.
+It reuses finished runs in build/demo/, and resumes interrupted ones from their last checkpoint. The terminal shows a
+line of progress for each run, and all messages of a run are in its output.log.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from prepare import BUILD, ROOT, prepare
 from training import (
     CONFIGS,
     held_out_loss,
+    last_log,
     log_history,
     read_config,
     tokens_per_step,
@@ -33,6 +35,9 @@ from training import (
 
 PICTURE = BUILD / "curves.png"
 SETTINGS = "demo_settings.json"
+LOG = "output.log"
+LAST_LINES = 20  # of the log of a run that has failed
+POLL = 0.5  # seconds
 THREADS = 2
 LABELS = {"adamw": "AdamW", "muon": "Muon"}
 COLORS = {"adamw": "tab:blue", "muon": "tab:orange"}
@@ -54,7 +59,7 @@ def main() -> None:
         manifest = prepare()
         results = {name: train(name, str(manifest["content"]), lock) for name in CONFIGS}
     except KeyboardInterrupt:
-        print("\ninterrupted; run it again and it resumes from here", file=sys.stderr)
+        print("interrupted; run it again and it resumes from here", file=sys.stderr)
         sys.exit(130)
     draw(results, int(str(manifest["parameters"])))
     report(results, int(str(manifest["parameters"])))
@@ -86,18 +91,23 @@ def train(name: str, content: str, lock: int) -> Result:
         sys.exit(f"{CONFIGS[name].relative_to(ROOT)}: output_dir must lie in {BUILD.relative_to(ROOT)}/")
     settings = json.dumps({"content": content, "config": config, "versions": versions()}, indent=2) + "\n"
 
-    print(f"\n{LABELS[name]}: {open_folder(folder, settings, config['max_steps'])}", flush=True)
+    start = open_folder(folder, settings, config["max_steps"])
+    log = folder / LOG
+    progress = Progress(LABELS[name], folder, config["max_steps"], f"messages in {log.relative_to(ROOT)}")
+    progress.show(start)
     if held_out_loss(folder) is None:
         command = train_command(name)
-        print("  " + " ".join(command), flush=True)
-        if code := call(command, lock):
+        if code := call(command, lock, log, progress):
+            progress.end("failed")
             sys.exit(
-                f"\n`{' '.join(command)}` failed with exit status {code}. Its messages are above; "
-                f"the steps it made are in {folder.relative_to(ROOT)}/trainer_log.jsonl."
+                f"\n`{' '.join(command)}` failed with exit status {code}. The end of {log.relative_to(ROOT)}:\n\n"
+                + last_lines(log)
             )
     loss = held_out_loss(folder)
     if loss is None:
+        progress.end("failed")
         sys.exit(f"{folder.relative_to(ROOT)}/all_results.json has no eval_loss: is `do_eval: true` set?")
+    progress.end("reused" if start.startswith("reusing") else "done")
     return Result(config, loss, train_seconds(folder), log_history(folder))
 
 
@@ -132,17 +142,69 @@ def usable_checkpoints(folder: Path, max_steps: int) -> list[int]:
     return sorted(steps)
 
 
-def call(command: list[str], lock: int) -> int:
-    """Run a command on this terminal and return its exit status; Ctrl-C ends it without a traceback of its own."""
+class Progress:
+    """A line on the terminal about a run, written over again while it runs; without a terminal only where it ends.
+
+    Args:
+        label: the run's name.
+        folder: where the run writes trainer_log.jsonl.
+        steps: number of steps of the run.
+        where: what else the line says.
+    """
+
+    def __init__(self, label: str, folder: Path, steps: int, where: str) -> None:
+        self.label = label
+        self.folder = folder
+        self.steps = steps
+        self.where = where
+        self.width = 0
+
+    def line(self, state: str = "") -> str:
+        """Return the line: steps, the last loss of training, and the state, or the remaining time."""
+        entry = last_log(self.folder)
+        done = int(entry.get("current_steps", 0))
+        loss = f"loss {entry['loss']:.3f}" if "loss" in entry else ""
+        bar = ("#" * round(20 * done / self.steps)).ljust(20, ".")
+        left = f"{entry['remaining_time']} left" if "remaining_time" in entry else "starting"
+        return f"{self.label:<6} [{bar}] {done:>4}/{self.steps} {loss:<11} {state or left}"
+
+    def show(self, state: str = "") -> None:
+        if sys.stdout.isatty():
+            line = self.line(state)
+            print("\r" + line.ljust(self.width), end="", flush=True)
+            self.width = len(line)
+
+    def end(self, state: str) -> None:
+        start = "\r" if self.width else ""
+        print(f"{start}{self.line(state)}, {self.where}".ljust(self.width), flush=True)
+        self.width = 0
+
+
+def call(command: list[str], lock: int, log: Path, progress: Progress) -> int:
+    """Run a command that writes into a log, and return its exit status; Ctrl-C ends it without a traceback."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, so only this process gets Ctrl-C
-    process = subprocess.Popen(command, cwd=ROOT, env=train_environment(THREADS), pass_fds=[lock])
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=train_environment(THREADS), pass_fds=[lock], stdout=out, stderr=subprocess.STDOUT
+        )
     signal.signal(signal.SIGINT, previous)
     try:
-        return process.wait()
+        while True:
+            try:
+                return process.wait(POLL)
+            except subprocess.TimeoutExpired:
+                progress.show()
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
+        progress.end("interrupted")
         raise
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a log; of a line that was written over, as a progress bar is, its last state."""
+    lines = log.read_bytes().decode(errors="replace").rstrip().split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines[-LAST_LINES:])
 
 
 def draw(results: dict[str, Result], parameters: int) -> None:

@@ -74,6 +74,21 @@ def log_history(folder: Path) -> list[dict[str, float]]:
     return state["log_history"]
 
 
+def last_log(folder: Path) -> dict[str, Any]:
+    """Return the last complete line about training in LLaMA-Factory's trainer_log.jsonl; empty before the first."""
+    entry: dict[str, Any] = {}
+    try:
+        lines = (folder / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return entry
+    for line in lines:
+        try:
+            entry |= json.loads(line)
+        except json.JSONDecodeError:  # being written
+            break
+    return entry
+
+
 def train_seconds(folder: Path) -> float:
     """Return the wall seconds of the training loop, summed over the parts of an interrupted run."""
     total = last = 0.0
