@@ -40,9 +40,10 @@ def sweep_page(title: str, trials: Sequence[Trial], facts: Mapping[str, str]) ->
         trial.name: [(float(step), loss) for step, loss in trial.losses.items() if loss - loss == 0]
         for trial in sorted(trials, key=lambda trial: (trial.optimizer != "muon", trial.rate))
     }
-    rows = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in facts.items())
+    rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in facts.items())
     steps = line_chart("Loss of each trial", curves, unit="loss", note="each step's batch")
-    return page(title, f"<dl>{rows}</dl>", [[figure, steps]])
+    head = f'<section class="scroll"><table class="facts one">{rows}</table></section>'
+    return page(title, head, [[figure, steps]])
 
 
 def _points(trials: Sequence[Trial], *, evaluated: bool) -> list[tuple[float, float]]:
