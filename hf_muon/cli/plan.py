@@ -27,7 +27,9 @@ _DTYPES = ("fp32", "bf16")
 
 def plan(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
-    layout: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3.")] = "fsdp",
+    layout: Annotated[
+        str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3; not tensor or expert parallel.")
+    ] = "fsdp",
     ranks: Annotated[
         int | None,
         typer.Option(help="Number of processes, one per GPU. Default: 1 for single, else 8.", show_default=False),
@@ -218,12 +220,6 @@ def _show(
             rest = memory * 1e9 - side.peak
             words = f"fits, {_size(rest)} left" if rest >= 0 else f"does not fit: {_size(-rest)} too much"
             screen.print(f"{memory:g} GB with {name}: {words}", highlight=False)
-    screen.print(
-        "Activations are an estimate; a peak includes gradients of earlier micro-batches. Not counted: the CUDA "
-        "context, fragmentation, libraries' workspaces, buffers of collectives.",
-        style="dim",
-        highlight=False,
-    )
     if plan.memory.unknown:
         screen.print(f"{plan.memory.unknown}. Peaks are without them", style="yellow", markup=False, highlight=False)
     idle = sum(not flops for flops in plan.flops)
@@ -235,14 +231,33 @@ def _show(
     for tokens, fraction in shares.items():
         share.add_row(f"{tokens:,}", f"{fraction:.2%}")
     screen.print(share)
-    screen.print(
-        "Share of FLOPs: those of the busiest rank, relative to the model's matrix products with weights on as many "
-        "ranks at the same speed. Attention scores, lookups and communication are not counted.",
-        style="dim",
-        highlight=False,
-    )
+    screen.print("What these numbers are", style="bold")
+    for name, text in _words(plan, training).items():
+        screen.print(f"  {name}: {text}", style="dim", markup=False, highlight=False)
     for note in notes:
         screen.print(note, style="yellow", markup=False, highlight=False)
+
+
+def _words(plan: Plan, training: Training) -> dict[str, str]:
+    """Return what the numbers count, how well, and what they leave out."""
+    several = plan.ranks > 1
+    exact = ["weights", "gradients", "optimizer state", "FLOPs of Newton-Schulz"]
+    exact += ["bytes sent for updates and directions"] if several else ["temporary buffers of the step"]
+    words = {"exact": f"{', '.join(exact)}; by the code that steps, on tensors without values"}
+    if several:
+        words["a bound"] = "temporary buffers of the step"
+    if not plan.memory.unknown:
+        words["estimated"] = "activations, from the shapes of the layers; peaks have them"
+    words |= {
+        "in a peak": "gradients of earlier micro-batches, gathered layers, buckets of gradients",
+        "share": "FLOPs of the busiest rank, relative to the model's products with weights on as many ranks at the "
+        "same speed; attention scores, lookups and communication are not in it (--device gives seconds)",
+        "not counted": "the CUDA context, fragmentation, libraries' workspaces, buffers of collectives",
+        "not planned": "tensor, expert, context and pipeline parallel; a run with them may need less memory a rank",
+    }
+    if training.offload != "none":
+        words["offload"] = "bytes on the host and over the bus are counted; the speed of the host is not known"
+    return words
 
 
 def _add_memory(table: Table, plan: Plan, sides: Sequence[Memory], training: Training) -> None:

@@ -285,6 +285,17 @@ class TestPlan:
         result = call("plan", small[1], "--layout", layout, "--ranks", 1 if layout == "single" else 4)
         assert result.exit_code == 0, result.output
         assert re.search(r"optimizer state +│ +[\d.]+ kB", result.stdout)
+        words = dict(re.findall(r"  ([a-z ]+): (.*)", result.stdout.partition("What these numbers are\n")[2]))
+        assert ("a bound" in words) == (layout != "single")
+        assert ("temporary buffers" in words["exact"]) == (layout == "single")
+        assert {"estimated", "share", "not counted", "not planned"} < set(words)
+        assert "offload" not in words
+
+    def test_a_single_process_needs_no_number_of_ranks(self, small):
+        with_ranks, without = (
+            call("plan", small[1], "--layout", "single", "--json", *ranks).stdout for ranks in (("--ranks", 1), ())
+        )
+        assert json.loads(without) == json.loads(with_ranks)
 
     def test_whether_it_fits(self, small):
         words = ["--layout", "single", "--dtype", "bf16", "--batch-size", 2, "--sequence-length", 64]
