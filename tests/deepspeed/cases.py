@@ -13,6 +13,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import attach, initialize
@@ -136,6 +137,7 @@ def engine_of(
     """Start an engine as a script does; return the engine and its optimizer."""
     rank_of_environment()
     deepspeed.zero.Init.param_id = 0  # as in a new process: these numbers are in the names of swap files
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # as in a new process
     zero = dict(zero or {})
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 100)

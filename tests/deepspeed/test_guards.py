@@ -17,7 +17,6 @@ REFUSED = {
     "AutoTP": {"tensor_parallel": {"autotp_size": 2}},
     "zenflow": {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
     "MiCS": {"zero_optimization": {"mics_shard_size": 2}},
-    "hpZ": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     "quantized_weights": {"zero_optimization": {"zero_quantized_weights": True}},
     "quantized_gradients": {"zero_optimization": {"zero_quantized_gradients": True}},
     "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
@@ -69,7 +68,7 @@ def test_what_is_said_by_default_is_not_refused():
     zero = {
         "stage": 3,
         "mics_shard_size": -1,
-        "zero_hpz_partition_size": 1,
+        "zero_hpz_partition_size": 2,
         "zero_quantized_weights": False,
         "reduce_bucket_size": "auto",
         "offload_optimizer": {"device": "cpu", "ratio": 1.0, "pin_memory": True},

@@ -79,8 +79,8 @@ def test_an_optimizer_in_the_config_is_refused(ranks, optimizer, tmp_path):
 
 
 def test_what_is_refused_is_refused_before_a_model_is_wrapped(ranks, tmp_path):
-    config = config_of("zero3", zero_hpz_partition_size=2)
-    assert all("hpZ" in error for error in ranks.run(complaint, folder=str(tmp_path), config=config))
+    config = config_of("zero3", mics_shard_size=2)
+    assert all("MiCS" in error for error in ranks.run(complaint, folder=str(tmp_path), config=config))
 
 
 def test_a_scheduler_in_the_config(ranks, tmp_path):

@@ -15,6 +15,7 @@ from hf_muon.plan.memory import Training
 from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.cases import bytes_sent, consolidated, cost, single, train
 from tests.deepspeed.models import build_model, view_of
+from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -28,6 +29,7 @@ STAGES = {
     "3": {"stage": 3},
     "3-cpu": {"stage": 3, "zero": {**CPU, "sub_group_size": 1500}},
 }
+HPZ = {"zero_hpz_partition_size": 2}  # each node keeps a second copy of the parameters until the step
 # Leaves one matrix for Muon, so that one partition has it and the others have none.
 ALL_BUT_ONE = r"blocks|experts"
 BF16_OPTIMIZER = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
@@ -83,6 +85,7 @@ def assert_same_state(one, other):
         pytest.param({"stage": 2, "zero": {"round_robin_gradients": True}}, id="2-round-robin"),
         pytest.param({"stage": 3, "zero": {"sub_group_size": 1500}}, id="3-sub-groups"),
         pytest.param({"stage": 3, "zero_init": True}, id="3-init"),
+        pytest.param({"stage": 3, "zero_init": True, "zero": HPZ}, id="3-hpz"),
         pytest.param({"stage": 2, "max_bucket_bytes": 4000}, id="2-buckets"),
         pytest.param({"stage": 2, "frozen": True}, id="2-frozen"),
         pytest.param({"stage": 3, "frozen": True, "zero": CPU}, id="3-frozen"),
@@ -272,3 +275,23 @@ def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
         assert mine < 0.2 * updates
     for mine, updates in ranks.run(bytes_sent, stage=3):
         assert mine < 0.6 * updates
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "options", [{"zero_init": True, "zero": HPZ}, {"zero": {**HPZ, **CPU, "sub_group_size": 1500}}]
+)
+def test_parameters_that_two_nodes_store_again(options, tmp_path):
+    """Run ZeRO++'s hpZ on four ranks: second copies are sharded over two of them, moments over all."""
+    pool = Pool(4, timeout=240)
+    try:
+        run = functools.partial(pool.run, train, stage=3, **options)
+        assert_equal(run(same_data=True)[0], reference())
+        straight = run()
+        assert_close(straight[0])
+        run(last=5, save=str(tmp_path))
+        for one, other in zip(run(first=5, load=str(tmp_path)), straight, strict=True):
+            assert_equal(one, {**other, "losses": other["losses"][5:]})
+            assert_same_state(one, other)
+    finally:
+        pool.close()

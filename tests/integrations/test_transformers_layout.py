@@ -63,7 +63,7 @@ class TestRefusedLayouts:
         args = arguments(tmp_path)
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         assert Trainer.get_optimizer_cls_and_kwargs(args, model())
-        args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+        args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"mics_shard_size": 2}})
         with pytest.raises(RuntimeError, match="does not run with this DeepSpeed config"):
             Trainer.get_optimizer_cls_and_kwargs(args, model())
 

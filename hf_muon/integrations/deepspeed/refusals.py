@@ -20,13 +20,11 @@ def config_complaints(config: Config) -> Iterator[str]:
         kind = _section(config, "optimizer").get("type", "an optimizer")
         yield f'"optimizer" ({kind}), which DeepSpeed would use in place of Muon. Remove it from the config'
     if _number(_section(config, "tensor_parallel"), "autotp_size", 0) > 1:
-        yield "tensor_parallel.autotp_size (AutoTP), which cuts matrices before ZeRO does"
+        yield "tensor_parallel.autotp_size (AutoTP), which cuts matrices before ZeRO does, into plain tensors"
     if zero.get("zenflow"):
         yield "zero_optimization.zenflow, which steps parts of matrices at different times"
     if _number(zero, "mics_shard_size", -1) > 0:
         yield "zero_optimization.mics_shard_size (MiCS)"
-    if _number(zero, "zero_hpz_partition_size", 1) > 1:
-        yield "zero_optimization.zero_hpz_partition_size (ZeRO++ hpZ)"
     for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name) is True:
             yield f"zero_optimization.{name} (ZeRO++)"
