@@ -71,7 +71,7 @@ LAYOUTS = {
 COMMANDS = {
     "inspect": ["cli/test_inspect.py::TestInspect::test_a_checkpoint_as_a_process"],
     "plan": [
-        "cli/test_inspect.py::TestPlan::test_as_a_process",
+        "cli/test_plan.py::TestPlan::test_as_a_process",
         "plan/test_memory.py::test_activations_are_what_autograd_saves",
         "plan/test_memory.py::test_the_peak_of_a_step_is_that_of_its_tensors",
         "deepspeed/test_training.py::test_a_plan_foretells_bytes_memory_and_flops",

@@ -1,0 +1,176 @@
+"""`hf-muon plan` on checkpoints and training files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+import transformers
+
+from hf_muon import MuonConfig
+from hf_muon.cli.model_source import known_configs, model_from
+from hf_muon.plan import this_machine
+from hf_muon.plan.devices import device_named
+from hf_muon.plan.memory import Training
+from hf_muon.plan.seconds import plan_seconds, training_seconds
+from hf_muon.plan.step_plan import plan_step
+from tests.cli.calls import as_process, call
+
+
+class TestPlan:
+    """The command alone; tests/plan/test_step_plan.py compares plans with measured steps."""
+
+    def test_as_a_process(self, small):
+        result = as_process("plan", small[1], "--layout", "hsdp", "--ranks", "8", "--tokens", "4096", "--json")
+        assert result.returncode == 0, result.stderr
+        report = json.loads(result.stdout)
+        plan = plan_step(small[0], MuonConfig(), "hsdp", 8)
+        assert (report["sent_bytes"], report["state_bytes"], report["flops"]) == (
+            plan.sent_bytes,
+            plan.state_bytes,
+            plan.flops,
+        )
+        assert report["share_of_step"] == {"4096": plan.share(4096)}
+
+    @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "zero1", "zero3"])
+    def test_a_table(self, small, layout):
+        result = call("plan", small[1], "--layout", layout, "--ranks", 1 if layout == "single" else 4)
+        assert result.exit_code == 0, result.output
+        assert re.search(r"optimizer state +│ +[\d.]+ kB", result.stdout)
+        words = dict(re.findall(r"  ([a-z ]+): (.*)", result.stdout.partition("What these numbers are\n")[2]))
+        assert ("a bound" in words) == (layout != "single")
+        assert ("temporary buffers" in words["exact"]) == (layout == "single")
+        assert {"estimated", "share", "not counted", "not planned"} < set(words)
+        assert "offload" not in words
+
+    def test_a_single_process_needs_no_number_of_ranks(self, small):
+        with_ranks, without = (
+            call("plan", small[1], "--layout", "single", "--json", *ranks).stdout for ranks in (("--ranks", 1), ())
+        )
+        assert json.loads(without) == json.loads(with_ranks)
+
+    def test_whether_it_fits(self, small):
+        words = ["--layout", "single", "--dtype", "bf16", "--batch-size", 2, "--sequence-length", 64]
+        result = call("plan", small[1], *words, "--gradient-checkpointing", "--memory", 24, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        training = Training(2, 64, gradient_checkpointing=True)
+        plan = plan_step(small[0], MuonConfig(), "single", 1, dtype=torch.bfloat16, training=training)
+        for name, side in (("memory", plan.memory), ("adamw_memory", plan.adamw_memory)):
+            peaks = {"in_backward": side.in_backward, "at_step": side.at_step, "peak": side.peak, "fits": True}
+            assert report[name] == {**dataclasses.asdict(side), **peaks}
+        result = call("plan", small[1], *words, "--memory", 1e-6)
+        assert re.search(r"0\.?\d*e?-?\d* GB with Muon: does not fit: [\d.]+ .B too much", result.stdout)
+
+    @pytest.mark.parametrize(
+        ("text", "words", "sizes"),
+        [
+            ("template: qwen3\ncutoff_len: 96\nper_device_train_batch_size: 3\npure_bf16: true", [], (3, 96, True, 2)),
+            ("template: qwen3\ndisable_gradient_checkpointing: true", [], (1, 2048, False, 4)),
+            ("gradient_checkpointing: true\nmax_length: 32", ["--batch-size", 2, "--dtype", "bf16"], (2, 32, True, 2)),
+            ("gradient_checkpointing: true", ["--no-gradient-checkpointing"], (1, 2048, False, 4)),
+        ],
+    )
+    def test_sizes_of_a_training_file(self, small, tmp_path, text, words, sizes):
+        file = tmp_path / "run.yaml"
+        kind = "finetuning_type: full\n" if "template" in text else ""
+        file.write_text(f"model_name_or_path: {small[1]}\noptim: muon\noutput_dir: out\n{kind}{text}\n")
+        result = call("plan", file, "--layout", "single", "--json", *words)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)["memory"]
+        batch, length, checkpointing, itemsize = sizes
+        dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+        training = Training(batch, length, gradient_checkpointing=checkpointing)
+        plan = plan_step(small[0], MuonConfig(), "single", 1, dtype=dtype, training=training)
+        assert report["activations"] == plan.memory.activations
+        assert report["weights"] == plan.memory.weights
+
+    def test_offload(self, small):
+        result = call("plan", small[1], "--layout", "fsdp", "--offload", "params", "--ranks", 2)
+        assert result.exit_code == 0, result.output
+        assert re.search(r"weights +│ +0 B", result.stdout)
+        assert re.search(r"bus, to the device per step +│ +[\d.]+ kB", result.stdout)
+
+    def test_seconds_on_a_device(self, small):
+        words = ["--layout", "fsdp", "--ranks", 2, "--dtype", "bf16", "--utilization", 0.5]
+        result = call("plan", small[1], *words, "--device", "H100", "--tokens", 4096, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        config, h100 = MuonConfig(), device_named("h100")
+        plan = plan_step(small[0], config, "fsdp", 2, dtype=torch.bfloat16)
+        seconds, _ = plan_seconds(small[0], config, plan, h100, dtype=torch.bfloat16)
+        training = training_seconds(small[0], plan, h100, 4096, Training()) * h100.utilization / 0.5
+        assert report["seconds"] == {
+            "device": "NVIDIA H100 SXM",
+            "modelled": True,
+            **dataclasses.asdict(seconds),
+            "utilization": 0.5,
+            "forward_and_backward": {"4096": pytest.approx(training)},
+            "share": {"4096": pytest.approx(seconds.share(training))},
+        }
+        assert report["memory"]["fits"]  # in the 80 GB of the device
+        result = call("plan", small[1], *words, "--device", "RTX 4090")
+        assert "optimizer step on NVIDIA GeForce RTX 4090, modelled, not measured" in result.stdout
+        assert "165.2 TFLOP/s in bf16" in result.stdout
+        assert re.search(r"updates and directions between ranks, .* +│ +[\d.]+ us", result.stdout)
+
+    def test_seconds_on_the_cpu_at_hand(self, small, monkeypatch):
+        monkeypatch.setattr(this_machine, "_BUDGET", 0.1)
+        result = call("plan", small[1], "--layout", "single", "--device", "cpu", "--json")
+        assert result.exit_code == 0, result.output
+        seconds = json.loads(result.stdout)["seconds"]
+        assert seconds["device"] == "this CPU"
+        assert seconds["total"] == seconds["products"] + seconds["elementwise"] + seconds["launching"] > 0
+        result = call("plan", small[1], "--ranks", 2, "--device", "cpu")
+        assert "Not counted: what ranks send to one another" in " ".join(result.stdout.split())
+
+    def test_a_known_model_by_its_name_on_the_hub(self, monkeypatch):
+        monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)  # nothing is fetched
+        assert model_from("Qwen/Qwen3-0.6B").config.hidden_size == known_configs()["qwen3-0.6b"]["hidden_size"]
+
+    @pytest.mark.extended
+    def test_a_trillion_weights_on_a_thousand_ranks(self):
+        result = call("plan", "kimi-k2", "--ranks", 1024, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert 1.0e12 < report["muon_weights"] < 1.03e12
+        assert report["balance"] < 1.05
+        assert sum(report["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
+        assert sum(report["state_bytes"]) == pytest.approx(
+            4 * report["muon_weights"] + 8 * report["adamw_weights"], rel=1e-3
+        )
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["nowhere"], "nowhere does not exist"),
+            (["qwen3-0.6b", "--layout", "megatron"], "layout='megatron' is not valid. Valid: single, ddp"),
+            (["qwen3-0.6b", "--ranks", "0"], "ranks=0 is not valid"),
+            (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "replicas=3 do not divide ranks=8"),
+            (["qwen3-0.6b", "--dtype", "fp8"], "--dtype=fp8 is not valid. Valid: fp32, bf16"),
+            (
+                ["qwen3-0.6b", "--device", "tpu"],
+                "--device=tpu is not known. Valid: gpu, cpu, a100-40gb, a100-80gb",
+            ),
+            (
+                ["qwen3-0.6b", "--utilization", "1.5"],
+                "--utilization=1.5 is not valid: expected more than 0 and at most",
+            ),
+            (
+                ["qwen3-0.6b", "--device", "h100", "--offload", "params"],
+                "SXM with offload=params: half of the step",
+            ),
+            (["qwen3-0.6b", "--tokens", "0"], "--tokens=0 is not valid"),
+            (["qwen3-0.6b", "--batch-size", "0"], "--batch-size=0 is not valid: expected at least 1"),
+            (["qwen3-0.6b", "--memory", "0"], "--memory=0.0 is not valid: expected more than 0"),
+            (["qwen3-0.6b", "--offload", "disk"], "offload='disk' is not valid. Valid: none, optimizer, params"),
+            (["qwen3-0.6b", "--offload", "optimizer"], "offload=optimizer needs layout zero1, zero2, zero3"),
+        ],
+    )
+    def test_refused(self, words, message):
+        result = call("plan", *words)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert message in result.stderr
