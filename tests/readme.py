@@ -80,7 +80,7 @@ COMMANDS = {
         "cli/test_sweep.py::TestResults::test_the_recommended_rate_is_the_minimum_of_the_loss",
         "cli/test_sweep.py::TestContinuing::test_an_interrupted_sweep_ends_as_an_uninterrupted_one",
     ],
-    "report": ["diagnostics/test_page.py::test_as_a_process", "diagnostics/test_page.py::test_in_a_browser"],
+    "report": ["diagnostics/test_page.py::test_as_a_process", "diagnostics/test_browser.py::test_in_a_browser"],
     "doctor": ["cli/test_app.py::test_doctor"],
     "convert": ["cli/test_app.py::TestConvert::test_as_a_program"],
 }

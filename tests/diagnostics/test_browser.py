@@ -1,0 +1,103 @@
+"""The page of `hf-muon report` in a browser, wide and narrow, light and dark."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.diagnostics.pages import KINDS, TITLES, report, write
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Yield a Chromium: HF_MUON_CHROMIUM, one beside python or on the path, or playwright's own."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    paths = (shutil.which(name, path=path) for name in ("chromium", "chromium-browser", "google-chrome"))
+    named = os.environ.get("HF_MUON_CHROMIUM") or next(filter(None, paths), None)
+    with playwright.sync_playwright() as driver:
+        if named is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip("no browser: tests/get_chromium has found none (HF_MUON_CHROMIUM may name one)")
+        opened = driver.chromium.launch(executable_path=named, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+def test_in_a_browser(browser, tmp_path):
+    write(tmp_path, steps=range(10, 110, 10))
+    assert report(tmp_path).exit_code == 0
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    complaints, requests = [], []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto((tmp_path / "muon_report.html").as_uri())
+    assert page.title() == f"Muon: {tmp_path.name}"
+    page.set_default_timeout(20_000)
+    figures = page.locator("figure")
+    assert figures.count() == len(TITLES)
+    page.wait_for_function("document.querySelector('.main-svg').clientWidth <= 600")
+    # The page draws every line inside its chart.
+    for i in range(figures.count()):
+        figure = figures.nth(i)
+        figure.locator(".main-svg").first.wait_for()
+        box = figure.bounding_box()
+        assert box["width"] > 300
+        assert box["height"] > 50
+        for line in figure.locator(".scatterlayer path.js-line").all():
+            inner = line.bounding_box()
+            assert box["x"] <= inner["x"] < inner["x"] + inner["width"] <= box["x"] + box["width"] + 1
+            assert inner["width"] > 0.7 * (box["width"] - 100)
+    loss = figures.nth(0)
+    assert loss.locator("h2").inner_text() == "Loss"
+    box = loss.locator(".nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
+    loss.locator(".hoverlayer text").first.wait_for()
+    words = " ".join(loss.locator(".hoverlayer text").all_text_contents())
+    assert "100" in words
+    assert "0.1" in words
+    where = TITLES.index
+    assert figures.nth(where("Update RMS by kind")).locator(".legendtext").all_text_contents() == list(KINDS)
+    assert figures.nth(where("Update RMS by kind")).locator(".shapelayer path").count() == 1
+    cells = figures.nth(where("Relative update by layer and kind")).locator(".heatmap-label text").all_text_contents()
+    assert list(map(float, cells)) == [0.01, 0.02, 0.03, 0.04, 0.05, 0.06]
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("file:")] == []
+    # On a phone, the page cuts nothing off.
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+@pytest.mark.parametrize("width", [420, 1200])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_runs_in_a_browser(browser, tmp_path, width, scheme):
+    """Nothing is cut off, and words differ from their ground as WCAG asks for, 4.5 to 1."""
+    for name in "ab":
+        write(tmp_path / name, steps=range(10, 110, 10))
+    assert report(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html").exit_code == 0
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_function("document.querySelectorAll('.main-svg').length > 20")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = {figure.locator("h2").inner_text(): figure.bounding_box() for figure in page.locator("figure").all()}
+    left, right = (boxes[f"Relative update by kind · {name}"] for name in "ab")
+    assert (left["y"] == right["y"]) == (width > 1000)
+    assert (left["x"] == right["x"]) == (width < 1000)
+
+    def luminance(element, key):
+        colour = element.evaluate(f"e => getComputedStyle(e).{key}")
+        red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    ground = luminance(page.locator("body"), "backgroundColor")
+    for selector in ("h1", "h2", "li", "th", "td", ".note"):
+        darker, brighter = sorted((luminance(page.locator(selector).first, "color"), ground))
+        assert (brighter + 0.05) / (darker + 0.05) > 4.5, selector
