@@ -82,7 +82,7 @@ COMMANDS = {
     ],
     "report": ["diagnostics/test_page.py::test_as_a_process", "diagnostics/test_browser.py::test_in_a_browser"],
     "doctor": ["cli/test_app.py::test_doctor"],
-    "convert": ["cli/test_app.py::TestConvert::test_as_a_program"],
+    "convert": ["cli/test_convert.py::TestConvert::test_as_a_program"],
 }
 
 OTHERS = {

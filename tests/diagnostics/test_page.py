@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -126,12 +125,11 @@ def test_several_runs_side_by_side(tmp_path, monkeypatch):
     assert "a run is named twice" in report("a", "a").stderr
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_lines_take_seconds(tmp_path):
+@pytest.mark.extended
+def test_a_hundred_thousand_lines_make_a_page_that_a_browser_opens(tmp_path):
     write(tmp_path, steps=range(1, 50_001))
-    begin = time.perf_counter()
     assert report(tmp_path).exit_code == 0
-    assert time.perf_counter() - begin < 60  # about 7 on a quiet core
+    assert (tmp_path / "muon_report.html").stat().st_size < 10e6
 
 
 def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
