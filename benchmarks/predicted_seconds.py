@@ -136,17 +136,19 @@ def rows(quick: bool, rounds: int) -> list[dict[str, Any]]:
                 return predicted(model, config, case.dtype)
 
             sides[name, ns_dtype] = predict, optimizer.step, trained
-    said: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in sides}
+    predictions: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in sides}
     took: dict[tuple[str, str], list[float]] = {key: [] for key in sides}
     for _ in range(rounds):
         for key, (predict, step, _) in sides.items():
-            said[key].append(predict())
+            predictions[key].append(predict())
             step()
             took[key].append(spread([clock.seconds(step) for _ in range(_STEPS)])["median"])
-    return [_row(key, sides[key][2], said[key], took[key]) for key in sides]
+    return [_row(key, sides[key][2], predictions[key], took[key]) for key in sides]
 
 
-def _row(key: tuple[str, str], trained: int, said: Sequence[dict[str, float]], took: Sequence[float]) -> dict[str, Any]:
+def _row(
+    key: tuple[str, str], trained: int, predictions: Sequence[dict[str, float]], took: Sequence[float]
+) -> dict[str, Any]:
     """Return the figures of a model and a dtype of products, over all rounds."""
     name, ns_dtype = key
     auto = str(auto_dtype(None)).removeprefix("torch.")
@@ -154,9 +156,11 @@ def _row(key: tuple[str, str], trained: int, said: Sequence[dict[str, float]], t
         "model": name,
         "ns_dtype": ns_dtype if ns_dtype != "auto" else f"auto ({auto})",
         "trained weights": trained,
-        "predicted": {part: spread([own[part] for own in said]) for part in said[0]},
+        "predicted": {part: spread([own[part] for own in predictions]) for part in predictions[0]},
         "measured": spread(list(took)),
-        "predicted / measured": spread([own["total"] / seconds for own, seconds in zip(said, took, strict=True)]),
+        "predicted / measured": spread(
+            [own["total"] / seconds for own, seconds in zip(predictions, took, strict=True)]
+        ),
     }
 
 

@@ -162,11 +162,11 @@ class Progress:
     def line(self, state: str = "") -> str:
         """Return the line: steps, the last loss of training, and the state, or the remaining time."""
         entry = last_log(self.folder)
-        done = int(entry.get("current_steps", 0))
+        steps = int(entry.get("current_steps", 0))
         loss = f"loss {entry['loss']:.3f}" if "loss" in entry else ""
-        bar = ("#" * round(20 * done / self.steps)).ljust(20, ".")
+        bar = ("#" * round(20 * steps / self.steps)).ljust(20, ".")
         left = f"{entry['remaining_time']} left" if "remaining_time" in entry else "starting"
-        return f"{self.label:<6} [{bar}] {done:>4}/{self.steps} {loss:<11} {state or left}"
+        return f"{self.label:<6} [{bar}] {steps:>4}/{self.steps} {loss:<11} {state or left}"
 
     def show(self, state: str = "") -> None:
         if sys.stdout.isatty():

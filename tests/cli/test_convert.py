@@ -81,7 +81,7 @@ class TestConvert:
         )
 
     @pytest.mark.parametrize(
-        ("said", "printed"),
+        ("message", "printed"),
         [
             ("its AdamW half may have a state of its own (adamw).", "(--adamw)."),
             ("adamw: a state of moonlight has its AdamW half inside", "--adamw: a state"),
@@ -94,10 +94,10 @@ class TestConvert:
             ("momentum=1.5 is not valid", "momentum=1.5"),
         ],
     )
-    def test_errors_name_options_of_the_command(self, said, printed):
+    def test_errors_name_options_of_the_command(self, message, printed):
         from hf_muon.cli.convert import _in_options
 
-        text = _in_options(ValueError(said))
+        text = _in_options(ValueError(message))
         assert printed in text
         assert text.count("--") == printed.count("--")
 

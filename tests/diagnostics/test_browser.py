@@ -78,7 +78,7 @@ def test_in_a_browser(browser, tmp_path):
 @pytest.mark.parametrize("width", [420, 1200])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_two_runs_in_a_browser(browser, tmp_path, width, scheme):
-    """Nothing is cut off, and words differ from their ground as WCAG asks for, 4.5 to 1."""
+    """Check that nothing is cut off, and that words differ from their ground as WCAG asks for, 4.5 to 1."""
     for name in "ab":
         write(tmp_path / name, steps=range(10, 110, 10))
     assert report(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html").exit_code == 0

@@ -186,11 +186,11 @@ def read_early(rank, ordered=True):
     device.host = {}
     with stand_in.HostAccesses():
         early = EarlyRead(numbers)
-        asked = device.stream.clock[device.stream.name]
+        before = device.stream.clock[device.stream.name]
         for _ in range(5):
             numbers = numbers + 1
         if not ordered:
             early._arrived = None
         values = early.tolist()
         early._numbers.sum()  # an access of the host that the stand-in sees
-    return values, device.races, asked, device.host.get(device.stream.name, 0), device.stream.clock[device.stream.name]
+    return values, device.races, before, device.host.get(device.stream.name, 0), device.stream.clock[device.stream.name]

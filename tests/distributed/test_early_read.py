@@ -22,10 +22,10 @@ def alone():
 
 
 def test_a_look_waits_for_the_numbers_alone(alone):
-    ((values, races, asked, waited, launched),) = alone.run(read_early)
+    ((values, races, before, waited, launched),) = alone.run(read_early)
     assert values == [0, 1, 2]
     assert not races
-    assert asked == waited == launched - 5
+    assert before == waited == launched - 5
 
 
 def test_a_look_that_does_not_wait_is_a_race(alone):

@@ -43,7 +43,7 @@ def copied(rank, sizes):
 )
 def test_every_rank_has_the_data_of_all(pools, sizes, calls):
     expected = [[100.0 * r + i for i in range(size)] for r, size in enumerate(sizes)]
-    for rank, (parts, taken, sends) in enumerate(pools[4].run(copied, sizes=sizes)):
+    for rank, (parts, names, sends) in enumerate(pools[4].run(copied, sizes=sizes)):
         assert parts == expected
-        assert taken == calls
+        assert names == calls
         assert sends == (max(sizes) if calls == ["all-gather"] else sizes[rank])

@@ -20,8 +20,8 @@ def build(docs, target):
 
 
 def test_it_builds_without_a_warning(tmp_path):
-    done = build(ROOT / "docs", tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = build(ROOT / "docs", tmp_path)
+    assert result.returncode == 0, result.stderr
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert pages <= {path.stem for path in tmp_path.glob("*.html")}
     assert "TrainingArguments" in (tmp_path / "quickstart.html").read_text(encoding="utf-8")
@@ -36,6 +36,6 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     with (tmp_path / "docs" / "index.md").open("a") as page:
         page.write("\n[a page](missing.md)\n")
-    done = build(tmp_path / "docs", tmp_path / "site")
-    assert done.returncode
-    assert "missing.md" in done.stderr
+    result = build(tmp_path / "docs", tmp_path / "site")
+    assert result.returncode
+    assert "missing.md" in result.stderr

@@ -122,7 +122,7 @@ def test_the_page_has_every_message():
 
 
 def test_every_exception_still_stands_for_something():
-    """A line of NO_MESSAGES whose function is gone would hide a message that gets its name later."""
+    """Fail for a line whose function is gone: it would hide a message that gets its name later."""
     for place in NO_MESSAGES:
         file, _, name = place.partition("::")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def test_every_exception_still_stands_for_something():
 
 
 def test_no_entry_stands_for_a_message_that_is_gone():
-    """Each text in bold shares a run of words, or as much as it has of one, with the source."""
+    """Look for a run of words of each text in bold, or as much as it has of one, in the source."""
     known = [" ".join(VARIABLE.sub(" ", m.text).split()) for m in everything()]
     bold = re.findall(r"^\*\*(`+)(.+?)\1\*\*", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(bold) > 200
@@ -167,9 +167,9 @@ def everything() -> Iterator[Message]:
     ],
 )
 def test_messages_are_read_from_the_source(source, expected):
-    found = list(messages(source, "hf_muon/build.py"))
-    assert [run for message in found for run in runs(message.text)] == expected
-    assert len(missing("a page of nothing", found)) == len(expected)
+    collected = list(messages(source, "hf_muon/build.py"))
+    assert [run for message in collected for run in runs(message.text)] == expected
+    assert len(missing("a page of nothing", collected)) == len(expected)
 
 
 def test_rooms_that_print_count_what_they_raise():

@@ -46,9 +46,9 @@ def demo(tmp_path, end):
 
 
 def test_one_line_and_all_messages_in_the_file_it_names(tmp_path):
-    done = demo(tmp_path, FINISHES)
-    assert done.returncode == 0, done.stderr
-    line, loss = done.stdout.splitlines()
+    result = demo(tmp_path, FINISHES)
+    assert result.returncode == 0, result.stderr
+    line, loss = result.stdout.splitlines()
     assert line == f"Muon   [{'#' * 20}]    {STEPS}/{STEPS} loss 1.000  done, messages in runs/muon/output.log"
     assert loss == "2.5"
     assert (tmp_path / "runs/muon/output.log").read_text().count("many messages") == 9 * STEPS
@@ -61,25 +61,25 @@ def test_one_line_and_all_messages_in_the_file_it_names(tmp_path):
     "end", ["raise SystemExit('no memory left')", f"import os; os.kill(os.getpid(), {signal.SIGKILL})"]
 )
 def test_a_failure_shows_the_end_of_the_log(tmp_path, end):
-    done = demo(tmp_path, end)
-    assert done.returncode == 1
-    assert "failed, messages in runs/muon/output.log" in done.stdout
-    assert "failed with exit status " in done.stderr
-    assert "The end of runs/muon/output.log:" in done.stderr
-    assert "many messages" in done.stderr
-    assert ("no memory left" in done.stderr) == ("memory" in end)
-    assert "Traceback" not in done.stderr.partition("The end of")[2].replace("no memory left", "")
+    result = demo(tmp_path, end)
+    assert result.returncode == 1
+    assert "failed, messages in runs/muon/output.log" in result.stdout
+    assert "failed with exit status " in result.stderr
+    assert "The end of runs/muon/output.log:" in result.stderr
+    assert "many messages" in result.stderr
+    assert ("no memory left" in result.stderr) == ("memory" in end)
+    assert "Traceback" not in result.stderr.partition("The end of")[2].replace("no memory left", "")
 
 
 def test_a_run_without_an_evaluation_is_no_success(tmp_path):
-    done = demo(tmp_path, "pass")
-    assert done.returncode == 1
-    assert "has no eval_loss" in done.stderr
+    result = demo(tmp_path, "pass")
+    assert result.returncode == 1
+    assert "has no eval_loss" in result.stderr
 
 
 def test_lines_that_were_written_over_show_their_last_state(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(DEMO)!r}); import run; print(run.last_lines(run.Path(sys.argv[1])))"
     log = tmp_path / "log"
     log.write_bytes(b"first\n" * 30 + b"10%\r20%\r30%\r\nlast\n")
-    done = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["first"] * 18 + ["30%", "last"]
+    result = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["first"] * 18 + ["30%", "last"]

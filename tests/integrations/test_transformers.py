@@ -139,11 +139,11 @@ class TestMetrics:
                 values = [value for value in line["update_rms"] if value is not None]
                 assert entry["muon/update_rms"] == pytest.approx(sum(values) / len(values), rel=1e-4)
         assert any(key.startswith("muon/update_rms/mlp.") for key in history[-1] | history[-2])
-        seen = [entry["tokens"] for entry in logged]
-        assert seen == [seen[0] * entry["step"] for entry in logged]
+        tokens = [entry["tokens"] for entry in logged]
+        assert tokens == [tokens[0] * entry["step"] for entry in logged]
         args = trainer.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        assert seen[0] == rows * len(trainer.train_dataset[0]["input_ids"])
+        assert tokens[0] == rows * len(trainer.train_dataset[0]["input_ids"])
 
     @pytest.mark.parametrize("bar", [True, False])
     def test_the_console_shows_few_and_others_all(self, tmp_path, bar, monkeypatch, capsys):
