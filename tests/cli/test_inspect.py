@@ -161,7 +161,7 @@ class TestInspect:
 
     def test_another_optimizer_is_said(self, small, tmp_path):
         result = call("inspect", training_yaml(tmp_path, small, optim="adamw_torch"))
-        assert "says optim: adamw_torch: this is what optim: muon would do" in result.stdout
+        assert "says optim: adamw_torch: this is what optim: muon would do" in " ".join(result.stdout.split())
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),

@@ -65,13 +65,18 @@ def test_what_is_sent_is_the_least_from_which_the_owner_has_everything(data):
         buckets = [make_bucket([OwnedUnit(unit, owner)], holdings, rank) for rank in range(ranks)]
         # All ranks agree on whether they send anything, and how much.
         assert buckets[owner].receive == [bucket.send[owner] for bucket in buckets]
-        assert [bucket.arrive[owner] for bucket in buckets] == buckets[owner].leave
+        arriving = [bucket.arrive[owner] for bucket in buckets]
+        if buckets[owner].to_all:  # copies of one direction
+            assert set(arriving) == {unit.numel} == {sum(buckets[owner].leave)}
+        else:
+            assert arriving == buckets[owner].leave
         assert holdings.pattern(unit).sent_to(owner).tolist() == buckets[owner].receive
         arrived = [element for _, block in buckets[owner].incoming for element in elements(block)]
         assert sorted(arrived) == sorted(batch)
         travels = sum(buckets[owner].receive) - buckets[owner].receive[owner]
         assert {bucket.gathers for bucket in buckets} == {travels > 0}
-        assert {bucket.returns for bucket in buckets} == {sum(buckets[owner].leave) > buckets[owner].leave[owner]}
+        assert {bucket.returns for bucket in buckets} == {sum(arriving) > arriving[owner]}
+        assert {bucket.to_all for bucket in buckets} == {ranks > 1 and set(arriving) == {unit.numel}}
         if len(blocks) <= 12:
             assert travels == least(blocks, owner, batch)
 

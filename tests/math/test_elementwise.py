@@ -100,7 +100,8 @@ def cases():
     for buffer, grad, nesterov in itertools.product([torch.float32, torch.bfloat16], HALVES, [True, False]):
         arguments = [values(buffer), values(grad), torch.empty(1001), number(0.05), salt, torch.tensor(True)]
         yield momentum.MOVE, arguments, {"nesterov": nesterov}
-    for nesterov, go in itertools.product((True, False), map(torch.tensor, (True, False))):
+    for nesterov in (True, False):
+        go = torch.tensor(nesterov)
         gathered = values(torch.float32)  # gradients, where updates will be
         yield momentum.MOVE, [values(torch.float32), gathered, gathered, number(0.05), salt, go], {"nesterov": nesterov}
         codes = torch.randint(-127, 128, (30, 64), generator=generator, dtype=torch.int8)
@@ -116,7 +117,7 @@ def cases():
         arguments = [values(weights), values(weights), values(moments), values(moments).abs()]
         arguments += [*numbers(0.1, 0.99, 0.01, 0.999, 1e-3, 0.5, 1e-8), salt]
         yield adamw.STEP, arguments, {"stochastic": stochastic}
-    for weights, stochastic in itertools.product(HALVES, [True, False]):
+    for weights, stochastic in zip(HALVES, [True, False, True], strict=True):
         weight, grad = (torch.randn(30, 64, generator=generator).to(weights) for _ in range(2))
         codes = torch.randint(-127, 128, (30, 64), generator=generator, dtype=torch.int8)
         of_squares = torch.randint(0, 256, (30, 64), generator=generator, dtype=torch.uint8)
