@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MuonConfig
+from hf_muon.config import GROUP_OPTIONS, MuonConfig
 from hf_muon.math.elementwise import is_accelerator
 from hf_muon.math.precision import NS_DTYPES
-from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import complete_state_
 from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.plan import stand_ins
@@ -88,17 +87,7 @@ def record_step(
     calls, turns = Calls(device), 0
     with stand_ins.fake_ranks(ranks, rank):
         groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
-        step = StepLayout(
-            groups,
-            replicate_group,
-            config.max_bucket_bytes,
-            COMM_DTYPES[config.comm_dtype],
-            partitions,
-            max_batch_bytes=config.max_batch_bytes,
-            products_on=products_on,
-        )
-        if step.complaints:
-            raise RuntimeError("\n".join(step.complaints))
+        step = stand_ins.step_layout(groups, partitions, replicate_group, config, products_on)
         name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
         for work in step.works:
             for executor in work.executors:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_muon.build import groups_of
-from hf_muon.config import MuonConfig
+from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.diagnostics.log import has_process_group
+from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.route import Route
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Slice, partition_bounds
@@ -75,6 +76,39 @@ def stored_groups(
     params = [nn.Parameter(_empty(route.shape, torch.float32)) for route in routes]
     groups, partitions = _partitioned(_groups(routes, params, config), layout)
     return groups, partitions, None
+
+
+def step_layout(
+    groups: list[dict[str, Any]],
+    partitions: dict[Tensor, Partition] | None,
+    replicate_group: Any,
+    config: MuonConfig,
+    products_on: torch.device,
+) -> StepLayout:
+    """Return how a step of such groups works, with products on another device.
+
+    Args:
+        groups: see `stored_groups`; so are `partitions` and `replicate_group`.
+        partitions: of ZeRO.
+        replicate_group: over which plain parameters are replicated.
+        config: the options of the run.
+        products_on: where matrices are orthogonalized.
+
+    Raises:
+        RuntimeError: parameters that cannot be stepped.
+    """
+    layout = StepLayout(
+        groups,
+        replicate_group,
+        config.max_bucket_bytes,
+        COMM_DTYPES[config.comm_dtype],
+        partitions,
+        max_batch_bytes=config.max_batch_bytes,
+        products_on=products_on,
+    )
+    if layout.complaints:
+        raise RuntimeError("\n".join(layout.complaints))
+    return layout
 
 
 def _groups(routes: Sequence[Route], params: Sequence[nn.Parameter], config: MuonConfig) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from torch import nn
 
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.math.precision import NS_DTYPES
-from hf_muon.optimizer.layout import StepLayout
 from hf_muon.plan import buffers, costs, stand_ins
 from hf_muon.plan.memory import (
     Memory,
@@ -118,17 +117,7 @@ def plan_step(
     products = NS_DTYPES[config.ns_dtype] or ns_dtype
     with stand_ins.fake_ranks(ranks):
         groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
-        step = StepLayout(
-            groups,
-            replicate_group,
-            config.max_bucket_bytes,
-            COMM_DTYPES[config.comm_dtype],
-            partitions,
-            max_batch_bytes=config.max_batch_bytes,
-            products_on=buffers.ACCELERATOR,
-        )
-        if step.complaints:
-            raise RuntimeError("\n".join(step.complaints))
+        step = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
         cost = costs.step_cost(step, ranks, config.ns_steps, products)
         state = costs.state_bytes(step, groups, ranks)
     shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
@@ -203,15 +192,8 @@ def _step_buffers(
     routes: Sequence[Route], config: MuonConfig, dtype: torch.dtype, ns_dtype: torch.dtype
 ) -> buffers.StepBuffers:
     """Return the temporary tensors of one process's step."""
-    groups, _, _ = stand_ins.stored_groups(routes, config, "single", 1, dtype)
-    layout = StepLayout(
-        groups,
-        None,
-        config.max_bucket_bytes,
-        None,
-        max_batch_bytes=config.max_batch_bytes,
-        products_on=buffers.ACCELERATOR,
-    )
+    groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, "single", 1, dtype)
+    layout = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
     name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
     return buffers.step_buffers(layout, groups, config, name)
 
