@@ -76,7 +76,7 @@ def as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
     """Return the arguments of `Muon` that a config holds."""
-    return {name: getattr(config, name) for name in MUON_OPTIONS}
+    return {name: config.value_of(name) for name in MUON_OPTIONS}
 
 
 def groups_of(routes: Sequence[Route], config: MuonConfig) -> list[dict[str, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.update import ADJUST_LR_FNS
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import types
-from hf_muon.options.declaration import check_value, documented, option, options_of, quoted, unknown_option
+from hf_muon.options.declaration import Option, check_value, declared, documented, option, options_of, quoted
+from hf_muon.options.declaration import unknown_option as _unknown_option
+from hf_muon.rules import registry
 from hf_muon.storage.host import OFFLOADS
 
 __all__ = [
@@ -45,6 +48,7 @@ class MuonConfig:
 
     Attributes:
         {options}
+        rules: The options of rules that others have registered, by name; see :mod:`hf_muon.rules`.
 
     Raises:
         ValueError: a value is not valid; the message names the option and its valid values.
@@ -165,6 +169,9 @@ class MuonConfig:
         scope="group",
         source="[2010.06192](https://arxiv.org/abs/2010.06192), [docs](docs/bf16-weights.md)",
     )
+    normalize: str = declared(registry.BUILT_IN_OPTIONS["normalize"])
+    normalize_beta: float = declared(registry.BUILT_IN_OPTIONS["normalize_beta"])
+    weight_decay_mode: str = declared(registry.BUILT_IN_OPTIONS["weight_decay_mode"])
     muon_patterns: str | Sequence[str] | None = option(
         None,
         types.patterns(),
@@ -247,10 +254,13 @@ class MuonConfig:
         fallback="`muon_diagnostics.jsonl`, under a Trainer in `output_dir`",
     )
 
+    rules: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = check_value(field.name, field.metadata["option"], getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
+        for name, own in options_of(self).items():
+            object.__setattr__(self, name, check_value(name, own, getattr(self, name)))
+        rules = {name: check_option(name, value) for name, value in self.rules.items()}
+        object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
         if self.per_head and not self.split_fused:
             raise ValueError("per_head=true goes head by head, and split_fused=false keeps parts together: drop one")
@@ -258,7 +268,11 @@ class MuonConfig:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names of all options."""
-        return tuple(field.name for field in dataclasses.fields(cls))
+        return tuple(OPTIONS)
+
+    def value_of(self, name: str) -> Any:
+        """Return the value of an option, also of one that a registered rule declares."""
+        return self.rules.get(name, OPTIONS[name].default) if name in registry.OTHERS_OPTIONS else getattr(self, name)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> MuonConfig:
@@ -275,37 +289,63 @@ class MuonConfig:
         """Return a copy with other values, read as by `from_mapping`."""
         if not isinstance(mapping, Mapping):
             raise ValueError(f"options of muon are a mapping of names to values, not {quoted(mapping)}")
-        return dataclasses.replace(self, **{name: _read(name, value) for name, value in mapping.items()})
+        values = {name: _read(name, value) for name, value in mapping.items()}
+        rules = {name: values.pop(name) for name in mapping if name in registry.OTHERS_OPTIONS}
+        return dataclasses.replace(self, **values, rules={**self.rules, **rules})
 
 
-OPTIONS = options_of(MuonConfig)
-GROUP_OPTIONS = {name: option for name, option in OPTIONS.items() if option.scope == "group"}
+_OWN = options_of(MuonConfig)
+registry.reserve([*_OWN, "rules"])
+OPTIONS = ChainMap(_OWN, registry.OTHERS_OPTIONS)
+"""Every option by name, with those of registered rules."""
+GROUP_OPTIONS = ChainMap(
+    {name: option for name, option in _OWN.items() if option.scope == "group"}, registry.OTHERS_OPTIONS
+)
 """The hyperparameters that a param group of `Muon` holds, besides `use_muon`."""
-OPTIMIZER_OPTIONS = {name: option for name, option in OPTIONS.items() if option.scope == "optimizer"}
+OPTIMIZER_OPTIONS = {name: option for name, option in _OWN.items() if option.scope == "optimizer"}
 """The options that `Muon` holds as a whole."""
-MUON_OPTIONS = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}
+MUON_OPTIONS = ChainMap(GROUP_OPTIONS.maps[0], OPTIMIZER_OPTIONS, registry.OTHERS_OPTIONS)
 """The options among the arguments of `Muon`."""
 
-documented(OPTIONS)(MuonConfig)
+documented(_OWN)(MuonConfig)
+
+
+def known_option(name: Any) -> Option | None:
+    """Return the option of this name, if need be after loading the rules of installed packages; None if there is none.
+
+    Raises:
+        RuntimeError: a package's rule cannot be loaded.
+    """
+    if not isinstance(name, str):
+        return None
+    if name not in OPTIONS:
+        registry.load_entry_points()
+    return OPTIONS.get(name)
+
+
+def unknown_option(name: Any, valid: Sequence[str] | None = None) -> ValueError:
+    """Return the error for a key that is not an option, with the closest one that is."""
+    return _unknown_option(name, MuonConfig.names() if valid is None else valid)
 
 
 def check_option(name: str, value: Any) -> Any:
     """Return the canonical form of a value.
 
     Raises:
-        ValueError: the option does not take the value; the message names the valid ones.
+        ValueError: there is no such option, or it does not take the value; the message names the valid ones.
     """
-    return check_value(name, OPTIONS[name], value)
+    if (known := known_option(name)) is None:
+        raise unknown_option(name)
+    return check_value(name, known, value)
 
 
 def _read(name: Any, value: Any) -> Any:
-    if not isinstance(name, str) or name not in OPTIONS:
-        raise unknown_option(name, MuonConfig.names())
+    if (known := known_option(name)) is None:
+        raise unknown_option(name)
     if not isinstance(value, str):
         return value
-    option_type = OPTIONS[name].type
     try:
-        return option_type.parse(value)
+        return known.type.parse(value)
     except (ValueError, KeyError):
         text = value if len(value) <= 200 else f"{value[:200]}..."
-        raise ValueError(f"{name}={text} cannot be read. Valid: {option_type.valid}") from None
+        raise ValueError(f"{name}={text} cannot be read. Valid: {known.type.valid}") from None

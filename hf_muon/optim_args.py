@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_muon.config import OPTIONS, MuonConfig
-from hf_muon.options.declaration import as_text, quoted, unknown_option
+from hf_muon.config import MuonConfig, known_option, unknown_option
+from hf_muon.options.declaration import as_text, quoted
 
 
 def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if isinstance(text, Mapping):
         for name in text:
-            if name not in OPTIONS:
-                raise unknown_option(name, MuonConfig.names())
+            if known_option(name) is None:
+                raise unknown_option(name)
         return dict(text)
     if text is not None and not isinstance(text, str):
         raise ValueError(f'optim_args={quoted(text)} is neither text, "name=value,name=value", nor a mapping')
@@ -34,8 +34,8 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
                 f"optim_args: {quoted(item)} is not of the form name=value. Items are joined by commas, lists by |, "
                 f"and a value cannot hold a comma or an equals sign. Valid names: {', '.join(MuonConfig.names())}"
             )
-        if name not in OPTIONS:
-            raise unknown_option(name, MuonConfig.names())
+        if known_option(name) is None:
+            raise unknown_option(name)
         if name in options:
             raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r}")
         options[name] = value

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_muon import Muon, MuonConfig
 from hf_muon.config import MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
 from hf_muon.optim_args import parse_optim_args
+from hf_muon.rules import registry
 from tests import option_table
 
 
@@ -53,10 +54,10 @@ def test_docstrings_and_errors_follow_from_the_declaration(name):
 
 def test_arguments_of_muon_are_the_options_that_it_holds():
     arguments = dict(inspect.signature(Muon).parameters)
-    assert set(arguments) == {"params", "replicate_group", *MUON_OPTIONS}
+    assert set(arguments) == {"params", "replicate_group", "rules", *MUON_OPTIONS} - set(registry.option_names())
     wider = {"lr": "float | Tensor"}
     types = {field.name: field.type for field in dataclasses.fields(MuonConfig)}
-    for name in MUON_OPTIONS:
+    for name in set(MUON_OPTIONS) - set(registry.option_names()):
         assert arguments[name].default == OPTIONS[name].default == getattr(MuonConfig, name)
         assert arguments[name].annotation == wider.get(name, types[name])
     assert all(Muon.__annotations__[name] == types[name] for name in OPTIMIZER_OPTIONS)

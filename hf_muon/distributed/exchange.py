@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, OwnerRule, Piece, StepCost, UpdatesOf
 from hf_muon.distributed.holdings import BatchBox, Holdings
 from hf_muon.distributed.schedule import Bucket, OwnedUnit, Round, Schedule
 from hf_muon.distributed.transfers import Copied, Exchanged, Transfer
@@ -65,6 +65,7 @@ class Exchange:
         self.comm_device = comm_device
         self.max_bucket_bytes = max_bucket_bytes
         self.observer: Observer | None = None
+        self.rule: OwnerRule | None = None
         owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
         self.schedule = Schedule(owned, holdings, dist.get_rank(group), comm_dtype, max_bucket_bytes)
@@ -119,6 +120,23 @@ class Exchange:
     def order(self, active: Collection[int]) -> list[list[Piece]]:
         """Return the pieces of one bucket after the other, see `Executor`."""
         return [bucket.pieces for current in self.rounds(frozenset(active)) for bucket in current.buckets]
+
+    def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
+        """Copy tensors of units from their owners to all ranks, see `Executor`, with one collective or a few."""
+        rank, ranks = dist.get_rank(self.group), self.schedule.holdings.ranks
+        tensors: list[list[Tensor]] = [[] for _ in range(ranks)]
+        for unit, owner in self.schedule.owned:
+            if (stepped := unit.only(active)).ranges:
+                tensors[owner] += tensors_of(stepped)
+        sizes = [sum(tensor.numel() for tensor in of_owner) for of_owner in tensors]
+        if not any(sizes):
+            return
+        own = _flattened(tensors[rank], torch.float32).to(self.comm_device)
+        for owner, part in enumerate(Copied(own, sizes, self.group).wait()):
+            if owner != rank:
+                flat = _split(part, [tensor.numel() for tensor in tensors[owner]])
+                for tensor, new in zip(tensors[owner], flat, strict=True):
+                    tensor.copy_(new.view(tensor.shape))
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
         """Return what a step costs on each rank of the group; see `Executor`."""
@@ -175,6 +193,8 @@ class Exchange:
             directions = newton_schulz(batch)  # (B, m, n)
             if self.observer is not None:
                 self.observer(unit, batch, directions)
+            if self.rule is not None:
+                directions = self.rule(unit, batch, directions)
             for box, data in leaving[k]:
                 box.read(directions, data)
         return send.to(self.comm_device) if bucket.returns else send

@@ -77,14 +77,20 @@ Observer = Callable[["Unit", Tensor, Tensor], None]
 """Receives a unit, its updates and its directions ``(B, m, n)`` on the owner; must not write to them."""
 
 
+OwnerRule = Callable[["Unit", Tensor, Tensor], Tensor]
+"""Receives what an `Observer` does, and returns other directions in their place, of the same dtype."""
+
+
 class Executor(Protocol):
     """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Attributes:
         observer: receives what this rank orthogonalizes; None for nobody.
+        rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
     """
 
     observer: Observer | None
+    rule: OwnerRule | None
 
     @property
     def device(self) -> torch.device: ...
@@ -107,6 +113,15 @@ class Executor(Protocol):
 
     def order(self, active: Collection[int]) -> list[list[Piece]]:
         """Return the pieces of each call of `updates_of` in a step, in the order of the calls."""
+        ...
+
+    def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
+        """Copy tensors of units from the unit's owner to all ranks of the executor's group.
+
+        Args:
+            active: positions of the matrices that have been stepped.
+            tensors_of: returns the tensors of a unit, fp32, of the same shapes on all ranks; they are written to.
+        """
         ...
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, OwnerRule, Piece, StepCost, UpdatesOf
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
@@ -55,6 +55,7 @@ class LocalExecutor:
         self.device = device
         self.max_batch_bytes = max_batch_bytes
         self.observer: Observer | None = None
+        self.rule: OwnerRule | None = None
         self._planned: tuple[frozenset[int] | None, list[Bucket]] = (None, [])
 
     def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
@@ -73,6 +74,9 @@ class LocalExecutor:
     def order(self, active: Collection[int]) -> list[list[Piece]]:
         """Return the pieces of one bucket after the other, see `Executor`."""
         return [bucket.pieces for bucket in self.buckets(frozenset(active))]
+
+    def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
+        """Do nothing, see `Executor`: this process owns every unit."""
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
         """Return what a step costs, see `Executor`. Nothing is sent."""
@@ -133,10 +137,12 @@ class LocalExecutor:
             if batch.storage_offset() * batch.dtype.itemsize % _ALIGNED_BYTES:
                 batch = batch.clone()
         del updates
-        if self.observer is not None or not is_accelerator(self.device):
+        if self.observer is not None or self.rule is not None or not is_accelerator(self.device):
             directions = newton_schulz(batch)  # (B, m, n)
             if self.observer is not None:
                 self.observer(unit, batch, directions)
+            if self.rule is not None:
+                directions = self.rule(unit, batch, directions)
         else:
             directions = newton_schulz(batch, overwrite=batch.is_contiguous())
         by_piece = torch.split(directions, counts)

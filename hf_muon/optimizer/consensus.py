@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from hf_muon.config import GROUP_OPTIONS
 from hf_muon.math.elementwise import compiles_on, is_accelerator
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
+from hf_muon.optimizer.groups import held_options
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
@@ -227,7 +227,7 @@ def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
 def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
     lines = []
     for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
-        values = {name: float(group[name]) if name == "lr" else group[name] for name in GROUP_OPTIONS}
+        values = {name: float(group[name]) if name == "lr" else group[name] for name in held_options(group)}
         if any(place is not None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
             values["step"] = group["step"]
         lines += [f"{name}={value!r} in param group {k}" for name, value in values.items()]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_muon.config import GROUP_OPTIONS, check_option, unknown_option
+from hf_muon.config import GROUP_OPTIONS, check_option, known_option, unknown_option
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.state import blocks_complaint, describe
+from hf_muon.rules import registry
 from hf_muon.storage import views
 from hf_muon.storage.tensors import has_data, shape_of, storage_complaint
 
@@ -37,9 +38,11 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     if not group.get("differentiable"):
         group.pop("differentiable", None)  # torch writes it into groups that an older version has saved
     for name in group:
-        if name in GROUP_OPTIONS:
+        if name in (*OWN_KEYS, *FOREIGN_KEYS):
+            continue
+        if known_option(name) is not None and name in GROUP_OPTIONS:
             group[name] = check_option(name, group[name])
-        elif name not in (*OWN_KEYS, *FOREIGN_KEYS):
+        else:
             raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
     if not isinstance(group.get("use_muon", True), bool):
         raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false")
@@ -107,7 +110,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         skips_cpu = torch.accelerator.is_available()
         devices = [d for d in {param.device for param in group["params"]} if d.type != "cpu" or not skips_cpu]
     try:
-        for name in GROUP_OPTIONS:
+        for name in held_options(group):
             check_written_option(name, group.get(name))
         resolve(group["ns_coefficients"], group["ns_steps"])
         if group["use_muon"]:
@@ -115,4 +118,9 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
                 compute_dtype(group["ns_dtype"], device.type, device.index)
     except ValueError as error:
         return str(error)
-    return None
+    return registry.complaint(group)
+
+
+def held_options(group: Mapping[str, Any]) -> list[str]:
+    """Return the options that a group must hold: all but those of rules that were registered after it was made."""
+    return [name for name in GROUP_OPTIONS if name in group or name not in registry.OTHERS_OPTIONS]

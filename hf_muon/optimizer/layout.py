@@ -16,6 +16,7 @@ from hf_muon.distributed.select import compute_device, model_device, select_exec
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
+from hf_muon.rules import registry
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
@@ -188,7 +189,10 @@ def storage_key(
 ) -> list[Any]:
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
-    texts = [(str(group.get("views")), dtype_of(group), str(group.get("momentum_offload"))) for group in groups]
+    texts = [
+        (str(group.get("views")), dtype_of(group), str(group.get("momentum_offload")), _has_sides(group))
+        for group in groups
+    ]
     params = [
         (
             id(param),
@@ -322,7 +326,13 @@ def _executors(
         max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
         max_batch_bytes=max_batch_bytes,
+        transposed=[place.matrix.transposed for place in placed] if _has_sides(group) else None,
     )
+
+
+def _has_sides(group: Group) -> bool:
+    """Return whether rules of a group tell the rows of directions from the columns."""
+    return any(rule.direction is not None for rule in registry.rules_of(group))
 
 
 # --- what must be the same on all ranks

@@ -1,7 +1,7 @@
 """Loading a state dict: `check` on all ranks, then `restore_`; a load that fails changes nothing.
 
 Moments are matched with parameters by position, as in torch, unless `accept_rerouted` matches them by name. Options,
-learning rates and step counts come from the checkpoint; views and the options in `OWN_OPTIONS` stay this run's.
+learning rates and step counts come from the checkpoint; views and the options of `own_options` stay this run's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,35 +17,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon.config import GROUP_OPTIONS, check_option
-from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
-from hf_muon.optimizer import consensus
+from hf_muon.config import GROUP_OPTIONS
+from hf_muon.diagnostics.log import first_few
+from hf_muon.optimizer import consensus, rule_state
 from hf_muon.optimizer.groups import check_written_option
+from hf_muon.optimizer.load_notices import Notice, changes, own_options
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
-    DTYPE_OPTIONS,
     converted_moments,
     describe,
-    dtype_of,
     has_own,
     state_keys,
     zero_state,
 )
 from hf_muon.optimizer.state_check import fit_complaints, form_complaints, refuse_load, steps_of, with_steps
+from hf_muon.rules import registry
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
-
-OWN_OPTIONS = ("momentum_dtype", "adamw_state_dtype", "weight_rounding", "momentum_offload")
-"""Options that say how state and weights are stored: a checkpoint is converted to this run's."""
-
-
-class Notice(NamedTuple):
-    """Something that a user should know about a load that succeeded."""
-
-    level: int
-    text: str
 
 
 def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
@@ -107,7 +96,7 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
     refuse_load(consensus.complaints_of_all(groups, complaints))
     _agree(groups, transfers)
     state_dict = _completed(groups, state_dict, notices)
-    return state_dict, notices + list(_changes(groups, state_dict))
+    return state_dict, notices + list(changes(groups, state_dict))
 
 
 class SavedParameter(NamedTuple):
@@ -149,9 +138,11 @@ def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Map
         options["views"] = [saved_params[name].view for name in group["param_names"]]
         options["params"] = [saved_params[name].key for name in group["param_names"]]
         rerouted_groups.append(options)
-        for name, key, param in zip(options["param_names"], options["params"], group["params"], strict=True):
+        routed = zip(options["param_names"], options["params"], group["params"], strict=True)
+        for i, (name, key, param) in enumerate(routed):
             if name in rerouted:
                 state[key] = {kind: zero_state(param, kind, options) for kind in state_keys(options, param)}
+                state[key] |= {kind: rule_state.zeros(group, i, kind) for kind in rule_state.rule_keys(group)}
             elif key in state_dict["state"]:
                 state[key] = state_dict["state"][key]
     notice = Notice(logging.WARNING, f"moments start from zero for {first_few(rerouted)}, whose routing changed")
@@ -166,7 +157,8 @@ def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterat
         for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             moments = state_dict["state"].get(key) or {}
             if is_dtensor(param):
-                moments = {name: moments[name] for name in state_keys(saved, param) if name in moments}
+                keys = (*state_keys(saved, param), *rule_state.rule_keys(saved))
+                moments = {name: moments[name] for name in keys if name in moments}
                 kinds = {name: str(moments[name].placements) for name in moments if is_dtensor(moments[name])}
                 yield f"{describe(group, i)} with {sorted(moments)}, {f'stored as {kinds}' if kinds else 'whole'}"
 
@@ -183,20 +175,25 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     """Return the state of these parameters alone, with options of this run where an older version had none."""
     saved_groups = []
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name not in OWN_OPTIONS}
+        own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name not in own_options()}
         if own:
             notices.append(Notice(logging.WARNING, f"the checkpoint does not say {first_few(own)}; this run's stay"))
         counts = {"step": steps_of(saved["step"]), "params": list(saved["params"])}
         saved_groups.append({**own, **saved, **counts})
         saved_groups[-1].pop("differentiable", None)  # older versions saved torch's default, False
     keys = {
-        key: state_keys(saved, param)
+        key: (*state_keys(saved, param), *rule_state.rule_keys(saved))
         for group, saved in zip(groups, saved_groups, strict=True)
         for param, key in zip(group["params"], saved["params"], strict=True)
     }
     states = {key: state for key, state in state_dict["state"].items() if key in keys}
-    moments = {key: {name: state[name] for name in keys[key]} for key, state in states.items() if has_own(state)}
-    unknown = {str(name): None for state in states.values() for name in state or () if name not in ALL_STATE_KEYS}
+    moments = {
+        key: {name: state[name] for name in keys[key] if name in state}
+        for key, state in states.items()
+        if has_own(state)
+    }
+    known = {*ALL_STATE_KEYS, *registry.state_kinds()}
+    unknown = {str(name): None for state in states.values() for name in state or () if name not in known}
     if unknown:
         text = f"{first_few(unknown)} in the state of parameters, which Muon does not keep, is left out"
         notices.append(Notice(logging.WARNING, text))
@@ -204,82 +201,6 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     if others:
         notices.append(Notice(logging.INFO, f"state of {others} parameters that no param group holds is left out"))
     return {**state_dict, "state": moments, "param_groups": saved_groups}
-
-
-# --- notices: what the load changes for this run
-
-
-def _changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[Notice]:
-    saved_groups = state_dict["param_groups"]
-    if changes := changed_options(groups, saved_groups):
-        text = f"the checkpoint's options win over those of this run, as in any torch optimizer: {changes}"
-        yield Notice(logging.WARNING, text)
-    if changes := changed_rates(groups, saved_groups):
-        yield Notice(
-            logging.WARNING,
-            "the checkpoint's learning rates win over those of this run (learning_rate, muon_lr, adamw_lr): "
-            f"{changes}. A scheduler whose state is loaded goes on from the checkpoint's, too. To change a rate, write "
-            "it into param_groups and the scheduler's base_lrs, or start from the weights without the optimizer",
-        )
-    if changes := changed_dtypes(groups, saved_groups):
-        yield Notice(logging.INFO, f"moments are converted: {changes}")
-    if changes := changed_views(groups, saved_groups):
-        yield Notice(logging.WARNING, f"from here on, other matrices than before are orthogonalized: {changes}")
-
-
-def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the options in which the checkpoint differs from this run, without the learning rate."""
-    changes = {
-        f"{name} {saved[name]!r}, not {group[name]!r}"
-        for group, saved in zip(groups, saved_groups, strict=True)
-        for name in GROUP_OPTIONS
-        if name not in ("lr", *OWN_OPTIONS) and name in saved and check_option(name, saved[name]) != group[name]
-    }
-    return "; ".join(sorted(changes))
-
-
-def changed_rates(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the learning rates in which the checkpoint differs from this run, before any schedule.
-
-    torch's schedulers keep that rate in `initial_lr`. Where a group lacks it, its `lr` is compared.
-    """
-    changes: dict[str, None] = {}
-    for group, saved in zip(groups, saved_groups, strict=True):
-        here, there = (float(g.get("initial_lr", g["lr"])) for g in (group, saved))
-        if not math.isclose(here, there, rel_tol=1e-6):
-            algorithm = "Muon" if group["use_muon"] else "AdamW"
-            unsure = "" if "initial_lr" in group and "initial_lr" in saved else ", unless a schedule has made it so"
-            changes[f"{algorithm}'s {there:.6g}, not {here:.6g}{unsure}"] = None
-    return "; ".join(changes)
-
-
-def changed_dtypes(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the dtypes of moments in the checkpoint and in this run where they differ."""
-    changes = set()
-    for group, saved in zip(groups, saved_groups, strict=True):
-        name = DTYPE_OPTIONS[group["use_muon"]]
-        there, here = (dtype_of(g).replace("auto", "fp32") for g in (saved, group))
-        if there != here:
-            changes.add(f"{name} {there} in the checkpoint, {here} here")
-    return "; ".join(sorted(changes))
-
-
-def changed_views(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the parameters whose views differ from those of the checkpoint."""
-    changes = [
-        f"{describe(group, i)} {here or 'as it is stored'!r}, there {there or 'as it is stored'!r}"
-        for group, saved in zip(groups, saved_groups, strict=True)
-        for i, (here, there) in enumerate(zip(views_of(group), views_of(saved), strict=True))
-        if group["use_muon"] and here != there
-    ]
-    return first_few(changes)
-
-
-def log(notices: Sequence[Notice]) -> None:
-    """Log notices on rank 0."""
-    if is_rank_zero():
-        for notice in notices:
-            logger().log(notice.level, "%s", notice.text)
 
 
 # --- into the optimizer
@@ -299,21 +220,21 @@ def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     ]
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        for param, key in zip(group["params"], saved["params"], strict=True):
+        for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             if moments := state_dict["state"].get(key):
-                state[param] = _restored_moments(group, param, moments)
+                state[param] = _restored_moments(group, param, moments) | rule_state.loaded(group, i, moments)
     optimizer.__setstate__({"state": state, "param_groups": groups})
 
 
 def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     """Return a param group with the options of the checkpoint, in their canonical form.
 
-    Parameters, `views` and `OWN_OPTIONS` stay this run's. The views follow from the model, and saved moments do not
+    Parameters, `views` and `own_options` stay this run's. The views follow from the model, and saved moments do not
     depend on them; moments are converted to this run's dtypes.
     """
     restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
     restored.update({name: check_written_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
-    own = {key: group[key] for key in ("params", "views", *OWN_OPTIONS) if group.get(key) is not None}
+    own = {key: group[key] for key in ("params", "views", *own_options()) if group.get(key) is not None}
     names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
     return {**restored, **own, **names}
 

@@ -15,7 +15,7 @@ from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
 from hf_muon.math.elementwise import first_compilation, pop_failure
-from hf_muon.optimizer import consensus, copies, loading, preflight
+from hf_muon.optimizer import consensus, copies, load_notices, loading, preflight, rule_state
 from hf_muon.optimizer.consensus import Agreement
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
@@ -71,6 +71,8 @@ class Muon(Optimizer):
         {options}
         replicate_group: process group over which plain parameters are replicated, as under DDP. It must be passed: an
             initialized torch.distributed does not imply replicas.
+        **rules: options of rules, see :mod:`hf_muon.rules`: those above that are not among the arguments, and those
+            that others have registered.
 
     A copy (``copy.deepcopy``, pickle) has all options but writes no metrics, even with `diagnostics_every`: its lines
     would mix with those of the original. To have them, build a new optimizer with its own `diagnostics_file` and load
@@ -120,9 +122,10 @@ class Muon(Optimizer):
         replicate_group: ProcessGroup | None = None,
         diagnostics_every: int = MuonConfig.diagnostics_every,
         diagnostics_file: str | None = MuonConfig.diagnostics_file,
+        **rules: Any,
     ) -> None:
-        arguments = dict(locals())
-        options = {name: check_option(name, arguments[name]) for name in MUON_OPTIONS}
+        arguments = {**locals(), **{name: check_option(name, value) for name, value in rules.items()}}
+        options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
         if self.offload_compute == "accelerator":
             accelerator()
@@ -166,6 +169,7 @@ class Muon(Optimizer):
         preflight.refuse([line for group in self.param_groups for line in state_complaints(group, self.state)])
         for group in self.param_groups:
             complete_state_(group, self.state)
+            rule_state.complete_(group, self.state)
 
     @_disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
@@ -279,6 +283,7 @@ class Muon(Optimizer):
         """Step some parameters of a group, or finish the step of it that has begun."""
         if begun is None:
             complete_state_(group, self.state)
+            rule_state.complete_(group, self.state)
         number = group["step"] + 1  # the same for all partitions of a group
         if self.partitioned.completes_group(group):
             group["step"] = number
@@ -323,7 +328,7 @@ class Muon(Optimizer):
         except BaseException:
             self.__dict__.update(previous)
             raise
-        loading.log(notices)
+        load_notices.log(notices)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.

@@ -137,7 +137,7 @@ def is_complete(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Te
     """Return whether `complete_state_` has nothing to do for a Muon group."""
     return all(
         param in state
-        and state[param].keys() == set(state_keys(group, param))
+        and state[param].keys() == set(state_keys(group, param))  # not so with state of rules
         and all(
             value.dtype == state_dtype(param, key, group) and value.device == device_of_moments(group, param)
             for key, value in state[param].items()
@@ -159,9 +159,9 @@ def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict
         keys = state_keys(group, param)
         if any(moments.SCALES[key] in own and (key in own) != (key in keys) for key in moments.SCALES):
             converted = converted_moments(param, own, group)
-            steps = {key: own[key] for key in ("step",) if key in own}
-            own.clear()
-            own.update(steps | converted)
+            for key in own.keys() & ALL_STATE_KEYS - {"step"}:
+                del own[key]
+            own.update(converted)
         for key in keys:
             if key not in own:
                 own[key] = zero_state(param, key, group)

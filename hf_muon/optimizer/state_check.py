@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.moments import MOMENTS, SCALES
+from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.groups import SCHEDULER_KEYS, check_written_option
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
@@ -202,11 +203,15 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
             yield f"{describe(group, i)}: its state is {quoted(moments)}, and not a mapping"
             continue
         keys = state_keys(saved, param)
-        missing = [name for name in keys if name not in (moments or {})]
+        needed = [name for name in rule_state.rule_keys(saved) if name in rule_state.rule_keys(group)]
+        missing = [name for name in (*keys, *needed) if name not in (moments or {})]
         if missing:
             absent.append((describe(group, i), missing))
         elif moments:
             complaints = [(name, _moment_complaint(name, moments[name], param, saved)) for name in keys]
+            complaints += [
+                (name, _rule_complaint(name, moments[name], {**saved, "params": group["params"]}, i)) for name in needed
+            ]
             yield from (f"{describe(group, i)}: its {name} {complaint}" for name, complaint in complaints if complaint)
         # DCP leaves the scales of its template beside moments that were saved without any.
         known = {*keys, *(MOMENTS[key].scale for key in keys if key in MOMENTS)}
@@ -252,6 +257,13 @@ def _moment_complaint(name: str, value: Any, param: Tensor, saved: Group) -> str
     if name.startswith("momentum") and not has_codes:
         limit /= 2  # a step computes the difference between momentum and gradient, whose signs may differ
     return _numbers_complaint(name, local_of(value.detach()), limit)
+
+
+def _rule_complaint(name: str, value: Any, saved: Group, index: int) -> str | None:
+    """Say why a saved value cannot be a parameter's state of a rule; None where it can."""
+    if complaint := rule_state.complaint(saved, index, name, value):
+        return complaint
+    return _numbers_complaint(name, local_of(value.detach()), math.inf)
 
 
 def _numbers_complaint(name: str, value: Tensor, limit: float) -> str | None:

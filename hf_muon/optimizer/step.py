@@ -22,6 +22,7 @@ from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
 from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
+from hf_muon.optimizer.step_rules import StepRules, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.tensors import local_of
 
@@ -74,7 +75,9 @@ class MuonStep:
         }
         self._grads = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
         self._offloads = any(is_offloaded(group, param) for param in params.values())
-        self._options = {"momentum": group["momentum"], "nesterov": group["nesterov"], "step": number}
+        self._hyper = hyperparameters(group, number)
+        self._rules = StepRules(group, work, self._active, self._weights, state, self._hyper, number)
+        self._options = {"momentum": self._hyper["momentum"], "nesterov": self._hyper["nesterov"], "step": number}
         self._momentum = MomentumBuffers(self._stored, self._grads, **self._options, go=go)
         self._begun: dict[int, Directions] = {}
 
@@ -83,10 +86,10 @@ class MuonStep:
 
         The device has something to compute while the host waits for the agreement of all ranks.
         """
-        if self._go is None or self._offloads or not self._executors:
+        if self._go is None or self._offloads or not self._executors or self._rules.change_directions:
             return
         first = self._executors[0]
-        first.observer = None
+        first.observer = first.rule = None
         if any(self._momentum.waits_for(self._go, pieces) for pieces in first.order(self._active)[:1]):
             self._begun[0] = self._directions(first, self._momentum.updates)
 
@@ -99,20 +102,23 @@ class MuonStep:
         """
         for e, executor in enumerate(self._executors):
             executor.observer = None if watch is None else watch.orthogonalized
+            self._rules.attach(executor)
             with (
                 updates_for(executor, self._active, self._stored, self._grads, **self._options)
                 if self._offloads
                 else contextlib.nullcontext(self._momentum.updates)
             ) as updates_of:
-                for pieces, directions in self._begun.pop(e, None) or self._directions(executor, updates_of):
+                changed = self._rules.updates_of(updates_of)
+                for pieces, directions in self._begun.pop(e, None) or self._directions(executor, changed):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
+            self._rules.share(executor)
         if watch is not None:
             for k in self._active:
                 watch.momentum(k, self._momentum.values(k))
 
     def _directions(self, executor: Executor, updates_of: UpdatesOf) -> Directions:
-        coefficients = resolve(self.group["ns_coefficients"], self.group["ns_steps"])
+        coefficients = resolve(self._hyper["ns_coefficients"], self._hyper["ns_steps"])
         dtype = compute_dtype(self.group["ns_dtype"], executor.device.type, executor.device.index)
         return executor.directions(self._active, updates_of, Orthogonalizer(coefficients, dtype, self._max_batch_bytes))
 
@@ -130,9 +136,9 @@ class MuonStep:
             watch.directions(pieces, directions, scales, weights)
         apply_directions_(
             weights,
-            directions,
+            self._rules.applied(pieces, directions, weights, scales),
             lr=rate_of(self.group),
-            weight_decay=self.group["weight_decay"],
+            weight_decay=0.0 if self._rules.decay else self._hyper["weight_decay"],
             scales=scales,
             step=self._number,
             rounding=self.group["weight_rounding"],
@@ -172,7 +178,7 @@ def adamw_step(
             lr=rate_of(group),
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
             eps=group["adamw_eps"],
-            weight_decay=group["weight_decay"],
+            weight_decay=hyperparameters(group, number)["weight_decay"],
             step=number,
             rounding=group["weight_rounding"],
             observer=observer,

@@ -27,9 +27,9 @@ class Option:
     type: OptionType
     default: Any
     meaning: str
-    scope: Scope
-    fallback: str
-    source: str
+    scope: Scope = "model"
+    fallback: str = ""
+    source: str = ""
 
 
 def option(
@@ -52,9 +52,15 @@ def option(
     return field  # type: ignore[no-any-return]
 
 
+def declared(option: Option) -> Any:
+    """Return a dataclass field for an option that is declared elsewhere."""
+    return dataclasses.field(default=option.default, metadata={"option": option})
+
+
 def options_of(config: Any) -> dict[str, Option]:
     """Return the options that a dataclass declares, by name."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(config)}
+    fields = dataclasses.fields(config)
+    return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
 
 
 def check_value(name: str, option: Option, value: Any) -> Any:

@@ -62,7 +62,7 @@ def step_buffers(
     """
     temporary = numel = 0
     for group, work in zip(groups, layout.works, strict=True):
-        options = {name: getattr(config, name) for name in GROUP_OPTIONS} | {**group, "ns_dtype": ns_dtype}
+        options = {name: config.value_of(name) for name in GROUP_OPTIONS} | {**group, "ns_dtype": ns_dtype}
         for executor in work.executors:
             assert isinstance(executor, LocalExecutor)
             buckets = executor.buckets(frozenset(executor.stored))

@@ -125,7 +125,7 @@ def _stored(
 ) -> tuple[dict[str, Any], list[Tensor], dict[Tensor, dict[str, Tensor]]]:
     """Return a param group of what this rank stores, its parameters with gradients, and their state."""
     params = [torch.empty(own.shape, dtype=own.dtype, device=device) for own in shards]
-    options = {name: getattr(config, name) for name in GROUP_OPTIONS}
+    options = {name: config.value_of(name) for name in GROUP_OPTIONS}
     own = {**options, **group, "ns_dtype": ns_dtype, "params": params}
     for param in params:
         param.grad = torch.empty_like(param)

@@ -84,7 +84,7 @@ def messages(source: str, file: str) -> Iterator[Message]:
             return
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            if called.endswith((".info", ".debug")) or called in ("option", "typer.Option", "typer.Argument"):
+            if called.endswith((".info", ".debug")) or called in ("option", "Option", "typer.Option", "typer.Argument"):
                 return
             is_raised |= called.endswith(("Error", ".warning"))
         text = text_of(node)

@@ -1,0 +1,130 @@
+"""The state that rules keep for the parameters of Muon groups.
+
+State of the kind `weight` is stored like its parameter. The other kinds are small: every rank that stores some of a
+parameter has the state of all of its matrices, in one flat tensor, and the owner of a matrix sends what it has changed
+to all of them after a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_muon.optimizer.state import stored_like
+from hf_muon.rules import registry
+from hf_muon.rules.rule import StateKind
+from hf_muon.storage import views
+from hf_muon.storage.tensors import local_of, shape_of
+
+Group = Mapping[str, Any]
+
+
+def rule_keys(group: Group) -> tuple[str, ...]:
+    """Return the keys of the state that the rules of a group keep for each parameter."""
+    return tuple(registry.state_of(group))
+
+
+def is_rule_key(key: str) -> bool:
+    """Return whether a rule keeps its state under a key."""
+    return key in registry.state_kinds()
+
+
+def is_reduced(key: str) -> bool:
+    """Return whether the state of a rule under a key is not stored like its parameter."""
+    return registry.state_kinds().get(key, "weight") != "weight"
+
+
+def is_partition(group: Group, param: Tensor) -> bool:
+    """Return whether a parameter of a Muon group is a flat partition, whose matrices are not known from its shape."""
+    return bool(group["use_muon"]) and len(shape_of(param)) < 2
+
+
+def reduced_shape(kind: StateKind, shape: Sequence[int], *, transposed: bool) -> tuple[int, int, int]:
+    """Return the shape ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` of the state of a matrix or stack.
+
+    Args:
+        kind: not `weight`.
+        shape: ``(m, n)`` or ``(B, m, n)``, as it is stored.
+        transposed: whether that is ``(in, out)``.
+    """
+    rows, columns = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
+    return math.prod(shape[:-2]), rows if kind == "row" else 1, columns if kind == "column" else 1
+
+
+def reduced_shapes(group: Group, index: int, key: str) -> list[tuple[int, int, int]]:
+    """Return the shapes of the state of each matrix of a parameter, which is no flat partition."""
+    view = views.parse(views.views_of(group)[index])
+    shapes = view.shapes(shape_of(group["params"][index]))
+    return [reduced_shape(registry.state_kinds()[key], shape, transposed=view.transposed) for shape in shapes]
+
+
+def reduced_numel(shapes: Iterable[Sequence[int]]) -> int:
+    """Return the number of elements of the flat tensor that holds state of these shapes."""
+    return sum(map(math.prod, shapes))
+
+
+def zeros(group: Group, index: int, key: str) -> Tensor:
+    """Return a parameter's state before the first step; of a flat partition only where it is stored like that."""
+    param = group["params"][index]
+    if not is_reduced(key):
+        return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+    return flat_zeros(param, reduced_numel(reduced_shapes(group, index, key)))
+
+
+def flat_zeros(param: Tensor, numel: int) -> Tensor:
+    """Return flat state of a parameter before the first step."""
+    return torch.zeros(numel, dtype=torch.float32, device=local_of(param).device)
+
+
+def complete_(group: Group, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Give every parameter of a group the state that its rules need, and take what they do not need.
+
+    Small state of flat partitions is left to the step, which knows their matrices.
+    """
+    keys = rule_keys(group)
+    for i, param in enumerate(group["params"]):
+        own = state[param]
+        for key in [key for key in own if is_rule_key(key) and key not in keys]:
+            del own[key]
+        for key in keys:
+            if key not in own and not (is_reduced(key) and is_partition(group, param)):
+                own[key] = zeros(group, i, key)
+
+
+def loaded(group: Group, index: int, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return copies of a parameter's saved state as far as the rules of its group need it and it fits.
+
+    Args:
+        group: the param group of this run.
+        index: of the parameter.
+        saved: its state in the checkpoint, whole or stored like the parameter.
+    """
+    param = group["params"][index]
+    state: dict[str, Tensor] = {}
+    for key in rule_keys(group):
+        if key not in saved or complaint(group, index, key, saved[key]):
+            continue
+        value = saved[key] if is_reduced(key) else stored_like(param, saved[key])
+        dtype = torch.float32 if is_reduced(key) else torch.promote_types(param.dtype, torch.float32)
+        state[key] = value.to(device=param.device, dtype=dtype, copy=True)
+    return state
+
+
+def complaint(group: Group, index: int, key: str, value: Any) -> str | None:
+    """Say why a value cannot be a parameter's state under a key of a rule; None where it can."""
+    if not isinstance(value, Tensor):
+        return "is not a tensor"
+    if not is_reduced(key):
+        fits = tuple(value.shape) == tuple(group["params"][index].shape) and value.dtype.is_floating_point
+        return None if fits else f"has shape {tuple(value.shape)} and dtype {value.dtype}"
+    if value.ndim != 1 or value.dtype != torch.float32:
+        return f"has shape {tuple(value.shape)} and dtype {value.dtype}, not one dim in fp32"
+    param = group["params"][index]
+    if is_partition(group, param):
+        return None  # its layout knows
+    numel = reduced_numel(reduced_shapes(group, index, key))
+    return None if value.numel() == numel else f"has {value.numel()} elements, and its matrices need {numel}"

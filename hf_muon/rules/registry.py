@@ -1,0 +1,122 @@
+"""The rules that a step may follow: those of hf_muon, and those that others have registered."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from hf_muon.options.declaration import Option
+from hf_muon.rules import cautious, normalize
+from hf_muon.rules.rule import Rule, StateKind
+
+ENTRY_POINTS = "hf_muon.rules"
+"""The group of entry points under which packages name their rules."""
+
+BUILT_IN = (normalize.RULE, cautious.RULE)
+
+BUILT_IN_OPTIONS = {name: option for rule in BUILT_IN for name, option in rule.options.items()}
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in BUILT_IN}
+"""By name, in the order in which they apply."""
+
+OTHERS_OPTIONS: dict[str, Option] = {}
+"""The options of registered rules, by name."""
+
+_reserved: set[str] = set()
+_FUNCTIONS = ("hyperparameters", "update", "direction", "apply")
+_MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+
+
+def register(rule: Rule) -> None:
+    """Let param groups follow a rule: its options can be set where those of Muon can.
+
+    Register it before an optimizer is built, on every rank: by calling this, or by an entry point of the group
+    ``hf_muon.rules`` that names the rule, which is loaded when an option is not known otherwise.
+
+    Raises:
+        ValueError: a name of the rule, of an option or of a state is taken, or it has no function.
+    """
+    if not isinstance(rule, Rule):
+        raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r}")
+    if RULES.get(rule.name) is rule:
+        return
+    taken = {"rule": [rule.name] if rule.name in RULES else []}
+    taken["option"] = [name for name in rule.options if name in _reserved or name in OTHERS_OPTIONS]
+    taken["state"] = [key for key in rule.state if key in {*state_kinds(), *_MOMENTS}]
+    for what, names in taken.items():
+        if names:
+            raise ValueError(f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it")
+    if all(getattr(rule, name) is None for name in _FUNCTIONS):
+        raise ValueError(f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)}")
+    if scopes := [name for name, option in rule.options.items() if option.scope != "group"]:
+        raise ValueError(f"The rule {rule.name!r} has the option {scopes[0]!r}, whose scope is not 'group'. Set it")
+    RULES[rule.name] = rule
+    OTHERS_OPTIONS.update(rule.options)
+
+
+def reserve(names: Iterable[str]) -> None:
+    """Keep names of options for Muon's own.
+
+    Raises:
+        ValueError: a rule has registered an option of that name.
+    """
+    _reserved.update(names)
+    if both := _reserved & OTHERS_OPTIONS.keys():
+        raise ValueError(f"A registered rule has the option {min(both)!r}, which is Muon's. Rename it")
+
+
+@cache
+def load_entry_points() -> None:
+    """Register the rules that installed packages name in entry points, once in a process.
+
+    Raises:
+        RuntimeError: a package's rule cannot be loaded.
+    """
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            register(entry.load())
+        except Exception as error:
+            raise RuntimeError(
+                f"The rule {entry.name!r} of {entry.value} cannot be loaded: {type(error).__name__}: {error}. Mend or "
+                "uninstall its package"
+            ) from error
+
+
+def option_names() -> list[str]:
+    """Return the names of the options of all rules."""
+    return [name for rule in RULES.values() for name in rule.options]
+
+
+def state_kinds() -> dict[str, StateKind]:
+    """Return the state of all rules: what each key has a number for."""
+    return {key: kind for rule in RULES.values() for key, kind in rule.state.items()}
+
+
+def rules_of(group: Mapping[str, Any]) -> list[Rule]:
+    """Return the rules that a param group follows; older versions lack options, which are at their defaults then."""
+    return [rule for rule in RULES.values() if rule.is_on(_with_defaults(rule, group))]
+
+
+def _with_defaults(rule: Rule, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    missing = {name: option.default for name, option in rule.options.items() if name not in group}
+    return {**group, **missing} if missing else group
+
+
+def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:
+    """Return the state of the rules that a param group follows: what each key has a number for."""
+    if not group["use_muon"]:
+        return {}
+    return {key: kind for rule in rules_of(group) for key, kind in rule.state.items()}
+
+
+def complaint(group: Mapping[str, Any]) -> str | None:
+    """Say why the rules of a param group cannot be followed; None where they can."""
+    rules = rules_of(group)
+    for rule in rules:
+        if rule.complaint is not None and (text := rule.complaint(group)):
+            return text
+    if len(decaying := [rule.name for rule in rules if rule.decays]) > 1:
+        return f"{' and '.join(decaying)} each take care of weight decay: switch off one of them"
+    return None

@@ -1,0 +1,62 @@
+"""A rule: data and pure functions, by which a step differs from plain Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hf_muon.options.declaration import Option
+
+StateKind = Literal["weight", "row", "column", "matrix"]
+"""What a state has a number for: an element of a weight, a row or column of a matrix ``(out, in)``, or a matrix."""
+
+Options = Mapping[str, Any]
+"""The options of a param group, by name, with the learning rate of this step."""
+
+States = Mapping[str, Tensor]
+"""The state of what a function gets, by key, fp32. A function writes to it what the next step reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a step does beside, or in place of, plain Muon.
+
+    Functions are pure but for their state, and see neither ranks nor shards. Elementwise ones get any piece of a
+    matrix; each element of what they return may depend on this element alone. They change nothing but their state.
+
+    Attributes:
+        name: of the rule, for errors.
+        options: the options that it declares, by name. In YAML and `optim_args` they stand beside those of Muon.
+        is_on: whether the options of a param group ask for the rule.
+        state: the state that it keeps for each parameter: a key, which no other rule has, and what it has a number for.
+            State is fp32, zero before the first step, and is saved and resharded like momentum.
+        hyperparameters: called with the options and the number of the step, from one; returns options of Muon that
+            have other values in this step (`momentum`, `nesterov`, `weight_decay`, `ns_coefficients`, `ns_steps`).
+        adamw: whether `hyperparameters` holds for AdamW groups too.
+        update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
+            the options and the number of the step; returns the updates to orthogonalize, in their dtype.
+        direction: on whole matrices, where they are orthogonalized. Called with directions ``(B, out, in)`` in fp32,
+            the updates that they come from, state ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` by its kind, the
+            options and the number of the step; returns directions ``(B, out, in)``.
+        apply: elementwise, as directions are applied, ``weight -= lr * scale * direction``. Called with directions and
+            weights in fp32, their state of the kind `weight`, the options, the number of the step and the scale;
+            returns directions.
+        decays: whether `apply` takes care of weight decay, so that nothing else does.
+        complaint: called with the options; says why they cannot be meant, or None. Options that do not go together are
+            refused before a step.
+    """
+
+    name: str
+    options: Mapping[str, Option]
+    is_on: Callable[[Options], bool]
+    state: Mapping[str, StateKind] = field(default_factory=dict)
+    hyperparameters: Callable[[Options, int], Mapping[str, Any]] | None = None
+    adamw: bool = False
+    update: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
+    direction: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
+    apply: Callable[[Tensor, Tensor, States, Options, int, float], Tensor] | None = None
+    decays: bool = False
+    complaint: Callable[[Options], str | None] | None = None

@@ -1,0 +1,1 @@
+"""Rules: each against a slow loop, in every layout, resumed, together."""

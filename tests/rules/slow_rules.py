@@ -1,0 +1,35 @@
+"""Each rule as its paper writes it, on `SlowMuon`; by the names of `tests.rules.settings`."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.rules.slow import SlowMuon
+
+
+class NorMuon(SlowMuon):
+    """Li et al., https://arxiv.org/abs/2510.05491, with the norm of the authors' code."""
+
+    beta = 0.95
+
+    def __init__(self, weights, **options):
+        super().__init__(weights, **options)
+        self.moments = [torch.zeros(len(w), dtype=torch.float64) for w in weights]
+
+    def direction(self, k, direction):
+        rows = []
+        for i, row in enumerate(direction):
+            self.moments[k][i] = self.beta * self.moments[k][i] + (1 - self.beta) * (row * row).mean()
+            rows.append(row / (self.moments[k][i].sqrt() + 1e-10))
+        normalized = torch.stack(rows)
+        return normalized * direction.norm() / normalized.norm()
+
+
+class Cautious(SlowMuon):
+    """Chen et al., https://arxiv.org/abs/2510.12402."""
+
+    def decay(self, weight, direction):
+        return torch.where(weight * direction >= 0, weight, 0)
+
+
+SLOW = {"normalize": NorMuon, "cautious": Cautious}
