@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,10 +20,14 @@ from hypothesis import settings
 from tests.distributed.pool import Pool
 from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
 from tests.tiers import keep_tier, pytest_addoption  # noqa: F401  hook
+from tests.workers import long_files_first, pytest_xdist_make_scheduler  # noqa: F401  hook
 
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("ci")
 torch.set_num_threads(1)
+STARTUP = str(Path(__file__).parent / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # workers of pytest-xdist have it already
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +50,8 @@ def _skip_gpu(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run all tests that use pools of ranks in one worker of pytest-xdist, so that the pools start once."""
     keep_tier(config, items)
-    for item in items:
-        if "pools" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    long_files_first(items)
 
 
 @pytest.fixture(scope="session")

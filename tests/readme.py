@@ -41,7 +41,7 @@ LAYOUTS = {
         "deepspeed/test_gradients.py::test_a_branch_that_not_every_micro_batch_reaches",
         "deepspeed/test_guards.py::test_what_was_not_shown_to_work_is_refused_by_name",
         "e2e/test_deepspeed.py::test_trainer",
-        "e2e/test_deepspeed.py::test_llamafactory",
+        "e2e/test_deepspeed.py::test_llamafactory_command",
     ],
     "Ulysses sequence parallel": [
         "deepspeed/test_ulysses.py::test_equals_one_process",

@@ -34,6 +34,7 @@ TORCH_ALONE = (
         "tests/test_packaging.py",
         "tests/test_promises.py",
         "tests/test_tiers.py",
+        "tests/test_workers.py",
     ),
 )
 # In this file accelerate prepares an optimizer.

@@ -10,7 +10,7 @@ import torch
 from tests.chaos.faults import Fault
 from tests.chaos.ranks import RANKS, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 GROUP_TIMEOUT = 8.0
 LAYOUTS = {"ddp": {"full": True}, "fsdp": {}}  # DDP saves one file, from rank 0; FSDP2 one file per rank

@@ -10,6 +10,7 @@ import pytest
 
 from tests.deepspeed.cases import train
 from tests.deepspeed.loading_cases import SAVED_AT, dies
+from tests.deepspeed.pools import PRELOADED
 from tests.deepspeed.test_training import assert_equal, assert_same_state
 from tests.distributed.kills import Mortal
 
@@ -49,7 +50,7 @@ def assert_resumes(ranks, folder, step, straight, stage):
 
 
 def mortal(timeout):
-    return Mortal(2, timeout, ["tests.deepspeed.loading_cases"])
+    return Mortal(2, timeout, PRELOADED)
 
 
 def assert_survived(ranks, saved, folder, victim, stage, timeout, **options):

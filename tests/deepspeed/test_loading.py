@@ -20,8 +20,8 @@ from tests.deepspeed.loading_cases import (
     save_without_state,
     without_labels,
 )
+from tests.deepspeed.pools import pool_of
 from tests.deepspeed.test_training import assert_equal, assert_same_state
-from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -32,7 +32,7 @@ def fresh():
     pools = []
 
     def start(ranks):
-        pools.append(Pool(ranks, timeout=240))
+        pools.append(pool_of(ranks))
         return pools[-1]
 
     yield start

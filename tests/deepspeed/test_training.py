@@ -15,7 +15,7 @@ from hf_muon.plan.memory import Training
 from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.cases import bytes_sent, consolidated, cost, single, train
 from tests.deepspeed.models import build_model, view_of
-from tests.distributed.pool import Pool
+from tests.deepspeed.pools import pool_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -283,7 +283,7 @@ def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
 )
 def test_parameters_that_two_nodes_store_again(options, tmp_path):
     """Run ZeRO++'s hpZ on four ranks: second copies are sharded over two of them, moments over all."""
-    pool = Pool(4, timeout=240)
+    pool = pool_of(4)
     try:
         run = functools.partial(pool.run, train, stage=3, **options)
         assert_equal(run(same_data=True)[0], reference())

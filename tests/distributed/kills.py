@@ -10,28 +10,16 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-import torch.multiprocessing as mp
-
 from tests.distributed.pool import Pool
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 class Mortal(Pool):
-    """Ranks of which one does not answer, forked from a process that has imported the modules that they need.
-
-    Args:
-        modules: modules that the parent of the forks imports, before the first Mortal of this process starts.
-    """
+    """Forked ranks of which one does not answer."""
 
     def __init__(self, world_size: int, timeout: float, modules: Sequence[str]) -> None:
-        super().__init__(world_size, timeout)
-        self.modules = list(modules)
-
-    def _context(self) -> Any:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(self.modules)
-        return context
+        super().__init__(world_size, timeout, forks=True, modules=modules)
 
     def survivors(self, function: Any, victim: int, **kwargs: Any) -> list[str | None]:
         """Return the errors of `function(rank, victim=victim, **kwargs)` on all ranks but the victim; None for success.

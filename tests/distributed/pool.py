@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,18 +17,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOADED = [
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "hf_muon",
+# With modules that a first step imports, which would take half a second in every rank.
+PRELOADED = (
+    *("fsspec", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
+    *("hf_muon", "hf_muon.distributed.exchange", "hf_muon.storage.dtensor"),
     "tests.distributed.training",
-]
+)
 
 
-def forking() -> Any:
-    """Return a context that forks processes in 0.1 s each, from a server that has imported torch and hf_muon."""
+def forking(modules: Sequence[str] = PRELOADED) -> Any:
+    """Return a context that forks processes in 0.1 s each, from a server that has imported these modules.
+
+    A process has one such server, with the modules of the first call.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*modules, "tests.distributed.freeze"])
     return context
 
 
@@ -39,11 +43,21 @@ class Pool:
         timeout: seconds that a case may take; a collective that hangs for half of them raises an error.
         backend: backend of torch.distributed.
         forks: start the ranks as `forking` does. Functions that need a fresh process, as with CUDA, need False.
+        modules: modules that the ranks need, of `forking`.
     """
 
-    def __init__(self, world_size: int, timeout: float = 400, backend: str = "gloo", *, forks: bool = False) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        timeout: float = 400,
+        backend: str = "gloo",
+        *,
+        forks: bool = False,
+        modules: Sequence[str] = PRELOADED,
+    ) -> None:
         self.world_size = world_size
         self.forks = forks
+        self.modules = modules
         self.backend = backend
         self.timeout = timeout
         self._workers: list[tuple[Any, Any]] = []
@@ -74,7 +88,7 @@ class Pool:
         return [answer for _, answer in answers]
 
     def _start(self) -> None:
-        context = self._context()
+        context = forking(self.modules) if self.forks else mp.get_context("spawn")
         path = tempfile.mkdtemp(prefix="hf_muon_pool")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -83,9 +97,6 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-
-    def _context(self) -> Any:
-        return forking() if self.forks else mp.get_context("spawn")
 
     def close(self, *, kill: bool = False) -> None:
         """End the workers.
@@ -128,7 +139,8 @@ def _serve(rank: int, world_size: int, backend: str, store: str, timeout: float,
         timeout=timedelta(seconds=timeout / 2),
     )
     while (order := pipe.recv()) is not None:
-        # DeepSpeed runs the garbage collector for every engine. Freezing old objects leaves it only the new ones.
+        # DeepSpeed runs the garbage collector for every engine. Freezing old objects leaves it only the new ones; in a
+        # forked process those of its parent are frozen already.
         gc.collect()
         gc.freeze()
         module, name, kwargs = order

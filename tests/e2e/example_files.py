@@ -1,11 +1,16 @@
-"""Names of the example files, and the parameters of the tiny model that their runs give to Muon and to AdamW."""
+"""Names of the example files and of what runs them, and the parameters that their runs give to Muon and to AdamW."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 from tests import fixtures_text
 from tests.e2e.harness import ROOT
 
 TRAIN = ROOT / "examples" / "train.py"
+SEVERAL = ROOT / "tests" / "e2e" / "several.py"  # runs scripts in the same processes
 CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on a CPU
 
 LLAMAFACTORY_SFT = {  # with the settings that make each of them small
@@ -33,3 +38,10 @@ ALL_OTHERS = {
     *(f"{name}.weight" for name in fixtures_text.qwen3_norms()),
     *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
 }
+
+
+def several(runs: Sequence[Sequence[object]], folder: Path) -> list[object]:
+    """Return the words that run scripts one after the other in the same processes, for python or a launcher."""
+    path = folder / f"runs_{len(list(folder.glob('runs_*.json')))}.json"
+    path.write_text(json.dumps([[str(word) for word in run] for run in runs]), encoding="utf-8")
+    return [SEVERAL, path]

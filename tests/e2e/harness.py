@@ -107,8 +107,12 @@ def python(*arguments: object, cwd: Path, fails: bool = False, **variables: str)
 
 def llamafactory(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False, **variables: str) -> str:
     """Run ``llamafactory-cli train x.yaml key=value ...``."""
-    overrides = [f"{key}={_text(value)}" for key, value in settings.items()]
-    return run([BIN / "llamafactory-cli", "train", path, *overrides], cwd=cwd, fails=fails, **variables)
+    return run([BIN / "llamafactory-cli", "train", path, *overrides(settings)], cwd=cwd, fails=fails, **variables)
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as ``key=value``."""
+    return [f"{key}={_text(value)}" for key, value in settings.items()]
 
 
 def v1_has_top_level_keys() -> bool:
@@ -123,8 +127,7 @@ def llamafactory_v1(
     path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False, **variables: str
 ) -> str:
     """Run ``USE_V1=1 llamafactory-cli sft x.yaml key=value ...``."""
-    overrides = [f"{key}={_text(value)}" for key, value in settings.items()]
-    command = [BIN / "llamafactory-cli", "sft", path, *overrides]
+    command = [BIN / "llamafactory-cli", "sft", path, *overrides(settings)]
     return run(command, cwd=cwd, fails=fails, path=CPU_V1, USE_V1="1", **variables)
 
 

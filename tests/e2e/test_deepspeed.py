@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import fixtures_text
+from tests.e2e.example_files import several
 from tests.e2e.harness import (
     PLAIN_LOOP,
     ROOT,
@@ -22,6 +24,7 @@ from tests.e2e.harness import (
     llamafactory_settings,
     needs,
     options,
+    overrides,
     plain_loop_options,
     python,
     read_yaml,
@@ -29,12 +32,12 @@ from tests.e2e.harness import (
     weights,
 )
 
-# One worker of pytest-xdist makes the runs without DeepSpeed that all others are compared with.
-pytestmark = [pytest.mark.slow, needs("deepspeed"), pytest.mark.xdist_group("e2e_deepspeed")]
+pytestmark = [pytest.mark.slow, needs("deepspeed")]
 
 JSON = ROOT / "examples" / "deepspeed"
 TRAIN = ROOT / "examples" / "train.py"
 ON_CPU = str(ROOT / "tests" / "e2e" / "cpu_deepspeed")  # its sitecustomize.py lets DeepSpeed run on CPU and gloo
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 EXAMPLES = ("zero2", "zero3", "zero3_offload", "zero3_nvme")
 CHANGES = {
     "max_steps": 3,
@@ -89,6 +92,17 @@ def config_file(name: str, folder: Path) -> Path:
     return path
 
 
+def configs_in(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Yield names of configs with their files, each in a new folder of its name, but those whose tests skip."""
+    for name in names:
+        (folder / name).mkdir()
+        try:
+            config = config_file(name, folder / name)
+        except pytest.skip.Exception:
+            continue
+        yield name, config
+
+
 def skip_without_nvme(config: dict[str, Any]) -> None:
     """Skip if hf_muon refuses NVMe, or if DeepSpeed's async_io is not compiled, which takes minutes."""
     from hf_muon.integrations.deepspeed.refusals import config_complaints
@@ -122,70 +136,94 @@ def rounding(tiny_model: Path) -> dict[str, float]:
 # --- LLaMA-Factory
 
 
-def factory_run(name: str, inputs: tuple[Path, Path], folder: Path, config: Path | None) -> Path:
-    """Train an example's YAML file with another DeepSpeed config, or in one process without DeepSpeed."""
+OF_EXAMPLE = {**{name: name for name in EXAMPLES}, "z3": "zero3", "z3_offload": "zero3_offload"}
+
+
+def factory_run(name: str, inputs: tuple[Path, Path], folder: Path, config: Path | None) -> tuple[Path, dict[str, Any]]:
+    """Return the file of an example's run with another DeepSpeed config, or without DeepSpeed, and its settings."""
     settings = llamafactory_settings(*inputs, folder / "out", "tiny_sft") | CHANGES | {"disable_shuffling": True}
     del settings["use_cpu"]
     everything = read_yaml(YAML / name)
-    variables: dict[str, str] = {}
     if config is None:
         del everything["deepspeed"]
         settings |= {"per_device_train_batch_size": 2, "use_cpu": True}
     else:
         settings |= {"per_device_train_batch_size": 1, "deepspeed": config}
-        variables = {**on_cpu(), "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()}
     path = folder / name
     path.write_text(json.dumps(everything), encoding="utf-8")  # JSON is YAML
-    llamafactory(path, settings, cwd=folder, **variables)
-    return folder / "out"
+    return path, settings
 
 
 @pytest.fixture(scope="module")
 def factory_alone(tiny_model: Path, llamafactory_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    return factory_run("llamafactory_qwen3_zero2.yaml", (tiny_model, llamafactory_data), folder, None)
+    llamafactory(
+        *factory_run("llamafactory_qwen3_zero2.yaml", (tiny_model, llamafactory_data), folder, None), cwd=folder
+    )
+    return folder / "out"
 
 
-@pytest.mark.extended(but="z2-")
 @needs("llamafactory")
-@pytest.mark.parametrize(
-    ("name", "example"),
-    [*((name, name) for name in EXAMPLES), ("z2", "zero2"), ("z3", "zero3"), ("z3_offload", "zero3_offload")],
-)
+def test_llamafactory_command(
+    tiny_model: Path, llamafactory_data: Path, factory_alone: Path, rounding: dict[str, float], tmp_path: Path
+) -> None:
+    """Run `llamafactory-cli train` with an example and LLaMA-Factory's own config."""
+    inputs, config = (tiny_model, llamafactory_data), config_file("z2", tmp_path)
+    path, settings = factory_run("llamafactory_qwen3_zero2.yaml", inputs, tmp_path, config)
+    launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()}
+    llamafactory(path, settings, cwd=tmp_path, **on_cpu(), **launch)
+    assert_same(tmp_path / "out", factory_alone, tiny_model, rounding)
+
+
+@pytest.fixture(scope="module")
+def factory_together(tiny_model: Path, llamafactory_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the script that `llamafactory-cli train` starts, with each config that this machine can run."""
+    folder, runs = tmp_path_factory.mktemp("together"), []
+    package = importlib.util.find_spec("llamafactory")
+    assert package is not None
+    assert package.origin is not None
+    inputs = (tiny_model, llamafactory_data)
+    for name, config in configs_in(folder, OF_EXAMPLE):
+        path, settings = factory_run(f"llamafactory_qwen3_{OF_EXAMPLE[name]}.yaml", inputs, folder / name, config)
+        runs.append([Path(package.origin).with_name("launcher.py"), path, *overrides(settings)])
+    python(*TORCHRUN, *several(runs, folder), cwd=folder, **on_cpu())
+    return folder
+
+
+@pytest.mark.extended
+@needs("llamafactory")
+@pytest.mark.parametrize("name", OF_EXAMPLE)
 def test_llamafactory(
     name: str,
-    example: str,
     tiny_model: Path,
-    llamafactory_data: Path,
     factory_alone: Path,
     rounding: dict[str, float],
+    request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """Run `llamafactory-cli train` with the examples' configs and with LLaMA-Factory's own."""
-    inputs, config = (tiny_model, llamafactory_data), config_file(name, tmp_path)
-    output = factory_run(f"llamafactory_qwen3_{example}.yaml", inputs, tmp_path, config)
-    assert_same(output, factory_alone, tiny_model, rounding)
+    """Train with the examples' configs and with LLaMA-Factory's own, as `llamafactory-cli train` does."""
+    config_file(name, tmp_path)  # skips
+    together: Path = request.getfixturevalue("factory_together")
+    assert_same(together / name / "out", factory_alone, tiny_model, rounding)
 
 
 # --- examples/train.py
 
 
-def trainer_run(name: str, model: Path, data: Path, folder: Path, config: Path | None) -> Path:
-    """Train with examples/train.py as `factory_run` does with LLaMA-Factory."""
+def trainer_words(name: str, model: Path, data: Path, folder: Path, config: Path | None) -> list[object]:
+    """Return the words that train with examples/train.py as `factory_run` does with LLaMA-Factory."""
     settings = TINY | CHANGES | {"model_name_or_path": model, "data_path": data, "output_dir": folder / "out"}
     everything = read_yaml(YAML / name)
     path = folder / name
     if config is None:
         del everything["deepspeed"]
-        path.write_text(json.dumps(everything), encoding="utf-8")
-        python(TRAIN, path, *options(settings | {"per_device_train_batch_size": 2}), cwd=folder)
+        settings |= {"per_device_train_batch_size": 2}
     else:
         del settings["use_cpu"]
-        path.write_text(json.dumps(everything | {"deepspeed": str(config)}), encoding="utf-8")
+        everything["deepspeed"] = str(config)
         settings |= {"per_device_train_batch_size": 1}
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-        python(*torchrun, TRAIN, path, *options(settings), cwd=folder, **on_cpu())
-    return folder / "out"
+    path.write_text(json.dumps(everything), encoding="utf-8")
+    return [TRAIN, path, *options(settings)]
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +235,19 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer_alone(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trainer_run("trainer_qwen3_zero2.yaml", tiny_model, texts, tmp_path_factory.mktemp("alone"), None)
+    folder = tmp_path_factory.mktemp("alone")
+    python(*trainer_words("trainer_qwen3_zero2.yaml", tiny_model, texts, folder, None), cwd=folder)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def trainer_together(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run every example but that of the first tier, which has processes of its own."""
+    folder, runs = tmp_path_factory.mktemp("together"), []
+    for name, config in configs_in(folder, [name for name in EXAMPLES if name != "zero3"]):
+        runs.append(trainer_words(f"trainer_qwen3_{name}.yaml", tiny_model, texts, folder / name, config))
+    python(*TORCHRUN, *several(runs, folder), cwd=folder, **on_cpu())
+    return folder
 
 
 @pytest.mark.extended(but="^zero3$")
@@ -206,10 +256,21 @@ def trainer_alone(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPa
 )
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_trainer(
-    name: str, tiny_model: Path, texts: Path, trainer_alone: Path, rounding: dict[str, float], tmp_path: Path
+    name: str,
+    tiny_model: Path,
+    texts: Path,
+    trainer_alone: Path,
+    rounding: dict[str, float],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     config = config_file(name, tmp_path)
-    output = trainer_run(f"trainer_qwen3_{name}.yaml", tiny_model, texts, tmp_path, config)
+    if name == "zero3":
+        words = trainer_words("trainer_qwen3_zero3.yaml", tiny_model, texts, tmp_path, config)
+        python(*TORCHRUN, *words, cwd=tmp_path, **on_cpu())
+        output = tmp_path / "out"
+    else:
+        output = request.getfixturevalue("trainer_together") / name / "out"
     assert_same(output, trainer_alone, tiny_model, rounding)
 
 
@@ -223,13 +284,12 @@ def test_trainer(
 def test_plain_loop(tiny_model: Path, rounding: dict[str, float], tmp_path: Path) -> None:
     """Run a plain loop of accelerate with ZeRO-2, interrupted once, and compare it with one process."""
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(JSON / "zero2.json")}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     for folder, more in (
         ("half", ("--steps", 2)),
         ("resumed", ("--steps", 3, "--resume", tmp_path / "half" / "checkpoint")),
     ):
         words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / folder, *more)
-        python(*torchrun, PLAIN_LOOP, *words, cwd=tmp_path, **variables, **on_cpu())
+        python(*TORCHRUN, PLAIN_LOOP, *words, cwd=tmp_path, **variables, **on_cpu())
     words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / "one", "--steps", 3)
     python(PLAIN_LOOP, *words, cwd=tmp_path, ACCELERATE_USE_CPU="true")
     assert_close(weights(tmp_path / "resumed"), weights(tmp_path / "one"), weights(tiny_model), rounding)

@@ -23,7 +23,6 @@ from tests.e2e.harness import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-    pytest.mark.xdist_group("llamafactory"),  # one worker of pytest-xdist makes the run to compare with
 ]
 
 BASE = {

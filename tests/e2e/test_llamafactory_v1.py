@@ -27,7 +27,6 @@ from tests.e2e.harness import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-    pytest.mark.xdist_group("llamafactory_v1"),  # one worker of pytest-xdist makes the runs that the tests compare
 ]
 
 MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}

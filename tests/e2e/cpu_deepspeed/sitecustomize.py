@@ -2,11 +2,13 @@
 
 import atexit
 import functools
+import gc
 import importlib.machinery
 import os
 import sys
 import time
 
+gc.set_threshold(10_000)  # as tests/startup
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if "RANK" in os.environ:
     atexit.register(time.sleep, 0.3)  # for threads of gloo, as in cpu_ranks

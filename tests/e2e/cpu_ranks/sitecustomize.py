@@ -5,8 +5,11 @@ the interpreter is finalized, it aborts the process. So a rank gives it some tim
 """
 
 import atexit
+import gc
 import os
 import time
+
+gc.set_threshold(10_000)  # as tests/startup
 
 if "RANK" in os.environ:
     atexit.register(time.sleep, 0.3)
