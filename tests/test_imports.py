@@ -72,8 +72,8 @@ FLOORS = {
     ],
     "integrations": [
         "names archives",
-        "other_muons",
-        "ulysses.layout",
+        "axolotl other_muons",
+        "timm ulysses.layout",
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
         "deepspeed.files deepspeed.partitions",

@@ -3,7 +3,7 @@
 #   examples/programs/ms_swift_qwen3_sft.sh
 #   NPROC_PER_NODE=8 examples/programs/ms_swift_qwen3_sft.sh --deepspeed zero3
 # `--optim muon` is hf_muon; `--optimizer muon` would be ms-swift's own Muon, and win. Arguments are passed on:
-# --resume_from_checkpoint output/.../checkpoint-500 resumes. Written for ms-swift 4.6; not run in this repository's tests.
+# --resume_from_checkpoint saves/.../v0-.../checkpoint-500 resumes. Tried with ms-swift 4.6; not run in this repository's tests.
 set -euo pipefail
 
 swift sft \

@@ -19,8 +19,8 @@ from hf_muon.storage.tensors import has_data, shape_of, storage_complaint
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 """Numbers that torch's schedulers keep in param groups."""
 
-FOREIGN_KEYS = (*SCHEDULER_KEYS, "name")
-"""Keys of param groups that are not Muon's: those of schedulers, and the tag that people give a group."""
+FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
+"""Keys of param groups that are not Muon's: those of schedulers (timm's multiply by `lr_scale`), and a group's tag."""
 
 OWN_KEYS = ("params", "param_names", "use_muon", "views", "step")
 """Keys of param groups besides the options."""

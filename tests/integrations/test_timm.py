@@ -1,0 +1,195 @@
+"""`--opt hf_muon` of timm: on a stand-in for its registry of optimizers, and on timm itself where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import MuonOfGroups, build_optimizer
+from hf_muon.integrations import other_muons
+from hf_muon.integrations.timm import muon_of_groups, patch_registry
+
+LR, DECAY = 0.01, 0.05
+
+
+@dataclass(frozen=True)
+class OptimInfo:
+    """The fields of timm's that a registration sets."""
+
+    name: str
+    opt_class: Any
+    description: str = ""
+    has_eps: bool = True
+    has_momentum: bool = False
+    has_betas: bool = False
+
+
+class OptimizerRegistry:
+    """timm's, in the steps that concern a name: aliases, what stands after the last underscore, a class by its path."""
+
+    def __init__(self):
+        self._optimizers = {}
+
+    def register(self, info):
+        self._optimizers[info.name] = info
+
+    def register_alias(self, alias, target):
+        self._optimizers[alias] = self._optimizers[target]
+
+    def create_optimizer(self, model_or_params, opt, lr=None, weight_decay=0.0, momentum=0.9, **kwargs):
+        params = model_or_params
+        if isinstance(params, nn.Module):
+            parts = [[p for p in model_or_params.parameters() if (p.ndim > 1) is decays] for decays in (False, True)]
+            params = [{"params": parts[0], "weight_decay": 0.0}, {"params": parts[1], "weight_decay": weight_decay}]
+            weight_decay = 0.0
+        info = self._optimizers[opt.lower().split("_")[-1]]
+        kind = info.opt_class
+        if isinstance(kind, str):
+            module, _, name = kind.rpartition(".")
+            kind = getattr(importlib.import_module(module), name)
+        options = {"weight_decay": weight_decay, **({"momentum": momentum} if info.has_momentum else {}), **kwargs}
+        return kind(params, **options, **({} if lr is None else {"lr": lr}))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+@pytest.fixture(autouse=True)
+def unwarned(monkeypatch):
+    monkeypatch.setattr(other_muons, "_warned", set())
+
+
+@pytest.fixture
+def factory():
+    """Return timm.optim._optim_factory with a muon of its own."""
+    module = ModuleType("timm.optim._optim_factory")
+    module.OptimInfo, module.OptimizerRegistry = OptimInfo, OptimizerRegistry
+    module.default_registry = OptimizerRegistry()
+    theirs = OptimInfo("muon", lambda params, **options: SimpleNamespace(kind="theirs", options=options))
+    module.default_registry.register(theirs)
+    return module
+
+
+@pytest.fixture
+def patched(factory):
+    undo = patch_registry(factory)
+    yield factory
+    undo()
+
+
+def test_without_the_patch_hf_muon_is_timms_own(factory):
+    assert factory.default_registry.create_optimizer(network(), "hf_muon").kind == "theirs"
+
+
+def test_a_run_equals_build_optimizer(patched):
+    trained = []
+    for create in (
+        lambda model: patched.default_registry.create_optimizer(model, "hf_muon", LR, momentum=0.95),
+        lambda model: build_optimizer(model, lr=LR, momentum=0.95),
+    ):
+        model = network()
+        optimizer = create(model)
+        for _ in range(3):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def test_options_and_groups_arrive(patched):
+    words = {"betas": (0.9, 0.95), "eps": 1e-6, "ns_dtype": "fp32"}
+    optimizer = patched.default_registry.create_optimizer(network(), "HF_Muon", LR, DECAY, **words)
+    assert isinstance(optimizer, MuonOfGroups)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["momentum"], group["adamw_eps"]) == (LR, 0.9, 1e-6)
+        assert group["adamw_betas"] == (0.9, 0.95)
+        assert {group["weight_decay"]} == {DECAY if p.ndim > 1 else 0.0 for p in group["params"]}
+
+
+def test_fallback_goes_to_adamw_and_rate_scales_are_kept():
+    model = network()
+    first, *_ = weights = [p for p in model.parameters() if p.ndim > 1]
+    groups = [
+        {"params": [first], "lr_scale": 0.25, "use_fallback": True},
+        {"params": weights[1:], "lr_scale": 0.5, "use_fallback": False},
+    ]
+    optimizer = muon_of_groups(groups, lr=LR)
+    of = {p: (group["use_muon"], group["lr_scale"]) for group in optimizer.param_groups for p in group["params"]}
+    assert [of[p] for p in weights] == [(False, 0.25), (True, 0.5), (True, 0.5)]
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_one_option_under_two_names():
+    with pytest.raises(ValueError, match="betas and adamw_betas are the same option"):
+        muon_of_groups(network().parameters(), betas=(0.9, 0.95), adamw_betas=(0.9, 0.95))
+
+
+def test_timms_own_muon_is_left_and_a_warning_says_so(patched, caplog):
+    for name in ("muon", "lookahead_muon"):
+        assert patched.default_registry.create_optimizer(network(), name).kind == "theirs"
+    (message,) = caplog.messages
+    assert message.startswith("--opt muon asks for timm's own Muon, which runs now")
+    assert message.endswith("write --opt hf_muon")
+
+
+def test_patched_once_and_undone(factory):
+    before = OptimizerRegistry.create_optimizer
+    undo = patch_registry(factory)
+    assert patch_registry(factory) is None
+    undo()
+    assert OptimizerRegistry.create_optimizer is before
+    assert list(factory.default_registry._optimizers) == ["muon"]
+
+
+def test_an_older_timm():
+    assert patch_registry(ModuleType("timm.optim._optim_factory")).endswith("timm 1.0.12 is the first that has")
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+class TestTimm:
+    """timm itself, whose registry the hook has patched when it was imported."""
+
+    VIT = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+    @pytest.mark.parametrize(
+        ("name", "sizes"), [("vit_tiny_patch16_224", VIT), ("resnet10t", {}), ("convnext_atto", {})]
+    )
+    def test_a_run_equals_build_optimizer(self, name, sizes):
+        import timm
+        from timm.optim import create_optimizer_v2
+
+        trained = []
+        for create in (lambda model, **words: create_optimizer_v2(model, "hf_muon", **words), build_optimizer):
+            torch.manual_seed(0)
+            model = timm.create_model(name, num_classes=3, **sizes)
+            optimizer = create(model, lr=LR, momentum=0.95, ns_dtype="fp32")
+            for seed in range(2):
+                images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+                nn.functional.cross_entropy(model(images), torch.tensor([0, 1])).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+    def test_layer_decay_with_timms_scheduler_and_lookahead(self):
+        import timm
+        from timm.optim import create_optimizer_v2
+        from timm.scheduler import create_scheduler_v2
+
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **self.VIT)
+        optimizer = create_optimizer_v2(model, "lookahead_hf_muon", lr=LR, weight_decay=DECAY, layer_decay=0.5)
+        scheduler, _ = create_scheduler_v2(optimizer, num_epochs=4, warmup_epochs=0)
+        scheduler.step(0)
+        assert {g["lr"] / g["lr_scale"] for g in optimizer.param_groups} == {LR}
+        assert {g["lr_scale"] for g in optimizer.param_groups if g["use_muon"]} == {0.25, 0.5}
