@@ -115,7 +115,7 @@ def test_bits_are_packed_and_unpacked():
 
 @pytest.fixture(scope="module")
 def five():
-    pool = Pool(5, timeout=60)
+    pool = Pool(5, timeout=60, forks=True)
     yield pool
     pool.close(kill=True)
 

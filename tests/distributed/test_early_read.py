@@ -16,7 +16,7 @@ from tests.distributed.stand_in_cases import read_early
 @pytest.fixture(scope="module")
 def alone():
     """Yield a pool of one process, which has the stand-in."""
-    pool = Pool(1)
+    pool = Pool(1, forks=True)
     yield pool
     pool.close()
 

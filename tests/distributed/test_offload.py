@@ -30,7 +30,7 @@ BOTH, ACCELERATOR = ("cpu", "standin"), ("standin",)
 @pytest.fixture(scope="module")
 def stand_ins():
     """Yield pools by number of ranks, whose processes have the stand-in."""
-    by_size = {size: Pool(size) for size in (1, 2, 4)}
+    by_size = {size: Pool(size, forks=True) for size in (1, 2, 4)}
     yield by_size
     for pool in by_size.values():
         pool.close()
