@@ -63,7 +63,7 @@ FLOORS = {
     ],
     "convert": ["formats", "names", "conversion"],
     "plan": [
-        "operators",
+        "operators parallelism",
         "calls costs live_bytes stand_ins",
         "activations buffers devices recorded_step",
         "memory this_machine",
@@ -130,6 +130,7 @@ ALSO = {
     "cli.sweep_files": {"yaml"},
     "cli.model_source": {"transformers", "peft", "yaml"},
     "plan.devices": {"yaml"},
+    "plan.parallelism": {"transformers"},
     "integrations.deepspeed": {"deepspeed", "hjson"},
     "integrations.transformers": {"transformers", "accelerate", "packaging", "yaml"},
     "integrations.ulysses": {"transformers", "accelerate", "deepspeed"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,18 +24,33 @@ if TYPE_CHECKING:
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
 _DTYPES = ("fp32", "bf16")
+_OPTIONS = re.compile(r"(?<!-)\b(layout|ranks|replicas|offload|tp_size|ep_size)=('?)([^\s',]*)\2")
+"""Arguments of `plan_step` in its errors, which are options here."""
 
 
 def plan(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
     layout: Annotated[
-        str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3; not tensor or expert parallel.")
+        str, typer.Option(help="single, ddp, fsdp, hsdp, tp (tensor parallel), zero1, zero2 or zero3.")
     ] = "fsdp",
     ranks: Annotated[
         int | None,
         typer.Option(help="Number of processes, one per GPU. Default: 1 for single, else 8.", show_default=False),
     ] = None,
     replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
+    tp_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks that cut each matrix, as transformers' tp_size, under fsdp and hsdp. Under tp it is all ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    ep_size: Annotated[
+        int,
+        typer.Option(
+            help="Ranks among which experts are distributed, as transformers' ep_size, under fsdp, hsdp and tp."
+        ),
+    ] = 1,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per step: all ranks together, gradient accumulation included.")
     ] = None,
@@ -127,6 +143,8 @@ def plan(
                 layout,
                 ranks,
                 replicas=replicas,
+                tp_size=tp_size,
+                ep_size=ep_size,
                 dtype=stored,
                 ns_dtype=products_of(device, known),
                 training=training,
@@ -134,7 +152,9 @@ def plan(
             timing = None
             if device.lower() != GPU:
                 timing = _timing(described, step, known, training, replicas, stored, tokens, utilization)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError) as error:
+        fail(_OPTIONS.sub(lambda option: f"--{option[1].replace('_', '-')}={option[3]}", str(error)))
+    except OSError as error:
         fail(error)
     shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
@@ -203,6 +223,8 @@ def _show(
     screen = console()
     weights = plan.muon_weights + plan.adamw_weights
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    for name, size in (("tp_size", plan.tp_size), ("ep_size", plan.ep_size)):
+        ranks += f", {name} {size}" if size > 1 else ""
     screen.print(f"{source}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}", markup=False)
     by_muon = f"{plan.muon_weights:,} of them with Muon ({plan.muon_weights / max(weights, 1):.1%})"
     screen.print(f"{weights:,} trained weights, {by_muon}")
@@ -253,8 +275,13 @@ def _words(plan: Plan, training: Training) -> dict[str, str]:
         "share": "FLOPs of the busiest rank, relative to the model's products with weights on as many ranks at the "
         "same speed; attention scores, lookups and communication are not in it (--device gives seconds)",
         "not counted": "the CUDA context, fragmentation, libraries' workspaces, buffers of collectives",
-        "not planned": "tensor, expert, context and pipeline parallel; a run with them may need less memory a rank",
+        "not planned": "context and pipeline parallel; a run with them may need less memory a rank",
     }
+    if plan.tp_size > 1 or plan.ep_size > 1:
+        words["tensor and expert parallel"] = (
+            "parameters are cut by transformers' own code, as the model's tp_plan and ep_plan say; what layers send in "
+            "the forward and backward pass is not counted"
+        )
     if training.offload != "none":
         words["offload"] = "bytes on the host and over the bus are counted; the speed of the host is not known"
     return words

@@ -15,7 +15,7 @@ repeated here for the operations of these models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -110,10 +110,12 @@ def estimate_activations(
     )
 
 
-def autocast_copies(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of the copies that autocast makes of linear layers' weights."""
+def autocast_copies(
+    module: nn.Module, dtype: torch.dtype, numel_of: Callable[[torch.Tensor], int] = torch.Tensor.numel
+) -> int:
+    """Return the bytes of the copies that autocast makes of linear layers' weights, which have `numel_of` elements."""
     weights = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Linear)}
-    return sum(weight.numel() * dtype.itemsize for weight in weights.values())
+    return sum(numel_of(weight) * dtype.itemsize for weight in weights.values())
 
 
 def _is_layer(module: nn.Module) -> bool:

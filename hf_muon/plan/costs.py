@@ -14,17 +14,22 @@ from hf_muon.math import cost
 from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
+from hf_muon.plan.parallelism import Cuts
 from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.regions import Region
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from hf_muon.distributed.units import Unit
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
 
 
-def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dtype) -> StepCost:
+def step_cost(
+    layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dtype, cuts: Cuts | None = None
+) -> StepCost:
     """Return what the executors of all param groups cost together, on each rank.
 
     Args:
@@ -32,6 +37,7 @@ def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dty
         ranks: number of ranks.
         ns_steps: Newton-Schulz steps.
         ns_dtype: of the products.
+        cuts: of tensor and expert parallelism, under which groups of some of the ranks store parameters.
     """
 
     def flops_of(unit: Unit) -> int:
@@ -42,13 +48,23 @@ def step_cost(layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dty
     in_flight = largest = 0
     for executor in (executor for work in layout.works for executor in work.executors):
         own = executor.cost(flops_of, ns_dtype)
-        # One entry: every rank does all of it. Executors of some of the ranks would not say which: no layout has them.
-        copies = ranks if len(own.flops) == 1 else 1
-        flops = [a + b for a, b in zip(flops, own.flops * copies, strict=True)]
-        sent = [a + b for a, b in zip(sent, own.sent_bytes * copies, strict=True)]
+        # Without a group every rank does all of it. Other groups of the same axes do the same as this rank's.
+        places = _places(getattr(executor, "group", None), ranks, cuts)
+        flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
+        sent = [total + own.sent_bytes[place] for total, place in zip(sent, places, strict=True)]
         in_flight += own.in_flight_bytes
         largest = max(largest, own.unit_bytes)
     return StepCost(flops, sent, in_flight, largest)
+
+
+def _places(group: ProcessGroup | None, ranks: int, cuts: Cuts | None) -> list[int]:
+    """Return each rank's place in the group over which it stores what this rank stores over `group`."""
+    if group is None:
+        return [0] * ranks
+    from torch.distributed import get_process_group_ranks
+
+    members = get_process_group_ranks(group)
+    return list(range(ranks)) if cuts is None else cuts.places(members)
 
 
 class StateBytes(NamedTuple):
@@ -58,19 +74,24 @@ class StateBytes(NamedTuple):
         own: all of it.
         adamw: what it would be if torch's AdamW had all weights.
         large: by `use_muon`, the part that `momentum_offload` moves to the host: moments of large parameters.
+        matrices: not bytes, but elements of Muon's parameters.
     """
 
     own: list[int]
     adamw: list[int]
     large: dict[bool, list[int]]
+    matrices: list[int]
 
 
-def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int) -> StateBytes:
-    """Return the bytes of optimizer state on each rank."""
+def state_bytes(
+    layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int, cuts: Cuts | None = None
+) -> StateBytes:
+    """Return the bytes of optimizer state on each rank; for `cuts` see `step_cost`."""
     # Elements and bytes of moments on each rank, by the identity of the regions and the route.
     known: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
     own = torch.zeros(ranks, dtype=torch.int64)
     adamw = torch.zeros(ranks, dtype=torch.int64)
+    matrices = torch.zeros(ranks, dtype=torch.int64)
     large = {side: torch.zeros(ranks, dtype=torch.int64) for side in (True, False)}
     for group, work in zip(groups, layout.works, strict=True):
         use_muon = bool(group["use_muon"])
@@ -83,17 +104,21 @@ def state_bytes(layout: StepLayout, groups: Sequence[dict[str, Any]], ranks: int
                 if key not in known:
                     shapes = [region.shape for region in storage.regions if isinstance(region, Region)]
                     nbytes = {shape: _moment_bytes(group, param, shape) for shape in set(shapes)}
+                    places = _places(storage.group, ranks, cuts)
                     known[key] = (
-                        torch.tensor([math.prod(shape) for shape in shapes]),
-                        torch.tensor([nbytes[shape] for shape in shapes]),
+                        torch.tensor([math.prod(shape) for shape in shapes])[places],
+                        torch.tensor([nbytes[shape] for shape in shapes])[places],
                     )
                 numel, moments = known[key]
             step = 4  # a number in fp32
             adamw += numel * 2 * param.dtype.itemsize + step
             own += moments + (0 if use_muon else step)
+            if use_muon:
+                matrices += numel
             if param.numel() >= SMALLEST:
                 large[use_muon] += moments
-    return StateBytes(own.tolist(), adamw.tolist(), {side: nbytes.tolist() for side, nbytes in large.items()})
+    large_bytes = {side: nbytes.tolist() for side, nbytes in large.items()}
+    return StateBytes(own.tolist(), adamw.tolist(), large_bytes, matrices.tolist())
 
 
 def _moment_bytes(group: Mapping[str, Any], param: Tensor, shape: Sequence[int]) -> int:

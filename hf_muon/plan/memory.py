@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_muon.plan.activations import Activations, autocast_copies, estimate_activations
+from hf_muon.plan.parallelism import Cuts
 
 OFFLOADS = {
     "none": "nothing",
@@ -109,7 +110,14 @@ def offload_complaint(layout: str, offload: str) -> str | None:
 
 
 def model_memory(
-    model: nn.Module, layout: str, ranks: int, shards: int, masters: int, dtype: torch.dtype, training: Training
+    model: nn.Module,
+    layout: str,
+    ranks: int,
+    shards: int,
+    masters: int,
+    dtype: torch.dtype,
+    training: Training,
+    cuts: Cuts | None = None,
 ) -> Memory:
     """Return the memory of weights, gradients and activations; state and the step's buffers are zero.
 
@@ -121,6 +129,7 @@ def model_memory(
         masters: number of elements of ZeRO's flat fp32 partitions on a rank; 0 outside of ZeRO.
         dtype: of the trained weights; under ZeRO those of the model are in `compute_dtype`.
         training: how the run computes.
+        cuts: of tensor and expert parallelism, which then say what each rank stores, and not `shards`.
     """
     zero = layout.startswith("zero")
     compute = training.compute_dtype
@@ -130,25 +139,37 @@ def model_memory(
     frozen = [param for param in params if not param.requires_grad]
 
     def of_ranks(some: Iterable[nn.Parameter], itemsize: int) -> list[int]:
+        if cuts is not None:
+            return [numel * itemsize for numel in cuts.stored(some)]
         numels = shares([param.shape for param in some], ranks, shards, rows=layout != "zero3")
         return [numel * itemsize for numel in numels]
 
+    def gathered(param: Tensor) -> int:
+        """Return the elements of a parameter with which a rank computes."""
+        return param.numel() if cuts is None else cuts.gathered(param)
+
     weights = _sum(of_ranks(trained, stored.itemsize), of_ranks(frozen, training.frozen_dtype.itemsize))
     gradients = of_ranks(trained, stored.itemsize)
+    if cuts is not None:
+        gradients = [numel * stored.itemsize for numel in cuts.gradients(trained)]
     if layout in ("zero2", "zero3"):
         gradients = [masters * compute.itemsize] * ranks
-    autocast = layout in ("single", "ddp") and dtype.itemsize > compute.itemsize and not frozen
-    estimate = estimate_activations(
-        model,
-        training.batch_size * training.sequence_length,
-        compute,
-        autocast=autocast,
-        checkpointing=training.gradient_checkpointing,
+    autocast = layout in ("single", "ddp", "tp") and dtype.itemsize > compute.itemsize and not frozen
+    estimate = (
+        estimate_activations(
+            model,
+            training.batch_size * training.sequence_length,
+            compute,
+            autocast=autocast,
+            checkpointing=training.gradient_checkpointing,
+        )
+        if cuts is None
+        else "activations are not estimated under tensor or expert parallelism"
     )
     if autocast:
-        copies = 0 if isinstance(estimate, Activations) else autocast_copies(model, compute)
+        copies = 0 if isinstance(estimate, Activations) else autocast_copies(model, compute, gathered)
     elif layout in ("fsdp", "hsdp"):
-        copies = _gathered(model, compute.itemsize)
+        copies = _gathered(model, compute.itemsize, gathered)
     else:
         copies = min(_LIVE, sum(p.numel() for p in params)) * compute.itemsize if layout == "zero3" else 0
     copies += max(gradients) if layout == "ddp" else 0
@@ -250,11 +271,16 @@ def shares(shapes: Iterable[Sequence[int]], ranks: int, shards: int, *, rows: bo
     return [int(total[rank % shards]) for rank in range(ranks)]
 
 
-def _gathered(model: nn.Module, itemsize: int) -> int:
+def _gathered(model: nn.Module, itemsize: int, numel_of: Callable[[Tensor], int]) -> int:
     """Return the bytes of the whole weights and gradients that FSDP2 has at once, with each layer wrapped.
 
     The root's (embeddings, the head) stay from the forward to the end of the backward pass, and so do their gradients.
     Of the layers, two are gathered, and one has its whole gradients.
+
+    Args:
+        model: on any device.
+        itemsize: bytes of an element in the forward and backward pass.
+        numel_of: returns the elements of a parameter that FSDP2 gathers.
     """
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -264,7 +290,7 @@ def _gathered(model: nn.Module, itemsize: int) -> int:
 
     def nbytes(params: Iterable[nn.Parameter]) -> int:
         """Return the bytes of weights twice, and of the gradients of those that are trained, on top of one of them."""
-        return sum(param.numel() * itemsize * (2 if param.requires_grad else 1) for param in params)
+        return sum(numel_of(param) * itemsize * (2 if param.requires_grad else 1) for param in params)
 
     largest = max(of_layers, key=nbytes, default=[])
-    return nbytes(root) + nbytes(largest) + sum(param.numel() * itemsize for param in largest)
+    return nbytes(root) + nbytes(largest) + sum(numel_of(param) * itemsize for param in largest)

@@ -16,6 +16,7 @@ from hf_muon.optimizer.state import complete_state_
 from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.plan import stand_ins
 from hf_muon.plan.calls import Call, Calls, recording
+from hf_muon.plan.parallelism import Cuts
 from hf_muon.routing.route import Route
 from hf_muon.storage.tensors import local_of
 
@@ -69,6 +70,7 @@ def record_step(
     dtype: torch.dtype = torch.float32,
     ns_dtype: torch.dtype = torch.float16,
     device: str = "meta",
+    cuts: Cuts | None = None,
 ) -> RecordedStep:
     """Return the calls of a step on one rank.
 
@@ -82,11 +84,12 @@ def record_step(
         dtype: of the stored weights and gradients.
         ns_dtype: of the products.
         device: `meta` for the step of accelerators, `cpu` for that of a CPU.
+        cuts: of tensor and expert parallelism; None for layouts without.
     """
     products_on = torch.device(device)
     calls, turns = Calls(device), 0
     with stand_ins.fake_ranks(ranks, rank):
-        groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
+        groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype, cuts)
         step = stand_ins.step_layout(groups, partitions, replicate_group, config, products_on)
         name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
         for work in step.works:

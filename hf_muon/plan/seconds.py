@@ -25,7 +25,9 @@ from hf_muon.plan.calls import Call
 from hf_muon.plan.costs import attention_flops
 from hf_muon.plan.devices import Device
 from hf_muon.plan.memory import Training
+from hf_muon.plan.parallelism import sizes_of
 from hf_muon.plan.recorded_step import RecordedStep, record_step
+from hf_muon.plan.stand_ins import cuts_on
 from hf_muon.plan.step_plan import Plan
 from hf_muon.plan.this_machine import ThisMachine, measure_this_machine
 from hf_muon.routing.route import route_parameters
@@ -125,6 +127,7 @@ def plan_seconds(
         )
     products = NS_DTYPES[config.ns_dtype] or auto_dtype(device)
     rank = max(range(plan.ranks), key=plan.flops.__getitem__)
+    sizes = sizes_of(plan.layout, plan.ranks, replicas, plan.tp_size, plan.ep_size)
     recorded = record_step(
         route_parameters(model, config),
         config,
@@ -135,6 +138,7 @@ def plan_seconds(
         dtype=dtype,
         ns_dtype=products,
         device="meta" if device else "cpu",
+        cuts=cuts_on(model, sizes),
     )
     if device is None:
         machine = measure_this_machine(recorded.calls)

@@ -14,9 +14,11 @@ from hf_muon.build import groups_of
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.diagnostics.log import has_process_group
 from hf_muon.optimizer.layout import StepLayout
+from hf_muon.plan.parallelism import DENSE, EXPERT, Cuts, Sizes, all_axes, cuts_of
 from hf_muon.routing.route import Route
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Slice, partition_bounds
+from hf_muon.storage.regions import regions
 
 _SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
 _OF_GROUPS = ("momentum_dtype", "adamw_state_dtype", "momentum_offload")
@@ -42,6 +44,27 @@ def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers of its operators: equal meshes of a later process group have other groups."""
+    from torch.distributed.tensor import debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def cuts_on(model: nn.Module, sizes: Sizes | None) -> Cuts | None:
+    """Return how ranks that do not exist store a model's parameters; None without tensor and expert parallelism.
+
+    Raises:
+        ValueError, RuntimeError: see `parallelism.cuts_of`.
+    """
+    if sizes is None:
+        return None
+    with fake_ranks(sizes.ranks):
+        return cuts_of(model, sizes)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -50,7 +73,12 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def stored_groups(
-    routes: Sequence[Route], config: MuonConfig, layout: str, replicas: int, dtype: torch.dtype
+    routes: Sequence[Route],
+    config: MuonConfig,
+    layout: str,
+    replicas: int,
+    dtype: torch.dtype,
+    cuts: Cuts | None = None,
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Partition] | None, Any]:
     """Return param groups as a framework stores their parameters, in the fake process group of this process.
 
@@ -60,6 +88,7 @@ def stored_groups(
         layout: one of `step_plan.LAYOUTS`.
         replicas: copies of the model under `hsdp`.
         dtype: of the stored weights.
+        cuts: of tensor and expert parallelism; None for layouts without.
 
     Returns:
         The param groups, the partitions of ZeRO if the layout has them, and the group over which plain parameters are
@@ -67,6 +96,8 @@ def stored_groups(
     """
     import torch.distributed as dist
 
+    if cuts is not None and has_process_group():
+        return _groups(routes, _cut(routes, cuts, dtype), config), None, None
     if not has_process_group() or layout == "ddp":
         replicate_group = dist.group.WORLD if has_process_group() else None
         params = [nn.Parameter(_empty(route.shape, dtype)) for route in routes]
@@ -140,6 +171,42 @@ def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list
         local = _empty((rows, *route.shape[1:]), dtype)
         whole = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(route.shape), stride=stride
+        )
+        params.append(nn.Parameter(whole))
+    return params
+
+
+def _cut(routes: Sequence[Route], cuts: Cuts, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return parameters as tensor and expert parallelism store them: DTensors, and plain ones where ranks have all."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    from hf_muon.distributed.groups import use_group
+
+    sizes, rank, world = cuts.sizes, dist.get_rank(), dist.get_world_size()
+    meshes: dict[tuple[str, ...], Any] = {
+        axes: init_device_mesh("cpu", sizes.shape(axes), mesh_dim_names=axes) for axes in (DENSE, EXPERT)
+    }
+    for axes in dict.fromkeys(cuts.of(route.parameter).axes for route in routes):
+        members = sizes.members(axes, rank)
+        # The ranks of a mesh agree on its group by what they send, and here nobody sends.
+        if len(axes) > 1 and len(members) < world:
+            use_group(dist.new_group(members, use_local_synchronization=True))
+    params = []
+    for route in routes:
+        cut = cuts.of(route.parameter)
+        if not cut.axes:
+            params.append(nn.Parameter(_empty(route.shape, dtype)))
+            continue
+        region = regions(route.shape, sizes.shape(cut.axes), cut.placements)[sizes.places(cut.axes)[rank]]
+        whole = DTensor.from_local(
+            _empty(region.shape, dtype),
+            meshes[all_axes(cut.axes)][cut.axes],
+            cut.placements,
+            run_check=False,
+            shape=torch.Size(route.shape),
+            stride=torch.empty(route.shape, device="meta").stride(),
         )
         params.append(nn.Parameter(whole))
     return params

@@ -6,10 +6,10 @@ The plan comes from the code that the step itself uses, run on stand-ins for the
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +22,10 @@ from hf_muon.plan.memory import (
     Training,
     model_memory,
     offload_complaint,
-    shares,
     with_moments_on_host,
     with_state,
 )
+from hf_muon.plan.parallelism import sizes_of
 from hf_muon.routing.route import Route, route_parameters
 
 LAYOUTS = {
@@ -33,6 +33,7 @@ LAYOUTS = {
     "ddp": "copies of the model on all ranks (DDP, ZeRO-0)",
     "fsdp": "FSDP2: each parameter cut along its first dim",
     "hsdp": "FSDP2 within a replica, several replicas",
+    "tp": "tensor parallel: each parameter cut as the model's tp_plan says",
     "zero1": "DeepSpeed ZeRO-1: flat partitions",
     "zero2": "DeepSpeed ZeRO-2: flat partitions",
     "zero3": "DeepSpeed ZeRO-3: each parameter cut into flat slices",
@@ -46,6 +47,8 @@ class Plan:
     Attributes:
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
+        tp_size: ranks that cut a matrix by tensor parallelism; 1 without it.
+        ep_size: ranks among which expert parallelism distributes experts; 1 without it.
         muon_weights, adamw_weights: number of trained weights by route.
         state_bytes: optimizer state, bytes.
         adamw_state_bytes: optimizer state if torch's AdamW had all weights, bytes.
@@ -59,6 +62,8 @@ class Plan:
 
     layout: str
     ranks: int
+    tp_size: int
+    ep_size: int
     muon_weights: int
     adamw_weights: int
     state_bytes: list[int]
@@ -92,6 +97,8 @@ def plan_step(
     ranks: int,
     *,
     replicas: int = 2,
+    tp_size: int | None = None,
+    ep_size: int = 1,
     dtype: torch.dtype = torch.float32,
     ns_dtype: torch.dtype = torch.float16,
     training: Training = Training(),  # noqa: B008 (frozen)
@@ -104,29 +111,36 @@ def plan_step(
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         replicas: copies of the model under `hsdp`.
+        tp_size: ranks that cut a matrix, under `fsdp` and `hsdp`; under `tp` it is all of them.
+        ep_size: ranks among which experts are distributed, under `tp`, `fsdp` and `hsdp`.
         dtype: of the stored weights; with bf16 mixed precision they are fp32. ZeRO's own are in `compute_dtype`.
         ns_dtype: that `ns_dtype: auto` means on the hardware of the ranks.
         training: how the run computes, for its memory.
 
     Raises:
-        ValueError: the layout is unknown, or `ranks`, `replicas` or `training.offload` do not fit it.
-        RuntimeError: this process is in a process group already.
+        ValueError: the layout is unknown, or `ranks`, `replicas`, `training.offload` or the sizes do not fit it.
+        RuntimeError: this process is in a process group already, or the model has no plan for tensor or expert
+            parallelism.
     """
     _check(config, layout, ranks, replicas, training)
+    sizes = sizes_of(layout, ranks, replicas, tp_size, ep_size)
     routes = route_parameters(model, config)
     products = NS_DTYPES[config.ns_dtype] or ns_dtype
+    cuts = stand_ins.cuts_on(model, sizes)
     with stand_ins.fake_ranks(ranks):
-        groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype)
+        groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype, cuts)
         step = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
-        cost = costs.step_cost(step, ranks, config.ns_steps, products)
-        state = costs.state_bytes(step, groups, ranks)
+        cost = costs.step_cost(step, ranks, config.ns_steps, products, cuts)
+        state = costs.state_bytes(step, groups, ranks, cuts)
     shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
     flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []
-    of_model = model_memory(model, layout, ranks, shards, sum(flats), dtype, training)
+    of_model = model_memory(model, layout, ranks, shards, sum(flats), dtype, training, cuts)
+    if cuts is not None:  # the fewest ranks that store a matrix together
+        shards = min((math.prod(r.shape) // max(cuts.stored([r.parameter])) for r in routes if r.use_muon), default=1)
     in_flight = min(config.max_bucket_bytes, cost.in_flight_bytes)
     # DeepSpeed makes fp32 gradients of one partition at a time.
     fp32_gradients = 4 * max(flats, default=0) if training.offload == "none" else 0
-    matrices = _matrix_elements(groups, routes, ranks, shards)
+    matrices = state.matrices
     unit = _step_buffers(routes, config, torch.float32 if flats else dtype, products)
     temporary, in_turn = unit.temporary, unit.numel
     if ranks > 1:
@@ -160,6 +174,8 @@ def plan_step(
     return Plan(
         layout=layout,
         ranks=ranks,
+        tp_size=sizes.tp if sizes else 1,
+        ep_size=ep_size,
         muon_weights=weights[True],
         adamw_weights=weights[False],
         state_bytes=state.own,
@@ -175,7 +191,9 @@ def plan_step(
 
 def _check(config: MuonConfig, layout: str, ranks: int, replicas: int, training: Training) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is not valid. Valid: {', '.join(LAYOUTS)}")
+        near = difflib.get_close_matches(layout, LAYOUTS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"layout={layout!r} is not valid.{hint} Valid: {', '.join(LAYOUTS)}")
     if ranks < 1:
         raise ValueError(f"ranks={ranks} is not valid: expected an integer of at least 1")
     if layout == "single" and ranks > 1:
@@ -196,16 +214,6 @@ def _step_buffers(
     layout = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
     name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
     return buffers.step_buffers(layout, groups, config, name)
-
-
-def _matrix_elements(
-    groups: Sequence[Mapping[str, Any]], routes: Sequence[Route], ranks: int, shards: int
-) -> list[int]:
-    """Return how many elements of Muon's matrices each rank stores."""
-    flats = [group["params"][0] for group in groups if group["use_muon"] and "flat" in group["param_names"]]
-    if flats:
-        return [sum(flat.numel() for flat in flats)] * ranks
-    return shares([route.shape for route in routes if route.use_muon], ranks, shards)
 
 
 def _travels(matrices: Sequence[int], config: MuonConfig, ns_dtype: torch.dtype) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from hf_muon.plan.memory import Training
 from hf_muon.plan.seconds import plan_seconds, training_seconds
 from hf_muon.plan.step_plan import plan_step
 from tests.cli.calls import as_process, call
+from tests.e2e.layout_cases import needs_native
 
 
 class TestPlan:
@@ -45,6 +46,17 @@ class TestPlan:
         assert ("temporary buffers" in words["exact"]) == (layout == "single")
         assert {"estimated", "share", "not counted", "not planned"} < set(words)
         assert "offload" not in words
+
+    @needs_native
+    def test_tensor_parallel(self, small):
+        result = call("plan", small[1], "--layout", "fsdp", "--ranks", 4, "--tp-size", 2)
+        assert result.exit_code == 0, result.output
+        assert "fsdp on 4 ranks, tp_size 2:" in result.stdout
+        assert "tensor and expert parallel: parameters are cut by transformers' own code" in result.stdout
+        result = call("plan", small[1], "--layout", "tp", "--ranks", 2, "--json", "--device", "h100")
+        report, plan = json.loads(result.stdout), plan_step(small[0], MuonConfig(), "tp", 2, ns_dtype=torch.bfloat16)
+        assert (report["tp_size"], report["sent_bytes"]) == (2, plan.sent_bytes)
+        assert report["seconds"]["total"] > 0
 
     def test_a_single_process_needs_no_number_of_ranks(self, small):
         with_ranks, without = (
@@ -147,9 +159,16 @@ class TestPlan:
         ("words", "message"),
         [
             (["nowhere"], "nowhere does not exist"),
-            (["qwen3-0.6b", "--layout", "megatron"], "layout='megatron' is not valid. Valid: single, ddp"),
-            (["qwen3-0.6b", "--ranks", "0"], "ranks=0 is not valid"),
-            (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "replicas=3 do not divide ranks=8"),
+            (["qwen3-0.6b", "--layout", "megatron"], "--layout=megatron is not valid. Valid: single, ddp"),
+            (["qwen3-0.6b", "--layout", "fspd"], "--layout=fspd is not valid. Did you mean fsdp? Valid: single, ddp"),
+            (["qwen3-0.6b", "--tp-size", "3"], "--tp-size=3 does not divide the 8 ranks of the run"),
+            pytest.param(
+                ["qwen3-0.6b", "--ep-size", "2"],
+                "--ep-size=2: Qwen3ForCausalLM of transformers has no ep_plan",
+                marks=needs_native,
+            ),
+            (["qwen3-0.6b", "--ranks", "0"], "--ranks=0 is not valid"),
+            (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "--replicas=3 do not divide --ranks=8"),
             (["qwen3-0.6b", "--dtype", "fp8"], "--dtype=fp8 is not valid. Valid: fp32, bf16"),
             (
                 ["qwen3-0.6b", "--device", "tpu"],
@@ -161,13 +180,13 @@ class TestPlan:
             ),
             (
                 ["qwen3-0.6b", "--device", "h100", "--offload", "params"],
-                "SXM with offload=params: half of the step",
+                "SXM with --offload=params: half of the step",
             ),
             (["qwen3-0.6b", "--tokens", "0"], "--tokens=0 is not valid"),
             (["qwen3-0.6b", "--batch-size", "0"], "--batch-size=0 is not valid: expected at least 1"),
             (["qwen3-0.6b", "--memory", "0"], "--memory=0.0 is not valid: expected more than 0"),
-            (["qwen3-0.6b", "--offload", "disk"], "offload='disk' is not valid. Valid: none, optimizer, params"),
-            (["qwen3-0.6b", "--offload", "optimizer"], "offload=optimizer needs layout zero1, zero2, zero3"),
+            (["qwen3-0.6b", "--offload", "disk"], "--offload=disk is not valid. Valid: none, optimizer, params"),
+            (["qwen3-0.6b", "--offload", "optimizer"], "--offload=optimizer needs layout zero1, zero2, zero3"),
         ],
     )
     def test_refused(self, words, message):

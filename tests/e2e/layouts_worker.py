@@ -4,7 +4,8 @@ Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun or `accelera
 
 Each case is a mapping:
     name: of the file `FOLDER/name.pt` with the results, and of the folder of checkpoints
-    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`)
+    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`) |
+        measured (`measured_step.steps`, with the arguments `measured`)
     environment: environment variables, as `accelerate launch` sets them
     model: options of `network`
     load: how transformers shards the model while it loads: options of DistributedConfig, or `tp_plan`
@@ -42,7 +43,7 @@ from transformers import (
 
 from tests import fixtures_text
 from tests.bounds import move
-from tests.e2e import cpu_fsdp
+from tests.e2e import cpu_fsdp, measured_step
 
 STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
 ARGUMENTS: dict[str, Any] = {
@@ -250,6 +251,8 @@ def fp16_by_hand() -> dict[str, Any]:
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["layout"] == "fp16":
         return fp16_by_hand()
+    if case["layout"] == "measured":
+        return {"ranks": measured_step.steps(folder=folder / case["name"], **case["measured"])}
     args = arguments_of(case, folder / case["name"])
     model = network(**case.get("model", {}))
     if "load" in case:

@@ -15,8 +15,12 @@ from benchmarks.rehearsal_table import EXPERTS, LORA, Case, read_table
 from hf_muon import MuonConfig, build_optimizer, route_parameters
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.plan.calls import Calls, recording
+from hf_muon.plan.parallelism import sizes_of
 from hf_muon.plan.recorded_step import record_step
+from hf_muon.plan.stand_ins import cuts_on
 from hf_muon.plan.step_plan import plan_step
+from tests.e2e.layout_cases import needs_native
+from tests.e2e.measured_step import on_meta
 from tests.plan.plan_cases import Several
 
 BF16 = torch.bfloat16
@@ -39,6 +43,8 @@ CHECKS = {"_foreach_norm", "_foreach_div", "stack", "le", "all", "ones"}
         (Case(layout="FSDP2", ranks=8), "fsdp"),
         (Case(layout="HSDP", ranks=8), "hsdp"),
         (Case(EXPERTS, "FSDP2", 8), "fsdp"),
+        pytest.param(Case(layout="TP", ranks=8), "tp", marks=needs_native),
+        pytest.param(Case(layout="FSDP2 and TP", ranks=64), "fsdp", marks=[needs_native, pytest.mark.extended]),
         (Case(layout="ZeRO-1 or 2", ranks=8, weights="fp32"), "zero2"),
         (Case(layout="ZeRO-3", ranks=8, weights="fp32"), "zero3"),
     ],
@@ -49,10 +55,10 @@ def test_launches_and_traffic_are_those_of_the_committed_table(case, layout):
     model, config = meta_model(case.model, NS_DTYPES[case.weights]), MuonConfig.from_mapping(options_of(case))
     routes = route_parameters(model, config)
     dtype = routes[0].parameter.dtype  # peft's factors are fp32
-    recorded = [
-        record_step(routes, config, layout, case.ranks, rank, dtype=dtype, ns_dtype=NS_DTYPES[case.ns_dtype])
-        for rank in ranks_of(case)
-    ]
+    tp_size = 8 if "TP" in case.layout else None
+    options = {"dtype": dtype, "ns_dtype": NS_DTYPES[case.ns_dtype]}
+    options["cuts"] = cuts_on(model, sizes_of(layout, case.ranks, 1, tp_size, 1))
+    recorded = [record_step(routes, config, layout, case.ranks, rank, **options) for rank in ranks_of(case)]
     launches = [step.launches + step.collectives for step in recorded]
     expected = TABLE[case]
     assert (round(fmean(launches), 1), max(launches)) == (expected.launches, expected.most)
@@ -99,6 +105,20 @@ def test_products_of_each_rank_are_those_of_the_plan(layout, ranks):
         record_step(routes, config, layout, ranks, rank, ns_dtype=torch.float32, device="cpu") for rank in range(ranks)
     ]
     assert sum(step.flops for step in on_cpu) == sum(plan.flops)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("layout", "ranks", "sizes"),
+    [("tp", 2, {"ep_size": 2}), ("fsdp", 4, {"tp_size": 2}), ("hsdp", 8, {"tp_size": 2, "ep_size": 4})],
+)
+def test_products_of_each_rank_of_tensor_and_expert_parallelism(layout, ranks, sizes):
+    model, config = on_meta(experts="ep_size" in sizes), MuonConfig(ns_dtype="fp32")
+    plan = plan_step(model, config, layout, ranks, **sizes)
+    cuts = cuts_on(model, sizes_of(layout, ranks, 2, plan.tp_size, plan.ep_size))
+    routes = route_parameters(model, config)
+    options = {"ns_dtype": torch.float32, "cuts": cuts}
+    assert [record_step(routes, config, layout, ranks, rank, **options).flops for rank in range(ranks)] == plan.flops
 
 
 def test_a_product_of_plain_matrices_and_one_that_adds():
