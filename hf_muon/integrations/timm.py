@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _REGISTERED = OWN_NAME.replace("_", "")
 # timm's names of options, and ours.
 _RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps"}
-_DESCRIPTION = "hf_muon: Muon for hidden matrices and AdamW for all other parameters"
 # What timm.optim._optim_factory must have.
 _NEEDED = ("OptimInfo", "OptimizerRegistry", "default_registry")
 
@@ -51,6 +50,17 @@ def _with_flag(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "use_muon": False} if group.get("use_fallback") else rest
 
 
+def _entry() -> dict[str, Any]:
+    """Return what timm's list of optimizers says of this one."""
+    return {
+        "name": _REGISTERED,
+        "opt_class": f"{__name__}.{muon_of_groups.__name__}",  # imported by timm when it is asked for
+        "description": "hf_muon: Muon for hidden matrices and AdamW for all other parameters",
+        "has_momentum": True,
+        "has_betas": True,
+    }
+
+
 def patch_registry(module: ModuleType) -> Callable[[], None] | str | None:
     """Register `hf_muon` in timm.optim._optim_factory, and warn when timm makes the Muon of its `--opt muon`."""
     missing = [name for name in _NEEDED if not hasattr(module, name)]
@@ -60,15 +70,7 @@ def patch_registry(module: ModuleType) -> Callable[[], None] | str | None:
     create = kind.create_optimizer
     if is_ours(create):
         return None
-    registry.register(
-        module.OptimInfo(
-            name=_REGISTERED,
-            opt_class=f"{__name__}.{muon_of_groups.__name__}",  # imported by timm when it is asked for
-            description=_DESCRIPTION,
-            has_momentum=True,
-            has_betas=True,
-        )
-    )
+    registry.register(module.OptimInfo(**_entry()))
     registry.register_alias(OWN_NAME, _REGISTERED)
 
     @functools.wraps(create)

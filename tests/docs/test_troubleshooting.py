@@ -27,7 +27,7 @@ MAKES_MESSAGES = re.compile(r"complaint|reason|refus|freeze_quantized|_valid")
 OF_OTHERS = ("... is not a valid OptimizerNames",)
 # A file, or a function or constant of it, whose texts are no messages, and why.
 NO_MESSAGES = {
-    "hf_muon/integrations/timm.py::_DESCRIPTION": "in timm's list of optimizers",
+    "hf_muon/integrations/timm.py::_entry": "in timm's list of optimizers",
     "hf_muon/math/cost.py": "describes products in a plan",
     "hf_muon/optimizer/first_step_report.py": "the report of HF_MUON_STEP_REPORT",
     "hf_muon/optimizer/layout.py::_parameter_line": "a value in `the ranks disagree`",
