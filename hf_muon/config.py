@@ -17,9 +17,10 @@ from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.update import ADJUST_LR_FNS
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import types
-from hf_muon.options.declaration import Option, check_value, declared, documented, option, options_of, quoted
+from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
 from hf_muon.options.declaration import unknown_option as _unknown_option
 from hf_muon.rules import registry
+from hf_muon.rules.fields import RuleOptions
 from hf_muon.storage.host import OFFLOADS
 
 __all__ = [
@@ -40,7 +41,7 @@ _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
 
 @dataclass(frozen=True)
-class MuonConfig:
+class MuonConfig(RuleOptions):
     """Options of Muon, and of the AdamW that steps the parameters that are not hidden matrices.
 
     Each field declares an option: its default, its type, its meaning and its source. The rest follows from the fields:
@@ -169,9 +170,6 @@ class MuonConfig:
         scope="group",
         source="[2010.06192](https://arxiv.org/abs/2010.06192), [docs](docs/bf16-weights.md)",
     )
-    normalize: str = declared(registry.BUILT_IN_OPTIONS["normalize"])
-    normalize_beta: float = declared(registry.BUILT_IN_OPTIONS["normalize_beta"])
-    weight_decay_mode: str = declared(registry.BUILT_IN_OPTIONS["weight_decay_mode"])
     muon_patterns: str | Sequence[str] | None = option(
         None,
         types.patterns(),
@@ -294,7 +292,7 @@ class MuonConfig:
         return dataclasses.replace(self, **values, rules={**self.rules, **rules})
 
 
-_OWN = options_of(MuonConfig)
+_OWN = dict(sorted(options_of(MuonConfig).items(), key=lambda item: item[0] in registry.BUILT_IN_OPTIONS))  # last
 registry.reserve([*_OWN, "rules"])
 OPTIONS = ChainMap(_OWN, registry.OTHERS_OPTIONS)
 """Every option by name, with those of registered rules."""

@@ -16,7 +16,10 @@ SECTIONS = {
     "Memory": "momentum_dtype adamw_state_dtype momentum_offload weight_rounding",
     "What a run tells, and what a resumed run accepts": "diagnostics_every diagnostics_file accept_rerouted",
     "Mathematics that few should touch": ("momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps"),
-    "Rules, which change the step": "normalize normalize_beta weight_decay_mode",
+    "Rules, which change the step": (
+        "momentum_warmup momentum_cooldown momentum_min training_steps weight_decay_schedule normalize normalize_beta "
+        "weight_decay_mode"
+    ),
     "Limits of a step that nobody should need": "max_bucket_bytes max_batch_bytes comm_dtype offload_compute",
 }
 

@@ -40,7 +40,7 @@ FLOORS = {
     "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "head", "page"],
     "storage": ["blocks tensors", "host views", "early_read transport", "regions", "dtensor shared", "partitions"],
     "options": ["patterns", "types", "declaration"],
-    "rules": ["rule", "cautious normalize", "registry"],
+    "rules": ["rule", "cautious decay_schedule momentum_schedule normalize", "registry", "fields"],
     "distributed": ["agreement units", "groups executor", "holdings local transfers", "schedule", "exchange", "select"],
     "routing": [
         "parameters parts",
@@ -81,7 +81,7 @@ FLOORS = {
         "deepspeed.loading",
         "deepspeed.engine",
         "accelerate transformers.checkpoint_files transformers.layout",
-        "transformers.context_parallel transformers.overrides transformers.sharded_models",
+        "transformers.context_parallel transformers.overrides transformers.schedules transformers.sharded_models",
         "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
         "llamafactory.v1.handler transformers.handler",
         "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",

@@ -235,6 +235,7 @@ def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
     restored.update({name: check_written_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
     own = {key: group[key] for key in ("params", "views", *own_options()) if group.get(key) is not None}
+    own |= {key: group[key] for key in registry.option_names() if key in group}  # None may be a choice
     names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
     return {**restored, **own, **names}
 

@@ -47,6 +47,7 @@ class Rule:
         decays: whether `apply` takes care of weight decay, so that nothing else does.
         complaint: called with the options; says why they cannot be meant, or None. Options that do not go together are
             refused before a step.
+        step_complaint: as `complaint`, but called by steps alone: what a Trainer may still fill in.
     """
 
     name: str
@@ -60,3 +61,4 @@ class Rule:
     apply: Callable[[Tensor, Tensor, States, Options, int, float], Tensor] | None = None
     decays: bool = False
     complaint: Callable[[Options], str | None] | None = None
+    step_complaint: Callable[[Options], str | None] | None = None

@@ -7,6 +7,18 @@ import torch
 from tests.rules.slow import SlowMuon
 
 
+class MomentumSchedule(SlowMuon):
+    """modded-nanogpt's `get_muon_momentum`, with the numbers of the settings."""
+
+    def momentum_now(self):
+        step, warmup, cooldown, end = self.number - 1, 2, 3, 6
+        if step < warmup:
+            return 0.85 + step / warmup * (self.momentum - 0.85)
+        if step > end - cooldown:
+            return self.momentum - min((step - (end - cooldown)) / cooldown, 1) * (self.momentum - 0.85)
+        return self.momentum
+
+
 class NorMuon(SlowMuon):
     """Li et al., https://arxiv.org/abs/2510.05491, with the norm of the authors' code."""
 
@@ -32,4 +44,4 @@ class Cautious(SlowMuon):
         return torch.where(weight * direction >= 0, weight, 0)
 
 
-SLOW = {"normalize": NorMuon, "cautious": Cautious}
+SLOW = {"momentum_schedule": MomentumSchedule, "normalize": NorMuon, "cautious": Cautious}

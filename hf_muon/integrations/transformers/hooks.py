@@ -16,6 +16,7 @@ from hf_muon.integrations.transformers import context_parallel
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
+from hf_muon.integrations.transformers.schedules import patch_schedules
 from hf_muon.integrations.transformers.sharded_models import patch_checkpoints
 from hf_muon.integrations.ulysses import hooks as ulysses
 
@@ -141,6 +142,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
 
     trainer.log = log_with_metrics
 
+    undo_schedules = patch_schedules(trainer)
     undo_console = _patch_console(module)
     undo_ulysses = ulysses.patch_trainer(module)
     undo_context_parallel = context_parallel.patch_trainer(module)
@@ -149,6 +151,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
         trainer._load_optimizer_and_scheduler = load
         trainer.log = log
         undo_console()
+        undo_schedules()
         undo_context_parallel()
         if undo_ulysses:
             undo_ulysses()

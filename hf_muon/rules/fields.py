@@ -1,0 +1,22 @@
+"""The options of hf_muon's own rules as fields of a dataclass, for `MuonConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_muon.options.declaration import declared
+from hf_muon.rules.registry import BUILT_IN_OPTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """A field for each option of a rule, with the type that it has in Python."""
+
+    momentum_warmup: int = declared(BUILT_IN_OPTIONS["momentum_warmup"])
+    momentum_cooldown: int = declared(BUILT_IN_OPTIONS["momentum_cooldown"])
+    momentum_min: float = declared(BUILT_IN_OPTIONS["momentum_min"])
+    training_steps: int | None = declared(BUILT_IN_OPTIONS["training_steps"])
+    weight_decay_schedule: str = declared(BUILT_IN_OPTIONS["weight_decay_schedule"])
+    normalize: str = declared(BUILT_IN_OPTIONS["normalize"])
+    normalize_beta: float = declared(BUILT_IN_OPTIONS["normalize_beta"])
+    weight_decay_mode: str = declared(BUILT_IN_OPTIONS["weight_decay_mode"])
