@@ -6,6 +6,7 @@
 #   make lint      ruff and mypy
 #   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
+#   make evidence   tables of the studies of Muon beside AdamW; with STUDY=name it runs or continues one, JOBS=2 two trials at once
 #   make golden    the tables in tests/golden and the tables of options in docs/options.md, written anew: look at the diff
 
 PYTHON ?= python3
@@ -14,6 +15,7 @@ LF := .venv-llamafactory
 DS := .venv-deepspeed
 BENCHMARKS := .venv-bench
 DEVICE ?= cpu
+JOBS ?= 1
 PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
@@ -24,7 +26,7 @@ NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,sphinx,trl
 DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
 LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 
-.PHONY: install async_io chromium demo quick test rest test-all lint docs golden bench clean
+.PHONY: install async_io chromium demo quick test rest test-all lint docs golden bench evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made chromium
@@ -75,6 +77,9 @@ bench: $(BENCHMARKS)/.made
 
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
+
+evidence: $(LF)/.made
+	$(LF_ENV) $(LF)/bin/python -W ignore -m evidence $(if $(STUDY),run $(STUDY) --jobs $(JOBS),draw) $(EVIDENCE)
 
 # tests/tiers.py says which tests a tier has on each stack; `rest` is what `test` leaves out of `test-all`.
 quick: $(VENV)/.made

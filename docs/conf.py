@@ -14,6 +14,8 @@ PAGES = {
         f"../benchmarks/results/{path.parent.name}/tables.md": f"benchmark-tables-{path.parent.name}.md"
         for path in sorted((HERE.parent / "benchmarks" / "results").glob("*/tables.md"))
     },
+    "../evidence/README.md": "evidence.md",
+    "../evidence/results/tables.md": "evidence-tables.md",
     "../CHANGELOG.md": "changelog.md",
     "../CONTRIBUTING.md": "contributing.md",
 }
@@ -39,7 +41,7 @@ def relocated(text: str, folder: str) -> str:
         target, _, fragment = match[1].partition("#")
         if not target or ":" in target:
             return match[0]
-        target = os.path.relpath(os.path.join(folder, target), ".")
+        target = os.path.normpath(os.path.join(folder, target))
         return f"]({PAGES.get(target, target)}{'#' * bool(fragment)}{fragment})"
 
     return re.sub(r"\]\(([^)\s]+)\)", link, text)

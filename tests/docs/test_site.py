@@ -29,7 +29,7 @@ def test_it_builds_without_a_warning(tmp_path):
 
 @pytest.mark.extended
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
-    for folder in ("docs", "benchmarks"):
+    for folder in ("docs", "benchmarks", "evidence"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for path in (*ROOT.glob("*.md"), *(ROOT / "hf_muon" / "plan").glob("devices.yaml")):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,195 @@
+"""What a study still has to train, in an order that gives useful tables early, from the rows that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from evidence.results import FAILED, Row, loss_of
+from evidence.study import FINAL, TUNE, Study, Trial
+from evidence.tuning import Point, best_point, finer_point, is_inside, next_point
+
+_TYPICAL_MOVES = 2  # points beyond the best one and its neighbours that a search asks for
+_RATE = 8e10  # FLOP/s of one core, where nothing is measured
+_START_SECONDS = 15.0  # of a process and its evaluations
+
+
+@dataclass
+class Search:
+    """The tuning of a side in a cell.
+
+    Attributes:
+        losses: of the points that have a row.
+        trials: the same points' trials.
+        complete: no neighbour of the best point is untried, or no more trials are allowed.
+        next: the trial that the search asks for; None if it is complete, or waits for a running trial.
+    """
+
+    losses: dict[Point, float]
+    trials: dict[Point, Trial]
+    complete: bool
+    next: Trial | None
+
+    @property
+    def best(self) -> Trial | None:
+        point = best_point(self.losses)
+        return None if point is None else self.trials[point]
+
+
+def search(study: Study, cell: str, side: str, rows: Mapping[str, Row]) -> Search:
+    """Repeat a side's search from its rows: each point follows from the losses of those before it."""
+    ladders = list(study.ladders(side).values())
+    losses: dict[Point, float] = {}
+    trials: dict[Point, Trial] = {}
+
+    def result(complete: bool, following: Trial | None) -> Search:
+        return Search(losses, trials, complete, following)
+
+    def replay(point: Point | None) -> Trial | None:
+        """Enter a point's row; return its trial if there is no row."""
+        assert point is not None
+        trial = study.tuning(cell, side, point)
+        if trial.id not in rows:
+            return trial
+        losses[point], trials[point] = loss_of(rows[trial.id]), trial
+        return None
+
+    while len(losses) < study.most and (point := next_point(ladders, losses)) is not None:
+        if trial := replay(point):
+            return result(False, trial)
+    # Refinements are asked for by `searches`, which knows how many trials the other sides have needed.
+    return result(True, None)
+
+
+def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Search]:
+    """Return the searches of all sides of a cell, which all get as many trials as the one that needs most."""
+    by_side = {side: search(study, cell, side, rows) for side in study.sides_of(cell) if study.ladders(side)}
+    counts = [len(one.losses) for one in by_side.values()]
+    all_complete = all(one.complete for one in by_side.values())
+    target = max([study.least, *(counts if all_complete else ())])
+    for side, one in by_side.items():
+        ladders = list(study.ladders(side).values())
+        while one.complete and one.next is None and len(one.losses) < target:
+            point = finer_point(ladders, one.losses)
+            if point is None:
+                break
+            trial = study.tuning(cell, side, point)
+            if trial.id in rows:
+                one.losses[point], one.trials[point] = loss_of(rows[trial.id]), trial
+            else:
+                one.next = trial
+    return by_side
+
+
+def is_tuned(by_side: Mapping[str, Search]) -> bool:
+    """Return whether all sides of a cell are tuned with equally many trials."""
+    return all(one.complete and one.next is None for one in by_side.values())
+
+
+def has_best_inside(study: Study, side: str, one: Search) -> bool:
+    """Return whether a finished search ended with its best point inside."""
+    return is_inside(list(study.ladders(side).values()), one.losses)
+
+
+def wanted(study: Study, rows: Mapping[str, Row]) -> Iterator[Trial]:
+    """Yield the trials that can run now, the most telling ones first.
+
+    First each cell is tuned and trained with the first seed, cell by cell; then come the other seeds.
+    """
+    for seed in study.seeds or [study.tuning_seed]:
+        for cell in study.cells:
+            by_side = searches(study, cell, rows)
+            open_searches = [one.next for one in by_side.values() if one.next is not None]
+            trials = sorted(
+                open_searches, key=lambda trial: sum(row["side"] == trial.side for row in _tuning_rows(rows, cell))
+            )
+            if is_tuned(by_side) and study.seeds:
+                trials += finals(study, cell, by_side, seed)
+            for trial in trials:
+                if start := study.cells[cell].get("start"):
+                    first = study.start(start, trial.seed)
+                    if first.id not in rows:
+                        yield first
+                        continue
+                if trial.id not in rows:
+                    yield trial
+
+
+def _tuning_rows(rows: Mapping[str, Row], cell: str) -> list[Row]:
+    return [row for row in rows.values() if row["cell"] == cell and row["kind"] == TUNE]
+
+
+def finals(study: Study, cell: str, by_side: Mapping[str, Search], seed: int) -> list[Trial]:
+    """Return the final trials of a cell with one seed, at the best settings of each side."""
+    trials = []
+    for side in study.sides_of(cell):
+        if side not in by_side:
+            trials.append(study.final(cell, side, {}, seed))
+        elif (best := by_side[side].best) is not None:
+            trials.append(study.final(cell, side, best.values, seed))
+    return trials
+
+
+def all_trials(study: Study, rows: Mapping[str, Row]) -> list[Trial]:
+    """Return the trials of a study that its rows belong to or that can run now, without repetitions."""
+    trials = list(wanted(study, rows))
+    for cell in study.cells:
+        by_side = searches(study, cell, rows)
+        trials += [trial for one in by_side.values() for trial in one.trials.values()]
+        if is_tuned(by_side):
+            trials += [trial for seed in study.seeds for trial in finals(study, cell, by_side, seed)]
+    trials += [study.start(name, seed) for name in study.starts for seed in (study.tuning_seed, *study.seeds)]
+    return list({trial.id: trial for trial in trials}.values())
+
+
+def failed_rows(rows: Mapping[str, Row]) -> list[str]:
+    """Return the ids of trials that ended with an error."""
+    return [name for name, row in rows.items() if row["status"] == FAILED]
+
+
+# --- time
+
+
+def remaining(study: Study, rows: Mapping[str, Row]) -> tuple[int, float]:
+    """Estimate how many trials a study still needs, and their seconds on one core.
+
+    The number of trials that a search will take is not known: what is typical is taken.
+    """
+    count, seconds = 0, 0.0
+    for cell in study.cells:
+        by_side = searches(study, cell, rows)
+        each = seconds_of(study, cell, rows)
+        missing = 0
+        for side, one in by_side.items():
+            least = max(study.least, 1 + 2 * len(study.ladders(side)) + _TYPICAL_MOVES)
+            if not is_tuned(by_side):
+                missing += max(least - len(one.losses), int(one.next is not None))
+        kinds = [row for row in rows.values() if row["cell"] == cell and row["kind"] == FINAL]
+        missing += max(0, len(study.seeds) * len(study.sides_of(cell)) - len(kinds))
+        count, seconds = count + missing, seconds + missing * each
+    for name, start in study.starts.items():
+        missing = sum(study.start(name, seed).id not in rows for seed in (study.tuning_seed, *study.seeds))
+        count, seconds = count + missing, seconds + missing * _guess(study, start)
+    return count, seconds
+
+
+def seconds_of(study: Study, cell: str, rows: Mapping[str, Row]) -> float:
+    """Return the mean seconds of a cell's trials, or a guess by FLOPs scaled by the study's other cells."""
+    own = [float(row["seconds"]) for row in rows.values() if row["cell"] == cell and row["seconds"]]
+    if own:
+        return sum(own) / len(own)
+    others = [row for row in rows.values() if row["seconds"] and row["cell"] in study.cells]
+    ratios = [float(row["seconds"]) / _guess(study, study.cells[row["cell"]]) for row in others]
+    return _guess(study, study.cells[cell]) * (sum(ratios) / len(ratios) if ratios else 1.0)
+
+
+def _guess(study: Study, cell: Mapping[str, object]) -> float:
+    from evidence.models import parameters_of
+
+    flops = 6 * parameters_of(study.model_sizes[str(cell["model"])]) * float(str(cell["tokens"]))
+    return flops / _RATE + _START_SECONDS
+
+
+def without_running(trials: Iterator[Trial], running: Collection[str]) -> Trial | None:
+    """Return the first trial that is not running; None if there is none."""
+    return next((trial for trial in trials if trial.id not in running), None)

@@ -1,0 +1,106 @@
+"""Other packages' Muons in Trainer, on the param groups that hf_muon would make: same routes, rates and decay."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_muon import build_optimizer
+
+Groups = list[dict[str, Any]]
+
+
+class Pair(torch.optim.Optimizer):
+    """torch.optim.Muon and torch.optim.AdamW as one optimizer, whose param groups are theirs."""
+
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.halves = (muon, adamw)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        # A scheduler writes rates into these groups, which accelerate replaces by copies.
+        first = len(self.halves[0].param_groups)
+        for half, groups in zip(self.halves, (self.param_groups[:first], self.param_groups[first:]), strict=True):
+            half.param_groups = groups
+            half.step()
+
+
+def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return another package's optimizer.
+
+    Args:
+        name: `torch`, `torch_original`, `llamafactory` or `deepspeed`.
+        model: whose parameters it steps.
+        settings: `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, and `muon_lr` where its scale is another.
+
+    Raises:
+        ValueError: there is no such rival.
+    """
+    if name not in RIVALS:
+        raise ValueError(f"rival {name} is not known. Valid: {', '.join(RIVALS)}")
+    rate, decay = settings["learning_rate"], settings["weight_decay"]
+    ours = build_optimizer(model, lr=rate, weight_decay=decay)
+    muon: Groups = []
+    adamw: Groups = []
+    for group in ours.param_groups:
+        of_group = {"params": group["params"], "weight_decay": group["weight_decay"]}
+        of_group["lr"] = settings.get("muon_lr", rate) if group["use_muon"] else rate
+        (muon if group["use_muon"] else adamw).append(of_group)
+    return RIVALS[name](muon, adamw, (settings["adam_beta1"], settings["adam_beta2"]))
+
+
+def _torch(scale: str) -> Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]:
+    def build(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
+        return Pair(torch.optim.Muon(muon, adjust_lr_fn=scale), torch.optim.AdamW(adamw, betas=betas))
+
+    return build
+
+
+def _llamafactory(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """Return LLaMA-Factory's, which decays everything of its AdamW half alike, norms too."""
+    cls = _llamafactory_module().Muon
+    decay = muon[0]["weight_decay"]
+    return cls(  # type: ignore[no-any-return]
+        lr=muon[0]["lr"],
+        wd=decay,
+        muon_params=[param for group in muon for param in group["params"]],
+        adamw_params=[param for group in adamw for param in group["params"]],
+        adamw_betas=betas,
+        adamw_eps=1e-8,
+    )
+
+
+def _llamafactory_module() -> ModuleType:
+    """Import LLaMA-Factory's file alone, since its package imports much more."""
+    package = importlib.util.find_spec("llamafactory")
+    if package is None or not package.submodule_search_locations:
+        raise RuntimeError("LLaMA-Factory is not installed, and its Muon is a side of this study: make evidence")
+    path = Path(next(iter(package.submodule_search_locations))) / "third_party" / "muon" / "muon.py"
+    spec = importlib.util.spec_from_file_location("llamafactory_muon", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _deepspeed(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    module = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    groups = [{**group, "momentum": 0.95, "use_muon": True} for group in muon]
+    groups += [{**group, "betas": betas, "eps": 1e-8, "use_muon": False} for group in adamw]
+    return module.SingleDeviceMuonWithAuxAdam(groups)  # type: ignore[no-any-return]
+
+
+RIVALS: dict[str, Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]] = {
+    "torch": _torch("match_rms_adamw"),
+    "torch_original": _torch("original"),
+    "llamafactory": _llamafactory,
+    "deepspeed": _deepspeed,
+}

@@ -1,0 +1,279 @@
+"""Run a study's trials, each in a process of one thread on a core of its own, and enter them into the CSV file."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from evidence.agenda import all_trials, failed_rows, remaining, wanted, without_running
+from evidence.corpus import BUILD, Corpus
+from evidence.results import DIVERGED, DONE, FAILED, add_row, losses_text, read_rows, refuse_other_setups, write_rows
+from evidence.study import START, Study, Trial
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("hf-muon", "torch", "transformers", "accelerate", "peft", "llamafactory", "deepspeed")
+MOST_FAILURES = 2  # in one call; then something is wrong that the next trial would repeat
+TRIAL = ("-m", "evidence.trial")
+_POLL = 0.05  # seconds
+
+
+@dataclass
+class Job:
+    """A trial in its process."""
+
+    trial: Trial
+    process: subprocess.Popen[bytes]
+    folder: Path
+    core: int | None
+
+
+class Runner:
+    """Trials of a study and their processes.
+
+    Args:
+        study: what to run.
+        path: of the CSV file.
+        corpus: the text.
+        cores: to pin processes to, one process each; None stands for no pinning.
+        minutes: after which no more trials start; None for all.
+        program: words after `python` of the process of a trial.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        path: Path,
+        corpus: Corpus,
+        cores: list[int | None],
+        minutes: float | None = None,
+        program: Sequence[str] = TRIAL,
+    ) -> None:
+        self.study, self.path, self.corpus, self.cores, self.program = study, path, corpus, cores, program
+        self.deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self.jobs: list[Job] = []
+        self.failures = 0
+
+    def run(self) -> bool:
+        """Run trials until none is left or the time is over; return whether the study is complete.
+
+        Raises:
+            RuntimeError: trials fail one after another, or another process runs the study.
+            ValueError: the file has rows of other settings or another text.
+        """
+        with _locked(self.path), _terminated_as_interrupted():
+            rows = read_rows(self.path)
+            refuse_other_setups(rows, all_trials(self.study, rows), self.corpus.name, self.path)
+            self._report("starting")
+            try:
+                while self._fill() or self.jobs:
+                    self._collect()
+            finally:
+                for job in self.jobs:
+                    job.process.kill()
+                    job.process.wait()
+        return next(wanted(self.study, read_rows(self.path)), None) is None
+
+    def _fill(self) -> bool:
+        """Start trials on free cores; return whether one was started."""
+        free = list(self.cores)
+        for job in self.jobs:
+            free.remove(job.core)
+        started = False
+        while free and self.failures < MOST_FAILURES and time.monotonic() < self.deadline:
+            running = {job.trial.id for job in self.jobs}
+            trial = without_running(wanted(self.study, read_rows(self.path)), running)
+            if trial is None:
+                break
+            self.jobs.append(self._start(trial, free.pop(0)))
+            started = True
+        return started
+
+    def _start(self, trial: Trial, core: int | None) -> Job:
+        self._make_start(trial, core)
+        spec = {**trial.spec, "save": True} if trial.kind == START else trial.spec
+        folder = _new_folder(trial.setup(self.corpus.name))
+        return Job(trial, self._popen(spec, folder, core), folder, core)
+
+    def _make_start(self, trial: Trial, core: int | None) -> None:
+        """Train the weights that a trial starts from again if another machine has made their row."""
+        start = trial.spec.get("start")
+        if start is None:
+            return
+        from evidence.trial import weights_file
+
+        if not weights_file(start, self.corpus).is_file():
+            folder = _new_folder(f"start-{trial.setup(self.corpus.name)}")
+            if self._popen({**start, "save": True}, folder, core).wait():
+                raise RuntimeError(f"the start of {trial.id} failed: see {folder / 'output.log'}")
+
+    def _collect(self) -> None:
+        time.sleep(_POLL)
+        for job in [job for job in self.jobs if job.process.poll() is not None]:
+            self.jobs.remove(job)
+            row = self._row(job)
+            add_row(self.path, row)
+            self.failures += row["status"] == FAILED
+            if row["status"] != FAILED:
+                shutil.rmtree(job.folder)
+            self._report(f"{job.trial.id}: {row['status']} {row['loss']}{row['reason']}")
+            if row["status"] == FAILED and self.failures >= MOST_FAILURES:
+                raise RuntimeError(
+                    f"{len(failed_rows(read_rows(self.path)))} trials failed, the last one with {row['reason']!r} (see "
+                    f"{job.folder / 'output.log'}). Repair it, and repeat them with --retry"
+                )
+
+    def _row(self, job: Job) -> dict[str, str]:
+        spec = job.trial.spec
+        file = job.folder / "result.json"
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        loss = result.get("loss", math.nan)
+        status = FAILED if not result else DONE if math.isfinite(loss) else DIVERGED
+        row = {
+            "id": job.trial.id,
+            "cell": job.trial.cell,
+            "side": job.trial.side,
+            "kind": job.trial.kind,
+            "settings": json.dumps(spec["values"]),
+            "seed": str(job.trial.seed),
+            "status": status,
+            "loss": f"{loss:.5f}" if status == DONE else "",
+            "part": spec["part"],
+            "steps": str(spec["steps"]),
+            "tokens_per_step": str(spec["batch"] * spec["context"]),
+            "losses": losses_text({int(step): value for step, value in result.get("losses", {}).items()}),
+            "setup": job.trial.setup(self.corpus.name),
+            "corpus": self.corpus.name,
+            "machine": machine(),
+            "versions": versions(),
+            "date": date.today().isoformat(),
+            "reason": ""
+            if result
+            else f"exit status {job.process.returncode}: {_last_line(job.folder / 'output.log')}",
+        }
+        row |= {key: str(result[key]) for key in ("parameters",) if key in result}
+        numbers = {"other_loss_before": 5, "other_loss": 5, "movement": 5, "cpu_seconds": 1, "seconds": 1}
+        return row | {key: f"{result[key]:.{digits}f}" for key, digits in numbers.items() if key in result}
+
+    def _popen(self, spec: Any, folder: Path, core: int | None) -> subprocess.Popen[bytes]:
+        (folder / "spec.json").write_text(
+            json.dumps({"spec": spec, "corpus": str(self.corpus.folder)}), encoding="utf-8"
+        )
+        words = [sys.executable, "-W", "ignore", *self.program]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "DISABLE_VERSION_CHECK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_COMPILE_DISABLE": "1",  # DeepSpeed compiles its Muon, which takes longer than a trial
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        }
+        # A process inherits the cores of the thread that starts it. macOS has no such call.
+        usual = os.sched_getaffinity(0) if core is not None else set()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        try:
+            with (folder / "output.log").open("wb") as log:
+                return subprocess.Popen(
+                    [*words, str(folder / "spec.json"), str(folder / "result.json")],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    cwd=ROOT,
+                )
+        finally:
+            if core is not None:
+                os.sched_setaffinity(0, usual)
+
+    def _report(self, text: str) -> None:
+        count, seconds = remaining(self.study, read_rows(self.path))
+        left = f"about {count} trials, {seconds / 3600 / len(self.cores):.1f} h left"
+        print(f"{time.strftime('%H:%M:%S')} {self.study.name}: {text}; {left}", flush=True)
+
+
+def drop_failed(path: Path) -> int:
+    """Remove the rows of failed trials, so that they run again; return how many there were."""
+    rows = read_rows(path)
+    failed = failed_rows(rows)
+    if failed:
+        write_rows(path, [row for name, row in rows.items() if name not in failed])
+    return len(failed)
+
+
+def _new_folder(name: str) -> Path:
+    # With the runner's number: a trial that outlives a killed runner writes elsewhere.
+    folder = BUILD / "trials" / f"{name}-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no output")
+
+
+def machine() -> str:
+    """Return the processor, and whether it multiplies bf16."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    facts = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in lines if ":" in line}
+    has_bf16 = "avx512_bf16" in facts.get("flags", "") or "amx_bf16" in facts.get("flags", "")
+    return f"one core of {facts.get('model name', platform.machine())}{', bf16' if has_bf16 else ''}"
+
+
+def versions() -> str:
+    """Return the versions of the packages that matter, `name==version` each."""
+    texts = []
+    for package in PACKAGES:
+        try:
+            texts.append(f"{package}=={version(package)}")
+        except PackageNotFoundError:
+            continue
+    return " ".join([f"python=={platform.python_version()}", *texts])
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a study's lock."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    with (BUILD / f"{path.stem}-{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RuntimeError(f"another process runs {path.stem}: wait for it, or end it") from error
+        yield
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that trials end with the runner."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,208 @@
+"""Tables of all studies from their CSV files, in Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from evidence.agenda import Search, has_best_inside, remaining, searches
+from evidence.pictures import curves_picture, rates_picture
+from evidence.results import DONE, Row, loss_of, losses_of, read_rows
+from evidence.significance import LEVEL, mean_curve, speed_up, spread, welch
+from evidence.study import FINAL, TUNE, Study
+
+Rows = Mapping[str, Row]
+_HEAD = """# Evidence: the tables
+
+Written by `make evidence` from the CSV files beside this one; [how it is measured](../README.md). Losses are in nats a
+token, of text that no tuning has seen. "±" is the standard deviation over seeds, with the number of seeds behind it.
+*p* is that of Welch's t-test against the reference side. *Fewer steps* is how many times fewer steps a side takes to
+the reference's final loss (below 1: the reference is faster to the side's), *less time* the same in processor time.
+The models are small and the runs short: a table speaks for its own sizes only.
+"""
+
+
+def draw(studies: Sequence[Study], out: Path) -> None:
+    """Write `tables.md` and the pictures of all studies that have rows."""
+    sections = [_HEAD]
+    for study in studies:
+        rows = read_rows(out / f"{study.name}.csv")
+        sections.append(section(study, rows))
+        for name, picture in pictures(study, rows).items():
+            (out / f"{name}.svg").write_text(picture, encoding="utf-8")
+            sections.append(f"![{study.name}: {name}]({name}.svg)\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
+
+
+def section(study: Study, rows: Rows) -> str:
+    """Return a study's heading, state and tables."""
+    lines = [f"## {study.name}", "", study.question, "", _state(study, rows), ""]
+    if not rows:
+        return "\n".join(lines)
+    if finals := [row for row in rows.values() if row["kind"] == FINAL]:
+        lines += [finals_table(study, rows, finals), ""]
+    if any(row["kind"] == TUNE for row in rows.values()):
+        lines += [tuning_table(study, rows), ""]
+    if bad := [row for row in rows.values() if row["status"] != DONE]:
+        lines += [
+            "Trials that did not end:",
+            "",
+            *(f"- `{row['id']}`: {row['status']} {row['reason']}" for row in bad),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _state(study: Study, rows: Rows) -> str:
+    count, seconds = remaining(study, rows)
+    if not rows:
+        return f"Not begun: about {count} trials, {seconds / 3600:.1f} core-hours."
+    done = f"{len(rows)} trials"
+    state = (
+        f"{done}, complete." if not count else f"{done}; about {count} are missing, {seconds / 3600:.1f} core-hours."
+    )
+    where = "; ".join(
+        sorted(
+            {f"{row['machine']}, {row['versions'].replace('==', ' ')}, text {row['corpus']}" for row in rows.values()}
+        )
+    )
+    return f"{state} Measured on {where}."
+
+
+# --- final trials
+
+
+def finals_table(study: Study, rows: Rows, finals: Iterable[Row]) -> str:
+    """Return the means of all cells and sides, each beside the reference side of its cell."""
+    by_side: dict[tuple[str, str], list[Row]] = {}
+    for row in finals:
+        by_side.setdefault((row["cell"], row["side"]), []).append(row)
+    forgets = any(row["other_loss"] for row in rows.values())
+    heads = [
+        "cell",
+        "side",
+        "settings",
+        "test loss",
+        "beside the reference",
+        "p",
+        "fewer steps",
+        "less time",
+        "ms a step",
+    ]
+    heads += ["loss on the old text", "change", "movement"] if forgets else []
+    heads += ["what it shows"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for cell in study.cells:
+        for side in study.sides_of(cell):
+            if own := by_side.get((cell, side)):
+                reference = by_side.get((cell, study.reference), [])
+                lines.append(_line(_final_cells(study, cell, side, own, reference, forgets)))
+    return "\n".join(lines)
+
+
+def _final_cells(
+    study: Study, cell: str, side: str, own: Sequence[Row], reference: Sequence[Row], forgets: bool
+) -> list[str]:
+    finished = [row for row in own if row["status"] == DONE]
+    values = " ".join(
+        f"{key} {value:g}" if isinstance(value, float | int) else f"{key} {value}"
+        for key, value in json.loads(own[0]["settings"]).items()
+    )
+    cells = [cell, side, values or "as in the YAML file"]
+    if not finished:
+        return [*cells, f"{own[0]['status']} ({len(own)})", *[""] * (8 if forgets else 5), "does not train"]
+    losses = [loss_of(row) for row in finished]
+    milliseconds = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in finished)
+    others = [row for row in reference if row["status"] == DONE]
+    compared = ["", "", "", ""]
+    shows = "the reference" if side == study.reference else "the reference is missing"
+    if side != study.reference and others:
+        test = welch(losses, [loss_of(row) for row in others])
+        times = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
+        other_ms = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in others)
+        compared = [f"{test.difference:+.4f}", _probability(test.p)]
+        compared += ["", ""] if times is None else [f"{times:.2f}x", f"{times * other_ms / milliseconds:.2f}x"]
+        shows = verdict(test.difference, test.p, min(len(losses), len(others)))
+    old = []
+    if forgets:
+        change = [float(row["other_loss"]) - float(row["other_loss_before"]) for row in finished]
+        old = [spread([float(row["other_loss"]) for row in finished]), f"{fmean(change):+.4f}"]
+        old += [f"{fmean(float(row['movement']) for row in finished):.3f}"]
+    return [*cells, spread(losses), *compared, f"{milliseconds:.0f}", *old, shows]
+
+
+def verdict(difference: float, p: float, seeds: int) -> str:
+    """Return in words what a difference shows."""
+    if seeds < 3:
+        return f"nothing yet: {seeds} seed{'s' * (seeds > 1)}"
+    if difference == 0:
+        return "equal"
+    if p < LEVEL:
+        return "lower loss" if difference < 0 else "higher loss"
+    return "no difference shown"
+
+
+def _probability(p: float) -> str:
+    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
+
+
+# --- tuning trials
+
+
+def tuning_table(study: Study, rows: Rows) -> str:
+    """Return what the searches have found, with their numbers of trials."""
+    heads = ["cell", "side", "trials", "best", "validation loss", "search"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for cell in study.cells:
+        for side, one in searches(study, cell, rows).items():
+            if one.best is not None:
+                values = " ".join(f"{key} {value:g}" for key, value in one.best.values.items())
+                loss = min(one.losses.values())
+                lines.append(
+                    _line([cell, side, str(len(one.losses)), values, f"{loss:.4f}", _search_state(study, side, one)])
+                )
+    return (
+        "Tuned on validation text with one seed; once the searches of a cell are done, its sides have equal trials:\n\n"
+        + "\n".join(lines)
+    )
+
+
+def _search_state(study: Study, side: str, one: Search) -> str:
+    if not one.complete:
+        return "not done"
+    return "best inside" if has_best_inside(study, side, one) else "best at an edge, no more trials allowed"
+
+
+# --- pictures
+
+
+def pictures(study: Study, rows: Rows) -> dict[str, str]:
+    """Return the pictures of a study by file name without its ending."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for cell in study.cells:
+        for side in study.sides_of(cell):
+            finals = [row for row in rows.values() if (row["cell"], row["side"], row["kind"]) == (cell, side, FINAL)]
+            if curves := [losses_of(row) for row in finals if row["status"] == DONE]:
+                panels.setdefault(cell, {})[side] = mean_curve(curves)
+    rates: dict[str, dict[str, dict[float, float]]] = {}
+    for row in rows.values():
+        if row["kind"] == TUNE and row["status"] == DONE:
+            line = rates.setdefault(row["cell"], {}).setdefault(row["side"], {})
+            rate = float(next(iter(json.loads(row["settings"]).values())))  # the first ladder is that of the rate
+            line[rate] = min(loss_of(row), line.get(rate, math.inf))
+    drawn = {}
+    if panels:
+        drawn[f"{study.name}-curves"] = curves_picture(panels, list(study.sides))
+    if any(len(line) > 1 for panel in rates.values() for line in panel.values()):
+        drawn[f"{study.name}-rates"] = rates_picture(
+            {cell: rates[cell] for cell in study.cells if cell in rates}, list(study.sides)
+        )
+    return drawn
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,74 @@
+"""Held-out text never appears in training: not a document, not a passage, not a long line."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from evidence.corpus import DOMAINS, LONG_LINE, PARTS, Corpus, part_of, split, write_corpus
+
+
+def long_lines(texts):
+    return {line.strip() for text in texts for line in text.splitlines() if len(line.strip()) >= LONG_LINE}
+
+
+def passages(texts):
+    return {passage.strip() for text in texts for passage in text.split("\n\n")}
+
+
+@pytest.fixture
+def documents():
+    """Return documents that repeat passages and lines of one another, as those of real packages do."""
+    rng = random.Random(0)
+    lines = [" ".join(rng.choices(["value", "tensor", "the", "of", "rows"], k=rng.randint(3, 25))) for _ in range(400)]
+    return {
+        f"module{i}.py": ["\n".join(rng.choices(lines, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 5))]
+        for i in range(200)
+    }
+
+
+def test_parts_share_no_passage_and_no_long_line(documents):
+    texts = split(documents)
+    for part, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        assert not passages(texts[part]) & passages(texts[other])
+        assert not long_lines(texts[part]) & long_lines(texts[other])
+    assert all(texts.values())
+    # Without the rule they do share lines.
+    by_part = {part: [t for n, ps in documents.items() if part_of(n) == part for t in ps] for part in PARTS}
+    assert long_lines(by_part["train"]) & long_lines(by_part["test"])
+
+
+def test_the_name_of_a_document_decides_its_part(documents):
+    fewer = dict(list(documents.items())[::2])
+    assert {name: part_of(name) for name in fewer}.items() <= {name: part_of(name) for name in documents}.items()
+    counts = [sum(part_of(name) == part for name in documents) for part in PARTS]
+    assert counts[0] > 8 * max(counts[1:]) > 0
+
+
+def test_tokens_are_the_texts_and_the_tokenizer_has_seen_the_training_part_alone(documents, tmp_path):
+    texts = {"docs": split(documents)}
+    write_corpus(tmp_path / "both", texts, {"torch": "1"}, vocab_size=300)
+    corpus = Corpus(tmp_path / "both")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "both" / "tokenizer.json"))
+    for part in PARTS:
+        flat = np.fromfile(tmp_path / "both" / f"docs-{part}.u16", dtype=np.uint16)
+        assert corpus.tokens[f"docs/{part}"] == len(flat)
+        decoded = tokenizer.decode(flat.tolist(), skip_special_tokens=False).split("<|endoftext|>")
+        assert decoded == [*texts["docs"][part], ""]
+        blocks = corpus.blocks("docs", part, 16)
+        assert blocks.flatten().tolist() == flat[: len(flat) // 16 * 16].tolist()
+    texts["docs"]["test"] = ["something else"]
+    write_corpus(tmp_path / "other", texts, {"torch": "1"}, vocab_size=300)
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (tmp_path / "both" / "tokenizer.json").read_bytes()
+    assert Corpus(tmp_path / "other").name != corpus.name
+
+
+def test_passages_of_documentation_and_of_code():
+    source = (
+        b'"""First.\n\nSecond\nparagraph."""\n\nX = 1  # no\n\ndef f(a):\n    """Third."""\n    # no\n    return a\n'
+    )
+    assert list(DOMAINS["docs"].passages(source)) == ["First.", "Second\nparagraph.", "Third."]
+    assert list(DOMAINS["code"].passages(source)) == ["def f(a):\n    return a"]

@@ -1,0 +1,105 @@
+"""A study that is interrupted, at any moment and however often, ends with the rows of one that is not."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evidence.agenda import searches
+from evidence.results import FAILED, MEASURED, read_rows, write_rows
+from evidence.runner import drop_failed
+from evidence.study import FINAL, TUNE, Study
+from tests.evidence.quick_study import CONTENT, run
+from tests.evidence.quick_trial import BEST
+
+ROOT = Path(__file__).parents[2]
+
+
+def repeated(path):
+    """Return the rows without what is measured."""
+    rows = [{key: value for key, value in row.items() if key not in MEASURED} for row in read_rows(path).values()]
+    assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    assert run(out, 2)
+    return out / "quick.csv"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+def test_an_interrupted_study_ends_with_the_same_rows(whole, tmp_path, number):
+    random.seed(int(number))
+    counts = []
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.evidence.quick_study", tmp_path, "1"], cwd=ROOT, stderr=subprocess.DEVNULL
+        )
+        before = len(read_rows(tmp_path / "quick.csv"))
+        while len(read_rows(tmp_path / "quick.csv")) < before + 2:  # then inside a trial, or between two
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(random.uniform(0, 0.3))
+        process.send_signal(number)
+        process.wait()
+        counts.append(len(read_rows(tmp_path / "quick.csv")))
+    assert counts == sorted(set(counts))
+    assert counts[-1] < len(repeated(whole))
+    assert run(tmp_path, 2)
+    assert repeated(tmp_path / "quick.csv") == repeated(whole)
+
+
+def test_an_existing_row_is_not_trained_again(whole, tmp_path):
+    rows = read_rows(whole)
+    marked = {**next(iter(rows.values())), "date": "long ago"}
+    write_rows(tmp_path / "quick.csv", [marked])
+    run(tmp_path, 2)
+    assert read_rows(tmp_path / "quick.csv")[marked["id"]] == marked
+
+
+def test_grids_extend_until_the_best_is_inside_and_trials_are_equal(whole):
+    rows = read_rows(whole)
+    study = Study("quick", CONTENT)
+    for cell in study.cells:
+        by_side = searches(study, cell, rows)
+        assert len({len(one.losses) for one in by_side.values()}) == 1
+        for side, one in by_side.items():
+            rates = sorted(trial.values["learning_rate"] for trial in one.trials.values())
+            best = one.best.values["learning_rate"]
+            assert rates[0] < best < rates[-1]
+            assert 0.7 < best / BEST[side] < 1.4
+    tuning = [row for row in rows.values() if row["kind"] == TUNE]
+    assert len([row for row in tuning if row["side"] == "muon"]) == len(tuning) / 2
+    assert max(float(re.search("learning_rate=([^/]+)", row["id"])[1]) for row in tuning) > 16 * 0.008
+
+
+def test_no_tuning_trial_sees_the_test_part(whole):
+    parts = {(row["kind"], row["part"]) for row in read_rows(whole).values()}
+    assert parts == {(TUNE, "validation"), (FINAL, "test")}
+    seeds = {(row["kind"], row["seed"]) for row in read_rows(whole).values()}
+    assert seeds == {(TUNE, "0"), (FINAL, "1"), (FINAL, "2")}
+
+
+def test_rows_of_other_settings_are_refused(whole, tmp_path):
+    write_rows(tmp_path / "quick.csv", read_rows(whole).values())
+    with pytest.raises(ValueError, match=r"short/adamw.* other settings than the YAML file has: remove its rows"):
+        run(tmp_path, 1, training={"warmup": 0.2})
+
+
+def test_failed_trials_stop_the_study_and_are_in_the_file(tmp_path):
+    sides = {"muon": {"optim": "muon", "tune": {"learning_rate": {"start": 4.0, "factor": 2}}}}
+    with pytest.raises(RuntimeError, match=r"2 trials failed, the last one with .*no such rate"):
+        run(tmp_path, 1, sides=sides)
+    rows = read_rows(tmp_path / "quick.csv")
+    assert {row["status"] for row in rows.values()} == {FAILED}
+    assert drop_failed(tmp_path / "quick.csv") == len(rows) == 2
+    assert not read_rows(tmp_path / "quick.csv")

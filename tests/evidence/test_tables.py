@@ -1,0 +1,114 @@
+"""Tables say what the rows say, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from statistics import NormalDist
+
+import pytest
+
+from evidence.results import COLUMNS, read_rows
+from evidence.significance import incomplete_beta, speed_up, step_of, student_tails, welch
+from evidence.study import Study
+from evidence.tables import draw, finals_table, verdict
+from tests.evidence.quick_study import CONTENT, run
+
+
+def row(cell, side, seed, final, **changes):
+    values = {
+        "id": f"{cell}/{side}/final/fixed/{seed}",
+        "cell": cell,
+        "side": side,
+        "kind": "final",
+        "settings": "{}",
+        "seed": str(seed),
+        "status": "done",
+        "loss": f"{final:.5f}",
+        "losses": f"50:{final + 1:.5f} 100:{final:.5f}",
+        "steps": "100",
+        "cpu_seconds": "10",
+    }
+    return {**dict.fromkeys(COLUMNS, ""), **values, **changes}
+
+
+@pytest.fixture
+def rows():
+    losses = {"adamw": (4.0, 4.1, 4.2), "muon": (3.5, 3.6, 3.7)}
+    rows = [row("short", side, seed, loss) for side, own in losses.items() for seed, loss in enumerate(own)]
+    rows += [row("long", "adamw", 0, 3.0), row("long", "muon", 0, 3.0, status="diverged", loss="", losses="")]
+    return {one["id"]: one for one in rows}
+
+
+def test_a_table_of_finals(rows):
+    lines = finals_table(Study("quick", CONTENT), rows, rows.values()).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[:2] for line in cells[2:]] == [
+        *(["short", "adamw"], ["short", "muon"], ["long", "adamw"], ["long", "muon"])
+    ]
+    assert all(len(line) == len(cells[0]) for line in cells)
+    adamw, muon, _, diverged = cells[2:]
+    assert adamw[3] == "4.1000 ± 0.1000 (3)"
+    # AdamW's 4.1 is halfway between Muon's 4.6 at step 50 and 3.6 at step 100.
+    assert muon[3:7] == ["3.6000 ± 0.1000 (3)", "-0.5000", "0.004", "1.33x"]
+    assert muon[-1] == "lower loss"
+    assert diverged[3] == "diverged (1)"
+
+
+@pytest.mark.parametrize(
+    ("difference", "p", "seeds", "text"),
+    [
+        (-0.5, 0.001, 3, "lower loss"),
+        (0.5, 0.001, 3, "higher loss"),
+        (-0.5, 0.02, 3, "no difference shown"),
+        (-0.5, 0.001, 2, "nothing yet: 2 seeds"),
+        (0.0, 1.0, 3, "equal"),
+    ],
+)
+def test_verdicts(difference, p, seeds, text):
+    assert verdict(difference, p, seeds) == text
+
+
+def test_drawing_again_changes_nothing(tmp_path):
+    run(tmp_path, 2)
+    study = Study("quick", CONTENT)
+    draw([study], tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(files) == {"quick.csv", "tables.md", "quick-curves.svg", "quick-rates.svg"}
+    draw([study], tmp_path)
+    assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    text = files["tables.md"].decode()
+    assert f"{len(read_rows(tmp_path / 'quick.csv'))} trials, complete." in text
+    assert text.count("best inside") == 4
+
+
+@pytest.mark.parametrize(("t", "freedom"), list(itertools.product((0.1, 1.0, 4.0), (1.5, 4, 30))))
+def test_tails_of_student_are_the_integral_of_its_density(t, freedom):
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    points = [t * i / 20_000 for i in range(20_001)]
+    density = [scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in points]
+    integral = sum((a + b) / 2 for a, b in itertools.pairwise(density)) * t / 20_000
+    assert student_tails(t, freedom) == pytest.approx(1 - 2 * integral, abs=1e-8)
+
+
+def test_many_degrees_of_freedom_are_normal():
+    assert student_tails(1.96, 1e6) == pytest.approx(2 * NormalDist().cdf(-1.96), abs=1e-6)
+    assert incomplete_beta(0.3, 1, 1) == pytest.approx(0.3)
+
+
+def test_welch_of_a_worked_example():
+    """Take two samples of equal variance and size, where Welch's test is Student's."""
+    a, b = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
+    assert welch(a, b).p == pytest.approx(student_tails(3 / math.sqrt(2 / 3), 4))
+    assert math.isnan(welch([1.0], b).p)
+    assert welch([1.0, 1.0], [1.0, 1.0]) == (0.0, 1.0)
+
+
+def test_steps_to_a_loss():
+    curve = {10: 5.0, 20: 4.0, 30: 3.5}
+    assert step_of(curve, 4.5) == 15
+    assert step_of(curve, 3.0) is None
+    assert step_of(curve, 6.0) == 10
+    slow = {10: 6.0, 20: 5.0, 30: 4.0}
+    assert speed_up([curve], [slow]) == 30 / 20
+    assert speed_up([slow], [curve]) == 20 / 30
