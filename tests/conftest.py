@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from pathlib import Path
@@ -52,6 +53,12 @@ def _skip_gpu(request: pytest.FixtureRequest) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     keep_tier(config, items)
     long_files_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collections of each Trainer and of DeepSpeed leave out what was imported: they would take 0.3 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

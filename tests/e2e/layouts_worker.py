@@ -19,6 +19,7 @@ An error ends its case, and its text is the result.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -300,6 +301,7 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     cpu_fsdp.open_fsdp()
     environment = dict(os.environ)
+    gc.freeze()  # at the end of each run accelerate collects garbage, also among what was imported
     for case in cases:
         try:
             os.environ.update(case.get("environment", {}))
