@@ -30,6 +30,7 @@ from hf_muon.optimizer.state import (
     state_shape,
 )
 from hf_muon.options.declaration import quoted
+from hf_muon.rules import registry
 from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
 
 Group = Mapping[str, Any]
@@ -272,7 +273,7 @@ def _numbers_complaint(name: str, value: Tensor, limit: float) -> str | None:
     low, high = (float(end) for end in torch.aminmax(value))  # both are NaN where an entry is
     if not (math.isfinite(low) and math.isfinite(high)):
         return "is not finite"
-    if (name == "exp_avg_sq" or name in SCALES) and low < 0:
+    if (name == "exp_avg_sq" or name in SCALES or name in registry.non_negative()) and low < 0:
         return f"has negative entries, {low:.3g} among them"
     if max(-low, high) > limit:
         return f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from hf_muon.distributed.units import Unit
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.moments import moment_bytes, with_scales
 from hf_muon.math.rounding import chunk_size
+from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, zero_state
 from hf_muon.optimizer.step import MuonStep
@@ -84,11 +86,12 @@ def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, .
 def _peak_of_units(group: Mapping[str, Any], work: GroupWork, executor: LocalExecutor, max_batch_bytes: int) -> int:
     indices = sorted({work.matrices[one.matrix].param for unit in executor.units for one in unit.ranges})
     params = [torch.empty(p.shape, dtype=p.dtype, device=ACCELERATOR) for p in group["params"]]
-    state = {}
+    state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for i in indices:
         params[i].grad = torch.empty_like(params[i])
         state[params[i]] = _zeros(params[i], group)
     own = {**group, "params": params}
+    rule_state.complete_(own, state)
     live = LiveBytes()
     with live:
         MuonStep(own, GroupWork(work.shared, work.matrices, [executor]), indices, state, 1, max_batch_bytes).finish()

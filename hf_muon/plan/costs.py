@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_muon.distributed.executor import StepCost
+from hf_muon.distributed.executor import Executor, StepCost
+from hf_muon.distributed.local import LocalExecutor
 from hf_muon.math import cost
 from hf_muon.math.moments import moment_bytes
-from hf_muon.optimizer.layout import StepLayout
+from hf_muon.optimizer.layout import GroupWork, StepLayout
+from hf_muon.optimizer.rule_state import reduced_shape
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
 from hf_muon.plan.parallelism import Cuts
 from hf_muon.routing.model_facts import expert_counts, text_config_of
+from hf_muon.rules import registry
 from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.regions import Region
 
@@ -28,12 +31,18 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k
 
 
 def step_cost(
-    layout: StepLayout, ranks: int, ns_steps: int, ns_dtype: torch.dtype, cuts: Cuts | None = None
+    layout: StepLayout,
+    groups: Sequence[Mapping[str, Any]],
+    ranks: int,
+    ns_steps: int,
+    ns_dtype: torch.dtype,
+    cuts: Cuts | None = None,
 ) -> StepCost:
     """Return what the executors of all param groups cost together, on each rank.
 
     Args:
         layout: of the param groups.
+        groups: these.
         ranks: number of ranks.
         ns_steps: Newton-Schulz steps.
         ns_dtype: of the products.
@@ -46,12 +55,14 @@ def step_cost(
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = 0
-    for executor in (executor for work in layout.works for executor in work.executors):
+    of_groups = list(zip(groups, layout.works, strict=True))
+    for group, work, executor in [(group, own, executor) for group, own in of_groups for executor in own.executors]:
         own = executor.cost(flops_of, ns_dtype)
         # Without a group every rank does all of it. Other groups of the same axes do the same as this rank's.
         places = _places(getattr(executor, "group", None), ranks, cuts)
+        of_rules = _sent_by_rules(group, work, executor, len(own.sent_bytes))
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
-        sent = [total + own.sent_bytes[place] for total, place in zip(sent, places, strict=True)]
+        sent = [total + own.sent_bytes[k] + of_rules[k] for total, k in zip(sent, places, strict=True)]
         in_flight += own.in_flight_bytes
         largest = max(largest, own.unit_bytes)
     return StepCost(flops, sent, in_flight, largest)
@@ -95,6 +106,8 @@ def state_bytes(
     large = {side: torch.zeros(ranks, dtype=torch.int64) for side in (True, False)}
     for group, work in zip(groups, layout.works, strict=True):
         use_muon = bool(group["use_muon"])
+        of_weights = 4 * sum(kind == "weight" for kind in registry.state_of(group).values())
+        own += sum(_reduced_bytes(group, work, k) for k in range(len(work.matrices)))
         for param, storage in zip(group["params"], work.shared, strict=True):
             if storage is None or not storage.regions:  # whole, or a partition, which has one size on all ranks
                 numel = torch.full((ranks,), param.numel())
@@ -113,12 +126,35 @@ def state_bytes(
             step = 4  # a number in fp32
             adamw += numel * 2 * param.dtype.itemsize + step
             own += moments + (0 if use_muon else step)
+            own += numel * of_weights
             if use_muon:
                 matrices += numel
             if param.numel() >= SMALLEST:
                 large[use_muon] += moments
     large_bytes = {side: nbytes.tolist() for side, nbytes in large.items()}
     return StateBytes(own.tolist(), adamw.tolist(), large_bytes, matrices.tolist())
+
+
+def _sent_by_rules(group: Mapping[str, Any], work: GroupWork, executor: Executor, ranks: int) -> list[int]:
+    """Return the bytes of the small state of rules that each rank of an executor copies to all others in a step."""
+    sent = [0] * ranks
+    if registry.state_of(group) and not isinstance(executor, LocalExecutor):
+        from hf_muon.distributed.exchange import Exchange
+
+        assert isinstance(executor, Exchange)
+        for unit, owner in executor.schedule.owned:
+            for matrix, start, stop in unit.ranges:
+                own = (stop - start) * _reduced_bytes(group, work, matrix, per_matrix=True)
+                sent[owner] += (ranks - 1) * own
+    return sent
+
+
+def _reduced_bytes(group: Mapping[str, Any], work: GroupWork, matrix: int, *, per_matrix: bool = False) -> int:
+    """Return the bytes of the small state that rules keep for a stack of matrices, or for each matrix of it."""
+    one = work.matrices[matrix]
+    shape = one.shape[-2:] if per_matrix else one.shape
+    kinds = [kind for kind in registry.state_of(group).values() if kind != "weight"]
+    return sum(4 * math.prod(reduced_shape(kind, shape, transposed=one.transposed)) for kind in kinds)
 
 
 def _moment_bytes(group: Mapping[str, Any], param: Tensor, shape: Sequence[int]) -> int:

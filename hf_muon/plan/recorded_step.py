@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_muon.config import GROUP_OPTIONS, MuonConfig
 from hf_muon.math.elementwise import is_accelerator
 from hf_muon.math.precision import NS_DTYPES
+from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.state import complete_state_
 from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.plan import stand_ins
@@ -134,6 +135,7 @@ def _stored(
         param.grad = torch.empty_like(param)
     state: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
     complete_state_(own, state)
+    rule_state.complete_(own, state)
     return own, params, state
 
 

@@ -16,6 +16,7 @@ from hf_muon.diagnostics.log import has_process_group
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.plan.parallelism import DENSE, EXPERT, Cuts, Sizes, all_axes, cuts_of
 from hf_muon.routing.route import Route
+from hf_muon.rules import registry
 from hf_muon.storage import views
 from hf_muon.storage.partitions import Partition, Slice, partition_bounds
 from hf_muon.storage.regions import regions
@@ -148,7 +149,7 @@ def _groups(routes: Sequence[Route], params: Sequence[nn.Parameter], config: Muo
     for group in groups:
         names, members = zip(*group["params"], strict=True)
         group["param_names"], group["params"] = list(names), list(members)
-        group |= {name: getattr(config, name) for name in _OF_GROUPS}
+        group |= {name: config.value_of(name) for name in (*_OF_GROUPS, *registry.option_names())}
     return groups
 
 

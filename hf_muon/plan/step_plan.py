@@ -130,7 +130,7 @@ def plan_step(
     with stand_ins.fake_ranks(ranks):
         groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype, cuts)
         step = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
-        cost = costs.step_cost(step, ranks, config.ns_steps, products, cuts)
+        cost = costs.step_cost(step, groups, ranks, config.ns_steps, products, cuts)
         state = costs.state_bytes(step, groups, ranks, cuts)
     shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
     flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []

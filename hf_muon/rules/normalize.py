@@ -48,5 +48,6 @@ RULE = Rule(
     },
     is_on=lambda options: options["normalize"] == "rows",
     state={SECOND_MOMENT: "row"},
+    non_negative={SECOND_MOMENT},
     direction=normalized_rows,
 )

@@ -5,3 +5,5 @@ SETTINGS = {
     "normalize": {"normalize": "rows"},
     "cautious": {"weight_decay_mode": "cautious"},
 }
+TOGETHER = {name: value for options in SETTINGS.values() for name, value in options.items()}
+"""Every rule that goes with all others."""

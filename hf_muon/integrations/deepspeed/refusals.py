@@ -8,6 +8,7 @@ from typing import Any
 from hf_muon.integrations.deepspeed.partitions import version
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import DTYPE_OPTIONS, dtype_of
+from hf_muon.rules import registry
 
 Config = Mapping[str, Any]
 
@@ -97,6 +98,18 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
         )
     dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
+    states = [
+        rule.name
+        for group in optimizer.param_groups
+        if group["use_muon"]
+        for rule in registry.rules_of(group)
+        if rule.state
+    ]
+    if states and offload.get("device") == "nvme":
+        raise RuntimeError(
+            f"{states[0]} does not run with the optimizer on NVMe, where DeepSpeed swaps momentum alone. Leave it out, "
+            "or offload to the CPU"
+        )
     for name, dtype in dtypes:
         if dtype == "int8":
             raise RuntimeError(

@@ -1,0 +1,26 @@
+"""Rules under ZeRO: every stage against one process, and resumed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deepspeed.cases import train
+from tests.deepspeed.test_training import STAGES, assert_equal, assert_same_state, reference
+from tests.rules.settings import TOGETHER
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@pytest.mark.extended(but="2-cpu")
+@pytest.mark.parametrize("name", ["0", "1", "2-cpu", "3", "3-cpu"])
+def test_every_stage_gives_the_bits_of_one_process_and_resumes(ranks, name, tmp_path):
+    options = {"same_data": True, "viewed": True, "dtype": "bfloat16", **TOGETHER, **STAGES[name]}
+    expected = reference(last=6, viewed=True, dtype="bfloat16", **TOGETHER)
+    straight = ranks.run(train, last=6, **options)
+    for result in straight:
+        assert_equal(result, expected)
+        assert any("row_second_moment" in state and state["row_second_moment"].any() for state in result["state"])
+    ranks.run(train, last=3, save=str(tmp_path), **options)
+    for one, other in zip(ranks.run(train, first=3, last=6, load=str(tmp_path), **options), straight, strict=True):
+        assert_equal(one, {**other, "losses": other["losses"][3:]})
+        assert_same_state(one, other)

@@ -1,0 +1,74 @@
+"""Rules as another package would write them: NorMuon again, and one at every point with state of every kind."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_muon.rules import Option, Rule, register, types
+from tests.distributed.cases import given_gradients
+from tests.distributed.training import train
+
+
+def rows_normalized(directions, updates, state, options, step):
+    beta = options["their_beta"]
+    moment = state["their_moment"]
+    moment.copy_(moment + (directions.square().mean(dim=-1, keepdim=True) - moment) * (1 - beta))
+    normalized = directions / (moment.sqrt() + 1e-10)
+    return normalized * (directions.norm(dim=(-2, -1), keepdim=True) / normalized.norm(dim=(-2, -1), keepdim=True))
+
+
+NORMUON = Rule(
+    name="their_normuon",
+    options={
+        "their_normalize": Option(types.flag(), False, "Normalize rows.", scope="group"),
+        "their_beta": Option(types.number("a number from 0 to below 1", 0, 1), 0.95, "Decay.", scope="group"),
+    },
+    is_on=lambda options: options["their_normalize"],
+    state={"their_moment": "row"},
+    direction=rows_normalized,
+)
+
+
+def scaled(updates, weights, state, options, step):
+    state["their_squares"].lerp_(updates.float().square(), 0.1)
+    return (updates / (state["their_squares"].sqrt() + 0.1) + 0.01 * weights).to(updates.dtype)
+
+
+def columns_weighted(directions, updates, state, options, step):
+    state["their_columns"].add_(updates.float().abs().mean(dim=-2, keepdim=True))
+    state["their_count"].add_(1)
+    return directions * state["their_columns"].rsqrt() * state["their_count"]
+
+
+def pulled(directions, weights, state, options, step, scale):
+    state["their_pull"].mul_(0.5).add_(weights)
+    return directions + 0.01 * state["their_pull"] / scale
+
+
+EVERYWHERE = Rule(
+    name="their_everything",
+    options={"their_everything": Option(types.flag(), False, "Change a step everywhere.", scope="group")},
+    is_on=lambda options: options["their_everything"],
+    state={"their_squares": "weight", "their_pull": "weight", "their_columns": "column", "their_count": "matrix"},
+    hyperparameters=lambda options, step: {"momentum": 0.8 + 0.01 * step, "weight_decay": options["weight_decay"] / 2},
+    update=scaled,
+    direction=columns_weighted,
+    apply=pulled,
+)
+RULES = {"their_normalize": NORMUON, "their_everything": EVERYWHERE}
+
+
+def registered():
+    for rule in RULES.values():
+        register(rule)
+
+
+def given(rank, layout, **options):
+    """Do what `given_gradients` does with these rules; NaN is where a norm of zero divides."""
+    registered()
+    return [[torch.nan_to_num(t) for t in own] for own in given_gradients(rank, layout, **options)]
+
+
+def trained(rank, layout, **options):
+    registered()
+    return train(rank, layout, **options)
