@@ -65,11 +65,13 @@ def convert(
         if not target.parent.is_dir():
             raise ValueError(f"{target.parent} is not a directory")
 
-        from hf_muon.build import build_optimizer
+        from hf_muon.build import as_config, groups_of, log_routes, muon_options, require_muon
         from hf_muon.cli.model_source import model_from
         from hf_muon.convert.conversion import convert_state_dict
         from hf_muon.convert.formats import format_of
         from hf_muon.optim_args import parse_optim_args
+        from hf_muon.optimizer.muon import Muon
+        from hf_muon.routing.route import route_parameters
 
         format_of(source_format)
         state, beside = _load(source), None if adamw is None else _load(adamw)
@@ -77,7 +79,10 @@ def convert(
         if not model.exists():
             raise ValueError(f"{model} does not exist. --model is a model's directory, or its config.json")
         empty = model_from(model, trust_remote_code=trust_remote_code)
-        optimizer = build_optimizer(empty, parse_optim_args(optim_args))
+        config = as_config(parse_optim_args(optim_args))
+        routes = route_parameters(empty, config)
+        require_muon(routes, type(empty).__name__)
+        optimizer = Muon(groups_of(routes, config), **muon_options(config))
         conversion = convert_state_dict(
             state,
             empty,
@@ -92,6 +97,7 @@ def convert(
             accept_missing=accept_missing,
         )
         _save(conversion.state_dict, target, overwrite)
+        log_routes(routes)
     except (ValueError, RuntimeError, OSError) as error:
         fail(_in_options(error))
     _report(conversion, target, len(state["param_groups"]))

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from hf_muon.cli.console import print_json
+from hf_muon.cli.console import console, print_json
 from hf_muon.diagnostics.log import CONSOLE, EVERY, OLD_REPORTS, REPORT, is_on
 
 VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, CONSOLE, REPORT, *OLD_REPORTS)
@@ -75,32 +74,34 @@ def _reason(trial: dict[str, Any], transformers: str | None) -> str:
 
 
 def _show(findings: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
+    screen = console()
     versions = Table("package", "version", title="installed", title_justify="left")
     for package, version in findings["versions"].items():
         versions.add_row(package, version or "not installed")
-    console.print(versions)
+    screen.print(versions)
 
-    hooks = Table("what", "state", title="how optim: muon gets in", title_justify="left")
+    hooks = Table(title="how optim: muon gets in", title_justify="left")
+    hooks.add_column("what", no_wrap=True)  # a name is searched for as a whole
+    hooks.add_column("state", overflow="fold")
     hooks.add_row("entry point run by import torch", findings["entry_point"])
     for variable, value in findings["variables"].items():
         hooks.add_row(variable, "not set" if value is None else value)
     for name, state in findings["hooks"].items():
         hooks.add_row(name, state + _absence(name))
-    console.print(hooks)
+    screen.print(hooks, soft_wrap=False)
 
     dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in findings["newton_schulz"].items()) or "no dtype"
-    console.print(f"Newton-Schulz runs in {dtypes}")
+    screen.print(f"Newton-Schulz runs in {dtypes}")
     if findings["accepted"]:
-        console.print(f"optim: {findings['name']} is accepted without any import.", style="green")
+        screen.print(f"optim: {findings['name']} is accepted without any import.", style="green")
     else:
         sentence = f"optim: muon is NOT accepted: {findings['reason']}."
-        console.print(sentence, style="red", markup=False, highlight=False)
+        screen.print(sentence, style="red", markup=False, highlight=False)
     installed = ", ".join(f"{package} {version}" for package, version in findings["versions"].items() if version)
     state = "accepted" if findings["accepted"] else f"not accepted ({findings['reason']})"
     odd = "".join(f", {name}={value}" for name, value in findings["variables"].items() if value is not None)
-    console.print("\nIn a bug report, send this sentence:")
-    console.print(
+    screen.print("\nIn a bug report, send this sentence:")
+    screen.print(
         f"optim: {findings['name']} is {state} with {installed} on {platform.platform()}, "
         f"Newton-Schulz in {dtypes}{odd}.",
         markup=False,

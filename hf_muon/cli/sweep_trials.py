@@ -28,6 +28,11 @@ _MOST_EXTRA = 2  # rates that are added for an optimizer
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LARGE = 1_000_000  # bytes
 _SHOWN = 12  # lines of a log
+# torchrun (accelerate's and LLaMA-Factory's, too) and DeepSpeed's launcher. accelerate alone ends with a traceback.
+_LAUNCHER = re.compile(
+    r"torch/distributed/elastic/multiprocessing/api\.py.*(failed \(|closing signal)|sigkill_handler\]"
+)
+_TRACEBACK = "Traceback (most recent call last):"
 _GRACE = 30.0  # seconds; launchers end their ranks when they are asked to end
 
 
@@ -220,11 +225,24 @@ def log_of(sweep: Sweep, trial: Trial) -> Path:
 
 
 def last_lines(log: Path, count: int = _SHOWN) -> list[str]:
-    """Return the last lines of a log that are not empty; of a progress bar, what it showed last."""
+    """Return the last lines of a log that are not empty; of a progress bar, what it showed last.
+
+    What a launcher says of ranks that have failed is left out: the reason stands above it.
+    """
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 50_000))
         lines = file.read().decode("utf-8", errors="replace").split("\n")
-    return [line.split("\r")[-1] for line in map(str.rstrip, lines) if line.split("\r")[-1]][-count:]
+    lines = [line.split("\r")[-1] for line in map(str.rstrip, lines) if line.split("\r")[-1]]
+    return lines[: _without_launcher(lines)][-count:]
+
+
+def _without_launcher(lines: Sequence[str]) -> int:
+    """Return the number of lines before those in which a launcher reports that its processes have failed."""
+    first = next((i for i, line in enumerate(lines) if _LAUNCHER.search(line)), len(lines))
+    last = max((i for i, line in enumerate(lines[:first]) if line == _TRACEBACK), default=first)
+    if any("accelerate/commands/" in line for line in lines[last:first]):
+        first = last
+    return first or len(lines)
 
 
 def fail_alike(a: Trial, b: Trial) -> bool:

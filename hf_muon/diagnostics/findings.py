@@ -15,6 +15,13 @@ from hf_muon.diagnostics.run_file import Run, Table
 
 USUAL_UPDATE = (1e-4, 1e-2)
 """Relative updates that are usual: a factor of ten around the 1e-3 of Karpathy's makemore, part 3."""
+RULES_OF_THUMB = (
+    "These are rules of thumb, not measurements of this model. A relative update of 0.01 % to 1 % is a factor of ten "
+    "around the 0.1 % that Karpathy (makemore, part 3) gives for any optimizer; no experiment with Muon is behind it. "
+    "The limits for spikes, outliers, time and growth are hf_muon's own choice. Runs at other rates (hf-muon sweep) "
+    "say more."
+)
+"""Where the limits come from, for people."""
 USUAL_ERROR = (0.1, 0.3)
 """Orthogonality errors that are usual after five Newton-Schulz steps."""
 MATCHED_UPDATE = (0.17, 0.23)
@@ -219,7 +226,7 @@ def _of_rate(run: Run, losses: Sequence[tuple[int, float]], trouble: Sequence[st
     rate = max(run.traces["muon_lr"].values())
     when = f"median, while the rate is at least half of {rate:.3g}"
     moves = f"a step moves a matrix by {_percent(size)} of its size ({when})"
-    usual = f"usual is {_percent(low)} to {_percent(high)}"
+    usual = f"by rule of thumb, usual is {_percent(low)} to {_percent(high)}"
     if size > high:
         if harm:
             advice = f"Try {rate / 3:.2g}, or a longer warmup."

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_muon.diagnostics.findings import Outlier, diagnose, outliers
+from hf_muon.diagnostics.findings import RULES_OF_THUMB, Outlier, diagnose, outliers
 from hf_muon.diagnostics.run_file import Run
 
 _MOST_OUTLIERS = 10
@@ -125,7 +125,8 @@ def verdict(run: Run, name: str) -> str:
     """Return what the metrics say, and the table of outliers."""
     heading = f"What it says{f' · {html.escape(name)}' if name else ''}"
     items = "".join(f'<li class="{finding.level}">{html.escape(finding.text)}</li>' for finding in diagnose(run))
-    return f"<section><h2>{heading}</h2><ul>{items}</ul>{_outliers(outliers(run))}</section>"
+    note = f'<p class="note">{html.escape(RULES_OF_THUMB)}</p>'
+    return f"<section><h2>{heading}</h2><ul>{items}</ul>{note}{_outliers(outliers(run))}</section>"
 
 
 def _outliers(own: Sequence[Outlier]) -> str:

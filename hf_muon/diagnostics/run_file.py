@@ -154,7 +154,10 @@ def read_run(file: Path, *, skip_broken: bool = False) -> Run:
     if half is not None and text.endswith("\n"):
         raise half
     if not run.steps:
-        raise ValueError(f"{file} holds no watched step yet")
+        raise ValueError(
+            f"{file} holds no watched step yet. The first comes after as many steps as diagnostics_every says "
+            "(HF_MUON_DIAGNOSTICS_EVERY): wait, or train with a smaller number"
+        )
     return run
 
 

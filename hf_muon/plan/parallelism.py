@@ -139,8 +139,8 @@ class Cuts:
         FSDP2 gathers what it has cut; what tensor or expert parallelism has cut stays so.
         """
         cut = self.of(param)
-        kept = [(axis, own) for axis, own in zip(cut.axes, cut.placements, strict=True) if axis not in _FSDP]
-        inner = Cut(tuple(axis for axis, _ in kept), tuple(own for _, own in kept))
+        remaining = [(axis, own) for axis, own in zip(cut.axes, cut.placements, strict=True) if axis not in _FSDP]
+        inner = Cut(tuple(axis for axis, _ in remaining), tuple(own for _, own in remaining))
         return int(_numels(self.sizes, tuple(param.shape), inner).max())
 
     def places(self, ranks: Sequence[int]) -> list[int]:

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import hf_muon
+from hf_muon._autoload import HOOKS
+from hf_muon.cli import doctor as cli_doctor
 from hf_muon.cli.app import app
 
 
 def doctor(*arguments, **environment):
     program = Path(sys.executable).with_name("hf-muon")
-    env = {**os.environ, "COLUMNS": "160", **environment}
+    env = {**os.environ, "COLUMNS": "80", **environment}
     return subprocess.run([program, "doctor", *arguments], capture_output=True, text=True, check=False, env=env)
 
 
@@ -37,6 +40,17 @@ def test_doctor():
     assert "found: hf_muon_autoload:activate" in process.stdout
     for module in ("transformers.training_args", "transformers.trainer_optimizer"):
         assert re.search(rf"{re.escape(module)} +│ patched", process.stdout)
+
+
+def test_doctor_shows_whole_names_in_80_columns(monkeypatch, capsys):
+    hooks = dict.fromkeys(HOOKS, "waiting for its import, which takes a while")
+    shown = cli_doctor._examine() | {"hooks": hooks}
+    monkeypatch.setattr(cli_doctor, "console", lambda: Console(width=80, soft_wrap=True))
+    cli_doctor._show(shown)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(f"│ {name} " in line for line in lines) for name in hooks)
+    table = [line for line in lines if line.startswith(("│ transformers.", "│ llamafactory."))]
+    assert max(map(len, table)) <= 80
 
 
 def test_doctor_for_machines_and_for_bug_reports():

@@ -44,10 +44,11 @@ class TestConvert:
         words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         return CliRunner().invoke(app, ["convert", str(folder / source), str(target), *words, *arguments])
 
-    def test_it_loads(self, source_run, tmp_path):
+    def test_it_loads(self, source_run, tmp_path, caplog):
         model, optimizer, _ = source_run
         result = self.convert(source_run, tmp_path / "out.pt")
         assert result.exit_code == 0, result.output
+        assert "which parameter goes where" in caplog.text
         assert [path.name for path in tmp_path.iterdir()] == ["out.pt"]
         target = build_optimizer(model)
         target.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
@@ -179,7 +180,7 @@ class TestConvert:
             ({"names": "/nowhere.txt"}, "No such file or directory: '/nowhere.txt'"),
         ],
     )
-    def test_refused(self, source_run, tmp_path, options, message):
+    def test_refused(self, source_run, tmp_path, options, message, caplog):
         folder = source_run[2]
         torch.save({"weight": torch.ones(2)}, folder / "weights.pt")
         torch.save(subprocess.Popen, folder / "unsafe.pt")
@@ -189,6 +190,7 @@ class TestConvert:
         assert result.exit_code == 1
         assert isinstance(result.exception, SystemExit)
         assert re.search(message, result.stderr), result.stderr
+        assert "which parameter goes where" not in caplog.text
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
 from hf_muon.cli.sweep_scores import Trial
-from hf_muon.cli.sweep_trials import next_rate
+from hf_muon.cli.sweep_trials import last_lines, next_rate
 
 # Reads the training file and writes what Trainer writes. The loss is lowest at 1e-4 (AdamW: 2e-4), is NaN from step 7
 # on above 3e-3, and has a part that depends on the step alone, as a batch's. FAKE holds rates at which it fails.
@@ -30,6 +30,8 @@ if f"{rate:g}" in os.environ.get("FAKE", "").split() or os.environ.get("FAKE") =
     sys.exit(f"Traceback\\nRuntimeError: out of memory at {rate:g} in {sys.argv[1]}")
 if f"{rate:g}" == os.environ.get("HANG"):
     time.sleep(60)
+if os.environ.get("RANK", "0") != "0":
+    sys.exit()
 best = {"muon": 1e-4, "adamw_torch": 2e-4}[run['optim']]
 batches = random.Random(0)
 history = []
@@ -302,6 +304,28 @@ class TestRefusals:
         assert "the command fails at once, with Muon at 1e-5 and with Muon at 1e-4: exit status 1" in result.output
         assert "run_sweep/muon_1e-4/output.log" in result.output
         assert "  Traceback" in result.output
+
+    def test_of_ranks_that_fail_the_reason_is_theirs_and_not_the_launchers(self, folder, monkeypatch):
+        monkeypatch.setenv("FAKE", "0.001")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = ["sweep", "run.json", "--steps", "30", "--rates", "1e-4,1e-3", "--no-extend", "--json", "--"]
+        result = CliRunner().invoke(app, [*words, *launcher, "program.py", "{file}"])
+        fine, failed = json.loads(result.stdout)["trials"]
+        assert (fine["status"], len(fine["losses"]), failed["status"]) == ("finished", 30, "failed")
+        assert failed["reason"].startswith("exit status 1: RuntimeError: out of memory at 0.001 in")
+        assert sorted(Path("starts").read_text().splitlines()) == ["muon 0.0001", "muon 0.0001"] + 2 * ["muon 0.001"]
+
+    def test_the_reason_stands_above_what_accelerate_says(self, tmp_path):
+        own = ["Traceback (most recent call last):", '  File "train.py", line 1', "RuntimeError: out of memory"]
+        said = [
+            own[0],
+            '  File "x/accelerate/commands/launch.py", line 9',
+            "subprocess.CalledProcessError: exit status 1.",
+        ]
+        (tmp_path / "log").write_text("\n".join([*own, *said]))
+        assert last_lines(tmp_path / "log") == own
+        (tmp_path / "log").write_text("\n".join(said))
+        assert last_lines(tmp_path / "log") == said
 
     def test_nothing_to_recommend(self, folder):
         result = sweep("--rates", "1e-2,2e-2")

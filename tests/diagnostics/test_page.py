@@ -247,7 +247,8 @@ def test_refused(tmp_path):
         assert message in result.stderr
     file.parent.mkdir()
     file.write_text("")
-    assert "holds no watched step yet" in report(file.parent).stderr
+    message = "holds no watched step yet. The first comes after as many steps as diagnostics_every says"
+    assert message in report(file.parent).stderr
     write(file.parent)
     assert "is not a directory" in report(file, "--out", tmp_path / "no" / "page.html").stderr
     assert f"{tmp_path} is a directory. Name the page itself" in report(file, "--out", tmp_path).stderr
