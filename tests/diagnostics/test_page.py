@@ -26,6 +26,7 @@ def test_numbers_are_those_of_the_file(tmp_path):
     text = (tmp_path / "muon_report.html").read_text()
     page = Page(text)
     assert page.titles == ["What it says", *TITLES]
+    assert "These are rules of thumb, not measurements of this model." in text
     lines = page.lines
     assert lines["Loss"] == {"loss": {10: 1.0, 20: 0.5, 30: pytest.approx(1 / 3, rel=1e-4)}}
     assert lines["Learning rates"]["AdamW"][20] == 1e-4
