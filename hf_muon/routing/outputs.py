@@ -163,7 +163,9 @@ class Outputs:
             return False
         if isinstance(param.owner, nn.Linear) and own.reads > MANY * own.puts_out:
             return False
-        if own.reads in vocabularies and not self._is_put_out(own.reads, self._positions[id(param.parameter)]):
+        # A LoRA factor has no position: its rank is no size of the model, even if it equals a number of labels.
+        position = self._positions.get(id(param.parameter))
+        if own.reads in vocabularies and position is not None and not self._is_put_out(own.reads, position):
             return False
         # A convolution of few channels embeds pixels, as a matrix of few columns embeds coordinates.
         if _is_few(own.reads, own.puts_out) or (own.reads <= CHANNELS and isinstance(param.owner, CONV_TYPES)):

@@ -32,6 +32,20 @@ class TestLora:
         assert len(routed) == 8
         assert all("q_proj.lora_" in name or "v_proj.lora_" in name for name in routed)
 
+    @pytest.mark.parametrize("rank", [2, 64], ids=["number of labels", "vocabulary"])
+    def test_a_rank_that_equals_a_size_in_the_configuration(self, rank):
+        """Route factors alike at a rank of 2, the usual number of labels, of the vocabulary, and of neither."""
+        import peft
+
+        routes = []
+        for r in (rank, 4):
+            config = transformers.Qwen3Config(**{**TINY, "vocab_size": 64}, head_dim=8)
+            lora = peft.LoraConfig(r=r, target_modules=["q_proj", "v_proj"])
+            model = peft.get_peft_model(transformers.Qwen3ForCausalLM(config), lora)
+            routes.append(muon_names(model, lora="muon"))
+        assert routes[0] == routes[1]
+        assert len(routes[0]) == 8
+
     def test_modules_to_save(self):
         import peft
 
