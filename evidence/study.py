@@ -21,7 +21,7 @@ _KEYS = {
     *("tune", "seeds", "reference", "starts"),
 }
 _CELL_KEYS = {"model", "tokens", "batch", "training", "sides", "start", "minutes"}
-_SIDE_KEYS = {"tune"}
+_SIDE_KEYS = {"tune", "reference"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Study:
         sides: by name.
         seeds: of final trials.
         least: the least number of tuning trials of a side; 0 if nothing is tuned.
-        reference: the side that others are compared with.
+        reference: the side that others are compared with, unless they name another one.
     """
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
@@ -89,6 +89,10 @@ class Study:
     def sides_of(self, cell: str) -> list[str]:
         """Return the sides of a cell."""
         return list(self.cells[cell].get("sides", self.sides))
+
+    def reference_of(self, side: str) -> str:
+        """Return the side that a side is compared with; itself for a reference."""
+        return str(self.sides[side].get("reference", self.reference))
 
     def ladders(self, side: str) -> dict[str, Ladder]:
         """Return the ladders of the settings that a side tunes."""

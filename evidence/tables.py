@@ -19,9 +19,10 @@ _HEAD = """# Evidence: the tables
 
 Written by `make evidence` from the CSV files beside this one; [how it is measured](../README.md). Losses are in nats a
 token, of text that no tuning has seen. "±" is the standard deviation over seeds, with the number of seeds behind it.
-*p* is that of Welch's t-test against the reference side. *Fewer steps* is how many times fewer steps a side takes to
-the reference's final loss (below 1: the reference is faster to the side's), *less time* the same in processor time.
-The models are small and the runs short: a table speaks for its own sizes only.
+*At one seed, at most* is the largest difference of a pair with the same seed, and *p* that of Welch's t-test; both are
+against the reference side, in `rival` the one of the same scale. *Fewer steps* is how many times fewer steps a side
+takes to the reference's final loss (below 1: the reference is faster to the side's), *less time* the same in processor
+time. The models are small and the runs short: a table speaks for its own sizes only.
 """
 
 
@@ -88,6 +89,7 @@ def finals_table(study: Study, rows: Rows, finals: Iterable[Row]) -> str:
         "settings",
         "test loss",
         "beside the reference",
+        "at one seed, at most",
         "p",
         "fewer steps",
         "less time",
@@ -99,7 +101,7 @@ def finals_table(study: Study, rows: Rows, finals: Iterable[Row]) -> str:
     for cell in study.cells:
         for side in study.sides_of(cell):
             if own := by_side.get((cell, side)):
-                reference = by_side.get((cell, study.reference), [])
+                reference = by_side.get((cell, study.reference_of(side)), [])
                 lines.append(_line(_final_cells(study, cell, side, own, reference, forgets)))
     return "\n".join(lines)
 
@@ -114,17 +116,17 @@ def _final_cells(
     )
     cells = [cell, side, values or "as in the YAML file"]
     if not finished:
-        return [*cells, f"{own[0]['status']} ({len(own)})", *[""] * (8 if forgets else 5), "does not train"]
+        return [*cells, f"{own[0]['status']} ({len(own)})", *[""] * (9 if forgets else 6), "does not train"]
     losses = [loss_of(row) for row in finished]
     milliseconds = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in finished)
     others = [row for row in reference if row["status"] == DONE]
-    compared = ["", "", "", ""]
-    shows = "the reference" if side == study.reference else "the reference is missing"
-    if side != study.reference and others:
+    compared = ["", "", "", "", ""]
+    shows = "the reference" if side == study.reference_of(side) else "the reference is missing"
+    if side != study.reference_of(side) and others:
         test = welch(losses, [loss_of(row) for row in others])
         times = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
         other_ms = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in others)
-        compared = [f"{test.difference:+.4f}", _probability(test.p)]
+        compared = [f"{test.difference:+.4f}", _apart(finished, others), _probability(test.p)]
         compared += ["", ""] if times is None else [f"{times:.2f}x", f"{times * other_ms / milliseconds:.2f}x"]
         shows = verdict(test.difference, test.p, min(len(losses), len(others)))
     old = []
@@ -133,6 +135,13 @@ def _final_cells(
         old = [spread([float(row["other_loss"]) for row in finished]), f"{fmean(change):+.4f}"]
         old += [f"{fmean(float(row['movement']) for row in finished):.3f}"]
     return [*cells, spread(losses), *compared, f"{milliseconds:.0f}", *old, shows]
+
+
+def _apart(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """Return the largest difference of two sides with the same seed, and so the same first weights and batches."""
+    of_seed = {row["seed"]: loss_of(row) for row in others}
+    differences = [loss_of(row) - of_seed[row["seed"]] for row in rows if row["seed"] in of_seed]
+    return f"{max(differences, key=abs):+.4f}" if differences else ""
 
 
 def verdict(difference: float, p: float, seeds: int) -> str:
@@ -155,7 +164,7 @@ def _probability(p: float) -> str:
 
 def tuning_table(study: Study, rows: Rows) -> str:
     """Return what the searches have found, with their numbers of trials."""
-    heads = ["cell", "side", "trials", "best", "validation loss", "search"]
+    heads = ["cell", "side", "trials", "best", "by a parabola", "validation loss", "search"]
     lines = [_line(heads), _line(["---"] * len(heads))]
     for cell in study.cells:
         for side, one in searches(study, cell, rows).items():
@@ -163,12 +172,35 @@ def tuning_table(study: Study, rows: Rows) -> str:
                 values = " ".join(f"{key} {value:g}" for key, value in one.best.values.items())
                 loss = min(one.losses.values())
                 lines.append(
-                    _line([cell, side, str(len(one.losses)), values, f"{loss:.4f}", _search_state(study, side, one)])
+                    _line(
+                        [
+                            cell,
+                            side,
+                            str(len(one.losses)),
+                            values,
+                            _vertex(study, side, one),
+                            f"{loss:.4f}",
+                            _search_state(study, side, one),
+                        ]
+                    )
                 )
     return (
         "Tuned on validation text with one seed; once the searches of a cell are done, its sides have equal trials:\n\n"
         + "\n".join(lines)
     )
+
+
+def _vertex(study: Study, side: str, one: Search) -> str:
+    """Return the rate at the vertex of the parabola through the best rung and its neighbours; nothing at an edge."""
+    ladder = next(iter(study.ladders(side).values()))
+    best = min(
+        (point for point in one.losses if all(rung.denominator == 1 for rung in point)), key=one.losses.__getitem__
+    )
+    low, middle, high = (one.losses.get((best[0] + step, *best[1:]), math.inf) for step in (-1, 0, 1))
+    bend = low - 2 * middle + high
+    if ladder.choices or not math.isfinite(bend) or bend <= 0:
+        return ""
+    return f"{float(ladder.start) * ladder.factor ** (float(best[0]) + (low - high) / (2 * bend)):.2g}"
 
 
 def _search_state(study: Study, side: str, one: Search) -> str:

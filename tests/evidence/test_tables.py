@@ -13,6 +13,7 @@ from evidence.significance import incomplete_beta, speed_up, step_of, student_ta
 from evidence.study import Study
 from evidence.tables import draw, finals_table, verdict
 from tests.evidence.quick_study import CONTENT, run
+from tests.evidence.quick_trial import BEST
 
 
 def row(cell, side, seed, final, **changes):
@@ -50,7 +51,7 @@ def test_a_table_of_finals(rows):
     adamw, muon, _, diverged = cells[2:]
     assert adamw[3] == "4.1000 ± 0.1000 (3)"
     # AdamW's 4.1 is halfway between Muon's 4.6 at step 50 and 3.6 at step 100.
-    assert muon[3:7] == ["3.6000 ± 0.1000 (3)", "-0.5000", "0.004", "1.33x"]
+    assert muon[3:8] == ["3.6000 ± 0.1000 (3)", "-0.5000", "-0.5000", "0.004", "1.33x"]
     assert muon[-1] == "lower loss"
     assert diverged[3] == "diverged (1)"
 
@@ -80,6 +81,8 @@ def test_drawing_again_changes_nothing(tmp_path):
     text = files["tables.md"].decode()
     assert f"{len(read_rows(tmp_path / 'quick.csv'))} trials, complete." in text
     assert text.count("best inside") == 4
+    # The losses are a parabola in the logarithm of the rate.
+    assert text.count(f"| {BEST['muon']:.2g} |") == text.count(f"| {BEST['adamw']:.2g} |") == 2
 
 
 @pytest.mark.parametrize(("t", "freedom"), list(itertools.product((0.1, 1.0, 4.0), (1.5, 4, 30))))
