@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,46 @@ from hf_muon.storage.views import WHOLE, View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Division(NamedTuple):
+    """How the ranks' partitions divide one parameter, in a few numbers that are the same on all ranks.
+
+    A flat tensor that holds the parameter is cut into equal parts, one for each rank.
+
+    Attributes:
+        numel: elements of the parameter.
+        size: elements of a part.
+        offset: of the parameter in the flat tensor.
+        start: of the part in a rank's partition.
+    """
+
+    numel: int
+    size: int
+    offset: int = 0
+    start: int = 0
+
+    def bounds(self, ranks: int) -> tuple[tuple[int, int], ...]:
+        """Return the elements that each rank holds; see `Slice`."""
+        return partition_bounds(self.numel, self.size, ranks, self.offset)
+
+    def held(self, rank: int) -> tuple[int, int, int]:
+        """Return the first element that a rank holds, the one after the last, and where its partition has the first."""
+        first, last = (min(max(edge * self.size - self.offset, 0), self.numel) for edge in (rank, rank + 1))
+        return first, last, self.start + max(self.offset - rank * self.size, 0)
+
+    def overlaps(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield who holds some elements, in order: the rank, the first element and the one after the last, and where.
+
+        Args:
+            first, last: the elements, half open.
+        """
+        while first < last:
+            rank = (self.offset + first) // self.size
+            begin, end, at = self.held(rank)
+            end = min(end, last)
+            yield rank, first, end, at + first - begin
+            first = end
 
 
 @dataclass(frozen=True)
@@ -30,6 +70,7 @@ class Slice:
         start: offset of this rank's elements in its partition.
         view: of the parameter.
         name: of the parameter.
+        division: what `bounds` and `start` follow from, if known.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +78,7 @@ class Slice:
     start: int
     view: View = WHOLE
     name: str = ""
+    division: Division | None = None
 
     def elements(self, rank: int) -> slice:
         """Return where the partition of this rank holds them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_muon.diagnostics.log import first_few
 from hf_muon.integrations.deepspeed.gradients import without_gradient, without_gradient_in_stage_2
 from hf_muon.optimizer.muon import Muon
-from hf_muon.storage.partitions import Partition, Slice, partition_bounds
+from hf_muon.storage.partitions import Division, Partition, Slice
 from hf_muon.storage.tensors import shape_of
 from hf_muon.storage.views import WHOLE, View
 
@@ -142,11 +142,11 @@ def _contiguous(
             offset, odd = divmod(param.data_ptr() - whole.data_ptr(), whole.element_size())
             fits = not odd and 0 <= offset <= whole.numel() - param.numel()
             _expect(fits, "a parameter is no view of its group")
-            bounds = partition_bounds(param.numel(), flat.numel(), ranks, offset)
-            first, last = bounds[rank]
+            division = Division(param.numel(), flat.numel(), offset)
+            first, last, at = division.held(rank)
             name, view = names[param]
             _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            part = Slice(tuple(param.shape), bounds, max(offset - rank * flat.numel(), 0), view or WHOLE, name)
+            part = Slice(tuple(param.shape), division.bounds(ranks), at, view or WHOLE, name, division)
             truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
@@ -173,13 +173,14 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
         for param in params:
             size = param.partition_numel()
             ranges.append((zero.get_param_id(param), slice(start, start + size)))
-            bounds = partition_bounds(param.ds_numel, size, ranks)
+            division = Division(param.ds_numel, size, start=start)
+            bounds = division.bounds(ranks)
             first, last = bounds[rank]
             with deepspeed.zero.GatheredParameters([param]):
                 truth = param.detach().reshape(-1)[first:last].clone()
             name, view = names[param]
             _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name), truth))
+            truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name, division), truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]
