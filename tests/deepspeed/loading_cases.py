@@ -90,11 +90,11 @@ def middle_of_largest_tensor(file):
     return Path(file).read_bytes().index(content) + len(content) // 2
 
 
-def without_labels(folder):
-    """Remove the files' own names from a checkpoint, as older versions wrote it."""
+def without(folder, key):
+    """Remove an entry of ours from the files of a checkpoint, as older versions wrote it."""
     for file in Path(folder).glob("*/*_states.pt"):
         content = torch.load(file, weights_only=False)
-        del content["hf_muon_file"]
+        del content[key]
         torch.save(content, file)
     return folder
 

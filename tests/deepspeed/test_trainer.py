@@ -12,6 +12,7 @@ from transformers import get_scheduler
 from hf_muon import build_optimizer
 from tests.bounds import beyond_rounding, move
 from tests.deepspeed.trainer_cases import complaint, config_of, train
+from tests.distributed.pool import Pool
 from tests.integrations.plain_script import BATCH, LR, STEPS, model, sentences
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -58,6 +59,21 @@ def test_resume_is_exact(ranks, name, tmp_path):
     for one, other in zip(ranks.run(train, folder=str(tmp_path), resume=path, **options), straight, strict=True):
         assert one["losses"] == other["losses"]
         assert all(torch.equal(one["weights"][n], w) for n, w in other["weights"].items())
+
+
+@pytest.mark.extended
+def test_resume_on_another_number_of_ranks_and_in_another_stage(ranks, tmp_path):
+    """Save on two ranks with two rows each and go on with four rows on one, in the order of an uninterrupted run."""
+    options = {"max_grad_norm": 0.05, "optim_args": "ns_dtype=fp32", "save_strategy": "steps", "save_steps": 3}
+    ranks.run(train, folder=str(tmp_path), config=config_of("zero3_offload"), **options)
+    path, rows = str(tmp_path / "checkpoint-3"), {"per_device_train_batch_size": 4}
+    alone = Pool(1, timeout=240)
+    try:
+        (result,) = alone.run(train, folder=str(tmp_path), config=config_of("zero1"), resume=path, **rows, **options)
+    finally:
+        alone.close()
+    assert len(result["losses"]) == STEPS
+    assert not beyond_rounding(result["weights"], by_hand(), [by_hand(moved=seed) for seed in (0, 1)])
 
 
 @pytest.mark.extended(but="zero2")

@@ -53,7 +53,7 @@ def arguments(folder, config, **options):
 
 def train(rank, folder, config, resume=None, lora=False, dtype="float32", extra=None, **options):
     """Train and return whole weights, losses, and the class of the engine's optimizer."""
-    args = arguments(folder, config, per_device_train_batch_size=2, **options)
+    args = arguments(folder, config, **{"per_device_train_batch_size": 2, **options})
     network = model(getattr(torch, dtype))
     if lora:
         from peft import LoraConfig, get_peft_model

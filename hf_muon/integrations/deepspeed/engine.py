@@ -113,7 +113,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
     # In ZeRO-0 every rank has whole parameters or fp32 copies of them.
     attach_partitions(optimizer, partitions, replicate_group=_group_of(engine))
     check_before_loading(engine, optimizer)
-    write_latest_last(engine)
+    write_latest_last(engine, optimizer)
 
 
 def _group_of(engine: Any) -> ProcessGroup | None:

@@ -21,6 +21,7 @@ from hf_muon.integrations.archives import archive_damage
 LABEL = "hf_muon_file"
 CHUNK = 1 << 22
 BEFORE = "Resume from the checkpoint before it"
+WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
 
 
 class DamagedError(Exception):

@@ -10,34 +10,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from hf_muon.diagnostics.log import first_few
+from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.distributed.groups import root_group
 from hf_muon.integrations.deepspeed.files import (
     BEFORE,
     LABEL,
+    WEIGHTS,
     DamagedError,
-    check_file,
     read,
-    read_checksums,
     stages_of,
 )
+from hf_muon.integrations.deepspeed.index import INDEX
 from hf_muon.integrations.deepspeed.order import differing_masters, moved, options_to_set
-from hf_muon.integrations.deepspeed.partitions import is_swapped
-from hf_muon.integrations.deepspeed.saving import binder, replaced, swap_folder
+from hf_muon.integrations.deepspeed.resharding import Resharding, resharding
+from hf_muon.integrations.deepspeed.saving import binder, replaced
+from hf_muon.integrations.deepspeed.swapping import (
+    all_standing,
+    partitions_on_nvme,
+    restore_swapped,
+    unfit_swap_files,
+)
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state_check import load_complaints
 
-WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
+OLDER = "It was written by a version of hf_muon that did not store where parameters lie, which other layouts need. "
 WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"
 
 
@@ -53,24 +58,35 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
         values = bind(*args, **kwargs).arguments
         swapping = bool(getattr(engine.optimizer, "swap_optimizer", False))
         saved: dict[str, Any] = {}
-        tag = None
-        try:
+        complaints: list[str] = []
+        tag, other = None, None
+        with _as_complaints(values["load_dir"], complaints):
             tag = _latest(values["load_dir"]) if values["tag"] is None else str(values["tag"])
-            complaints = list(_complaints(engine, optimizer, values, tag, saved))
-        except Exception as error:  # noqa: BLE001  of one rank, before all have agreed
-            complaints = [f"{values['load_dir']} cannot be read ({type(error).__name__}: {error}). {BEFORE}"]
+            if tag and _moments(values):
+                other = resharding(engine, optimizer, Path(values["load_dir"], tag))
+        announcement = [""] if complaints else other.announcement() if other else []
+        announcements = exchange_texts(_ranks(optimizer), announcement)
+        with _as_complaints(values["load_dir"], complaints):
+            if complaints:
+                pass
+            elif other is None:
+                complaints += _complaints(engine, optimizer, values, tag, saved)
+            else:
+                complaints += _complaints_of_another_layout(other, announcements)
         texts = exchange_texts(_ranks(optimizer), complaints)
         if any(texts) and not (tag is None and all(texts)):  # without a tag, DeepSpeed loads nothing and returns None
             raise ValueError(
                 "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
-        with _weights_of(engine, tag):
+        with _weights_of(engine, tag), other.in_place_of_files() if other else contextlib.nullcontext():
             result = load(*args, **kwargs)
-        if isinstance(result[1], dict):
-            result[1].pop(LABEL, None)
+        for key in (LABEL, INDEX) if isinstance(result[1], dict) else ():
+            result[1].pop(key, None)
+        if other is not None and is_rank_zero():
+            logger().info("%s, written by %s, was loaded as %s", other.folder, other.source, other.here)
         if tag is not None:
             if swapping:
-                _restore_swapped(engine.optimizer, optimizer, saved["zero"])
+                restore_swapped(engine.optimizer, optimizer, saved["zero"])
             elif (
                 optimizer.partitioned.partitions is None
                 and hasattr(engine.optimizer, "refresh_fp32_params")
@@ -82,6 +98,17 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
 
     setattr(checked, OURS, True)
     engine.load_checkpoint = checked
+
+
+@contextlib.contextmanager
+def _as_complaints(folder: Any, complaints: list[str]) -> Iterator[None]:
+    """Turn what goes wrong on one rank into a complaint, so that all ranks can agree."""
+    try:
+        yield
+    except DamagedError as error:
+        complaints.append(str(error))
+    except Exception as error:  # noqa: BLE001  what reading raises depends on the bytes
+        complaints.append(f"{folder} cannot be read ({type(error).__name__}: {error}). {BEFORE}")
 
 
 @contextlib.contextmanager
@@ -105,10 +132,10 @@ def _latest(folder: Any) -> str | None:
     return file.read_text().strip() if file.is_file() else None
 
 
-def _ranks(optimizer: Muon) -> torch.distributed.ProcessGroup:
+def _ranks(optimizer: Muon) -> dist.ProcessGroup:
     if optimizer.partitioned.partitions:
         return root_group([partition.group for partition in optimizer.partitioned.partitions.values()])
-    group = optimizer.replicate_group or torch.distributed.group.WORLD
+    group = optimizer.replicate_group or dist.group.WORLD
     assert group is not None
     return group
 
@@ -151,10 +178,22 @@ def _complaints(
     if complaint := _stage_complaint(engine, folder, moments):
         yield complaint
         return
-    try:
-        yield from _complaints_of_files(engine, optimizer, str(values["load_dir"]), tag, moments, saved)
-    except DamagedError as error:
-        yield str(error)
+    yield from _complaints_of_files(engine, optimizer, str(values["load_dir"]), tag, moments, saved)
+
+
+def _complaints_of_another_layout(other: Resharding, announcements: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield why files of another layout cannot be loaded; `other` reads this rank's share of them.
+
+    Raises:
+        DamagedError: a file is missing, or its bytes have changed since it was written.
+    """
+    if len({tuple(one[1:2]) for one in announcements if one != [""]}) > 1:
+        raise DamagedError(f"{other.folder} holds files of several saves, of which ranks see different ones. {BEFORE}")
+    optimizer = other.optimizer
+    lines = list(other.complaints(other.checked_here(announcements, dist.get_rank(_ranks(optimizer)))))
+    yield from lines
+    if not lines:
+        yield from _complaints_of_state(other.engine, optimizer, other.optimizer_state)
 
 
 def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
@@ -166,10 +205,11 @@ def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
         return None
     there = " or ".join(map(str, stages))
     weights = "`module` of mp_rank_00_model_states.pt" if stages == (0,) else WEIGHTS
+    older = OLDER if moments else ""
     return (
         f"{folder} was written by ZeRO-{there}, and this run has ZeRO-{own}, which stores the optimizer "
-        f"differently. Set zero_optimization.stage to {there}, or start from the weights alone ({weights}) without the "
-        "optimizer"
+        f"differently. {older}Set zero_optimization.stage to {there}, or start from the weights alone ({weights}) "
+        "without the optimizer"
     )
 
 
@@ -188,11 +228,12 @@ def _complaints_of_files(
     first = engine._get_ckpt_name(where, tag, pp_placeholder="0")
     weights = read(own) if has_own else read(first, checked=not by_rank and _first_of_node(engine))
     ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
+    older = "" if INDEX in weights or not moments else OLDER
     if partitioned and ((moments and ranks != here) or (by_rank and here > ranks)):
         yield (
             f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
-            f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
-            f"({WEIGHTS_OF_NVME if _swapped(engine.optimizer) else WEIGHTS}) without the optimizer"
+            f"partition in files of its own. {older}Resume on {ranks} ranks, or start from the weights alone "
+            f"({WEIGHTS_OF_NVME if partitions_on_nvme(engine.optimizer) else WEIGHTS}) without the optimizer"
         )
         return
     if by_rank and not has_own:
@@ -213,22 +254,27 @@ def _complaints_of_files(
             advice = options_to_set(engine.config, content.get("ds_config"))
             advice = advice or "Resume with the model and the DeepSpeed config that wrote it"
             yield (
-                f"{folder} has {first_few(names, 3)} elsewhere in the fp32 partitions than this run. {advice}, or "
-                f"start from the weights alone ({WEIGHTS}) without the optimizer"
+                f"{folder} has {first_few(names, 3)} elsewhere in the fp32 partitions than this run. {older}{advice}, "
+                f"or start from the weights alone ({WEIGHTS}) without the optimizer"
             )
             return
         state = saved["zero"].get("base_optimizer_state", saved["zero"].get("optimizer_state_dict"))
     else:
         state = weights["optimizer"]
         state = state.get("optimizer_state_dict", state)
-    with _all_standing(engine.optimizer):
+    yield from _complaints_of_state(engine, optimizer, state)
+    yield from unfit_swap_files(engine, folder)
+
+
+def _complaints_of_state(engine: Any, optimizer: Muon, state: Any) -> Iterator[str]:
+    """Yield why a state dict is not this optimizer's."""
+    with all_standing(engine.optimizer):
         lines = list(load_complaints(optimizer.param_groups, state))
     if lines:
         lines[-1] += (
             ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
         )
         yield from lines
-    yield from _unfit_swap_files(engine, folder)
 
 
 def _first_of_node(engine: Any) -> bool:
@@ -245,68 +291,3 @@ def _precision_complaint(file: Path) -> str | None:
         f"{file.parent} was written {there} bf16, and this run is {here} it. Set bf16.enabled to "
         f"{str(there == 'with').lower()}, or start from the weights alone ({WEIGHTS}) without the optimizer"
     )
-
-
-@contextlib.contextmanager
-def _all_standing(zero: Any) -> Iterator[None]:
-    """Put all partitions into the param groups, as ZeRO-3 does while it saves and loads."""
-    if not hasattr(zero, "_set_fp32_optimizer_param_groups"):
-        yield
-        return
-    zero._set_fp32_optimizer_param_groups()
-    try:
-        yield
-    finally:
-        zero._clear_fp32_optimizer_param_groups()
-
-
-# --- NVMe
-
-
-def _swapped(zero: Any) -> list[Tensor]:
-    """Return the partitions on NVMe."""
-    flats = enumerate(getattr(zero, "fp32_partitioned_groups_flat", ()))
-    return [flat for i, flat in flats if is_swapped(zero, i)]
-
-
-def _unfit_swap_files(engine: Any, folder: Path) -> Iterator[str]:
-    """Yield the swap files that the checkpoint lacks. DeepSpeed numbers them in the order of parameters' creation.
-
-    Raises:
-        DamagedError: a file has changed since it was written.
-    """
-    saved = swap_folder(engine, folder)
-    sums = read_checksums(saved)
-    for flat in _swapped(engine.optimizer):
-        for path in engine.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].get_swap_paths():  # type: ignore[attr-defined]
-            own, other = Path(path), saved / Path(path).name
-            if not other.is_file() or other.stat().st_size != own.stat().st_size:
-                yield (
-                    f"{other} is missing, or has another size than {own}. DeepSpeed names swap files after the order "
-                    "in which a process makes parameters: make the same models as the run that wrote it, in the same "
-                    "order, with the same sub_group_size, and with the optimizer on NVMe"
-                )
-                return
-            check_file(other, sums.get(other.name))
-
-
-def _restore_swapped(zero: Any, optimizer: Muon, saved: dict[str, Any]) -> None:
-    """Load what DeepSpeed skips with NVMe: steps, options, and the partitions that stay in memory.
-
-    DeepSpeed has read the moments of swapped partitions together with their master weights.
-    """
-    swapped = {flat: dict(optimizer.state[flat]) for flat in _swapped(zero)}
-    zero.checkpoint_event_prologue()
-    with _all_standing(zero):
-        optimizer.load_state_dict(saved["optimizer_state_dict"])
-    for flat, state in swapped.items():
-        for name, moment in state.items():
-            if hasattr(moment, "ds_id"):  # DeepSpeed swaps this tensor
-                optimizer.state[flat][name] = moment
-    for i, (flat, master) in enumerate(zip(zero.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)):
-        if flat not in swapped:
-            flat.data.copy_(master.data)
-            zero._reassign_or_swap_out_partitioned_parameters(i)
-    zero.loss_scaler, zero.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
-    zero.overflow = saved["overflow"]
-    zero.checkpoint_event_epilogue()

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,17 @@ import torch.distributed as dist
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.integrations.archives import complete_or_absent
 from hf_muon.integrations.deepspeed.files import labelled, write_checksums
+from hf_muon.integrations.deepspeed.index import INDEX, index_of
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
+from hf_muon.optimizer.muon import Muon
 
 
-def write_latest_last(engine: Any) -> None:
-    """Wrap `engine.save_checkpoint` to write `latest` after the files of all ranks, and to return after that."""
+def write_latest_last(engine: Any, optimizer: Muon) -> None:
+    """Wrap `engine.save_checkpoint` to write `latest` after the files of all ranks, and to return after that.
+
+    Each file also gets its own name, and the index of where the ranks store parameters.
+    """
     save = engine.save_checkpoint
     writer = getattr(engine, "checkpoint_engine", None)
     if getattr(save, OURS, False) or writer is None or getattr(writer, "is_decoupled", lambda: False)():
@@ -42,12 +47,15 @@ def write_latest_last(engine: Any) -> None:
         folder = Path(values["save_dir"], tag)
         with_latest, values["save_latest"] = values["save_latest"], False
         errors: list[str] = []
+        also: dict[str, Any] = {}
         with _noting(errors):
+            if (index := index_of(engine, optimizer)) is not None:
+                also[INDEX] = index.plain()
             if engine.global_rank == 0:
                 os.makedirs(values["save_dir"], exist_ok=True)
         _raise_together(folder, errors)
         with contextlib.ExitStack() as context:
-            context.enter_context(_files_labelled(writer, errors))
+            context.enter_context(_files_labelled(writer, also, errors))
             context.enter_context(_swap_files_noted(folder, errors))
             for part in ("_copy_recovery_script", "_save_checkpoint", "_save_zero_checkpoint"):
                 context.enter_context(replaced(engine, part, _noting(errors)))
@@ -116,14 +124,14 @@ def _noting(errors: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _files_labelled(writer: Any, errors: list[str]) -> Iterator[None]:
-    """Have the writer put each file's name into it, and collect its errors."""
+def _files_labelled(writer: Any, also: Mapping[str, Any], errors: list[str]) -> Iterator[None]:
+    """Have the writer put each file's name and something else into it, and collect its errors."""
 
     def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
         @_noting(errors)
         def labelling(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            return save(labelled(state_dict, path), path, *args, **kwargs)
+            return save(labelled({**state_dict, **also}, path), path, *args, **kwargs)
 
         return labelling
 
