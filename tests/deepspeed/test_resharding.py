@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 CPU = {"offload_optimizer": {"device": "cpu"}}
 ROUND_ROBIN = {"stage": 2, "zero": {"round_robin_gradients": True}}
 SUB_GROUPS = {"stage": 3, "zero": {**CPU, "sub_group_size": 1500}}
+ALIGNED = {"stage": 2, "zero": {"parameter_alignment": True}}
 HPZ = {"stage": 3, "zero": {"zero_hpz_partition_size": 2, **CPU, "sub_group_size": 1500}}
 BF16_OPTIMIZER = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
@@ -121,7 +122,7 @@ MORE = {
     ),
     "bf16-moments": (
         {"dtype": "bfloat16", "momentum_dtype": "bf16", "adamw_state_dtype": "bf16"},
-        [(2, PLAIN[3]), (4, PLAIN[2]), (1, PLAIN[0]), (2, SUB_GROUPS)],
+        [(2, PLAIN[3]), (4, PLAIN[2]), (4, ALIGNED), (1, PLAIN[0]), (2, ALIGNED), (2, SUB_GROUPS)],
     ),
     "bf16-optimizer": ({"dtype": "bfloat16"}, [(2, BF16_OPTIMIZER), (4, PLAIN[3]), (1, BF16_OPTIMIZER), (2, PLAIN[2])]),
 }
