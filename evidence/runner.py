@@ -167,7 +167,7 @@ class Runner:
             else f"exit status {job.process.returncode}: {_last_line(job.folder / 'output.log')}",
         }
         row |= {key: str(result[key]) for key in ("parameters",) if key in result}
-        numbers = {"other_loss_before": 5, "other_loss": 5, "movement": 5, "cpu_seconds": 1, "seconds": 1}
+        numbers = {"other_loss_before": 5, "other_loss": 5, "movement": 5, "cpu_seconds": 3, "seconds": 1}
         return row | {key: f"{result[key]:.{digits}f}" for key, digits in numbers.items() if key in result}
 
     def _popen(self, spec: Any, folder: Path, core: int | None) -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from evidence.corpus import DOMAINS, LONG_LINE, PARTS, Corpus, part_of, split, write_corpus
+from evidence.corpus import DOMAINS, LONG_LINE, PARTS, Corpus, Domain, part_of, read_documents, split, write_corpus
 
 
 def long_lines(texts):
@@ -39,6 +39,13 @@ def test_parts_share_no_passage_and_no_long_line(documents):
     # Without the rule they do share lines.
     by_part = {part: [t for n, ps in documents.items() if part_of(n) == part for t in ps] for part in PARTS}
     assert long_lines(by_part["train"]) & long_lines(by_part["test"])
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_parts_of_an_installed_package_share_no_long_line(name):
+    texts = split(read_documents(Domain(("accelerate", "peft"), DOMAINS[name].passages)))
+    assert not (long_lines(texts["validation"]) | long_lines(texts["test"])) & long_lines(texts["train"])
+    assert min(sum(map(len, texts[part])) for part in PARTS) > 5_000
 
 
 def test_the_name_of_a_document_decides_its_part(documents):

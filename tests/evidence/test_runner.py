@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -11,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evidence.agenda import searches
+from evidence.corpus import PARTS, write_corpus
 from evidence.results import FAILED, MEASURED, read_rows, write_rows
 from evidence.runner import drop_failed
 from evidence.study import FINAL, TUNE, Study
@@ -27,13 +30,6 @@ def repeated(path):
     rows = [{key: value for key, value in row.items() if key not in MEASURED} for row in read_rows(path).values()]
     assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
     return rows
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole")
-    assert run(out, 2)
-    return out / "quick.csv"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
@@ -58,12 +54,43 @@ def test_an_interrupted_study_ends_with_the_same_rows(whole, tmp_path, number):
     assert repeated(tmp_path / "quick.csv") == repeated(whole)
 
 
-def test_an_existing_row_is_not_trained_again(whole, tmp_path):
-    rows = read_rows(whole)
-    marked = {**next(iter(rows.values())), "date": "long ago"}
-    write_rows(tmp_path / "quick.csv", [marked])
+def test_rows_that_exist_are_not_trained_again(whole, tmp_path):
+    rows = {name: {**row, "date": "long ago"} for name, row in read_rows(whole).items()}
+    _, *others = rows
+    write_rows(tmp_path / "quick.csv", [rows[name] for name in others])
     run(tmp_path, 2)
-    assert read_rows(tmp_path / "quick.csv")[marked["id"]] == marked
+    assert repeated(tmp_path / "quick.csv") == repeated(whole)
+    again = [row["id"] for row in read_rows(tmp_path / "quick.csv").values() if row["date"] != "long ago"]
+    assert again == [min(rows)]
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_training_that_is_killed_ends_with_the_same_losses(tmp_path):
+    """Train a few steps with Trainer in processes of their own, and kill runner and trial in the midst of one."""
+    texts = {part: [f"{part} {i} is a number" for i in range(60)] for part in PARTS}
+    write_corpus(tmp_path / "text", {"docs": texts}, {}, vocab_size=270)
+    sides = {"adamw": {"optim": "adamw_torch", "learning_rate": 0.01}, "muon": {"optim": "muon", "learning_rate": 0.01}}
+    content = {**CONTENT, "sides": sides, "seeds": [1], "tune": {}, "cells": {"a": {**CONTENT["cells"]["short"]}}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(content))
+
+    def command(out):
+        words = [sys.executable, "-W", "ignore", "-m", "evidence", "run", "tiny", "--folder", tmp_path]
+        return [*words, "--out", tmp_path / out, "--corpus", tmp_path / "text"]
+
+    subprocess.run(command("whole"), cwd=ROOT, check=True)
+    process = subprocess.Popen(command("killed"), cwd=ROOT, start_new_session=True)
+    while not read_rows(tmp_path / "killed" / "tiny.csv"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(read_rows(tmp_path / "killed" / "tiny.csv")) == 1
+    subprocess.run(command("killed"), cwd=ROOT, check=True)
+    assert len(repeated(tmp_path / "whole" / "tiny.csv")) == 2
+    assert repeated(tmp_path / "killed" / "tiny.csv") == repeated(tmp_path / "whole" / "tiny.csv")
+    assert (tmp_path / "killed" / "tables.md").is_file()
 
 
 def test_grids_extend_until_the_best_is_inside_and_trials_are_equal(whole):
