@@ -55,6 +55,7 @@ def build_optimizer(
     if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
         replicate_group = model.process_group
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
+    optimizer.head_rules.attach(optimizer.param_groups, model)
     if optimizer.metrics is not None:
         optimizer.metrics.model = _facts_of(model, routes)
     log_routes(routes, frozen(model))

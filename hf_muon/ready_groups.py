@@ -14,7 +14,7 @@ from hf_muon.build import as_config, group_of, log_routes, muon_options, require
 from hf_muon.config import OPTIONS, MuonConfig
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
-from hf_muon.routing.live_models import routes_of
+from hf_muon.routing.live_models import holder_of, routes_of
 from hf_muon.routing.route import Route
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class MuonOfGroups(Muon):
                         split.append({**group_of(part, config, lr=group.get("lr"), weight_decay=decay), **other_keys})
         require_muon(reached, "the given param groups")
         super().__init__(split, replicate_group=replicate_group, **muon_options(config))
+        if self.head_rules.is_asked(self.param_groups):
+            trained = {p for group in self.param_groups for p in group["params"]}
+            self.head_rules.attach(self.param_groups, holder_of(trained, model))
         log_routes(reached)
 
 

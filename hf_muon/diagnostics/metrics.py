@@ -24,7 +24,7 @@ from hf_muon.diagnostics.names import layers_and_kinds
 from hf_muon.diagnostics.watch import Clock, Watch
 
 FILE = "muon_diagnostics.jsonl"
-IN_SHORT = ("muon/relative_update", "muon/orthogonality_error", "muon/time_share")
+IN_SHORT = ("muon/relative_update", "muon/orthogonality_error", "muon/time_share", "muon/max_logit")
 """What a console shows of the summary, unless it is told otherwise."""
 
 
@@ -95,8 +95,12 @@ class Metrics:
         for measure in (*MEASURES, *ADAMW_MEASURES):
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]
+        if watch.logits:
+            line["max_logit"] = {name: _short(value) for name, value in watch.logits.items()}
+            line["clipped_heads"] = watch.clipped
         self._write(line)
         self._summary = {
+            **_summary_of_logits(watch),
             **_summary(values),
             **{f"muon/{key.removeprefix('muon_')}": v for key, v in watch.rates.items()},
         }
@@ -179,6 +183,18 @@ def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
     form = log.console_form()
     shown = IN_SHORT if form == "short" else ()
     return {key: value for key, value in logs.items() if form == "all" or key in shown or not key.startswith("muon/")}
+
+
+def _summary_of_logits(watch: Watch) -> dict[str, float]:
+    """Return the largest logit of all attentions and of each layer; and how many heads were rescaled."""
+    if not watch.logits:
+        return {}
+    names = list(watch.logits)
+    layers = [layer for layer, _ in layers_and_kinds([f"{name}.weight" for name in names])]
+    distinct = None not in layers and len(set(layers)) == len(layers)
+    keys = [str(layer) for layer in layers] if distinct else names
+    by_layer = {f"muon/max_logit/{key}": watch.logits[name] for key, name in zip(keys, names, strict=True)}
+    return {"muon/max_logit": max(watch.logits.values()), "muon/clipped_heads": watch.clipped, **by_layer}
 
 
 def _summary(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -26,6 +26,8 @@ class Watch:
         self.rates: dict[str, float] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.options: dict[str, dict[str, Any]] = {}
+        self.logits: dict[str, float] = {}
+        self.clipped = 0
         self._rate_of: dict[str, float] = {}
         self._keys: list[tuple[str, str, int]] = []
         self._values: list[Tensor] = []
@@ -85,6 +87,10 @@ class Watch:
         moments = state["exp_avg"], state["exp_avg_sq"]
         squares = adamw_sum_of_squares(*moments, state["step"], betas, eps)
         self._add("adamw_update_rms", name, squares, moments[0].numel())
+
+    def attentions(self, logits: Mapping[str, float], clipped: int) -> None:
+        """Note the largest logit of each attention, by its name, and how many heads were rescaled because of them."""
+        self.logits, self.clipped = dict(logits), clipped
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return each measure by name, with one read per device."""

@@ -107,6 +107,13 @@ def gather(group: dist.ProcessGroup, model_device: torch.device, *tensors: Tenso
     return rows
 
 
+def maxima(group: dist.ProcessGroup, model_device: torch.device, values: Tensor) -> Tensor:
+    """Return the largest of all ranks' values, for each position; all ranks must have agreed on their number."""
+    largest = values.to(report_device(group, model_device), copy=True)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
 def report_device(group: dist.ProcessGroup, model_device: torch.device) -> torch.device:
     """Return the device to gather reports on: `model_device` if the group has a backend for its type.
 

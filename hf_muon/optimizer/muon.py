@@ -20,6 +20,7 @@ from hf_muon.optimizer.consensus import Agreement
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import check_group, with_checked_options
+from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
@@ -141,6 +142,7 @@ class Muon(Optimizer):
         self.metrics = Metrics(every, self.diagnostics_file) if every and log.is_rank_zero() else None
         self._report = FirstStepReport()
         self._lost_updates = LostUpdates()
+        self.head_rules = HeadRules()
         self._warned_of_empty_step = False
         self._layouts = Layouts()
 
@@ -196,7 +198,7 @@ class Muon(Optimizer):
         if (kind := first_compilation(layout.devices)) and log.is_rank_zero():
             log.logger().info("compiling elementwise functions for %s: the first step takes longer", kind)
         early = self._begin_early(layout, agreement, watch)
-        indices_of_groups = self._agreed(agreement)
+        indices_of_groups = self._agreed(agreement, layout)
         for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
             if indices:
                 begun = early if early and early.group is group and early.indices == indices else None
@@ -205,8 +207,9 @@ class Muon(Optimizer):
         if (failure := pop_failure()) and log.is_rank_zero():
             log.logger().warning("Elementwise functions are not compiled, which makes steps slower: %s", failure)
         complete = self.partitioned.completes_step(self.param_groups)
+        measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
-            watch.end(complete=complete)
+            watch.end(*measured, complete=complete)
         return loss
 
     def _layout(self) -> StepLayout:
@@ -236,6 +239,7 @@ class Muon(Optimizer):
         with layout.guarded(complaints):
             self.partitioned.clear_stale_gradients(groups)
             complaints += preflight.step_complaints(groups, self.state, layout)
+            complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
             may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
             if not may_be_idle:
                 self._report.add(groups, layout, self.partitioned.partitions)
@@ -246,10 +250,7 @@ class Muon(Optimizer):
             return consensus.begin(groups, layout, complaints, may_be_idle=may_be_idle, refusal=refusal), watch
 
     def _begin_early(self, layout: StepLayout, agreement: Agreement, watch: StepWatch | None) -> MuonStep | None:
-        """Begin the step of the first group before all ranks have agreed on it, as far as nothing is changed by that.
-
-        The host prepares it, and the device has something to compute while the host waits.
-        """
+        """Begin the step of the first group before all ranks have agreed on it, as far as that changes nothing."""
         for group, work, indices in zip(self.param_groups, layout.works, agreement.expected or [], strict=False):
             if indices:
                 if not group["use_muon"] or (watch and watch.measures) or not is_complete(group, self.state):
@@ -260,7 +261,7 @@ class Muon(Optimizer):
                 return early
         return None
 
-    def _agreed(self, agreement: Agreement) -> list[list[int]]:
+    def _agreed(self, agreement: Agreement, layout: StepLayout) -> list[list[int]]:
         """Wait for the agreement, and return for each group the indices of the parameters to step on all ranks.
 
         Raises:
@@ -269,9 +270,10 @@ class Muon(Optimizer):
         groups = self.param_groups
         with self._report.ends_if_refused():
             indices = agreement.result()
-        if indices is None:
-            self.init_state()
-            return [[] for _ in groups]
+            if indices is None:
+                self.init_state()
+                return [[] for _ in groups]
+            self.head_rules.begin(groups, layout)
         if not any(indices) and self.partitioned.partitions is None and not self._warned_of_empty_step:
             self._warned_of_empty_step = True
             warn_of_empty_step([param for group in groups for param in group["params"]])

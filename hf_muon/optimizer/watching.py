@@ -54,8 +54,16 @@ class StepWatch:
         """Return what measures the step of a group; None where this step is only timed."""
         return None if self._watch is None else GroupWatch(self._watch, group, work, self._names(group))
 
-    def end(self, *, complete: bool) -> None:
-        """End the step, or a part of it where it is not complete."""
+    def end(self, logits: Mapping[str, float], clipped: int, *, complete: bool) -> None:
+        """End the step, or a part of it where it is not complete.
+
+        Args:
+            logits: the largest of each attention, by its name, if they are measured.
+            clipped: number of heads whose rows were rescaled because of them.
+            complete: whether no other part follows.
+        """
+        if self._watch is not None and logits:
+            self._watch.attentions(logits, clipped)
         self._metrics.end(self._step, whole=complete)
 
     def _names(self, group: Group) -> list[str]:

@@ -58,6 +58,20 @@ def non_negative() -> OptionType:
     return number("a number of at least 0", 0)
 
 
+def positive() -> OptionType:
+    """Return the type of a number above 0, or infinity."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise InvalidError
+        number = float(value)
+        if not number > 0:
+            raise InvalidError
+        return number
+
+    return OptionType("a number above 0, or inf", check, float)
+
+
 def learning_rate() -> OptionType:
     """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
     rate = non_negative()

@@ -20,3 +20,5 @@ class RuleOptions:
     normalize: str = declared(BUILT_IN_OPTIONS["normalize"])
     normalize_beta: float = declared(BUILT_IN_OPTIONS["normalize_beta"])
     weight_decay_mode: str = declared(BUILT_IN_OPTIONS["weight_decay_mode"])
+    qk_clip: float | None = declared(BUILT_IN_OPTIONS["qk_clip"])
+    qk_clip_force: bool = declared(BUILT_IN_OPTIONS["qk_clip_force"])

@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 from hf_muon.options.declaration import Option
-from hf_muon.rules import cautious, decay_schedule, momentum_schedule, normalize
+from hf_muon.rules import cautious, decay_schedule, momentum_schedule, normalize, qk_clip
 from hf_muon.rules.rule import Rule, StateKind
 
 ENTRY_POINTS = "hf_muon.rules"
 """The group of entry points under which packages name their rules."""
 
-BUILT_IN = (momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE)
+BUILT_IN = (momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
 
 BUILT_IN_OPTIONS = {name: option for rule in BUILT_IN for name, option in rule.options.items()}
 
@@ -25,7 +25,7 @@ OTHERS_OPTIONS: dict[str, Option] = {}
 """The options of registered rules, by name."""
 
 _reserved: set[str] = set()
-_FUNCTIONS = ("hyperparameters", "update", "direction", "apply")
+_FUNCTIONS = ("hyperparameters", "update", "direction", "apply", "head_factors")
 _MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 

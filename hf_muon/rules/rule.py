@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hf_muon.options.declaration import Option
+from hf_muon.rules.heads import Heads
 
 StateKind = Literal["weight", "row", "column", "matrix"]
 """What a state has a number for: an element of a weight, a row or column of a matrix ``(out, in)``, or a matrix."""
@@ -46,6 +47,12 @@ class Rule:
             weights in fp32, their state of the kind `weight`, the options, the number of the step and the scale;
             returns directions.
         decays: whether `apply` takes care of weight decay, so that nothing else does.
+        head_factors: after the step, on the heads of each attention. Called with the largest attention logit of each
+            query head ``(H,)`` in the forward passes since the last step, over all ranks, fp32 on the CPU, the heads
+            and the options; returns factors of whole heads of weights and biases: `query` ``(H,)``, `key` ``(K,)`` and
+            `query_rotary` ``(H,)``. It applies to a group's attention weights, whichever optimizer steps them. Logits
+            are measured only if a rule has this function.
+        head_complaint: called with the heads and the options; says why an attention is not for the rule, or None.
         complaint: called with the options; says why they cannot be meant, or None. Options that do not go together are
             refused before a step.
         step_complaint: as `complaint`, but called by steps alone: what a Trainer may still fill in.
@@ -62,5 +69,7 @@ class Rule:
     direction: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
     apply: Callable[[Tensor, Tensor, States, Options, int, float], Tensor] | None = None
     decays: bool = False
+    head_factors: Callable[[Tensor, Heads, Options], Mapping[str, Tensor]] | None = None
+    head_complaint: Callable[[Heads, Options], str | None] | None = None
     complaint: Callable[[Options], str | None] | None = None
     step_complaint: Callable[[Options], str | None] | None = None

@@ -1,0 +1,241 @@
+"""The logits of transformers' attentions, measured where each hands queries and keys to its implementation.
+
+Every attention of transformers asks `AttentionInterface.get_interface` for the function that computes it, and calls
+that with itself, queries and keys after their rotation, a mask and a scale. While logits are measured, the function
+that it gets measures first. Nothing of the forward pass changes.
+
+With `eager`, the result is the largest logit that any query has with a key that it sees. With other implementations,
+which never store logits, it is that of the queries of largest norm, `MOST_QUERIES` per sequence and head: at most the
+true maximum, and equal to it for sequences of this length.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from hf_muon.integrations.names import is_ours, mark
+from hf_muon.math.logits import Visible, largest_logits
+from hf_muon.rules.heads import Attention
+from hf_muon.storage.tensors import is_dtensor
+
+MOST_QUERIES = 128
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+_recorders: weakref.WeakKeyDictionary[nn.Module, _Recorder] = weakref.WeakKeyDictionary()
+
+
+class AttentionLogits:
+    """The largest logits of some attentions, in forward passes in training mode that compute gradients.
+
+    Passes of evaluation do not count. That checkpointed activations are computed twice changes nothing.
+    """
+
+    def __init__(self, attentions: Sequence[Attention]) -> None:
+        self._recorders = [_Recorder(attention) for attention in attentions]
+        for attention, recorder in zip(attentions, self._recorders, strict=True):
+            _recorders[attention.module] = recorder
+
+    def pop(self) -> list[Tensor | None]:
+        """Return for each attention the largest logit of each head ``(H,)`` since the last call; see `LogitSource`."""
+        return [recorder.pop() for recorder in self._recorders]
+
+
+def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
+    """Return what measures the logits of some attentions, or say why they cannot be measured."""
+    module = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(module, "AttentionInterface", None)
+    for attention in attentions:
+        forward = inspect.unwrap(type(attention.module).forward)
+        if interface is None or _INTERFACE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            return (
+                f"{attention.name} ({type(attention.module).__name__}) does not hand its queries and keys to an "
+                f"attention function of transformers ({_INTERFACE}), where hf_muon measures logits"
+            )
+    _patch(interface)
+    return AttentionLogits(attentions)
+
+
+def _patch(interface: Any) -> None:
+    """Have attentions whose logits are measured get a function that does so; others get what they get without it."""
+    get_interface = interface.get_interface
+    if is_ours(get_interface):
+        return
+
+    @functools.wraps(get_interface)
+    def get_measuring(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = get_interface(self, attn_implementation, default)
+        return functools.partial(_measured, function, attn_implementation) if _recorders else function
+
+    interface.get_interface = mark(get_measuring)
+
+
+def _measured(
+    function: Callable[..., Any],
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if module.training and torch.is_grad_enabled():
+        _record(implementation, module, query, key, attention_mask, kwargs)
+    return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+@_disable_dynamo
+@torch.no_grad()
+def _record(
+    implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
+) -> None:
+    recorder = _recorders.get(module)
+    if recorder is not None:
+        recorder.record(implementation, query.detach(), key.detach(), mask, options)
+
+
+class _Recorder:
+    """The largest logits of one attention so far."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._heads = attention.heads
+        self._size = attention.size
+        self._name = attention.name
+        self._query = next(name for name, rows in attention.rows.items() if 1 in rows.roles)
+        self._module = weakref.ref(attention.module)
+        self._largest: Tensor | None = None
+
+    def pop(self) -> Tensor | None:
+        largest, self._largest = self._largest, None
+        return largest
+
+    def record(self, implementation: str, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:
+        """Measure one forward pass.
+
+        Args:
+            implementation: name of the function that computes the attention.
+            query: ``(B, H, S, D)``.
+            key: ``(B, K, T, D)``.
+            mask: as that function gets it.
+            options: the keyword arguments of that function.
+
+        Raises:
+            RuntimeError: the attention is not as its weights say, or its mask cannot be read.
+        """
+        first, count = self._own_heads(query, key)
+        if not count:
+            return
+        scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        visible = self._visible(implementation, query, key, mask, options)
+        most = None if implementation == "eager" else MOST_QUERIES
+        own = largest_logits(query, key, scale, visible, most)
+        largest = own.new_full((self._heads.queries,), -torch.inf)
+        largest[first : first + count] = own
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+
+    def _own_heads(self, query: Tensor, key: Tensor) -> tuple[int, int]:
+        """Return the first of the heads that this rank computes, and their number.
+
+        Raises:
+            RuntimeError: there are other heads than the weights say.
+        """
+        heads, own, few = self._heads, query.shape[1], key.shape[1]
+        shared = heads.queries // heads.keys
+        if own == heads.queries and few in (heads.keys, own) and query.shape[-1] == key.shape[-1] == self._size:
+            return 0, own
+        # Tensor parallel: each rank has the heads whose rows of the query projection it stores.
+        weight = self._module().get_parameter(self._query.removeprefix(f"{self._name}."))  # type: ignore[union-attr]
+        if is_dtensor(weight) and query.shape[-1] == self._size and few * shared == own:
+            from hf_muon.storage.dtensor import own_region
+
+            ranges = own_region(weight, weight.shape).dims[0]  # type: ignore[arg-type]
+            if len(ranges) == 1 and ranges[0][1] - ranges[0][0] == own * self._size:
+                return ranges[0][0] // self._size, own
+        raise RuntimeError(
+            f"qk_clip: the attention {self._name} has {own} query and {few} key heads of {query.shape[-1]}, and its "
+            f"weights make {heads.queries} and {heads.keys} of {self._size}. Switch qk_clip off, or report this model"
+        )
+
+    def _visible(self, implementation: str, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> Visible:
+        """Return which keys a query sees, as the implementation reads the mask.
+
+        Raises:
+            RuntimeError: the mask cannot be read.
+        """
+        keys = key.shape[2]
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            return functools.partial(_of_mask, mask[..., :keys], query.shape[:3])
+        causal = options.get("is_causal")
+        causal = bool(getattr(self._module(), "is_causal", True) if causal is None else causal) and query.shape[2] > 1
+        if mask is None and implementation == "eager":
+            return lambda positions: None
+        if mask is None and implementation == "sdpa":
+            return functools.partial(_of_positions, keys, causal, None, None, None)
+        if "flash" in implementation and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+            documents = _documents(options, query.shape[0], query.shape[2], query.device)
+            return functools.partial(_of_positions, keys, causal, options.get("sliding_window"), documents, mask)
+        raise RuntimeError(
+            f"qk_clip: the mask of attn_implementation={implementation!r} in {self._name} cannot be read. Use sdpa, "
+            "flash_attention_2, flash_attention_3 or eager"
+        )
+
+
+def _of_mask(mask: Tensor, shape: Sequence[int], positions: Tensor) -> Tensor:
+    """Return what queries see by a mask that is bool, or added to logits: ``(B, H, n, T)``."""
+    rows = positions.unsqueeze(-1).expand(*positions.shape, mask.shape[-1])
+    own = mask.expand(*shape, mask.shape[-1]).gather(2, rows)
+    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+
+
+def _of_positions(
+    keys: int,
+    causal: bool,
+    window: int | None,
+    documents: Tensor | None,
+    kept: Tensor | None,
+    positions: Tensor,
+) -> Tensor | None:
+    """Return what queries see by their positions: ``(B, H, n, T)``; None for everything.
+
+    Args:
+        keys: number of keys, T.
+        causal: whether a query sees no later key.
+        window: how many positions a query looks back, its own included.
+        documents: ``(B, T)``, the number of the document of each position, of which a query sees its own.
+        kept: ``(B, T)``, 0 for keys of padding.
+        positions: of queries, ``(B, H, n)``.
+    """
+    seen: list[Tensor] = []
+    of_query, of_key = positions.unsqueeze(-1), torch.arange(keys, device=positions.device)
+    if causal:
+        seen.append(of_key <= of_query)
+    if window is not None:
+        seen.append((of_query - of_key).abs() < window)
+    if documents is not None:
+        own = documents.unsqueeze(1).expand(-1, positions.shape[1], -1).gather(2, positions)
+        seen.append(own.unsqueeze(-1) == documents[:, None, None, :])
+    if kept is not None:
+        seen.append(kept[:, None, None, :].bool())
+    return functools.reduce(torch.logical_and, seen) if seen else None
+
+
+def _documents(options: dict[str, Any], batch: int, length: int, device: torch.device) -> Tensor | None:
+    """Return the number of the document that each position is in, ``(B, S)``, of sequences packed without padding."""
+    if (ends := options.get("cu_seq_lens_q")) is not None and batch == 1:
+        return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:], right=True).unsqueeze(0)
+    positions = options.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[-1] == length:
+        starts = positions[:, 1:] != positions[:, :-1] + 1
+        return torch.nn.functional.pad(starts.cumsum(-1), (1, 0)).expand(batch, -1)
+    return None

@@ -1,0 +1,158 @@
+"""The attentions of a model, and the rows of weights that make their query and key heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from hf_muon.routing.fused import layout_of
+from hf_muon.routing.fused_rules import HEAD_SIZES, number
+from hf_muon.routing.parameters import ModelParameter, parameters_of
+from hf_muon.routing.rules import is_lora
+from hf_muon.rules.heads import Attention, Heads, Rows
+from hf_muon.storage.tensors import shape_of
+
+_QUERY = re.compile(r"q|query|q_proj|query_proj|to_q|q_b_proj")
+_KEY = re.compile(r"k|key|k_proj|key_proj|to_k")
+_NORM = re.compile(r"(q|k|qk|query|key)_?(layer)?_?norm|norm_(q|k|query|key)|(q|k)_ln")
+_ATTENTION = re.compile(r"Attention(?!Output|Layer)")
+
+Ranges = dict[str, list[range]]
+"""By role, the outputs of each head, in the order of heads."""
+
+
+@dataclass
+class _Found:
+    """What is known of an attention so far."""
+
+    name: str
+    ranges: dict[str, Ranges] = field(default_factory=dict)  # by the name of a weight
+    transposed: dict[str, bool] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, list[str]] = field(default_factory=dict)  # names, by the name of their weight
+
+
+def attentions_of(model: nn.Module) -> tuple[list[Attention], list[str]]:
+    """Return the attentions of a model that have queries and keys of known heads, and complaints about the others.
+
+    Attentions without a trained parameter are left out.
+    """
+    params = parameters_of(model)
+    names = {param.parameter: param.name for param in params}
+    candidates: dict[nn.Module, _Found] = {}
+    for param in params:
+        leaf, parent = param.holder
+        if parent is None or param.own_name != "weight" or len(param.shape) != 2 or is_lora(param.name):
+            continue
+        depth = [module for _, module in param.steps].index(parent)
+        name = ".".join(part for part, _ in param.steps[:depth])
+        layout = layout_of(param.folded, param.own_name, param.owner, leaf, parent)
+        rows = param.shape[1 if layout.transposed else 0]
+        ranges = dict(_ranges(leaf, parent, rows, param))
+        if ranges or _ATTENTION.search(type(parent).__name__):
+            found = candidates.setdefault(parent, _Found(name))
+        if ranges:
+            found.ranges[param.name] = ranges
+            found.transposed[param.name] = layout.transposed
+            found.parameters[param.name] = param.parameter
+            bias = getattr(param.owner, "bias", None)
+            if isinstance(bias, nn.Parameter):
+                found.biases[param.name] = [names[bias]]
+                found.parameters[names[bias]] = bias
+    attentions, complaints = [], []
+    for module, found in candidates.items():
+        inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{found.name}.")]
+        if not inside:
+            continue
+        attention = _attention(module, found)
+        if isinstance(attention, str):
+            complaints.append(f"{found.name} ({type(module).__name__}) {attention}")
+        elif reason := _untrained(attention, inside):
+            complaints.append(f"{found.name} ({type(module).__name__}) {reason}")
+        elif any(p.requires_grad for p in attention.parameters.values()):
+            attentions.append(attention)
+    return attentions, complaints
+
+
+def _untrained(attention: Attention, inside: list[ModelParameter]) -> str | None:
+    """Say why rows of an attention's weights cannot be rescaled; None if they can, or if nothing of them is trained."""
+    leaves = [name.removeprefix(f"{attention.name}.").partition(".")[0] for name in attention.rows]
+    for param in inside:
+        if is_lora(param.name) and param.name.removeprefix(f"{attention.name}.").partition(".")[0] in leaves:
+            return f"is trained by LoRA ({param.name}), which leaves the weights to rescale frozen"
+    frozen = [name for name, p in attention.parameters.items() if not p.requires_grad]
+    if frozen and len(frozen) < len(attention.parameters):
+        return f"is trained in part: {frozen[0]} is frozen"
+    return None
+
+
+def _ranges(leaf: str, parent: nn.Module, rows: int, param: ModelParameter) -> Iterator[tuple[str, list[range]]]:
+    """Yield the roles in which a projection's outputs are, each with the outputs of its heads."""
+    layout = layout_of(param.folded, param.own_name, param.owner, leaf, parent)
+    if layout.fused is not None:
+        block = sum(part.size for part in layout.fused.parts)
+        start = 0
+        for part in layout.fused.parts:
+            if part.name in ("q", "k"):
+                head = part.head or part.size
+                role = "query" if part.name == "q" else "key"
+                yield (
+                    role,
+                    [
+                        range(first, first + head)
+                        for i in range(layout.fused.blocks)
+                        for first in range(i * block + start, i * block + start + part.size, head)
+                    ],
+                )
+            start += part.size
+        return
+    is_query = _QUERY.fullmatch(leaf) is not None
+    if not is_query and not _KEY.fullmatch(leaf):
+        return
+    head = number(parent, *(("qk_head_dim", *HEAD_SIZES) if is_query else HEAD_SIZES))
+    if not head or rows % head:
+        return
+    whole = [range(first, first + head) for first in range(0, rows, head)]
+    plain = number(parent, "qk_nope_head_dim") if number(parent, "kv_lora_rank") else 0
+    if is_query and plain:
+        yield "query", [own[:plain] for own in whole]
+        yield "query_rotary", [own[plain:] for own in whole]
+    else:
+        yield "query" if is_query else "key", whole
+
+
+def _attention(module: nn.Module, found: _Found) -> Attention | str:
+    """Return an attention, or say why its heads are not known."""
+    by_role: Ranges = {}
+    for ranges in found.ranges.values():
+        for role, heads in ranges.items():
+            if role in by_role:
+                return f"has two projections of the role {role!r}"
+            by_role[role] = heads
+    queries, keys, rotary = (by_role.get(role, []) for role in ("query", "key", "query_rotary"))
+    if not queries or not keys:
+        return "has no query and key projections that hf_muon knows"
+    sizes = {len(head) for head in queries} | {len(head) for head in keys}
+    if len(queries) % len(keys) or len(sizes) > 1:
+        of_query, of_key = len(queries[0]), len(keys[0])
+        return f"has {len(queries)} query heads of {of_query} and {len(keys)} key heads of {of_key} outputs"
+    first = {"query": 1, "key": 1 + len(queries), "query_rotary": 1 + len(queries) + len(keys)}
+    rows: dict[str, Rows] = {}
+    for name, ranges in found.ranges.items():
+        dim = 1 if found.transposed[name] else 0
+        roles = [0] * shape_of(found.parameters[name])[dim]
+        for role, heads in ranges.items():
+            for h, own in enumerate(heads):
+                for row in own:
+                    roles[row] = first[role] + h
+        rows[name] = Rows(tuple(roles), found.transposed[name])
+        rows |= {bias: Rows(tuple(roles)) for bias in found.biases.get(name, ())}
+    norms = [
+        name for name, child in module.named_children() if _NORM.fullmatch(name) and not isinstance(child, nn.Identity)
+    ]
+    size = len(queries[0]) + (len(rotary[0]) if rotary else 0)
+    heads_of = Heads(len(queries), len(keys), bool(rotary), ", ".join(norms))
+    return Attention(found.name, module, heads_of, size, rows, found.parameters)

@@ -1,0 +1,96 @@
+"""Heads of attention, as rules see them: how many there are, and which rows of which weights make them.
+
+Which attentions a model has is found by `hf_muon.routing.attention`. What their heads do between two steps is measured
+by whoever runs their forward pass: one of `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention.
+
+    Attributes:
+        queries: number of query heads.
+        keys: number of key heads, each shared by `queries / keys` consecutive query heads.
+        rotary: whether a part of each query meets a key that all heads share, as in multi-head latent attention.
+        normalized: names of modules that normalize queries and keys; empty if nothing does.
+    """
+
+    queries: int
+    keys: int
+    rotary: bool = False
+    normalized: str = ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which heads the outputs of a projection belong to.
+
+    Attributes:
+        roles: for each output, 0 if its rows are neither queries nor keys, else a position in the factors ``[1, query
+            heads, key heads, rotary parts of query heads]``.
+        transposed: whether the weight is stored as ``(in, out)``.
+    """
+
+    roles: tuple[int, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """An attention of a model.
+
+    Attributes:
+        name: of its module.
+        module: the module.
+        heads: its heads.
+        size: of a query head.
+        rows: by the name of a parameter, weight or bias, of its query and key projections.
+        parameters: the same parameters.
+    """
+
+    name: str
+    module: nn.Module
+    heads: Heads
+    size: int
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class LogitSource(Protocol):
+    """Measures the largest logit of each head in the forward passes of training."""
+
+    def pop(self) -> list[Tensor | None]:
+        """Return for each attention the largest logit of each head ``(H,)``, fp32, since the last call.
+
+        None for an attention that no forward pass has used.
+        """
+        ...
+
+
+SOURCES = ["hf_muon.integrations.transformers.attention:source_of"]
+"""Functions that are called with attentions, and return a `LogitSource` or say why they cannot measure them.
+
+As text, because those who run forward passes are imported by nobody here.
+"""
+
+
+def source_of(attentions: Sequence[Attention]) -> LogitSource | str:
+    """Return what measures the logits of some attentions, or why nothing does."""
+    reasons = []
+    for path in SOURCES:
+        module, _, function = path.partition(":")
+        source: LogitSource | str = getattr(importlib.import_module(module), function)(attentions)
+        if not isinstance(source, str):
+            return source
+        reasons.append(source)
+    return "; ".join(reasons)

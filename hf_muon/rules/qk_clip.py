@@ -1,0 +1,68 @@
+"""`qk_clip`, MuonClip: query and key rows of heads whose logits grow too large are rescaled after the step.
+
+Source: Kimi Team, https://arxiv.org/abs/2507.20534, section 2.1, Algorithm 1. Of keys that heads share the paper says
+only what multi-head latent attention does: the shared rotary key stays as it is, and its queries get the whole factor.
+The same holds here for grouped queries, as far as one of the heads that share a key needs no rescaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hf_muon.options import types
+from hf_muon.options.declaration import Option
+from hf_muon.rules.heads import Heads
+from hf_muon.rules.rule import Options, Rule
+
+_SOURCE = "[2507.20534](https://arxiv.org/abs/2507.20534), [docs](docs/qk-clip.md)"
+
+
+def rescaling(logits: Tensor, heads: Heads, options: Options) -> Mapping[str, Tensor]:
+    """Return the factors of query and key heads that bring the largest logits ``(H,)`` down to the threshold.
+
+    No factor is above 1, and a head within the threshold keeps its queries and its key as they are.
+    """
+    gamma = (options["qk_clip"] / logits).where(logits > options["qk_clip"], 1.0)  # (H,)
+    # Keys take the root of what all heads that share them need. One that needs nothing leaves them alone.
+    key = gamma.view(heads.keys, -1).amax(dim=1).sqrt()
+    query = gamma / key.repeat_interleave(heads.queries // heads.keys)
+    return {"query": query, "key": key, "query_rotary": gamma}
+
+
+def complaint(heads: Heads, options: Options) -> str | None:
+    """Say why the heads of an attention need no rescaling; None where they may."""
+    if not heads.normalized or options["qk_clip_force"] or options["qk_clip"] == float("inf"):
+        return None
+    return (
+        f"normalizes queries and keys ({heads.normalized}), which bounds its logits: qk_clip={options['qk_clip']:g} is "
+        "not needed, and rows of normalized heads change nothing by their size. Remove the option, set qk_clip=inf to "
+        "watch logits alone, or qk_clip_force=true to rescale all the same"
+    )
+
+
+RULE = Rule(
+    name="qk_clip",
+    options={
+        "qk_clip": Option(
+            types.positive(),
+            None,
+            "Rescale query and key rows of heads whose largest attention logit is above this threshold, as 100 "
+            "(MuonClip); `inf` measures the logits and rescales nothing.",
+            scope="group",
+            fallback="off",
+            source=_SOURCE,
+        ),
+        "qk_clip_force": Option(
+            types.flag(),
+            False,
+            "Apply `qk_clip` also where queries and keys are normalized, as in Qwen3; if false, such models are "
+            "refused.",
+            scope="group",
+        ),
+    },
+    is_on=lambda options: options["qk_clip"] is not None,
+    head_factors=rescaling,
+    head_complaint=complaint,
+)
