@@ -37,8 +37,8 @@ def complaint(heads: Heads, options: Options) -> str | None:
         return None
     return (
         f"normalizes queries and keys ({heads.normalized}), which bounds its logits: qk_clip={options['qk_clip']:g} is "
-        "not needed, and rows of normalized heads change nothing by their size. Remove the option, set qk_clip=inf to "
-        "watch logits alone, or qk_clip_force=true to rescale all the same"
+        "not needed, and rescaling rows before they are normalized does not change logits. Remove the option, set "
+        "qk_clip=inf to measure logits alone, or qk_clip_force=true to rescale all the same"
     )
 
 

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.transformers.layout import replicate_group
-from hf_muon.integrations.transformers.refusals import refuse_plain_shards, refuse_unsupported, warn_of_fsdp
+from hf_muon.integrations.transformers.refusals import (
+    refuse_parts_of_sequences,
+    refuse_plain_shards,
+    refuse_unsupported,
+    warn_of_fsdp,
+)
 from hf_muon.integrations.ulysses.layout import CORRECTED
 
 if TYPE_CHECKING:
@@ -70,6 +75,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
         file = os.path.join(context.args.output_dir or "", FILE)
         config = config.replace({"diagnostics_file": file})
     refuse_unsupported(context.args)
+    refuse_parts_of_sequences(context.args, config.qk_clip)
     refuse_plain_shards(context.model)
     warn_of_fsdp(context.args)
     return MuonFactory, {

@@ -113,6 +113,20 @@ def refuse_context_parallel(args: TrainingArguments) -> None:
         raise RuntimeError(f"optim: muon does not run under ParallelismConfig(cp_size) {layout}. {advice}")
 
 
+def refuse_parts_of_sequences(args: TrainingArguments, qk_clip: float | None) -> None:
+    """Raise where attention logits are to be measured and each rank has a part of each sequence.
+
+    Raises:
+        RuntimeError: the axis of parallelism.
+    """
+    for axis in ("cp", "sp"):
+        if qk_clip is not None and axis_size(args, axis) > 1:
+            raise RuntimeError(
+                f"optim: muon does not measure attention logits under ParallelismConfig({axis}_size): each rank has a "
+                f"part of each sequence. Remove qk_clip={qk_clip:g}, or {axis}_size"
+            )
+
+
 def refuse_plain_shards(model: nn.Module | None) -> None:
     """Raise for tensor parallelism in plain tensors, as transformers had it before it used DTensors.
 
