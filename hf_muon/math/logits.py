@@ -45,8 +45,8 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, m
         block = positions[:, :, start : start + step]
         rows = query[:, :, start : start + step].reshape(batch, few, -1, size)  # of the heads that share a key
         logits = (rows @ key.mT).view(batch, heads, -1, keys)
-        seen = visible(block)
-        if seen is not None:
-            logits = logits.masked_fill(~seen, -math.inf)
+        unmasked = visible(block)
+        if unmasked is not None:
+            logits = logits.masked_fill(~unmasked, -math.inf)
         largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)).float() * scale)
     return largest

@@ -25,7 +25,7 @@ Ranges = dict[str, list[range]]
 
 
 @dataclass
-class _Found:
+class _Candidate:
     """What is known of an attention so far."""
 
     name: str
@@ -42,7 +42,7 @@ def attentions_of(model: nn.Module) -> tuple[list[Attention], list[str]]:
     """
     params = parameters_of(model)
     names = {param.parameter: param.name for param in params}
-    candidates: dict[nn.Module, _Found] = {}
+    candidates: dict[nn.Module, _Candidate] = {}
     for param in params:
         leaf, parent = param.holder
         if parent is None or param.own_name != "weight" or len(param.shape) != 2 or is_lora(param.name):
@@ -53,25 +53,25 @@ def attentions_of(model: nn.Module) -> tuple[list[Attention], list[str]]:
         rows = param.shape[1 if layout.transposed else 0]
         ranges = dict(_ranges(leaf, parent, rows, param))
         if ranges or _ATTENTION.search(type(parent).__name__):
-            found = candidates.setdefault(parent, _Found(name))
+            candidate = candidates.setdefault(parent, _Candidate(name))
         if ranges:
-            found.ranges[param.name] = ranges
-            found.transposed[param.name] = layout.transposed
-            found.parameters[param.name] = param.parameter
+            candidate.ranges[param.name] = ranges
+            candidate.transposed[param.name] = layout.transposed
+            candidate.parameters[param.name] = param.parameter
             bias = getattr(param.owner, "bias", None)
             if isinstance(bias, nn.Parameter):
-                found.biases[param.name] = [names[bias]]
-                found.parameters[names[bias]] = bias
+                candidate.biases[param.name] = [names[bias]]
+                candidate.parameters[names[bias]] = bias
     attentions, complaints = [], []
-    for module, found in candidates.items():
-        inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{found.name}.")]
+    for module, candidate in candidates.items():
+        inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{candidate.name}.")]
         if not inside:
             continue
-        attention = _attention(module, found)
+        attention = _attention(module, candidate)
         if isinstance(attention, str):
-            complaints.append(f"{found.name} ({type(module).__name__}) {attention}")
+            complaints.append(f"{candidate.name} ({type(module).__name__}) {attention}")
         elif reason := _untrained(attention, inside):
-            complaints.append(f"{found.name} ({type(module).__name__}) {reason}")
+            complaints.append(f"{candidate.name} ({type(module).__name__}) {reason}")
         elif any(p.requires_grad for p in attention.parameters.values()):
             attentions.append(attention)
     return attentions, complaints
@@ -124,10 +124,10 @@ def _ranges(leaf: str, parent: nn.Module, rows: int, param: ModelParameter) -> I
         yield "query" if is_query else "key", whole
 
 
-def _attention(module: nn.Module, found: _Found) -> Attention | str:
+def _attention(module: nn.Module, candidate: _Candidate) -> Attention | str:
     """Return an attention, or say why its heads are not known."""
     by_role: Ranges = {}
-    for ranges in found.ranges.values():
+    for ranges in candidate.ranges.values():
         for role, heads in ranges.items():
             if role in by_role:
                 return f"has two projections of the role {role!r}"
@@ -141,18 +141,18 @@ def _attention(module: nn.Module, found: _Found) -> Attention | str:
         return f"has {len(queries)} query heads of {of_query} and {len(keys)} key heads of {of_key} outputs"
     first = {"query": 1, "key": 1 + len(queries), "query_rotary": 1 + len(queries) + len(keys)}
     rows: dict[str, Rows] = {}
-    for name, ranges in found.ranges.items():
-        dim = 1 if found.transposed[name] else 0
-        roles = [0] * shape_of(found.parameters[name])[dim]
+    for name, ranges in candidate.ranges.items():
+        dim = 1 if candidate.transposed[name] else 0
+        roles = [0] * shape_of(candidate.parameters[name])[dim]
         for role, heads in ranges.items():
             for h, own in enumerate(heads):
                 for row in own:
                     roles[row] = first[role] + h
-        rows[name] = Rows(tuple(roles), found.transposed[name])
-        rows |= {bias: Rows(tuple(roles)) for bias in found.biases.get(name, ())}
+        rows[name] = Rows(tuple(roles), candidate.transposed[name])
+        rows |= {bias: Rows(tuple(roles)) for bias in candidate.biases.get(name, ())}
     norms = [
         name for name, child in module.named_children() if _NORM.fullmatch(name) and not isinstance(child, nn.Identity)
     ]
     size = len(queries[0]) + (len(rotary[0]) if rotary else 0)
     heads_of = Heads(len(queries), len(keys), bool(rotary), ", ".join(norms))
-    return Attention(found.name, module, heads_of, size, rows, found.parameters)
+    return Attention(candidate.name, module, heads_of, size, rows, candidate.parameters)

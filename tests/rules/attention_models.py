@@ -112,7 +112,7 @@ def tokens(seed, batch=3, length=12):
 @contextlib.contextmanager
 def logits_before_softmax():
     """Yield a list to which each eager attention adds the largest of its logits, ``(H,)``, one by one."""
-    seen = []
+    largest = []
     softmax = torch.nn.functional.softmax
 
     def recording(logits, *args, **kwargs):
@@ -121,18 +121,18 @@ def logits_before_softmax():
             of_heads = []
             for head in logits.detach().unbind(1):
                 of_heads.append(max(float(x) for x in head.flatten() if float(x) > lowest))
-            seen.append(torch.tensor(of_heads))
+            largest.append(torch.tensor(of_heads))
         return softmax(logits, *args, **kwargs)
 
     torch.nn.functional.softmax = recording
     try:
-        yield seen
+        yield largest
     finally:
         torch.nn.functional.softmax = softmax
 
 
 def backward(model, ids):
     """Compute gradients, and return the largest logits of each layer."""
-    with logits_before_softmax() as seen:
+    with logits_before_softmax() as largest:
         model(input_ids=ids, labels=ids).loss.backward()
-    return seen
+    return largest

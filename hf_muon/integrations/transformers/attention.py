@@ -203,7 +203,7 @@ def _of_positions(
     causal: bool,
     window: int | None,
     documents: Tensor | None,
-    kept: Tensor | None,
+    padding: Tensor | None,
     positions: Tensor,
 ) -> Tensor | None:
     """Return what queries see by their positions: ``(B, H, n, T)``; None for everything.
@@ -213,21 +213,21 @@ def _of_positions(
         causal: whether a query sees no later key.
         window: how many positions a query looks back, its own included.
         documents: ``(B, T)``, the number of the document of each position, of which a query sees its own.
-        kept: ``(B, T)``, 0 for keys of padding.
+        padding: ``(B, T)``, 0 for keys of padding.
         positions: of queries, ``(B, H, n)``.
     """
-    seen: list[Tensor] = []
+    masks: list[Tensor] = []
     of_query, of_key = positions.unsqueeze(-1), torch.arange(keys, device=positions.device)
     if causal:
-        seen.append(of_key <= of_query)
+        masks.append(of_key <= of_query)
     if window is not None:
-        seen.append((of_query - of_key).abs() < window)
+        masks.append((of_query - of_key).abs() < window)
     if documents is not None:
         own = documents.unsqueeze(1).expand(-1, positions.shape[1], -1).gather(2, positions)
-        seen.append(own.unsqueeze(-1) == documents[:, None, None, :])
-    if kept is not None:
-        seen.append(kept[:, None, None, :].bool())
-    return functools.reduce(torch.logical_and, seen) if seen else None
+        masks.append(own.unsqueeze(-1) == documents[:, None, None, :])
+    if padding is not None:
+        masks.append(padding[:, None, None, :].bool())
+    return functools.reduce(torch.logical_and, masks) if masks else None
 
 
 def _documents(options: dict[str, Any], batch: int, length: int, device: torch.device) -> Tensor | None:
