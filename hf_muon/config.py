@@ -16,9 +16,8 @@ from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.update import ADJUST_LR_FNS
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
-from hf_muon.options import types
+from hf_muon.options import declaration, types
 from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
-from hf_muon.options.declaration import unknown_option as _unknown_option
 from hf_muon.rules import registry
 from hf_muon.rules.fields import RuleOptions
 from hf_muon.storage.host import OFFLOADS
@@ -187,7 +186,9 @@ class MuonConfig(RuleOptions):
         fallback="TrainingArguments' own",
         source="transformers",
     )
-    lora: str = option("adamw", types.choice(("adamw", "muon")), "Optimizer of LoRA factors, `adamw` or `muon`.")
+    lora: str = option(
+        "adamw", types.choice(("adamw", "muon", "muon_b")), "Optimizer of LoRA factors: `adamw`, `muon` or `muon_b`."
+    )
     split_fused: bool = option(
         True,
         types.flag(),
@@ -323,7 +324,7 @@ def known_option(name: Any) -> Option | None:
 
 def unknown_option(name: Any, valid: Sequence[str] | None = None) -> ValueError:
     """Return the error for a key that is not an option, with the closest one that is."""
-    return _unknown_option(name, MuonConfig.names() if valid is None else valid)
+    return declaration.unknown_option(name, MuonConfig.names() if valid is None else valid)
 
 
 def check_option(name: str, value: Any) -> Any:

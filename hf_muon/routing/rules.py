@@ -49,6 +49,8 @@ _HEAD = re.compile(
 )
 # Factors of peft's other adapters.
 _ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|randlora)_", re.IGNORECASE)
+# The factor that LoRA multiplies with last, ``(out, r)``, by the names of peft and diffusers.
+_LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|up)($|[._])")
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 
 # Names without decay, as in transformers' Trainer.get_decay_parameter_names.
@@ -63,6 +65,11 @@ def is_adapter(name: str) -> bool:
 def is_lora(name: str) -> bool:
     """Return whether a name is that of a LoRA factor."""
     return _LORA.search(name) is not None
+
+
+def is_lora_b(name: str) -> bool:
+    """Return whether a name is that of LoRA's factor ``(out, r)``, which starts from zero."""
+    return _LORA_B.search(name) is not None
 
 
 class Rules:
@@ -102,8 +109,12 @@ class Rules:
                         f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
                         f"{examples([p.name for p in matches])}"
                     )
-        if self.config.lora == "muon" and not any(is_lora(p.name) and p.parameter.requires_grad for p in params):
-            raise ValueError("lora=muon: no LoRA factor is trained. Remove the option, or check the peft configuration")
+        if self.config.lora != "adamw" and not any(self._to_muon(p.name) and p.parameter.requires_grad for p in params):
+            factor = "LoRA" if self.config.lora == "muon" else "lora_B"
+            raise ValueError(
+                f"lora={self.config.lora}: no {factor} factor is trained. Remove the option, or check the peft "
+                "configuration"
+            )
         targets = self.config.optim_target_modules
         if targets is not None and not any(_is_target(targets, param) for param in params):
             raise ValueError(
@@ -111,13 +122,17 @@ class Rules:
                 f"{examples([param.module_name for param in params])}"
             )
 
+    def _to_muon(self, name: str) -> bool:
+        """Return whether a name is that of a LoRA factor that the option `lora` gives to Muon."""
+        return is_lora_b(name) if self.config.lora == "muon_b" else self.config.lora == "muon" and is_lora(name)
+
     def decide(self, param: ModelParameter) -> tuple[bool, bool, str, str]:
         """Return ``(use_muon, decay, reason, view)`` for a parameter."""
         against = self._reason_against(param)
         if against is not None:
             return False, _decays(param), against, ""
         if is_lora(param.name):
-            view, what = "", "LoRA factor, lora=muon"
+            view, what = "", f"LoRA factor, lora={self.config.lora}"
         else:
             view, what = self._view_of_kernel(param) if param.is_kernel else self._view(param)
         for pattern in self.muon_patterns:
@@ -168,7 +183,9 @@ class Rules:
         return self._named(param) or self._structural(param)
 
     def _named(self, param: ModelParameter) -> str | None:
-        if is_lora(param.name) and self.config.lora != "muon":
+        if is_lora(param.name) and not self._to_muon(param.name):
+            if self.config.lora == "muon_b":
+                return "LoRA factor, lora=muon_b takes lora_B alone"
             return "name contains 'lora' (lora=muon opts in)"
         excluded = self._excluded(param)
         proven = id(param.parameter) not in self.embeddings and self.outputs.is_projection(param)

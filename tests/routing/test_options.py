@@ -7,6 +7,7 @@ import transformers
 from torch import nn
 
 from hf_muon import route_parameters
+from hf_muon.routing.rules import is_lora_b
 from tests.routing.models import ATTENTION, MLP, TINY, layers, linear, muon_names, qwen3, reasons
 
 
@@ -45,6 +46,18 @@ class TestLora:
             routes.append(muon_names(model, lora="muon"))
         assert routes[0] == routes[1]
         assert len(routes[0]) == 8
+
+    def test_one_factor_of_two(self, model):
+        both, one = muon_names(model, lora="muon"), muon_names(model, lora="muon_b")
+        assert one == {name for name in both if "lora_B" in name}
+        assert len(one) == 4
+        others = {reasons(model, lora="muon_b")[name] for name in both - one}
+        assert others == {"LoRA factor, lora=muon_b takes lora_B alone"}
+
+    @pytest.mark.parametrize("name", ["lora_B.default.weight", "lora_embedding_B.default", "up.lora_up.weight"])
+    def test_names_of_the_factor_that_starts_from_zero(self, name):
+        assert is_lora_b(f"model.{name}")
+        assert not is_lora_b(f"model.{name}".replace("lora_up", "lora_down").replace("_B", "_A"))
 
     def test_modules_to_save(self):
         import peft
@@ -110,6 +123,7 @@ class TestPatterns:
             ({"muon_patterns": "k_proj|nothing"}, "muon_patterns: 'nothing' matches no parameter"),
             ({"muon_patterns": "norm"}, "muon_patterns: 'norm' matches no matrix, only model.layers.0"),
             ({"lora": "muon"}, "lora=muon: no LoRA factor is trained"),
+            ({"lora": "muon_b"}, "lora=muon_b: no lora_B factor is trained"),
             ({"adamw_patterns": "(q|z"}, "is not a regular expression"),
             ({"adamw_patterns": "q_proj||k_proj"}, "empty alternative"),
             ({"optim_target_modules": "nowhere"}, "optim_target_modules='nowhere' matches no module"),
