@@ -119,13 +119,21 @@ class Runner:
 
         if not weights_file(start, self.corpus).is_file():
             folder = _new_folder(f"start-{trial.setup(self.corpus.name)}")
-            if self._popen({**start, "save": True}, folder, core).wait():
+            process = self._popen({**start, "save": True}, folder, core)
+            try:
+                status = process.wait()
+            finally:
+                process.kill()
+            if status:
                 raise RuntimeError(f"the start of {trial.id} failed: see {folder / 'output.log'}")
 
     def _collect(self) -> None:
         time.sleep(_POLL)
         for job in [job for job in self.jobs if job.process.poll() is not None]:
             self.jobs.remove(job)
+            if job.process.returncode < 0:
+                self._interrupted(job)
+                continue
             row = self._row(job)
             add_row(self.path, row)
             self.failures += row["status"] == FAILED
@@ -137,6 +145,14 @@ class Runner:
                     f"{len(failed_rows(read_rows(self.path)))} trials failed, the last one with {row['reason']!r} (see "
                     f"{job.folder / 'output.log'}). Repair it, and repeat them with --retry"
                 )
+
+    def _interrupted(self, job: Job) -> None:
+        """Count a trial that a signal has ended: that says nothing about its settings, so that it runs again."""
+        self.failures += 1
+        name = signal.Signals(-job.process.returncode).name
+        self._report(f"{job.trial.id}: ended by {name}, runs again")
+        if self.failures >= MOST_FAILURES:
+            raise RuntimeError(f"{self.failures} trials did not end, the last one because of {name}: is memory short?")
 
     def _row(self, job: Job) -> dict[str, str]:
         spec = job.trial.spec

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from evidence.agenda import Search, has_best_inside, remaining, searches
+from evidence.budgets import budgets_table
 from evidence.pictures import curves_picture, rates_picture
 from evidence.results import DONE, Row, loss_of, losses_of, read_rows
 from evidence.significance import LEVEL, mean_curve, speed_up, spread, welch
@@ -46,6 +47,8 @@ def section(study: Study, rows: Rows) -> str:
         return "\n".join(lines)
     if finals := [row for row in rows.values() if row["kind"] == FINAL]:
         lines += [finals_table(study, rows, finals), ""]
+        if budgets := budgets_table(study, rows):
+            lines += [budgets, ""]
     if any(row["kind"] == TUNE for row in rows.values()):
         lines += [tuning_table(study, rows), ""]
     if bad := [row for row in rows.values() if row["status"] != DONE]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -64,10 +63,17 @@ def test_rows_that_exist_are_not_trained_again(whole, tmp_path):
     assert again == [min(rows)]
 
 
+def test_a_trial_that_is_killed_runs_again(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "marker"))
+    assert run(tmp_path, 2)
+    assert (tmp_path / "marker").exists()
+    assert repeated(tmp_path / "quick.csv") == repeated(whole)
+
+
 @pytest.mark.slow
 @pytest.mark.extended
 def test_training_that_is_killed_ends_with_the_same_losses(tmp_path):
-    """Train a few steps with Trainer in processes of their own, and kill runner and trial in the midst of one."""
+    """Train a few steps with Trainer in processes of their own, and kill the runner in the midst of one."""
     texts = {part: [f"{part} {i} is a number" for i in range(60)] for part in PARTS}
     write_corpus(tmp_path / "text", {"docs": texts}, {}, vocab_size=270)
     sides = {"adamw": {"optim": "adamw_torch", "learning_rate": 0.01}, "muon": {"optim": "muon", "learning_rate": 0.01}}
@@ -79,12 +85,12 @@ def test_training_that_is_killed_ends_with_the_same_losses(tmp_path):
         return [*words, "--out", tmp_path / out, "--corpus", tmp_path / "text"]
 
     subprocess.run(command("whole"), cwd=ROOT, check=True)
-    process = subprocess.Popen(command("killed"), cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command("killed"), cwd=ROOT)
     while not read_rows(tmp_path / "killed" / "tiny.csv"):
         assert process.poll() is None
         time.sleep(0.05)
     time.sleep(1.0)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert len(read_rows(tmp_path / "killed" / "tiny.csv")) == 1
     subprocess.run(command("killed"), cwd=ROOT, check=True)

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 import pytest
 
+from evidence.budgets import budgets_table, fewer_tokens
 from evidence.results import COLUMNS, read_rows
 from evidence.significance import incomplete_beta, speed_up, step_of, student_tails, welch
 from evidence.study import Study
@@ -69,6 +70,25 @@ def test_a_table_of_finals(rows):
 )
 def test_verdicts(difference, p, seeds, text):
     assert verdict(difference, p, seeds) == text
+
+
+def test_fewer_tokens():
+    """Take losses that fall by 1 with each fourfold budget."""
+    adamw = {1.0: 5.0, 4.0: 4.0, 16.0: 3.0}
+    assert fewer_tokens({1.0: 4.0, 4.0: 3.0, 16.0: 2.0}, adamw) == "4.00x"
+    assert fewer_tokens({1.0: 4.5, 4.0: 3.5, 16.0: 2.5}, adamw) == "2.00x"
+    assert fewer_tokens({1.0: 2.9, 4.0: 2.8, 16.0: 2.7}, adamw) == "more than 16.00x"
+    assert fewer_tokens({1.0: 5.5, 4.0: 4.5, 16.0: 3.5}, adamw) == "0.50x"
+    assert fewer_tokens({1.0: 6.0, 4.0: 5.7, 16.0: 5.5}, adamw) == "less than 0.06x"
+    assert fewer_tokens(adamw, adamw) == "1.00x"
+
+
+def test_budgets_stand_side_by_side(rows):
+    cells = {"short": {"model": "tiny", "tokens": 64, "batch": 2}, "long": {"model": "tiny", "tokens": 256, "batch": 2}}
+    rows |= {one["id"]: one for one in [row("long", "muon", 1, 2.5)]}
+    table = budgets_table(Study("quick", {**CONTENT, "cells": cells}), rows).splitlines()
+    assert table[-1] == "| tiny | muon | 6.4e-05M 3.600, 0.000256M 2.500 | 6.4e-05M 4.100, 0.000256M 3.000 | 1.88x |"
+    assert round(4 ** (1 - 0.6 / 1.1), 2) == 1.88
 
 
 def test_drawing_again_changes_nothing(whole, tmp_path):

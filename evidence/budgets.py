@@ -1,0 +1,79 @@
+"""How many times fewer tokens a side needs, from runs of several budgets that all end with a decayed rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import fmean
+
+from evidence.results import DONE, Row, loss_of
+from evidence.study import FINAL, Study
+
+Losses = Mapping[float, float]
+"""Mean final test loss by tokens."""
+
+
+def budgets_table(study: Study, rows: Mapping[str, Row]) -> str:
+    """Return a table of the models that were trained with several token budgets; empty if there is none."""
+    lines = []
+    for model in study.model_sizes:
+        losses = {side: _losses(study, rows, model, side) for side in study.sides}
+        reference = losses.get(study.reference, {})
+        for side, own in losses.items():
+            if side != study.reference and len(own) > 1 and own.keys() == reference.keys():
+                lines.append(
+                    f"| {model} | {side} | {_texts(own)} | {_texts(reference)} | {fewer_tokens(own, reference)} |"
+                )
+    if not lines:
+        return ""
+    head = [
+        "| model | side | its losses by tokens | the reference's | fewer tokens |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    about = (
+        "Tokens to the reference's final loss with its largest budget, interpolated between final losses of runs that "
+        "were tuned for their budgets, against the logarithm of tokens:"
+    )
+    return "\n".join([about, "", *head, *lines])
+
+
+def fewer_tokens(own: Losses, reference: Losses) -> str:
+    """Return how many times fewer tokens a side takes to the reference's last loss, or a bound where no run is near.
+
+    Below 1 the reference takes fewer to the side's.
+    """
+    most = max(reference)
+    text, tokens = _tokens_to(own, reference[most])
+    if tokens is not None:
+        return f"{text} {most / tokens:.2f}x".strip()
+    text, tokens = _tokens_to(reference, own[most])
+    if tokens is None:
+        return ""
+    return f"{'less than' if text else ''} {tokens / most:.2f}x".strip()
+
+
+def _tokens_to(losses: Losses, target: float) -> tuple[str, float | None]:
+    """Return the tokens to a loss, "more than" if the smallest budget is enough; None if the largest is not."""
+    budgets = sorted(losses)
+    if losses[budgets[0]] <= target:
+        return ("more than" if losses[budgets[0]] < target else ""), budgets[0]
+    for low, high in pairwise(budgets):
+        if losses[high] <= target:
+            share = (losses[low] - target) / (losses[low] - losses[high])
+            return "", low * (high / low) ** share
+    return "", None
+
+
+def _losses(study: Study, rows: Mapping[str, Row], model: str, side: str) -> dict[float, float]:
+    losses: dict[float, float] = {}
+    for cell, content in study.cells.items():
+        own = [row for row in rows.values() if (row["cell"], row["side"], row["kind"]) == (cell, side, FINAL)]
+        finished = [loss_of(row) for row in own if row["status"] == DONE]
+        if content["model"] == model and finished and math.isfinite(fmean(finished)):
+            losses[float(content["tokens"])] = fmean(finished)
+    return losses
+
+
+def _texts(losses: Losses) -> str:
+    return ", ".join(f"{tokens / 1e6:g}M {loss:.3f}" for tokens, loss in sorted(losses.items()))
