@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from hf_muon.math.coefficients import resolve
+from hf_muon.math.coefficients import AUTO, resolve
 from hf_muon.math.moments import MOMENT_DTYPES
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.precision import NS_DTYPES
-from hf_muon.math.update import ADJUST_LR_FNS
+from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import declaration, types
 from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
@@ -78,10 +78,7 @@ class MuonConfig(RuleOptions):
         fallback="`lr`",
     )
     adamw_weight_decay: float | None = option(
-        None,
-        types.non_negative(),
-        "Weight decay of the AdamW groups. Norms and biases keep none.",
-        fallback="`weight_decay`",
+        None, types.non_negative(), "Weight decay of AdamW. Norms and biases keep none.", fallback="`weight_decay`"
     )
     momentum: float = option(
         0.95,
@@ -106,19 +103,18 @@ class MuonConfig(RuleOptions):
         source="[2110.02861](https://arxiv.org/abs/2110.02861), [2509.23106](https://arxiv.org/abs/2509.23106), "
         "[docs](docs/momentum.md)",
     )
-    ns_coefficients: str | Sequence[float] = option(
+    ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = option(
         "polar_express",
         types.coefficients(),
-        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng` or `cans`, or three "
-        "numbers, `a|b|c`.",
+        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng`, `cans`, `deepseek_v4`, "
+        "`pion` or `aol`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
         scope="group",
-        source=f"[2505.16932](https://arxiv.org/abs/2505.16932), {_JORDAN}, "
-        "[You](https://x.com/YouJiacheng/status/1905861218138804534), [2506.10935](https://arxiv.org/abs/2506.10935)",
+        source="[docs](docs/how-it-works.md#coefficients)",
     )
-    ns_steps: int = option(
-        5,
-        types.integer("an integer from 1 to 99", 1, 100),
-        "Number of Newton-Schulz steps.",
+    ns_steps: int | str = option(
+        AUTO,
+        types.steps(1, 100),
+        "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, 4 for `aol`, those that are listed, else 5.",
         scope="group",
         source=f"{_JORDAN}, torch",
     )
@@ -132,10 +128,17 @@ class MuonConfig(RuleOptions):
     adjust_lr_fn: str = option(
         "match_rms_adamw",
         types.choice(ADJUST_LR_FNS),
-        "Scale of a direction by the shape of its matrix: `match_rms_adamw` 0.2 * sqrt(max(out, in)), `original` "
-        "sqrt(max(1, out / in)) or `rms_to_rms` sqrt(out / in).",
+        "Scale of a direction by the shape of its matrix: `match_rms_adamw` update_rms * sqrt(max(out, in)), "
+        "`original` sqrt(max(1, out / in)) or `rms_to_rms` sqrt(out / in).",
         scope="group",
         source=f"{_LIU}, {_JORDAN}, [2310.17813](https://arxiv.org/abs/2310.17813)",
+    )
+    update_rms: float = option(
+        0.2,
+        types.finite_positive(),
+        "RMS of updates before the rate, under `match_rms_adamw`.",
+        scope="group",
+        source=_LIU,
     )
     adamw_betas: tuple[float, float] = option(
         (0.9, 0.999),
@@ -261,6 +264,7 @@ class MuonConfig(RuleOptions):
         rules = {name: check_option(name, value) for name, value in self.rules.items()}
         object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
+        check_scale(self.adjust_lr_fn, self.update_rms)
         if self.per_head and not self.split_fused:
             raise ValueError("per_head=true goes head by head, and split_fused=false keeps parts together: drop one")
 

@@ -11,7 +11,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m tests.option_table` -->\n"
 END = "<!-- end of options -->\n"
 SECTIONS = {
-    "Rates and decay, which everyone sets": "lr weight_decay muon_lr adamw_lr adamw_weight_decay adjust_lr_fn",
+    "Rates and decay, which everyone sets": (
+        "lr weight_decay muon_lr adamw_lr adamw_weight_decay adjust_lr_fn update_rms"
+    ),
     "Which weights go where": "lora muon_patterns adamw_patterns optim_target_modules split_fused per_head",
     "Memory": "momentum_dtype adamw_state_dtype momentum_offload weight_rounding",
     "What a run tells, and what a resumed run accepts": "diagnostics_every diagnostics_file accept_rerouted",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_muon.math.coefficients import Steps
+
 
 def polar_factor(matrix: Tensor) -> Tensor:
     """Return ``U V^T`` in float64, over the singular directions that are not numerically zero."""
@@ -16,11 +18,25 @@ def polar_factor(matrix: Tensor) -> Tensor:
     return (u * nonzero.unsqueeze(-2)) @ vh
 
 
-def newton_schulz_on_singular_values(matrix: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:
+def almost_orthogonal(matrix: Tensor) -> Tensor:
+    """Return matrices in float64, each row of the short side divided by ``sqrt(sum_j |<row, row_j>|)``."""
+    rows = matrix.double() if matrix.shape[-2] <= matrix.shape[-1] else matrix.double().mT
+    sums = (rows.unsqueeze(-2) * rows.unsqueeze(-3)).sum(-1).abs().sum(-1, keepdim=True)
+    rows = torch.where(sums > 0, rows / sums.sqrt(), rows)
+    return rows if matrix.shape[-2] <= matrix.shape[-1] else rows.mT
+
+
+def normalized(matrix: Tensor, steps: Steps) -> Tensor:
+    """Return what the first of the steps is applied to, in float64."""
+    if steps.almost_orthogonal:
+        return almost_orthogonal(matrix)
+    norm = matrix.double().norm(dim=(-2, -1), keepdim=True)
+    return torch.where(norm > 0, matrix.double() / norm, matrix.double())
+
+
+def newton_schulz_on_singular_values(matrix: Tensor, steps: Steps) -> Tensor:
     """Return the result of Newton-Schulz: apply the polynomials to the singular values of a float64 SVD."""
-    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    norm = s.norm(dim=-1, keepdim=True)
-    s = torch.where(norm > 0, s / norm, s)
+    u, s, vh = torch.linalg.svd(normalized(matrix, steps), full_matrices=False)
     for a, b, c in steps:
         s = a * s + b * s**3 + c * s**5
     return (u * s.unsqueeze(-2)) @ vh
@@ -37,13 +53,14 @@ class ReferenceMuon:
         weight_decay: float,
         momentum: float,
         nesterov: bool,
-        steps: Sequence[tuple[float, float, float]],
+        steps: Steps,
         adjust_lr_fn: str,
+        update_rms: float = 0.2,
     ) -> None:
         self.params = [p.detach().double().clone() for p in params]
         self.buffers = [torch.zeros_like(p) for p in self.params]
         self.lr, self.weight_decay, self.momentum, self.nesterov = lr, weight_decay, momentum, nesterov
-        self.steps, self.adjust_lr_fn = steps, adjust_lr_fn
+        self.steps, self.adjust_lr_fn, self.update_rms = steps, adjust_lr_fn, update_rms
 
     def step(self, grads: Sequence[Tensor]) -> None:
         for p, buffer, grad in zip(self.params, self.buffers, grads, strict=True):
@@ -52,7 +69,7 @@ class ReferenceMuon:
             update = self.momentum * buffer + (1 - self.momentum) * g if self.nesterov else buffer
             rows, columns = p.shape[-2:]
             scale = {
-                "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+                "match_rms_adamw": self.update_rms * math.sqrt(max(rows, columns)),
                 "original": math.sqrt(max(1, rows / columns)),
                 "rms_to_rms": math.sqrt(rows / columns),
             }[self.adjust_lr_fn]

@@ -8,13 +8,15 @@ import inspect
 import re
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from hf_muon import Muon, MuonConfig
 from hf_muon.config import MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
-from hf_muon.optim_args import parse_optim_args
+from hf_muon.optim_args import parse_optim_args, text_of
 from hf_muon.rules import registry
 from tests import option_table
 
@@ -22,7 +24,12 @@ from tests import option_table
 def test_defaults():
     config = MuonConfig()
     assert (config.lr, config.weight_decay, config.momentum, config.nesterov) == (1e-3, 0.0, 0.95, True)
-    assert (config.ns_coefficients, config.ns_steps, config.adjust_lr_fn) == ("polar_express", 5, "match_rms_adamw")
+    assert (config.ns_coefficients, config.ns_steps, config.adjust_lr_fn) == (
+        "polar_express",
+        "auto",
+        "match_rms_adamw",
+    )
+    assert config.update_rms == 0.2
     assert config.lora == "adamw"
 
 
@@ -84,6 +91,45 @@ def test_three_coefficients_as_text():
     assert MuonConfig.from_mapping({"ns_coefficients": "1.5|-0.5|0"}).ns_coefficients == (1.5, -0.5, 0.0)
 
 
+LIST = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    "value", [LIST, [list(triple) for triple in LIST], "3|-3.2|1.2|2|-1.5|0.5", "3.0|-3.2|1.2|2.0|-1.5|0.5"], ids=str
+)
+def test_coefficients_of_each_step(value):
+    config = MuonConfig.from_mapping({"ns_coefficients": value})
+    assert (config.ns_coefficients, config.ns_steps) == (LIST, "auto")
+    assert MuonConfig.from_mapping(parse_optim_args(text_of({"ns_coefficients": value}))) == config
+    assert MuonConfig.from_mapping({"ns_coefficients": value, "ns_steps": 2}).ns_steps == 2
+    (group,) = Muon([nn.Parameter(torch.zeros(2, 2))], ns_coefficients=config.ns_coefficients).param_groups
+    assert (group["ns_coefficients"], group["ns_steps"]) == (LIST, 2)
+
+
+def test_a_list_of_coefficients_in_yaml():
+    mapping = yaml.safe_load("ns_coefficients: [[3, -3.2, 1.2], [2, -1.5, 0.5]]\nns_steps: auto")
+    assert MuonConfig.from_mapping(mapping) == MuonConfig(ns_coefficients=LIST)
+    with pytest.raises(ValueError, match="is not valid: a list of one step; write its three numbers, and ns_steps: 1"):
+        MuonConfig(ns_coefficients=LIST[:1])
+
+
+@given(st.lists(st.tuples(*[st.floats(-50, 50)] * 3), min_size=2, max_size=12))
+def test_property_coefficients_of_each_step_as_text(triples):
+    config = MuonConfig(ns_coefficients=triples)
+    assert MuonConfig.from_mapping(parse_optim_args(text_of({"ns_coefficients": triples}))) == config
+
+
+@pytest.mark.parametrize(("preset", "steps"), [("polar_express", 5), ("deepseek_v4", 10), ("pion", 5), ("aol", 4)])
+def test_a_preset_brings_its_number_of_steps(preset, steps):
+    config = MuonConfig.from_mapping(parse_optim_args(f"ns_coefficients={preset}"))
+    assert config.replace({"momentum": 0.9}).ns_steps == "auto"
+    weight = nn.Parameter(torch.zeros(2, 2))
+    (group,) = Muon([weight], ns_coefficients=config.ns_coefficients, ns_steps=config.ns_steps).param_groups
+    assert group["ns_steps"] == steps
+    (group,) = Muon([{"params": [weight], "ns_coefficients": preset}]).param_groups
+    assert group["ns_steps"] == steps
+
+
 def test_empty_optim_args():
     assert parse_optim_args(None) == parse_optim_args("") == {}
 
@@ -107,7 +153,7 @@ def test_frozen():
         ("adamw_patterns=a=b", "cannot hold a comma or an equals sign"),
         ("momentum=0.9,momentum=0.8", "momentum is given twice, '0.9' and '0.8'"),
         ("momentum=high", "momentum=high cannot be read. Valid: a number from 0 to below 1"),
-        ("ns_steps=5.5", "ns_steps=5.5 cannot be read. Valid: an integer from 1 to 99"),
+        ("ns_steps=5.5", "ns_steps=5.5 cannot be read. Valid: auto, or an integer from 1 to 99"),
         ("nesterov=maybe", "nesterov=maybe cannot be read. Valid: true or false"),
         ("adamw_betas=0.9", "adamw_betas=.* is not valid. Valid: two numbers from 0 to below 1, written 0.9|0.95"),
         ("momentum=1.5", "momentum=1.5 is not valid"),
@@ -115,7 +161,13 @@ def test_frozen():
         ("lr=-1", "lr=-1.0 is not valid. Valid: a number of at least 0"),
         ("lr=inf", "lr=inf is not valid"),
         ("adamw_lr=nan", "adamw_lr=nan is not valid"),
-        ("ns_coefficients=quintic", "Valid: polar_express, original, you_jiacheng, cans, or three numbers"),
+        ("ns_coefficients=quintic", "you_jiacheng, cans, deepseek_v4, pion, aol, or three numbers, written"),
+        ("ns_coefficients=1|2|3|4", "ns_coefficients=.* is not valid. Valid: polar_express.*three for each step"),
+        ("ns_coefficients=aol,ns_steps=5", "ns_steps=5: the preset 'aol' is a sequence of exactly 4 steps"),
+        ("ns_coefficients=deepseek_v4,ns_steps=8", "exactly 10 steps. Set ns_steps=10"),
+        ("ns_coefficients=1|2|3|4|5|6,ns_steps=3", "ns_steps=3: ns_coefficients lists 2 steps"),
+        ("update_rms=0", "update_rms=0.0 is not valid. Valid: a number above 0"),
+        ("update_rms=0.3,adjust_lr_fn=original", "update_rms=0.3 is the constant of adjust_lr_fn=match_rms_adamw"),
         ("ns_coefficients=you_jiacheng,ns_steps=3", "exactly 5 steps"),
         ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto, bf16, fp16 or fp32"),
         ("adjust_lr_fn=none", "Valid: match_rms_adamw, original or rms_to_rms"),

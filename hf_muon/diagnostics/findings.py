@@ -24,8 +24,8 @@ RULES_OF_THUMB = (
 """Where the limits come from, for people."""
 USUAL_ERROR = (0.1, 0.3)
 """Orthogonality errors that are usual after five Newton-Schulz steps."""
-MATCHED_UPDATE = (0.17, 0.23)
-"""RMS of updates with `match_rms_adamw`, 0.2 times that of directions with a usual orthogonality error."""
+MATCHED_UPDATE = (0.85, 1.15)
+"""RMS of updates with `match_rms_adamw`, in units of `update_rms`: of directions with a usual orthogonality error."""
 
 _WINDOW = 20
 _MOST_STEPS = 500

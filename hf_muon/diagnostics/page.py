@@ -152,8 +152,11 @@ def _of_matrices(run: Run, of_run: str, others: Sequence[Cells]) -> list[Chart]:
     unscaled = joined("not multiplied by the learning rate", stored)
     relative = joined("rate x RMS of the update / RMS of the weights", stored)
     options = run.start.get("options") or {}
-    scale = (options.get("muon") or {}).get("adjust_lr_fn")
-    matched = Band(*MATCHED_UPDATE, "green: about 0.2, as match_rms_adamw has it") if scale == _MATCHED else None
+    muon = options.get("muon") or {}
+    unit = float(muon.get("update_rms", 0.2))  # which older versions did not write
+    least, most = (unit * bound for bound in MATCHED_UPDATE)
+    usual_rms = Band(least, most, f"green: about {unit:g}, as match_rms_adamw has it")
+    matched = usual_rms if muon.get("adjust_lr_fn") == _MATCHED else None
     is_old = _heat_of(run) == "update_rms"
     cells = _cells(run, _heat_of(run))
     heat = f"{'Update RMS' if is_old else 'Relative update'} by layer and kind{of_run}"

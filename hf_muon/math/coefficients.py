@@ -1,15 +1,42 @@
 """Newton-Schulz coefficients as data, each preset with its source.
 
 A step with coefficients ``(a, b, c)`` maps every singular value ``s`` to ``a*s + b*s**3 + c*s**5``. The range of a
-preset holds what its steps map ``[1e-3, 1]`` to, the singular values of a matrix of Frobenius norm one.
+preset holds what its steps map ``[1e-3, 1]`` to, the singular values of a matrix of Frobenius norm one. Steps may begin
+with a scaling that makes them larger, see `Steps.almost_orthogonal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Triple = tuple[float, float, float]
+Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
+"""What the option `ns_coefficients` takes."""
+DEFAULT_STEPS = 5
+AUTO = "auto"
+"""Stands for the number of steps that belongs to the coefficients."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The Newton-Schulz steps of an orthogonalization.
+
+    Attributes:
+        triples: ``(a, b, c)`` of each step.
+        almost_orthogonal: whether the rows of the normalized matrix, or the columns of a tall one, are first divided by
+            ``sqrt(sum_j |R_ij|)``, with ``R = X X^T``: no singular value is above one then, and the small ones are
+            larger than after division by the norm alone. The singular vectors are those of the scaled matrix.
+    """
+
+    triples: tuple[Triple, ...]
+    almost_orthogonal: bool = False
+
+    def __len__(self) -> int:
+        return len(self.triples)
+
+    def __iter__(self) -> Iterator[Triple]:
+        return iter(self.triples)
 
 
 @dataclass(frozen=True)
@@ -18,11 +45,13 @@ class Preset:
 
     Attributes:
         steps: one ``(a, b, c)`` per step.
-        singular_range: smallest and largest singular value after five steps, for inputs in ``[1e-3, 1]``.
+        singular_range: smallest and largest singular value after `default_steps`, for inputs in ``[1e-3, 1]``.
         source: where the numbers were published.
         repeat_last: whether the last step is repeated if more steps are asked for than listed.
         truncates: whether the first steps alone are a good choice if fewer are asked for than listed.
         singular_range_of_four: the same after four steps, which cost a fifth less; None if the preset needs five.
+        default_steps: number of steps that ``ns_steps=auto`` takes.
+        almost_orthogonal: as of `Steps`.
     """
 
     steps: tuple[Triple, ...]
@@ -31,12 +60,24 @@ class Preset:
     repeat_last: bool = False
     truncates: bool = False
     singular_range_of_four: tuple[float, float] | None = None
+    default_steps: int = DEFAULT_STEPS
+    almost_orthogonal: bool = False
 
 
 def _with_margin(steps: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
     """Shrink the input of each step by ``margin``, so that rounding cannot push a singular value out of its range."""
     return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in steps)
 
+
+# You Jiacheng: each step maximizes the slope at zero of the composition, within a bound on its error.
+_YOU: tuple[Triple, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 PRESETS: dict[str, Preset] = {
     # Amsel, Persson, Musco, Gower: The Polar Express, Algorithm 1. Each step is optimal given the ones before, so a
@@ -64,20 +105,14 @@ PRESETS: dict[str, Preset] = {
         singular_range_of_four=(0.422, 1.561),
     ),
     "original": Preset(
-        steps=((3.4445, -4.7750, 2.0315),),
+        steps=(_JORDAN,),
         singular_range=(0.470, 1.203),
         source="https://kellerjordan.github.io/posts/muon/",
         repeat_last=True,
         truncates=True,
     ),
     "you_jiacheng": Preset(
-        steps=(
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        ),
+        steps=_YOU,
         singular_range=(0.474, 1.146),
         source="https://x.com/YouJiacheng/status/1905861218138804534",
     ),
@@ -100,34 +135,85 @@ PRESETS: dict[str, Preset] = {
         truncates=True,
         singular_range_of_four=(0.420, 1.546),
     ),
+    # DeepSeek-V4, section 2.4, Algorithm 1: eight steps that approach one fast, two that converge to it.
+    "deepseek_v4": Preset(
+        steps=(_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        singular_range=(0.999, 1.003),
+        source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/blob/main/DeepSeek_V4.pdf",
+        default_steps=10,
+    ),
+    # Fan, Liu, Hong, Kompella, Liu: Rethinking Muon Beyond Pretraining. A high-pass filter: singular values above
+    # sqrt(2/3) of the norm go to one, those below to zero. The paper puts k_p promotion steps (1.875, -1.25, 0.375)
+    # before; its authors' code has none for reinforcement learning (https://github.com/OPTML-Group/Pion).
+    "pion": Preset(
+        steps=((0.0, 2.5, -1.5),),
+        singular_range=(0.0, 1.001),
+        source="https://arxiv.org/abs/2605.19282",
+        repeat_last=True,
+        truncates=True,
+    ),
+    # Boissin, Massena, Mamalet, Serrurier: Turbo-Muon. The scaling stands for You Jiacheng's first step, as in the
+    # authors' code (https://github.com/thib-s/flash-newton-schulz).
+    "aol": Preset(
+        steps=_YOU[1:],
+        singular_range=(0.120, 1.146),
+        source="https://arxiv.org/abs/2512.04632",
+        default_steps=4,
+        almost_orthogonal=True,
+    ),
 }
 
 
-def resolve(ns_coefficients: str | Sequence[float], ns_steps: int) -> tuple[Triple, ...]:
-    """Return the ``(a, b, c)`` of each of ``ns_steps`` steps.
+def resolve(ns_coefficients: Coefficients, ns_steps: int | str = AUTO) -> Steps:
+    """Return the Newton-Schulz steps that two options ask for.
 
     Args:
-        ns_coefficients: name of a preset, or three numbers for every step.
-        ns_steps: number of steps, at least one.
+        ns_coefficients: name of a preset, three numbers for every step, or three numbers for each of several steps.
+        ns_steps: number of steps, at least one, or ``auto``: the preset's own, or as many as are listed, else five.
 
     Raises:
-        ValueError: an unknown preset, not three numbers, or a preset that is not defined for ``ns_steps``.
+        ValueError: an unknown preset, not three numbers, or coefficients that are not defined for ``ns_steps``.
     """
-    if not isinstance(ns_coefficients, str):
-        if len(ns_coefficients) != 3:
-            raise ValueError(f"ns_coefficients={ns_coefficients!r}: expected a preset's name or three numbers")
-        a, b, c = (float(x) for x in ns_coefficients)
-        return ((a, b, c),) * ns_steps
-    if ns_coefficients not in PRESETS:
+    if isinstance(ns_coefficients, str):
+        return _of_preset(ns_coefficients, ns_steps)
+    triples = [triple for triple in ns_coefficients if isinstance(triple, Sequence)]
+    if not triples:
+        return Steps((_triple(ns_coefficients, ns_coefficients),) * _number(ns_steps, DEFAULT_STEPS))
+    listed = len(ns_coefficients)
+    if ns_steps not in (AUTO, listed):
         raise ValueError(
-            f"ns_coefficients={ns_coefficients!r} is not a preset. Valid: {', '.join(PRESETS)}, or three numbers"
+            f"ns_steps={ns_steps}: ns_coefficients lists {listed} steps, three numbers for each. Leave ns_steps out, "
+            f"or set ns_steps={listed}"
         )
-    preset = PRESETS[ns_coefficients]
-    listed = len(preset.steps)
-    if (ns_steps < listed and not preset.truncates) or (ns_steps > listed and not preset.repeat_last):
+    return Steps(tuple(_triple(triple, ns_coefficients) for triple in ns_coefficients))
+
+
+def _number(ns_steps: int | str, default: int) -> int:
+    return default if ns_steps == AUTO else int(ns_steps)
+
+
+def _triple(numbers: object, ns_coefficients: Coefficients) -> Triple:
+    if not isinstance(numbers, Sequence) or len(numbers) != 3:
+        raise ValueError(
+            f"ns_coefficients={ns_coefficients!r}: expected a preset's name, three numbers, or three for each step"
+        )
+    a, b, c = (float(x) for x in numbers)
+    return a, b, c
+
+
+def _of_preset(name: str, ns_steps: int | str) -> Steps:
+    if name not in PRESETS:
+        raise ValueError(
+            f"ns_coefficients={name!r} is not a preset. Valid: {', '.join(PRESETS)}, or three numbers, for all steps "
+            "or for each"
+        )
+    preset = PRESETS[name]
+    number, listed = _number(ns_steps, preset.default_steps), len(preset.steps)
+    if (number < listed and not preset.truncates) or (number > listed and not preset.repeat_last):
         bound = "at most" if preset.truncates else "exactly"
         raise ValueError(
-            f"ns_steps={ns_steps}: the preset {ns_coefficients!r} is a sequence of {bound} {listed} steps. "
+            f"ns_steps={number}: the preset {name!r} is a sequence of {bound} {listed} steps. "
             f"Set ns_steps={listed}, or use polar_express or original, which work with any number"
         )
-    return (preset.steps + preset.steps[-1:] * max(0, ns_steps - listed))[:ns_steps]
+    triples = (preset.steps + preset.steps[-1:] * max(0, number - listed))[:number]
+    return Steps(triples, preset.almost_orthogonal)

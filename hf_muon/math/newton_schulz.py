@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math import cost
-from hf_muon.math.coefficients import Triple, resolve
+from hf_muon.math.coefficients import AUTO, Coefficients, Steps, Triple, resolve
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.gram import polynomial_of_gram
 from hf_muon.math.precision import compute_dtype
@@ -26,23 +26,29 @@ MAX_BATCH_BYTES = 512 * 2**20
 _ALIGNED_BYTES = 256
 # What is subtracted from the diagonal of a Gram matrix whose eigenvalues are near one.
 _SHIFT = 0.75
+# Before rows are scaled to one another, small ones would lose bits, and their squares would vanish: this norm puts the
+# largest square, 2^14, near the end of fp16's range.
+_FP16_NORM = 2.0**7
 
 
-def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace) -> Tensor:
+def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace, r: Tensor | None = None) -> Tensor:
     """Return ``a X + b R X + c R^2 X`` with ``R = X X^T``: every singular value ``s`` becomes ``a s + b s^3 + c s^5``.
 
     Args:
         x: ``(B, m, n)``, with singular values up to about one; may be overwritten by the next step.
         coefficients: ``(a, b, c)``.
         work: memory for ``R`` and ``P``, ``(B, m, m)``, and for the result.
+        r: ``R``, if it is known already.
     """
     a, b, c = coefficients
-    r = work.gram_of(x)  # R = X X^T
+    r = work.gram_of(x) if r is None else r  # R = X X^T
     p = work.quadratic(b, c, r)  # P = b R + c R^2
     return work.apply(a, p, x)  # a X + P X
 
 
-def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace) -> Tensor:
+def newton_schulz_segment(
+    x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace, r: Tensor | None = None
+) -> Tensor:
     """Return ``X`` after several steps, computed in the Gram form.
 
     Args:
@@ -50,14 +56,15 @@ def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: floa
         coefficients: ``(a, b, c)`` of each step.
         shift: multiple of the identity to subtract from ``R``, for precision.
         work: memory for the products and the result.
+        r: ``R - shift * I``, if it is known already.
     """
-    r = work.gram_of(x, shift)
+    r = work.gram_of(x, shift) if r is None else r
     q, p = polynomial_of_gram(r, shift, coefficients, work.small, work.rows.small)
     return work.apply(q, p, x)
 
 
-def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Divide each matrix of ``(B, m, n)`` by its Frobenius norm, in fp32 (fp64 for fp64); contiguous, in `dtype`.
+def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None, norm: float = 1.0) -> Tensor:
+    """Scale each matrix of ``(B, m, n)`` to a Frobenius norm, in fp32 (fp64 for fp64); contiguous, in `dtype`.
 
     It is divided by a power of two first. That is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares
     in the norm neither overflow nor vanish. Zero stays zero. With `out`, the result is written there.
@@ -72,8 +79,9 @@ def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Ten
     if memory is None:
         memory = torch.empty(matrices.shape, dtype=wide, device=matrices.device)
     x = torch.mul(matrices, power, out=memory)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x.div_(norm.clamp_(min=tiny))
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=tiny))
+    if norm != 1:
+        x.mul_(norm)
     return x.to(dtype) if out is None or out is x else out.copy_(x)
 
 
@@ -87,10 +95,12 @@ INVERT = Elementwise(_invert, reads=(0,), writes=(0,))
 _WITH_FP64 = {"cuda", "meta"}
 
 
-def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None, norm: float = 1.0) -> Tensor:
     """Do what `_normalized` does, in three launches: norms in fp64, which need no scaling by powers of two."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     INVERT(norms.view(-1))
+    if norm != 1:
+        norms.mul_(norm)
     if out is None:
         out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
     return torch.mul(matrices, norms, out=out)
@@ -102,7 +112,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def newton_schulz(
     matrices: Tensor,
-    coefficients: Sequence[Triple],
+    coefficients: Steps,
     dtype: torch.dtype,
     *,
     lengths: Sequence[int] | None = None,
@@ -114,7 +124,7 @@ def newton_schulz(
 
     Args:
         matrices: ``(B, m, n)``, any floating dtype and scale; not written to unless `overwrite` is set.
-        coefficients: ``(a, b, c)`` of each step.
+        coefficients: of the steps.
         dtype: dtype of the products.
         lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
         rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
@@ -133,19 +143,24 @@ def newton_schulz(
         # Each segment multiplies X from one memory into another, and back.
         ends_where_it_starts = len(lengths) % 2 == 0
         normalized = _normalized_in_three if device in _WITH_FP64 else _normalized
-        x = normalized(matrices, dtype, out if ends_where_it_starts else None)
+        norm = _FP16_NORM if coefficients.almost_orthogonal and dtype == torch.float16 else 1.0
+        x = normalized(matrices, dtype, out if ends_where_it_starts else None, norm)
         reused = matrices if overwrite else None if ends_where_it_starts else out
         work = Workspace(x, lengths, rows, low_precision=low_precision, reused=reused)
         start = 0
         for length in lengths:
-            steps = coefficients[start : start + length]
+            steps = coefficients.triples[start : start + length]
+            r = None
+            if coefficients.almost_orthogonal and not start:
+                r = work.gram_of(x)
+                work.make_almost_orthogonal_(x, r)
             if length == 1:
-                x = newton_schulz_step(x, steps[0], work)
+                x = newton_schulz_step(x, steps[0], work, r)
             else:
                 # After the first segment most eigenvalues of R are near one. In low precision R - 3/4 I keeps more of
                 # their significant bits.
                 shift = _SHIFT if low_precision and start and length == 2 else 0.0
-                x = newton_schulz_segment(x, steps, shift, work)
+                x = newton_schulz_segment(x, steps, shift, work, r)
             start += length
     return x if out is None else out
 
@@ -155,13 +170,13 @@ class Orthogonalizer:
     """`newton_schulz` with its options: whole matrices ``(B, m, n)`` to their directions, in `dtype`.
 
     Attributes:
-        coefficients: ``(a, b, c)`` of each step.
+        coefficients: of the steps.
         dtype: dtype of the products.
         max_batch_bytes: upper limit for the memory of an orthogonalization, including its input and result. Larger
             batches are split; a single larger matrix goes alone.
     """
 
-    coefficients: tuple[Triple, ...]
+    coefficients: Steps
     dtype: torch.dtype
     max_batch_bytes: int = MAX_BATCH_BYTES
 
@@ -194,8 +209,8 @@ class Orthogonalizer:
 def orthogonalize(
     matrix: Tensor,
     *,
-    ns_coefficients: str | Sequence[float] = "polar_express",
-    ns_steps: int = 5,
+    ns_coefficients: Coefficients = "polar_express",
+    ns_steps: int | str = AUTO,
     ns_dtype: str = "auto",
 ) -> Tensor:
     """Return ``U S' V^T`` for ``U S V^T``, with ``S'`` near one: the nearest semi-orthogonal matrix, approximately.
@@ -205,9 +220,11 @@ def orthogonalize(
 
     Args:
         matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
-        ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, or three numbers.
-        ns_steps: number of Newton-Schulz steps; the singular values after four are the preset's
-            `singular_range_of_four`.
+        ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, ``deepseek_v4``, ``pion``,
+            ``aol``, three numbers, or a list with three for each step. ``pion`` is a filter, and ``aol`` scales the
+            rows first: the result of these two is near another matrix.
+        ns_steps: number of Newton-Schulz steps; ``auto`` for the preset's own, or as many as the list has, else five.
+            The singular values after four are the preset's `singular_range_of_four`.
         ns_dtype: ``auto``, see :mod:`hf_muon.math.precision`, ``bf16``, ``fp16`` or ``fp32``.
 
     Returns:
@@ -222,8 +239,8 @@ def orthogonalize(
         raise ValueError(f"orthogonalize expects (m, n) or (B, m, n), got a tensor of shape {tuple(matrix.shape)}")
     if not matrix.is_floating_point():
         raise ValueError(f"orthogonalize expects a floating point tensor, got {matrix.dtype}")
-    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
-        raise ValueError(f"ns_steps={ns_steps!r} is not valid: expected an integer of at least 1")
+    if ns_steps != AUTO and (isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1):
+        raise ValueError(f"ns_steps={ns_steps!r} is not valid: expected auto or an integer of at least 1")
     coefficients = resolve(ns_coefficients, ns_steps)
     dtype = compute_dtype(ns_dtype, matrix.device.type, matrix.device.index)
     if matrix.numel() == 0:

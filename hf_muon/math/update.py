@@ -14,24 +14,44 @@ from hf_muon.math.elementwise import Elementwise, adjacent_runs, is_accelerator,
 from hf_muon.math.rounding import round_to_half, salt, salted_bits
 from hf_muon.math.weight_rounding import Observer, Result, is_half
 
-ADJUST_LR_FNS = ("match_rms_adamw", "original", "rms_to_rms")
+MATCH_RMS = "match_rms_adamw"
+ADJUST_LR_FNS = (MATCH_RMS, "original", "rms_to_rms")
+UPDATE_RMS = 0.2
 
 
-def lr_scale(adjust_lr_fn: str, shape: Sequence[int]) -> float:
-    """Return the factor of a matrix's learning rate; ``shape`` is the whole matrix's ``(..., out, in)``.
+def lr_scale(adjust_lr_fn: str, shape: Sequence[int], update_rms: float = UPDATE_RMS) -> float:
+    """Return the factor of a matrix's learning rate.
+
+    Args:
+        adjust_lr_fn: the rule.
+        shape: of the whole matrix, ``(..., out, in)``.
+        update_rms: root mean square of an orthogonal direction times its scale, under ``match_rms_adamw``.
 
     Sources: ``match_rms_adamw`` from Moonlight (https://arxiv.org/abs/2502.16982), ``original`` from Keller Jordan
     (https://kellerjordan.github.io/posts/muon/), ``rms_to_rms`` from the spectral condition
     (https://arxiv.org/abs/2310.17813).
     """
     rows, columns = shape[-2:]
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
+    if adjust_lr_fn == MATCH_RMS:
+        return update_rms * math.sqrt(max(rows, columns))
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
     if adjust_lr_fn == "rms_to_rms":
         return math.sqrt(rows / columns)
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)}")
+
+
+def check_scale(adjust_lr_fn: str, update_rms: float) -> None:
+    """Raise if two options of the scale do not go together.
+
+    Raises:
+        ValueError: a constant is set, and the rule has none.
+    """
+    if adjust_lr_fn != MATCH_RMS and update_rms != UPDATE_RMS:
+        raise ValueError(
+            f"update_rms={update_rms} is the constant of adjust_lr_fn={MATCH_RMS}; adjust_lr_fn={adjust_lr_fn} has "
+            f"none. Leave update_rms out, or use {MATCH_RMS}"
+        )
 
 
 def _apply(weights: Tensor, directions: Tensor, keep: Tensor, factor: Tensor) -> None:

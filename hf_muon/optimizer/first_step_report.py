@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_muon.diagnostics import log
 from hf_muon.math import cost
 from hf_muon.math.adamw import uses_fused_adamw
+from hf_muon.math.coefficients import resolve
 from hf_muon.math.moments import moment_dtype
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.layout import Matrix, StepLayout
@@ -141,8 +142,9 @@ def _how(group: Group, param: Tensor, shapes: Sequence[tuple[int, ...]], place: 
         kernel = "fused kernel" if uses_fused_adamw(group["params"], dtype_of(group)) else "foreach"
         return f"AdamW on the local part ({kernel}), no communication{host and f'; moments{host}'}"
     dtype = compute_dtype(group["ns_dtype"], device.type, device.index)
-    newton_schulz = f"{group['ns_steps']} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
-    forms = dict.fromkeys(cost.described(shape, group["ns_steps"], dtype, device.type) for shape in shapes)
+    steps = len(resolve(group["ns_coefficients"], group["ns_steps"]))
+    newton_schulz = f"{steps} Newton-Schulz steps in {str(dtype).removeprefix('torch.')}"
+    forms = dict.fromkeys(cost.described(shape, steps, dtype, device.type) for shape in shapes)
     newton_schulz += f" ({' and '.join(forms)})" if forms else ""
     dtype_of_momentum = moment_dtype(param, "momentum_buffer", group["momentum_dtype"])
     momentum = f"momentum in {str(dtype_of_momentum).removeprefix('torch.')}{host}"

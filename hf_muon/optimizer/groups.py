@@ -11,6 +11,7 @@ import torch
 from hf_muon.config import GROUP_OPTIONS, check_option, known_option, unknown_option
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
+from hf_muon.math.update import check_scale
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.rules import registry
 from hf_muon.storage import views
@@ -47,6 +48,15 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(group.get("use_muon", True), bool):
         raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false")
     return group
+
+
+def set_steps_(group: dict[str, Any]) -> None:
+    """Set `ns_steps` of a complete group to a number, so that checkpoints say how many steps were taken.
+
+    Raises:
+        ValueError: the coefficients are not defined for this number of steps.
+    """
+    group["ns_steps"] = len(resolve(group["ns_coefficients"], group["ns_steps"]))
 
 
 def check_written_option(name: str, value: Any) -> Any:
@@ -114,6 +124,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         for name in held_options(group):
             check_written_option(name, group.get(name))
         resolve(group["ns_coefficients"], group["ns_steps"])
+        check_scale(group["adjust_lr_fn"], group["update_rms"])
         if group["use_muon"]:
             for device in devices:
                 compute_dtype(group["ns_dtype"], device.type, device.index)

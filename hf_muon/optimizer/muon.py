@@ -19,7 +19,7 @@ from hf_muon.optimizer import consensus, copies, load_notices, loading, prefligh
 from hf_muon.optimizer.consensus import Agreement
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
-from hf_muon.optimizer.groups import check_group, with_checked_options
+from hf_muon.optimizer.groups import check_group, set_steps_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
 from hf_muon.optimizer.lost_updates import LostUpdates
@@ -104,13 +104,14 @@ class Muon(Optimizer):
         weight_decay: float = MuonConfig.weight_decay,
         momentum: float = MuonConfig.momentum,
         nesterov: bool = MuonConfig.nesterov,
-        ns_coefficients: str | Sequence[float] = MuonConfig.ns_coefficients,
-        ns_steps: int = MuonConfig.ns_steps,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = MuonConfig.ns_coefficients,
+        ns_steps: int | str = MuonConfig.ns_steps,
         ns_dtype: str = MuonConfig.ns_dtype,
         adjust_lr_fn: str = MuonConfig.adjust_lr_fn,
         adamw_betas: tuple[float, float] = MuonConfig.adamw_betas,
         adamw_eps: float = MuonConfig.adamw_eps,
         *,
+        update_rms: float = MuonConfig.update_rms,
         momentum_dtype: str = MuonConfig.momentum_dtype,
         adamw_state_dtype: str = MuonConfig.adamw_state_dtype,
         weight_rounding: str = MuonConfig.weight_rounding,
@@ -159,6 +160,7 @@ class Muon(Optimizer):
         if not any(param in self.state for param in group["params"]):
             group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
         try:
+            set_steps_(self.param_groups[count])
             check_group(self.param_groups[count])
         except Exception:
             del self.param_groups[count:]

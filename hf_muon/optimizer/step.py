@@ -68,7 +68,8 @@ class MuonStep:
             for i, param in params.items()
         }
         self._weights = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
-        self._scales = {k: lr_scale(group["adjust_lr_fn"], matrix.out_in) for k, matrix in self._active.items()}
+        rule, rms = group["adjust_lr_fn"], group["update_rms"]
+        self._scales = {k: lr_scale(rule, matrix.out_in, rms) for k, matrix in self._active.items()}
         self._stored = {
             k: {key: matrix.of(value) for key, value in moments[matrix.param].items()}
             for k, matrix in self._active.items()

@@ -6,15 +6,18 @@ import dataclasses
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_muon.math.coefficients import PRESETS
+from hf_muon.math.coefficients import AUTO, PRESETS
 from hf_muon.options.patterns import compile_patterns
 from hf_muon.storage.tensors import has_data
+
+_MOST_STEPS = 99
 
 
 class InvalidError(Exception):
@@ -72,6 +75,11 @@ def positive() -> OptionType:
     return OptionType("a number above 0, or inf", check, float)
 
 
+def finite_positive() -> OptionType:
+    """Return the type of a finite number above 0."""
+    return number("a number above 0", sys.float_info.min)
+
+
 def learning_rate() -> OptionType:
     """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
     rate = non_negative()
@@ -97,6 +105,16 @@ def integer(valid: str, low: int, below: float = math.inf) -> OptionType:
         return int(value)
 
     return OptionType(valid, check, int)
+
+
+def steps(low: int, below: int) -> OptionType:
+    """Return the type of a number of Newton-Schulz steps: ``auto``, or an integer of at least `low` below `below`."""
+    whole = integer(f"{AUTO}, or an integer from {low} to {below - 1}", low, below)
+
+    def check(value: Any) -> int | str:
+        return AUTO if isinstance(value, str) and value == AUTO else whole.check(value)
+
+    return OptionType(whole.valid, check, lambda text: text if text == AUTO else int(text), (AUTO,))
 
 
 def flag() -> OptionType:
@@ -148,19 +166,37 @@ def betas() -> OptionType:
 
 
 def coefficients() -> OptionType:
-    """Return the type of Newton-Schulz coefficients: a preset's name, or three numbers."""
+    """Return the type of Newton-Schulz coefficients: a preset's name, three numbers, or three for each of some steps.
 
-    def check(value: Any) -> str | tuple[float, ...]:
+    Text has no brackets: it holds the numbers of all steps in a row. So a list of one step cannot be written, and is
+    not valid.
+    """
+
+    def check(value: Any) -> str | tuple[Any, ...]:
         if isinstance(value, str):
             if value not in PRESETS:
                 raise InvalidError
             return value
-        return _floats(value, 3)
+        if not isinstance(value, Sequence) or not any(isinstance(x, Sequence) for x in value):
+            return _floats(value, 3)
+        if len(value) == 1:
+            raise InvalidError("a list of one step; write its three numbers, and ns_steps: 1")
+        if len(value) > _MOST_STEPS:
+            raise InvalidError(f"{len(value)} steps")
+        return tuple(_floats(triple, 3) for triple in value)
 
     def parse(text: str) -> Any:
-        return _parse_floats(text) if "|" in text else text
+        if "|" not in text:
+            return text
+        numbers = _parse_floats(text)
+        if len(numbers) <= 3 or len(numbers) % 3:
+            return numbers
+        return [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
 
-    valid = f"{', '.join(PRESETS)}, or three numbers, written 3.4445|-4.775|2.0315"
+    valid = (
+        f"{', '.join(PRESETS)}, or three numbers, written 3.4445|-4.775|2.0315, or a list with three for each step, "
+        "written as text one after the other"
+    )
     return OptionType(valid, check, parse, tuple(PRESETS))
 
 

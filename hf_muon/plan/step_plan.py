@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_muon.config import COMM_DTYPES, MuonConfig
+from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import NS_DTYPES
 from hf_muon.plan import buffers, costs, stand_ins
 from hf_muon.plan.memory import (
@@ -130,7 +131,8 @@ def plan_step(
     with stand_ins.fake_ranks(ranks):
         groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype, cuts)
         step = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
-        cost = costs.step_cost(step, groups, ranks, config.ns_steps, products, cuts)
+        steps = len(resolve(config.ns_coefficients, config.ns_steps))
+        cost = costs.step_cost(step, groups, ranks, steps, products, cuts)
         state = costs.state_bytes(step, groups, ranks, cuts)
     shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
     flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []

@@ -58,7 +58,12 @@ def assert_close(one, *options):
 @pytest.mark.extended(but="clipping")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clipping": 0.3, "accumulate": 2}, {"frozen": True}, {"nesterov": False, "adjust_lr_fn": "original"}],
+    [
+        {},
+        {"clipping": 0.3, "accumulate": 2},
+        {"frozen": True},
+        {"nesterov": False, "adjust_lr_fn": "original", "ns_coefficients": "aol"},
+    ],
     ids=lambda options: "-".join(options) or "plain",
 )
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)

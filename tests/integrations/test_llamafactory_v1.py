@@ -168,7 +168,7 @@ def test_the_keys_its_users_know():
         ({"beta": 1}, "'beta' is not an option of muon.* Valid: name, lr, weight_decay, .*, wd"),
         ({"wd": 0.1, "weight_decay": 0.2}, "wd: 0.1 and weight_decay: 0.2 are two names of one option"),
         ({"weight_decay": 0.2, "wd": 0.1}, "weight_decay: 0.2 and wd: 0.1 are two names of one option"),
-        ({"ns_steps": 0}, "ns_steps=0 is not valid. Valid: an integer from 1 to 99"),
+        ({"ns_steps": 0}, "ns_steps=0 is not valid. Valid: auto, or an integer from 1 to 99"),
         ({"wd": -1}, "weight_decay=-1 is not valid"),
     ],
 )

@@ -44,7 +44,7 @@ class TestOptions:
         [
             ("moment=0.9", r"'moment' is not an option of muon. Did you mean 'momentum'\? Valid: lr, weight_decay"),
             ("momentum", "not of the form name=value"),
-            ("ns_steps=many", "ns_steps=many cannot be read. Valid: an integer from 1 to 99"),
+            ("ns_steps=many", "ns_steps=many cannot be read. Valid: auto, or an integer from 1 to 99"),
             ("momentum=1", "momentum=1.0 is not valid. Valid: a number from 0 to below 1"),
         ],
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from hf_muon.math.cost import BlockRows
@@ -17,6 +20,16 @@ WAYS = [
 ]
 
 
+def lengths_of(lengths: Sequence[int], steps: int) -> tuple[int, ...]:
+    """Return segments for this many steps: those given over and over, the last one cut."""
+    result: list[int] = []
+    for length in itertools.cycle(lengths):
+        if sum(result) == steps:
+            return tuple(result)
+        result.append(min(length, steps - sum(result)))
+    raise AssertionError
+
+
 def spectrum(matrix: torch.Tensor) -> torch.Tensor:
     return torch.linalg.svdvals(matrix.double())
 
@@ -27,6 +40,17 @@ def with_spectrum(m: int, n: int, values: torch.Tensor) -> torch.Tensor:
     u = torch.linalg.qr(torch.randn(m, rank, dtype=torch.float64)).Q
     v = torch.linalg.qr(torch.randn(n, rank, dtype=torch.float64)).Q
     return (u * values) @ v.T
+
+
+def random_for(preset: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return random matrices; for the filter `pion`, which takes them for noise, with one direction that passes it."""
+    matrices = torch.randn(shape)
+    if preset != "pion":
+        return matrices
+    column, row = torch.randn(*shape[:-1], 1), torch.randn(*shape[:-2], 1, shape[-1])
+    return matrices / torch.linalg.matrix_norm(matrices, keepdim=True) + 2 * column / column.norm(
+        dim=-2, keepdim=True
+    ) * row / row.norm(dim=-1, keepdim=True)
 
 
 def frobenius_normalized(shape: tuple[int, ...]) -> torch.Tensor:

@@ -61,12 +61,12 @@ class TestAgainstTorch:
 def test_ten_steps_against_the_reference(preset, nesterov, adjust_lr_fn):
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
     start, ours = parameters(), parameters()
-    reference = ReferenceMuon(start, steps=resolve(preset, 5), **options)
+    reference = ReferenceMuon(start, steps=resolve(preset), **options)
     run(Muon(ours, ns_coefficients=preset, ns_dtype="fp32", **options), ours, gradients())
     for grads in gradients():
         reference.step(grads)
-    # The steps of cans cancel larger terms than the other presets and amplify fp32 rounding more.
-    assert relative_difference(start, reference.params, ours) < (2e-5 if preset == "cans" else 1e-5)
+    # The steps of cans amplify fp32 rounding more. Under pion these weights only decay: they move less.
+    assert relative_difference(start, reference.params, ours) < {"cans": 2e-5, "pion": 1e-4}.get(preset, 1e-5)
 
 
 def test_three_numbers_are_the_original_preset():
