@@ -150,18 +150,24 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
             own, there = group.get(name) or [], saved.get(name) or []
             if there and len(there) not in (len(own), len(group["params"])):
                 yield f"it has {len(there)} {name} for {len(group['params'])} parameters"
-        for name in GROUP_OPTIONS.keys() & saved.keys():
-            try:
-                check_written_option(name, saved[name])
-            except ValueError as error:
-                yield f"one of its param groups has {error}"
+        invalid = [error for name in GROUP_OPTIONS.keys() & saved.keys() if (error := _option_error(name, saved[name]))]
+        yield from (f"one of its param groups has {error}" for error in invalid)
         for i, param in enumerate(group["params"]):
             if complaint := blocks_complaint(group, param):
                 yield f"{describe(group, i)} {complaint}"
         names, saved_names = group.get("param_names"), saved.get("param_names")
         if names and saved_names and list(names) != list(saved_names):
             yield "the same parameters stand in another order, and state is matched by position"
-        yield from _state_complaints(group, saved, state)
+        if not invalid:  # the options say which state there is
+            yield from _state_complaints(group, saved, state)
+
+
+def _option_error(name: str, value: Any) -> str:
+    try:
+        check_written_option(name, value)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _counted(counts: Sequence[int], routes: Sequence[bool]) -> str:
