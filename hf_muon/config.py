@@ -134,11 +134,7 @@ class MuonConfig(RuleOptions):
         source=f"{_LIU}, {_JORDAN}, [2310.17813](https://arxiv.org/abs/2310.17813)",
     )
     update_rms: float = option(
-        0.2,
-        types.finite_positive(),
-        "RMS of updates before the rate, under `match_rms_adamw`.",
-        scope="group",
-        source=_LIU,
+        0.2, types.above_zero(), "RMS of updates before the rate, under `match_rms_adamw`.", scope="group", source=_LIU
     )
     adamw_betas: tuple[float, float] = option(
         (0.9, 0.999),

@@ -50,15 +50,6 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     return group
 
 
-def set_steps_(group: dict[str, Any]) -> None:
-    """Set `ns_steps` of a complete group to a number, so that checkpoints say how many steps were taken.
-
-    Raises:
-        ValueError: the coefficients are not defined for this number of steps.
-    """
-    group["ns_steps"] = len(resolve(group["ns_coefficients"], group["ns_steps"]))
-
-
 def check_written_option(name: str, value: Any) -> Any:
     """Return the canonical form of an option in a param group, which a schedule may have written.
 
@@ -83,14 +74,17 @@ def _is_rounded_zero(rate: Any) -> bool:
     return isinstance(rate, numbers.Real) and rate < 0 and not rate < -_RATE_ROUNDING
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raise unless every parameter of a complete group can be stepped.
+def complete_group_(group: dict[str, Any]) -> None:
+    """Set the number of steps of a new group, and raise unless every parameter can be stepped.
+
+    Checkpoints hold the number, whatever `auto` means later.
 
     Raises:
         ValueError: a Muon group with something that is not a matrix, views or names that do not fit the parameters, or
             options that do not go together.
         RuntimeError: a parameter stored in a way that this version cannot step.
     """
+    group["ns_steps"] = len(resolve(group["ns_coefficients"], group["ns_steps"]))
     for key, how_to_omit in (("views", ", '' for none"), ("param_names", "")):
         if complaint := views.texts_complaint(group.get(key), len(group["params"])):
             raise ValueError(f"{key}: {complaint}; give each one{how_to_omit}")

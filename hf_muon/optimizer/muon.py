@@ -19,7 +19,7 @@ from hf_muon.optimizer import consensus, copies, load_notices, loading, prefligh
 from hf_muon.optimizer.consensus import Agreement
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
-from hf_muon.optimizer.groups import check_group, set_steps_, with_checked_options
+from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
 from hf_muon.optimizer.lost_updates import LostUpdates
@@ -160,8 +160,7 @@ class Muon(Optimizer):
         if not any(param in self.state for param in group["params"]):
             group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
         try:
-            set_steps_(self.param_groups[count])
-            check_group(self.param_groups[count])
+            complete_group_(self.param_groups[count])
         except Exception:
             del self.param_groups[count:]
             raise

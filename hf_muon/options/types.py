@@ -75,7 +75,7 @@ def positive() -> OptionType:
     return OptionType("a number above 0, or inf", check, float)
 
 
-def finite_positive() -> OptionType:
+def above_zero() -> OptionType:
     """Return the type of a finite number above 0."""
     return number("a number above 0", sys.float_info.min)
 
