@@ -91,16 +91,16 @@ class HeadRules:
         for attention in attentions:
             missing = [name for name, param in attention.parameters.items() if id(param) not in places]
             if missing:
-                complaints.append(f"{attention.name}: no param group has {missing[0]}")
+                complaints.append((attention.name, f"has weights that no param group has, as {missing[0]}"))
                 continue
             own = {name: places[id(param)] for name, param in attention.parameters.items()}
             known |= own
             complaints += _complaints(attention, [groups[k] for k, _ in own.values()])
         if not attentions and not complaints:
-            complaints.append("this model has no trained attention")
+            complaints.append(("this model", "has no trained attention"))
         source = source_of(attentions) if not complaints else ""
         if isinstance(source, str):
-            lines = "\n  - ".join([first_few(complaints, 5, "\n  - ")] if complaints else [source])
+            lines = first_few(_joined(complaints) or [source], 5, "\n  - ")
             raise ValueError(f"{names} cannot work with this model:\n  - {lines}")
         self._known = _Known(attentions, source, known)
         if is_rank_zero():
@@ -222,15 +222,23 @@ def _names(groups: Sequence[Group]) -> str:
     return ", ".join(dict.fromkeys(rule.name for group in groups for rule in of_heads(group)))
 
 
-def _complaints(attention: Attention, groups: Sequence[Group]) -> Iterator[str]:
-    """Say why rules of the groups that hold an attention's parameters do not fit it."""
+def _joined(complaints: Sequence[tuple[str, str]]) -> list[str]:
+    """Return each text of the complaints once, with the first of the modules that it is about and their number."""
+    names: dict[str, list[str]] = {}
+    for name, text in complaints:
+        names.setdefault(text, []).append(name)
+    return [f"{of[0]}{f' and {len(of) - 1} more' if of[1:] else ''} {text}" for text, of in names.items()]
+
+
+def _complaints(attention: Attention, groups: Sequence[Group]) -> Iterator[tuple[str, str]]:
+    """Yield the attention's name and why rules of the groups that hold its parameters do not fit it."""
     for rule in registry.RULES.values():
         if rule.head_factors is None:
             continue
         for option in rule.options:
             values = list(dict.fromkeys(repr(group.get(option)) for group in groups))
             if len(values) > 1:
-                yield f"{attention.name}: its param groups have {option}={values[0]} and {values[1]}"
+                yield attention.name, f"is in param groups that have {option}={values[0]} and {values[1]}"
         complain = rule.head_complaint if rule in of_heads(groups[0]) else None
         if complain is not None and (text := complain(attention.heads, groups[0])):
-            yield f"{attention.name} ({type(attention.module).__name__}) {text}"
+            yield attention.name, f"({type(attention.module).__name__}) {text}"

@@ -35,10 +35,10 @@ class _Candidate:
     biases: dict[str, list[str]] = field(default_factory=dict)  # names, by the name of their weight
 
 
-def attentions_of(model: nn.Module) -> tuple[list[Attention], list[str]]:
+def attentions_of(model: nn.Module) -> tuple[list[Attention], list[tuple[str, str]]]:
     """Return the attentions of a model that have queries and keys of known heads, and complaints about the others.
 
-    Attentions without a trained parameter are left out.
+    A complaint is the name of a module, and a text. Attentions without a trained parameter are left out.
     """
     params = parameters_of(model)
     names = {param.parameter: param.name for param in params}
@@ -62,16 +62,17 @@ def attentions_of(model: nn.Module) -> tuple[list[Attention], list[str]]:
             if isinstance(bias, nn.Parameter):
                 candidate.biases[param.name] = [names[bias]]
                 candidate.parameters[names[bias]] = bias
-    attentions, complaints = [], []
+    attentions: list[Attention] = []
+    complaints: list[tuple[str, str]] = []
     for module, candidate in candidates.items():
         inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{candidate.name}.")]
         if not inside:
             continue
         attention = _attention(module, candidate)
         if isinstance(attention, str):
-            complaints.append(f"{candidate.name} ({type(module).__name__}) {attention}")
+            complaints.append((candidate.name, f"({type(module).__name__}) {attention}"))
         elif reason := _untrained(attention, inside):
-            complaints.append(f"{candidate.name} ({type(module).__name__}) {reason}")
+            complaints.append((candidate.name, f"({type(module).__name__}) {reason}"))
         elif any(p.requires_grad for p in attention.parameters.values()):
             attentions.append(attention)
     return attentions, complaints

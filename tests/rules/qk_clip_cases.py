@@ -40,12 +40,16 @@ def wrap(model, layout):
     return fully_shard(model, mesh=mesh), shards, place
 
 
+def build(model, lr, options):
+    return build_optimizer(model, lr=lr, ns_dtype="fp32", **{"qk_clip": 2.0, **options})
+
+
 def clipped(rank, layout, name="llama", steps=3, lr=0.0, accumulate=1, evaluating=(), **options):
     """Train, and return the whole weights and the logits of each step; one head begins far beyond the threshold.
 
     Args:
         rank: of this process.
-        layout: as of `wrap`.
+        layout: as of `wrap`; with `fsdp-swapped` the optimizer is built before the model is sharded.
         name: of the model.
         steps: number of steps.
         lr: learning rate.
@@ -55,10 +59,16 @@ def clipped(rank, layout, name="llama", steps=3, lr=0.0, accumulate=1, evaluatin
     """
     model = make(name)
     enlarge(model, name, 1, 2, 1e5)
-    model, shards, place = wrap(model, layout)
+    swapped = layout == "fsdp-swapped"
+    built = build(model, lr, options) if swapped else None
+    model, shards, place = wrap(model, "fsdp" if swapped else layout)
     if rank in evaluating:
         model.eval()
-    optimizer = build_optimizer(model, lr=lr, ns_dtype="fp32", **{"qk_clip": 2.0, **options})
+    optimizer = built or build(model, lr, options)
+    if swapped:  # as accelerate does
+        params = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [params[n] for n in group["param_names"]]
     logits = []
     finish = optimizer.head_rules.finish
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.rules.qk_clip_cases import clipped, refused, scaled
+from tests.rules.settings import TOGETHER
 
 LAYOUTS = [("ddp", 2, "llama"), ("ddp", 2, "gpt2"), ("fsdp", 2, "llama"), ("fsdp", 2, "gpt2"), ("fsdp", 2, "deepseek")]
+SWAPPED = [("fsdp-swapped", 2, "llama")]
 MODEL_PARALLEL = [("tp", 2, "llama"), ("fsdp-tp", 4, "llama")]
 
 
@@ -26,7 +28,7 @@ def assert_like_one_process(results, expected, rtol=1e-5):
             assert torch.equal(rank_weights[name], weight), f"ranks differ in {name}"
 
 
-@pytest.mark.parametrize(("layout", "ranks", "name"), LAYOUTS + MODEL_PARALLEL)
+@pytest.mark.parametrize(("layout", "ranks", "name"), LAYOUTS + SWAPPED + MODEL_PARALLEL)
 def test_every_layout_rescales_as_one_process_does(pools, layout, ranks, name):
     expected = clipped(0, "single", name)
     first = expected[1][0]
@@ -45,6 +47,8 @@ def test_training_with_accumulated_batches_goes_on_alike(pools, layout, ranks):
     expected = clipped(0, "single", lr=1e-3, steps=4)
     assert sum(count for _, count in expected[1]) > 1
     assert_like_one_process(pools[ranks].run(clipped, layout=layout, lr=1e-3, steps=4), expected, rtol=1e-3)
+    together = clipped(0, "single", lr=1e-3, steps=4, **TOGETHER)
+    assert_like_one_process(pools[ranks].run(clipped, layout=layout, lr=1e-3, steps=4, **TOGETHER), together, rtol=1e-3)
     accumulated = pools[ranks].run(clipped, layout=layout, lr=1e-3, steps=4, accumulate=2)
     assert_like_one_process(accumulated, expected, rtol=1e-3)
 
