@@ -55,10 +55,16 @@ def reduced_shape(kind: StateKind, shape: Sequence[int], *, transposed: bool) ->
     return math.prod(shape[:-2]), rows if kind == "row" else 1, columns if kind == "column" else 1
 
 
-def reduced_shapes(group: Group, index: int, key: str) -> list[tuple[int, int, int]]:
-    """Return the shapes of the state of each matrix of a parameter, which is no flat partition."""
-    view = views.parse(views.views_of(group)[index])
-    shapes = view.shapes(shape_of(group["params"][index]))
+def reduced_shapes(key: str, stored: Sequence[int], text: str) -> list[tuple[int, int, int]]:
+    """Return the shapes of the state of each matrix of a parameter.
+
+    Args:
+        key: of the state, not of the kind `weight`.
+        stored: shape of the parameter.
+        text: of its view.
+    """
+    view = views.parse(text)
+    shapes = view.shapes(stored)
     return [reduced_shape(registry.state_kinds()[key], shape, transposed=view.transposed) for shape in shapes]
 
 
@@ -67,12 +73,17 @@ def reduced_numel(shapes: Iterable[Sequence[int]]) -> int:
     return sum(map(math.prod, shapes))
 
 
+def _numel(group: Group, index: int, key: str) -> int:
+    """Return the number of elements of a parameter's flat state; the parameter is no flat partition."""
+    return reduced_numel(reduced_shapes(key, shape_of(group["params"][index]), views.views_of(group)[index]))
+
+
 def zeros(group: Group, index: int, key: str) -> Tensor:
     """Return a parameter's state before the first step; of a flat partition only where it is stored like that."""
     param = group["params"][index]
     if not is_reduced(key):
         return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
-    return flat_zeros(param, reduced_numel(reduced_shapes(group, index, key)))
+    return flat_zeros(param, _numel(group, index, key))
 
 
 def flat_zeros(param: Tensor, numel: int) -> Tensor:
@@ -126,5 +137,5 @@ def complaint(group: Group, index: int, key: str, value: Any) -> str | None:
     param = group["params"][index]
     if is_partition(group, param):
         return None  # its layout knows
-    numel = reduced_numel(reduced_shapes(group, index, key))
+    numel = _numel(group, index, key)
     return None if value.numel() == numel else f"has {value.numel()} elements, and its matrices need {numel}"

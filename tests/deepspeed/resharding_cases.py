@@ -8,6 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from hf_muon.optimizer.rule_state import is_reduced, reduced_numel, reduced_shapes
 from tests.deepspeed import cases
 from tests.deepspeed.models import build_model, loss_of, tokens_of
 
@@ -21,8 +22,14 @@ def whole_state(engine, optimizer):
             result[name] = {"weight": param.detach().clone()}
     pieces = {}
     for flat, partition in (optimizer.partitioned.partitions or {}).items():
+        small = {key: value for key, value in optimizer.state[flat].items() if is_reduced(key)}
         for part in partition.slices:
+            for key, value in small.items():
+                numel = reduced_numel(reduced_shapes(key, part.shape, part.view.text))
+                result[part.name][key], small[key] = value[:numel].clone(), value[numel:]
             for key, value in {"master": flat.detach(), **optimizer.state[flat]}.items():
+                if key in small:
+                    continue
                 own = value.reshape(1) if key == "step" else value[part.elements(partition.rank)]
                 pieces[part.name, key] = own.clone()
     if optimizer.partitioned.partitions is None:

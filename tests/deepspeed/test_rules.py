@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.deepspeed.cases import train
+from tests.deepspeed.resharding_cases import chain, straight
+from tests.deepspeed.test_resharding import CPU, assert_same
 from tests.deepspeed.test_training import STAGES, assert_equal, assert_same_state, reference
 from tests.rules.settings import TOGETHER
 
@@ -24,3 +26,16 @@ def test_every_stage_gives_the_bits_of_one_process_and_resumes(ranks, name, tmp_
     for one, other in zip(ranks.run(train, first=3, last=6, load=str(tmp_path), **options), straight, strict=True):
         assert_equal(one, {**other, "losses": other["losses"][3:]})
         assert_same_state(one, other)
+
+
+def test_state_of_rules_moves_between_stages(ranks, tmp_path):
+    """Go through stages; the state of each parameter is that of the uninterrupted run."""
+    options = {"dtype": "bfloat16", "viewed": True, **TOGETHER}
+    expected = ranks.run(straight, last=4, **options)[0]
+    path = None
+    for step, layout in enumerate([{"stage": 2}, {"stage": 3, "zero": CPU}, {"stage": 0}, {"stage": 1}]):
+        target = str(tmp_path / str(step))
+        for result in ranks.run(chain, load=path, save=target, first=step, last=step + 1, **layout, **options):
+            assert_same(result["loaded"], expected["states"][step])
+            assert_same(result["saved"], expected["states"][step + 1])
+        path = target

@@ -121,6 +121,8 @@ class Resharding:
             for one in self._wholes.get(rank, ()):
                 rounded[one.target][one.at :][: one.numel] = stored.masters[one.source][one.begin :][: one.numel]
         assert first is not None
+        for state, small in zip(states, first.small_states(self.source, self.here), strict=True):
+            state.update(small)
         if self.source.stage != 3 and (names := first_few(self._differing(masters, weights[0]["module"]))):
             yield (
                 f"{self.folder}: the fp32 master weights of {names} are not the weights of the model. They belong to "

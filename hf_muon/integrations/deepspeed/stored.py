@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.integrations.deepspeed.index import Copy, Index, StoredPartition
+from hf_muon.optimizer.rule_state import is_reduced, reduced_numel, reduced_shapes
 from hf_muon.optimizer.state_check import steps_of
 from hf_muon.routing.parameters import unwrapped
 
@@ -58,7 +60,34 @@ class Stored(NamedTuple):
         return {
             key: value.clone() if key == "step" else torch.zeros(part.numel, dtype=value.dtype)
             for key, value in state.items()
+            if not is_reduced(key)
         }
+
+    def small_states(self, source: Index, target: Index) -> list[dict[str, Tensor]]:
+        """Return the state of rules for each partition of another layout; each file has that of whole parameters."""
+        by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for part, state in zip(source.partitions, self.states, strict=True):
+            for key in filter(is_reduced, state):
+                numels = self._small_numels(part, key)
+                if sum(numels) == len(state[key]):  # the check of the state misses it otherwise
+                    for name, own in zip(part.parameters, torch.split(state[key], numels), strict=True):
+                        by_name[key][name] = own
+        return [
+            {
+                key: torch.cat([of[name] for name in part.parameters])
+                for key, of in by_name.items()
+                if all(name in of for name in part.parameters)
+            }
+            for part in target.partitions
+        ]
+
+    def _small_numels(self, part: StoredPartition, key: str) -> list[int]:
+        """Return how many elements of a rule's state each parameter of a partition has."""
+        group = self.groups[part.group]
+        names = [unwrapped(name) for name in group["param_names"]]
+        views = dict(zip(names, group.get("views") or [""] * len(names), strict=True))
+        shapes = [reduced_shapes(key, one.shape, views[name]) for name, one in part.parameters.items()]
+        return [reduced_numel(own) for own in shapes]
 
     def state_dict(self, index: Index, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a Muon's state dict with moments of other partitions."""
@@ -69,7 +98,9 @@ class Stored(NamedTuple):
             part = index.partitions[k]
             groups[part.group]["params"].append(key)
             shape = next(iter(part.parameters.values())).shape if index.stage == 0 else (part.numel,)
-            state[key] = {name: v if name == "step" else v.view(shape) for name, v in states[k].items()}
+            state[key] = {
+                name: v if name == "step" or is_reduced(name) else v.view(shape) for name, v in states[k].items()
+            }
         return {"state": state, "param_groups": groups}
 
 
