@@ -18,6 +18,7 @@ from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import declaration, types
 from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
+from hf_muon.options.scales import ScaleOptions
 from hf_muon.rules import registry
 from hf_muon.rules.fields import RuleOptions
 from hf_muon.storage.host import OFFLOADS
@@ -40,7 +41,7 @@ _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
 
 @dataclass(frozen=True)
-class MuonConfig(RuleOptions):
+class MuonConfig(RuleOptions, ScaleOptions):
     """Options of Muon, and of the AdamW that steps the parameters that are not hidden matrices.
 
     Each field declares an option: its default, its type, its meaning and its source. The rest follows from the fields:
@@ -251,7 +252,6 @@ class MuonConfig(RuleOptions):
         scope="optimizer",
         fallback="`muon_diagnostics.jsonl`, under a Trainer in `output_dir`",
     )
-
     rules: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -293,7 +293,7 @@ class MuonConfig(RuleOptions):
         return dataclasses.replace(self, **values, rules={**self.rules, **rules})
 
 
-_OWN = dict(sorted(options_of(MuonConfig).items(), key=lambda item: item[0] in registry.BUILT_IN_OPTIONS))  # last
+_OWN = dict(sorted(options_of(MuonConfig).items(), key=lambda item: item[0] not in MuonConfig.__annotations__))
 registry.reserve([*_OWN, "rules"])
 OPTIONS = ChainMap(_OWN, registry.OTHERS_OPTIONS)
 """Every option by name, with those of registered rules."""

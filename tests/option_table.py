@@ -14,6 +14,7 @@ SECTIONS = {
     "Rates and decay, which everyone sets": (
         "lr weight_decay muon_lr adamw_lr adamw_weight_decay adjust_lr_fn update_rms"
     ),
+    "Rates and decay of some parameters": "lr_scales wd_scales layer_decay",
     "Which weights go where": "lora muon_patterns adamw_patterns optim_target_modules split_fused per_head",
     "Memory": "momentum_dtype adamw_state_dtype momentum_offload weight_rounding",
     "What a run tells, and what a resumed run accepts": "diagnostics_every diagnostics_file accept_rerouted",

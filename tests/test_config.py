@@ -184,6 +184,8 @@ def test_bad_optim_args(text, message):
 def test_values_of_the_wrong_type_are_refused(name, value):
     if value is True and name in ("nesterov", "accept_rerouted", "split_fused", "per_head", "qk_clip_force"):
         return
+    if value == {"a": 1} and name in ("lr_scales", "wd_scales"):
+        return
     with pytest.raises(ValueError, match=f"{name}=.* is not valid"):
         MuonConfig(**{name: value})
 

@@ -29,6 +29,7 @@ class Watch:
         self.logits: dict[str, float] = {}
         self.clipped = 0
         self._rate_of: dict[str, float] = {}
+        self._factor_of: dict[str, float] = {}
         self._keys: list[tuple[str, str, int]] = []
         self._values: list[Tensor] = []
 
@@ -42,6 +43,10 @@ class Watch:
         self.rates["muon_lr"] = lr
         self._rate_of.update(dict.fromkeys(names.values(), lr))
         self.shapes.update({name: shapes[k] for k, name in names.items()})
+
+    def rate_factors(self, factors: Mapping[str, float]) -> None:
+        """Note the factors by which the learning rates of some matrices and parameters are multiplied."""
+        self._factor_of.update(factors)
 
     def momentum(self, name: str, buffer: Tensor) -> None:
         """Measure what this rank stores of a momentum, after its update."""
@@ -112,7 +117,7 @@ class Watch:
         for prefix in ("", "adamw_"):
             updates, weights_of = means.get(f"{prefix}update_rms", {}), means.get(f"{prefix}weight_rms", {})
             relative = {
-                name: self._rate_of[name] * update / weights_of[name]
+                name: self._rate_of[name] * self._factor_of.get(name, 1.0) * update / weights_of[name]
                 for name, update in updates.items()
                 if weights_of.get(name)
             }

@@ -82,16 +82,18 @@ def _apply_together_(
     step: int,
     rounding: str,
     observer: Observer | None,
+    decay_factors: Sequence[float] | None,
 ) -> None:
     """Do what `apply_directions_` does on an accelerator, in few launches."""
     salted = number(salt(step), torch.int32)
     runs = adjacent_runs(directions)
-    for (scale, half, _), alike in itertools.groupby(
-        range(len(params)), key=lambda i: (scales[i], is_half(params[i]), runs[i])
+    decays = _decays(weight_decay, decay_factors, len(params))
+    for (scale, decay, half, _), alike in itertools.groupby(
+        range(len(params)), key=lambda i: (scales[i], decays[i], is_half(params[i]), runs[i])
     ):
         indices = list(alike)
         weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
-        keep, factor = 1 - lr * weight_decay, -lr * scale
+        keep, factor = 1 - lr * decay, -lr * scale
         if not half:
             over(APPLY, [weights, moves], number(keep), number(factor))
             continue
@@ -112,6 +114,7 @@ def apply_directions_(
     step: int,
     rounding: str = "auto",
     observer: Observer | None = None,
+    decay_factors: Sequence[float] | None = None,
 ) -> None:
     """Apply decoupled weight decay, then ``param -= lr * scale * direction``.
 
@@ -126,6 +129,7 @@ def apply_directions_(
         step: number of the step, which seeds stochastic rounding.
         rounding: `weight_rounding` of the param group.
         observer: of what is rounded.
+        decay_factors: of the weight decay of each piece; None where all are 1.
     """
     if params and is_accelerator(params[0].device):
         _apply_together_(
@@ -137,8 +141,10 @@ def apply_directions_(
             step=step,
             rounding=rounding,
             observer=observer,
+            decay_factors=decay_factors,
         )
         return
+    decays = _decays(weight_decay, decay_factors, len(params))
     full: list[int] = []
     half: list[int] = []
     for i, param in enumerate(params):
@@ -148,12 +154,19 @@ def apply_directions_(
         moves = [directions[i].to(params[i]) for i in full]  # from where they were computed to where they are stored
         torch._foreach_mul_(moves, [-lr * scales[i] for i in full])
         if weight_decay:
-            torch._foreach_mul_(weights, 1 - lr * weight_decay)
+            if decay_factors is None:
+                torch._foreach_mul_(weights, 1 - lr * weight_decay)
+            else:
+                torch._foreach_mul_(weights, [1 - lr * decays[i] for i in full])
         torch._foreach_add_(weights, moves)
 
     def result(i: int) -> Result:
-        exact = params[i].float().mul_(1 - lr * weight_decay)
+        exact = params[i].float().mul_(1 - lr * decays[i])
         move = directions[i].to(exact)
         return Result(params[i], exact.add_(move, alpha=-lr * scales[i]), move)
 
     weight_rounding.store_(map(result, half), rounding, step, observer)
+
+
+def _decays(weight_decay: float, factors: Sequence[float] | None, count: int) -> list[float]:
+    return [weight_decay] * count if factors is None else [weight_decay * factor for factor in factors]

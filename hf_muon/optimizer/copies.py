@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS
+from hf_muon.storage import factors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,8 +49,8 @@ def complete_(optimizer: Any) -> None:
     """Give a copy its attributes. Options that a pickle of an older version lacks get their defaults."""
     for name, option in OPTIMIZER_OPTIONS.items():
         optimizer.__dict__.setdefault(name, option.default)
-    for name, option in GROUP_OPTIONS.items():
-        optimizer.defaults.setdefault(name, option.default)
+    for name, default in {**factors.NONE, **{name: option.default for name, option in GROUP_OPTIONS.items()}}.items():
+        optimizer.defaults.setdefault(name, default)
     group = optimizer.__dict__.get(_GROUP)
     optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group
     for param_group in optimizer.param_groups:

@@ -14,7 +14,7 @@ from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import check_scale
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.rules import registry
-from hf_muon.storage import views
+from hf_muon.storage import factors, views
 from hf_muon.storage.tensors import has_data, shape_of, storage_complaint
 
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -23,7 +23,7 @@ SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "
 FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
 """Keys of param groups that are not Muon's: those of schedulers (timm's multiply by `lr_scale`), and a group's tag."""
 
-OWN_KEYS = ("params", "param_names", "use_muon", "views", "step")
+OWN_KEYS = ("params", "param_names", "use_muon", "views", *factors.KEYS, "step")
 """Keys of param groups besides the options."""
 
 _RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
@@ -80,14 +80,17 @@ def complete_group_(group: dict[str, Any]) -> None:
     Checkpoints hold the number, whatever `auto` means later.
 
     Raises:
-        ValueError: a Muon group with something that is not a matrix, views or names that do not fit the parameters, or
-            options that do not go together.
+        ValueError: a Muon group with something that is not a matrix, views, names or factors that do not fit the
+            parameters, or options that do not go together.
         RuntimeError: a parameter stored in a way that this version cannot step.
     """
     group["ns_steps"] = len(resolve(group["ns_coefficients"], group["ns_steps"]))
     for key, how_to_omit in (("views", ", '' for none"), ("param_names", "")):
         if complaint := views.texts_complaint(group.get(key), len(group["params"])):
             raise ValueError(f"{key}: {complaint}; give each one{how_to_omit}")
+    for key in factors.KEYS:
+        if complaint := factors.lists_complaint(group.get(key), len(group["params"])):
+            raise ValueError(f"{key}: {complaint}; give each one, 1 for none")
     for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
         if complaint := storage_complaint(param) or blocks_complaint(group, param):
             raise RuntimeError(f"{describe(group, i)} {complaint}")

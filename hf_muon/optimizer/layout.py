@@ -15,9 +15,12 @@ from hf_muon.distributed.executor import Executor
 from hf_muon.distributed.select import compute_device, model_device, select_executors, shared_storage
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
+from hf_muon.optimizer.layout_lines import lines_of
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
 from hf_muon.rules import registry
 from hf_muon.storage import views
+from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
 from hf_muon.storage.shared import SharedStorage, unshared_parts
@@ -38,6 +41,7 @@ class Matrix(NamedTuple):
         transposed: whether it is stored as ``(in, out)``.
         elements: of a flat partition, those of the matrix's parameter; None outside of partitions.
         name: of its parameter in a flat partition.
+        factors: of the learning rate and the weight decay.
     """
 
     param: int
@@ -45,6 +49,7 @@ class Matrix(NamedTuple):
     transposed: bool = False
     elements: slice | None = None
     name: str = ""
+    factors: Factors = ONE
 
     @property
     def out_in(self) -> tuple[int, int]:
@@ -67,11 +72,13 @@ class GroupWork:
         shared: for each parameter, the ranks that store it together; None where this process stores it alone.
         matrices: of a Muon group; empty for an AdamW group.
         executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
+        factors: of an AdamW group, for each parameter the factors of its elements; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
+    factors: list[FactorRuns] = field(default_factory=list)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -124,12 +131,13 @@ class StepLayout:
                         placed = [place._replace(device=products_on) for place in placed]
                     executors = _executors(group, placed, max_bucket_bytes, comm_dtype, max_batch_bytes)
                     work = GroupWork(ranks, [place.matrix for place in placed], executors)
+                elif has_factors(group) and not self.complaints:
+                    work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
             self.lines = [
-                _sizes_line(groups),
                 f"max_bucket_bytes={max_bucket_bytes}, max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}, "
                 f"offload_compute={offload_compute}",
-                *(_parameter_line(group, i, view) for group in groups for i, view in enumerate(views.views_of(group))),
+                *lines_of(groups),
             ]
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
@@ -190,7 +198,7 @@ def storage_key(
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [
-        (str(group.get("views")), dtype_of(group), str(group.get("momentum_offload")), _has_sides(group))
+        (dtype_of(group), _has_sides(group), *(str(group.get(key)) for key in ("views", "momentum_offload", *KEYS)))
         for group in groups
     ]
     params = [
@@ -285,6 +293,7 @@ def _placed_matrices(
     group: Group, ranks: Sequence[SharedStorage | None], partitions: Partitions, offload_compute: str
 ) -> Iterator[_PlacedMatrix]:
     """Yield the matrices of a Muon group, in the order of its parameters."""
+    each = factors_of(group) if has_factors(group) else []
     for i, (param, place, text) in enumerate(zip(group["params"], ranks, views.views_of(group), strict=True)):
         partition = partitions.get(param)
         if partition is not None:
@@ -292,9 +301,10 @@ def _placed_matrices(
             continue
         shape, view, on_device = shape_of(param), views.parse(text), model_device(param)
         device = compute_device(device_of_moments(group, param), on_device, offload_compute)
+        factors = each[i] if each else ONE
         stored: Sequence[SharedStorage | Stored] = place.parts(view, shape) if place else unshared_parts(view, shape)
         for one, part in zip(view.shapes(shape), stored, strict=True):
-            yield _PlacedMatrix(Matrix(i, one, view.transposed), part, on_device, device)
+            yield _PlacedMatrix(Matrix(i, one, view.transposed, factors=factors), part, on_device, device)
 
 
 def _matrices_of_partition(
@@ -306,7 +316,7 @@ def _matrices_of_partition(
         elements = part.elements(partition.rank)
         shapes = part.view.shapes(part.shape)
         for shape, stored in zip(shapes, part.parts(partition.group), strict=True):
-            matrix = Matrix(index, shape, part.view.transposed, elements, part.name)
+            matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factors)
             yield _PlacedMatrix(matrix, stored, partition.device, device)
 
 
@@ -333,20 +343,3 @@ def _executors(
 def _has_sides(group: Group) -> bool:
     """Return whether rules of a group tell the rows of directions from the columns."""
     return any(rule.direction is not None for rule in registry.rules_of(group))
-
-
-# --- what must be the same on all ranks
-
-
-def _sizes_line(groups: Sequence[Group]) -> str:
-    sizes = [len(group["params"]) for group in groups]
-    return f"{sum(sizes)} parameters, in param groups of {' and '.join(map(str, sizes))}"
-
-
-def _parameter_line(group: Group, index: int, view: str) -> str:
-    param = group["params"][index]
-    # The mesh by its shape, not by its ranks: those differ between the submeshes of one mesh.
-    stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
-    route = "Muon" if group["use_muon"] else "AdamW"
-    matrices = f", seen as {view!r}" if view else ""
-    return f"{describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{matrices}"

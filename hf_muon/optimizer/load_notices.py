@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.optimizer.state import DTYPE_OPTIONS, describe, dtype_of
 from hf_muon.rules import registry
+from hf_muon.storage.factors import ONE, factors_of, has_factors
 from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
@@ -45,6 +47,8 @@ def changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[
         yield Notice(logging.INFO, f"moments are converted: {differences}")
     if differences := changed_rules(groups, saved_groups):
         yield Notice(logging.WARNING, f"this run's rules hold; state that they lack starts from zero: {differences}")
+    if differences := changed_factors(groups, saved_groups):
+        yield Notice(logging.WARNING, f"this run's lr_scales, wd_scales and layer_decay hold: {differences}")
     if differences := changed_views(groups, saved_groups):
         yield Notice(logging.WARNING, f"from here on, other matrices than before are orthogonalized: {differences}")
 
@@ -96,6 +100,22 @@ def changed_rules(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str
         if name in group and group[name] != check_option(name, saved.get(name, option.default))
     }
     return "; ".join(sorted(changes))
+
+
+def changed_factors(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
+    """Return the parameters whose factors of learning rate or weight decay differ from those of the checkpoint."""
+    changes = []
+    for group, saved in zip(groups, saved_groups, strict=True):
+        if has_factors(group) or has_factors(saved):
+            names = group.get("param_names") or []
+            pairs = itertools.zip_longest(factors_of(group), factors_of(saved), fillvalue=ONE)
+            for i, (here, there) in enumerate(pairs):
+                if here != there:
+                    name = names[i] if i < len(names) else f"parameter {i}"
+                    changes.append(
+                        f"{name} lr x {here.lr:g} and decay x {here.wd:g}, there {there.lr:g} and {there.wd:g}"
+                    )
+    return first_few(changes)
 
 
 def changed_views(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from hf_muon.optimizer.state import (
 )
 from hf_muon.optimizer.state_check import fit_complaints, form_complaints, refuse_load, steps_of, with_steps
 from hf_muon.rules import registry
+from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 from hf_muon.storage.views import views_of
 
@@ -100,11 +102,12 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
 
 
 class SavedParameter(NamedTuple):
-    """A parameter in a state dict: the key of its state, its view, and whether Muon stepped it."""
+    """A parameter in a state dict: the key of its state, its view, whether Muon stepped it, and its factors."""
 
     key: Any
     view: str
     use_muon: bool
+    factors: Factors
 
 
 def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
@@ -116,9 +119,15 @@ def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Map
     if not all(len(group.get("param_names") or []) == len(group["params"]) for group in (*groups, *saved_groups)):
         return state_dict, []
     saved_params = {
-        name: SavedParameter(key, view, saved["use_muon"])
+        name: SavedParameter(key, view, saved["use_muon"], factors)
         for saved in saved_groups
-        for name, key, view in zip(saved["param_names"], saved["params"], views_of(saved), strict=True)
+        for name, key, view, factors in zip(
+            saved["param_names"],
+            saved["params"],
+            views_of(saved),
+            itertools.chain(factors_of(saved), itertools.repeat(ONE)),
+            strict=False,
+        )
     }
     routes = {name: group["use_muon"] for group in groups for name in group["param_names"]}
     rerouted = [name for name in routes if name in saved_params and saved_params[name].use_muon != routes[name]]
@@ -135,6 +144,8 @@ def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Map
         options.setdefault("momentum_dtype", "auto")
         options["use_muon"] = group["use_muon"]
         options["param_names"] = list(group["param_names"])
+        options["lr_factors"] = [saved_params[name].factors.lr for name in group["param_names"]]
+        options["wd_factors"] = [saved_params[name].factors.wd for name in group["param_names"]]
         options["views"] = [saved_params[name].view for name in group["param_names"]]
         options["params"] = [saved_params[name].key for name in group["param_names"]]
         rerouted_groups.append(options)
@@ -229,13 +240,14 @@ def restore_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     """Return a param group with the options of the checkpoint, in their canonical form.
 
-    Parameters, `views` and `own_options` stay this run's. The views follow from the model, and saved moments do not
-    depend on them; moments are converted to this run's dtypes.
+    Parameters, `views`, factors and `own_options` stay this run's. Views follow from the model, and saved moments do
+    not depend on them; moments are converted to this run's dtypes.
     """
-    restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "views")}
+    of_run = ("params", "views", *KEYS)
+    restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in of_run}
     restored.update({name: check_written_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
-    own = {key: group[key] for key in ("params", "views", *own_options()) if group.get(key) is not None}
-    own |= {key: group[key] for key in registry.option_names() if key in group}  # None may be a choice
+    own = {key: group[key] for key in (*of_run, *own_options()) if group.get(key) is not None}
+    own |= {key: group[key] for key in (*KEYS, *registry.option_names()) if key in group}  # None may be a choice
     names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
     return {**restored, **own, **names}
 

@@ -29,10 +29,10 @@ from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
+from hf_muon.storage import factors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
 
 Group = dict[str, Any]
 
@@ -132,7 +132,7 @@ class Muon(Optimizer):
         if self.offload_compute == "accelerator":
             accelerator()
         self.replicate_group = replicate_group
-        defaults = {"use_muon": True, **{name: options[name] for name in GROUP_OPTIONS}}
+        defaults = {"use_muon": True, **factors.NONE, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
         super().__init__(params, defaults)
 
@@ -296,7 +296,7 @@ class Muon(Optimizer):
             step = begun or MuonStep(group, work, indices, self.state, number, self.max_batch_bytes)
             step.finish(group_watch, observer)
         else:
-            adamw_step(group, indices, self.state, number, group_watch, observer)
+            adamw_step(group, indices, self.state, number, group_watch, observer, work)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch.
@@ -308,7 +308,7 @@ class Muon(Optimizer):
         lost = [line for group in self.param_groups for line in state_complaints(group, self.state)]
         if lost:
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
-        return super().state_dict()
+        return factors.with_texts(super().state_dict())
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

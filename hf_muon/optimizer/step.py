@@ -18,12 +18,14 @@ from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.math.weight_rounding import Observer
 from hf_muon.optimizer import gradients
+from hf_muon.optimizer.factor_runs import parts_of
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
 from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
 from hf_muon.optimizer.step_rules import StepRules, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
+from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.tensors import local_of
 
 Group = Mapping[str, Any]
@@ -67,6 +69,7 @@ class MuonStep:
             i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
             for i, param in params.items()
         }
+        self._has_factors = any(matrix.factors != ONE for matrix in self._active.values())
         self._weights = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
         rule, rms = group["adjust_lr_fn"], group["update_rms"]
         self._scales = {k: lr_scale(rule, matrix.out_in, rms) for k, matrix in self._active.items()}
@@ -132,6 +135,7 @@ class MuonStep:
     ) -> None:
         """Move the weights of some pieces."""
         scales = [self._scales[piece.matrix] for piece in pieces]
+        factors = [self._active[piece.matrix].factors for piece in pieces] if self._has_factors else None
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
             watch.directions(pieces, directions, scales, weights)
@@ -140,7 +144,8 @@ class MuonStep:
             self._rules.applied(pieces, directions, weights, scales),
             lr=rate_of(self.group),
             weight_decay=0.0 if self._rules.decay else self._hyper["weight_decay"],
-            scales=scales,
+            scales=scales if factors is None else [scale * own.lr for scale, own in zip(scales, factors, strict=True)],
+            decay_factors=None if factors is None else [own.lr * own.wd for own in factors],
             step=self._number,
             rounding=self.group["weight_rounding"],
             observer=observer,
@@ -154,6 +159,7 @@ def adamw_step(
     number: int,
     watch: GroupWatch | None = None,
     observer: Observer | None = None,
+    work: GroupWork | None = None,
 ) -> None:
     """Step an AdamW group.
 
@@ -164,22 +170,25 @@ def adamw_step(
         number: of the group's step, from one.
         watch: measures this step; None where nothing does.
         observer: of weights that are rounded.
+        work: of the group; None where no parameter has factors.
     """
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
     states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
-    stepped: dict[bool, list[Stepped]] = {False: [], True: []}
-    for param, moments in zip(params, states, strict=True):
+    stepped: dict[tuple[bool, Factors], list[Stepped]] = {}
+    for i, param, moments in zip(indices, params, states, strict=True):
         own = Stepped(local_of(param), gradients.local_grad(param), moments)
-        stepped[is_offloaded(group, param)].append(own)
-    for offloaded, members in stepped.items():
+        runs = work.factors[i] if work is not None and work.factors else [(slice(0, None), ONE)]
+        for factors, part in parts_of(own, runs):
+            stepped.setdefault((is_offloaded(group, param), factors), []).append(part)
+    for (offloaded, factors), members in sorted(stepped.items()):
         step = adamw_offloaded_ if offloaded else adamw_
         step(
             members,
-            lr=rate_of(group),
+            lr=rate_of(group) * factors.lr,
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
             eps=group["adamw_eps"],
-            weight_decay=hyperparameters(group, number)["weight_decay"],
+            weight_decay=hyperparameters(group, number)["weight_decay"] * factors.wd,
             step=number,
             rounding=group["weight_rounding"],
             observer=observer,

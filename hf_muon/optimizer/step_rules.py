@@ -15,11 +15,12 @@ from hf_muon.optimizer.layout import GroupWork, Matrix
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule
+from hf_muon.storage.factors import KEYS
 from hf_muon.storage.tensors import local_of
 
 Group = Mapping[str, Any]
 
-_NOT_OPTIONS = ("params", "param_names", "views")
+_NOT_OPTIONS = ("params", "param_names", "views", *KEYS)
 
 
 def hyperparameters(group: Group, number: int) -> dict[str, Any]:
@@ -140,10 +141,13 @@ class StepRules:
         for piece, direction, weight, scale in zip(pieces, directions, weights, scales, strict=True):
             exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
             own = direction.to(exact)
+            options, decay = self._options, self._active[piece.matrix].factors.wd
+            if decay != 1:
+                options = {**options, "weight_decay": options["weight_decay"] * decay}
             for rule in self._on_applying:
                 assert rule.apply is not None
                 with _Brought(self._stored.get(piece.matrix, {}), rule, piece, own.device) as state:
-                    own = rule.apply(own, exact, state, self._options, self._number, scale)
+                    own = rule.apply(own, exact, state, options, self._number, scale)
             changed.append(own)
         return changed
 

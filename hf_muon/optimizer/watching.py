@@ -95,6 +95,11 @@ class GroupWatch:
         if group["use_muon"]:
             shapes = {k: matrix.shape for k, matrix in enumerate(work.matrices)}
             watch.muon(dict(enumerate(self._names)), shapes, float(group["lr"]))
+            matrices = zip(self._names, work.matrices, strict=True)
+            watch.rate_factors({name: matrix.factors.lr for name, matrix in matrices if matrix.factors.lr != 1})
+        for name, runs in zip(names, work.factors, strict=bool(work.factors)):
+            if len(runs) == 1:  # those of a partition's members are measured together
+                watch.rate_factors({name: runs[0][1].lr})
 
     def orthogonalized(self, unit: Unit, updates: Tensor, directions: Tensor) -> None:
         """Measure whole matrices ``(B, m, n)`` and their directions, on the rank that has orthogonalized them."""

@@ -30,6 +30,42 @@ def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[st
     return compiled
 
 
+def parse_factors(text: str) -> list[tuple[str, str]]:
+    """Split ``pattern:factor|pattern:factor`` into patterns and the texts of their factors.
+
+    The last colon of an item splits it. What has no factor is an alternative of the next pattern: ``norm|bias:0.5``.
+
+    Raises:
+        ValueError: the last item has no factor.
+    """
+    pairs: list[tuple[str, str]] = []
+    waiting = ""
+    for piece in _alternatives(text):
+        pattern, _, factor = piece.rpartition(":")
+        if pattern and _NUMBER.fullmatch(factor):
+            pairs.append((waiting + pattern, factor))
+            waiting = ""
+        else:
+            waiting += f"{piece}|"
+    if waiting or not pairs:
+        raise ValueError(f"{text!r} does not end in a factor")
+    return pairs
+
+
+def factor_text(pattern: str, factor: object) -> str:
+    """Return an item that `parse_factors` reads; a pattern with alternatives may get brackets around it."""
+    text = f"{pattern}:{factor}"
+    try:
+        if parse_factors(text) == [(pattern, str(factor))]:
+            return text
+    except ValueError:
+        pass
+    return f"(?:{pattern}):{factor}"
+
+
+_NUMBER = re.compile(r"[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+
+
 def _alternatives(pattern: str) -> list[str]:
     """Split at each ``|`` outside brackets, so that each alternative can be tested for a match."""
     pieces, depth, in_class, current = [], 0, False, ""

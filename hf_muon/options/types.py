@@ -6,15 +6,16 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_muon.math.coefficients import AUTO, PRESETS
-from hf_muon.options.patterns import compile_patterns
+from hf_muon.options.patterns import compile_patterns, parse_factors
 from hf_muon.storage.tensors import has_data
 
 _MOST_STEPS = 99
@@ -220,6 +221,41 @@ def patterns(*, split: bool = True) -> OptionType:
         return value if is_text else tuple(value)
 
     return OptionType("a regular expression, or several joined by |", check, str)
+
+
+def factors() -> OptionType:
+    """Return the type of factors by pattern: a mapping, pairs, or text ``pattern:factor|pattern:factor``."""
+    factor = non_negative()
+
+    def check(value: Any) -> tuple[tuple[str, float], ...]:
+        if isinstance(value, str):
+            value = parse(value)
+        pairs = list(value.items()) if isinstance(value, Mapping) else value
+        if not pairs or not isinstance(pairs, Sequence):
+            raise InvalidError
+        checked = []
+        for pair in pairs:
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+                raise InvalidError
+            pattern, number = pair
+            try:
+                re.compile(pattern)
+                number = factor.check(float(number) if isinstance(number, str) else number)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise InvalidError(f"{pattern!r} is not a regular expression: {error}") from None
+            except ValueError:  # of text that is no number
+                raise InvalidError from None
+            checked.append((pattern, number))
+        return tuple(checked)
+
+    def parse(text: str) -> Any:
+        try:
+            return parse_factors(text)
+        except ValueError as error:
+            raise InvalidError(str(error)) from None
+
+    valid = "regular expressions with factors of at least 0, a mapping, or text as embed:0.3|head:0.5"
+    return OptionType(valid, check, str)
 
 
 def _floats(value: Any, count: int) -> tuple[float, ...]:

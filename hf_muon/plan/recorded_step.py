@@ -111,7 +111,7 @@ def record_step(
                     if group["use_muon"]:
                         MuonStep(group, work, indices, state, 2, config.max_batch_bytes).finish()
                     else:
-                        adamw_step(group, indices, state, 2)
+                        adamw_step(group, indices, state, 2, work=work)
     return RecordedStep(calls.calls, turns)
 
 

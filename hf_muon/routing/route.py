@@ -10,6 +10,8 @@ from torch import nn
 from hf_muon.config import MuonConfig
 from hf_muon.routing.parameters import parameters_of
 from hf_muon.routing.rules import Rules
+from hf_muon.routing.scales import factors_by_name
+from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.tensors import shape_of
 
 
@@ -24,6 +26,7 @@ class Route:
         decay: apply weight decay.
         reason: text that says why.
         view: how Muon reads the parameter as matrices, as by :mod:`hf_muon.storage.views`; empty to read it as stored.
+        factors: of the learning rate and the weight decay.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Route:
     decay: bool
     reason: str
     view: str = ""
+    factors: Factors = ONE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,16 +51,19 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
 
     Args:
         model: any module.
-        config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules`, `lora`, `split_fused` and
-            `per_head` matter here.
+        config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules`, `lora`, `split_fused`,
+            `per_head`, `lr_scales`, `wd_scales` and `layer_decay` matter here.
         **options: override those of `config`.
 
     Raises:
-        ValueError: a pattern matches nothing, or an option is not valid.
+        ValueError: a pattern matches nothing, an option is not valid, or `layer_decay` finds no layers.
     """
     config = (config or MuonConfig()).replace(options)
     params = parameters_of(model)
     rules = Rules(model, config, params)
+    factors = factors_by_name(config, params)
     return [
-        Route(param.name, param.parameter, *rules.decide(param)) for param in params if param.parameter.requires_grad
+        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, ONE))
+        for param in params
+        if param.parameter.requires_grad
     ]

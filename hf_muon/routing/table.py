@@ -9,11 +9,13 @@ from torch import nn
 
 from hf_muon.routing.parameters import folded
 from hf_muon.routing.route import Route
+from hf_muon.storage.factors import Factors
 
 
 def table(routes: Sequence[Route]) -> str:
     """Return the routes as a table: parameters that differ only in their layer share a row, and totals follow."""
     rows: dict[tuple[str, ...], list[int]] = {}
+    factors: dict[tuple[str, ...], list[Factors]] = {}
     for route in routes:
         reason = f"{route.reason} [{route.view}]" if route.view else route.reason
         key = (
@@ -23,12 +25,23 @@ def table(routes: Sequence[Route]) -> str:
             reason,
         )
         rows.setdefault(key, []).append(math.prod(route.shape))
+        factors.setdefault(key, []).append(route.factors)
     cells = [("parameter", "shape", "count", "optimizer", "reason")]
-    cells += [(name, shape, str(len(sizes)), to, reason) for (name, shape, to, reason), sizes in rows.items()]
+    cells += [(key[0], key[1], str(len(sizes)), key[2], key[3] + _scaled(factors[key])) for key, sizes in rows.items()]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
     lines.insert(1, "  ".join("-" * w for w in (*widths, max(len(row[4]) for row in cells))))
     return "\n".join([*lines, *totals(routes)])
+
+
+def _scaled(factors: Sequence[Factors]) -> str:
+    """Return the factors of the parameters of a row, or nothing where all are 1."""
+    texts = []
+    for name, values in zip(("lr", "weight decay"), zip(*factors, strict=True), strict=True):
+        low, high = min(values), max(values)
+        if (low, high) != (1, 1):
+            texts.append(f"{name} x {low:.3g}" + (f" to {high:.3g}" if low != high else ""))
+    return "".join(f", {text}" for text in texts)
 
 
 def frozen(model: nn.Module) -> list[str]:

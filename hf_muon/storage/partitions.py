@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.regions import FlatRegion
 from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.views import WHOLE, View
@@ -71,6 +72,7 @@ class Slice:
         view: of the parameter.
         name: of the parameter.
         division: what `bounds` and `start` follow from, if known.
+        factors: of its learning rate and weight decay.
     """
 
     shape: tuple[int, ...]
@@ -79,6 +81,7 @@ class Slice:
     view: View = WHOLE
     name: str = ""
     division: Division | None = None
+    factors: Factors = ONE
 
     def elements(self, rank: int) -> slice:
         """Return where the partition of this rank holds them."""

@@ -88,12 +88,15 @@ def make(shapes, seed, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def muon_over(params, dtype, views=None, **options):
+def muon_over(params, dtype, views=None, scaled=False, **options):
     count = len(views or SHAPES)
     groups = [
         {"params": params[:count], "use_muon": True, "weight_decay": 0.1, **({"views": views} if views else {})},
         {"params": params[count:], "use_muon": False},
     ]
+    for group in groups if scaled else []:
+        group["lr_factors"] = [0.5 + i % 3 for i in range(len(group["params"]))]
+        group["wd_factors"] = [1.0 + i % 2 for i in range(len(group["params"]))]
     return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
 
 

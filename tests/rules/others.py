@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_muon.rules import Option, Rule, register, types
+from hf_muon.rules import Option, Rule, register, registry, types
 from tests.distributed.cases import given_gradients
 from tests.distributed.training import train
 
@@ -63,12 +63,27 @@ def registered():
         register(rule)
 
 
+def forgotten():
+    for rule in RULES.values():
+        registry.RULES.pop(rule.name, None)
+        for name in rule.options:
+            registry.OTHERS_OPTIONS.pop(name, None)
+
+
 def given(rank, layout, **options):
     """Do what `given_gradients` does with these rules; NaN is where a norm of zero divides."""
     registered()
-    return [[torch.nan_to_num(t) for t in own] for own in given_gradients(rank, layout, **options)]
+    try:
+        return [[torch.nan_to_num(t) for t in own] for own in given_gradients(rank, layout, **options)]
+    finally:
+        if rank or layout != "single":  # a rank of a pool, which runs other tests later
+            forgotten()
 
 
 def trained(rank, layout, **options):
     registered()
-    return train(rank, layout, **options)
+    try:
+        return train(rank, layout, **options)
+    finally:
+        if rank or layout != "single":
+            forgotten()

@@ -17,3 +17,10 @@ def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(pools,
     for dtype in ("float32", "bfloat16"):
         expected = given_gradients(0, "single", dtype=dtype, **SETTINGS[name])
         assert_equal(pools[ranks].run(given_gradients, layout=layout, dtype=dtype, **SETTINGS[name]), expected)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
+def test_factors_of_parameters_are_the_same_in_every_layout(pools, layout, ranks):
+    for options in ({}, {"dtype": "bfloat16", "weight_decay_mode": "cautious"}):
+        expected = given_gradients(0, "single", scaled=True, **options)
+        assert_equal(pools[ranks].run(given_gradients, layout=layout, scaled=True, **options), expected)

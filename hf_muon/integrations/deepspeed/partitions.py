@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_muon.diagnostics.log import first_few
 from hf_muon.integrations.deepspeed.gradients import without_gradient, without_gradient_in_stage_2
 from hf_muon.optimizer.muon import Muon
+from hf_muon.storage.factors import ONE
 from hf_muon.storage.partitions import Division, Partition, Slice
 from hf_muon.storage.tensors import shape_of
 from hf_muon.storage.views import WHOLE, View
@@ -130,6 +131,7 @@ def _contiguous(
     """
     import torch.distributed as dist
 
+    factors = zero.optimizer.partitioned.factors
     for i, (params, whole, flat) in enumerate(zip(groups, wholes, partitions, strict=True)):
         param_group = zero.optimizer.param_groups[i]
         process_group = zero.real_dp_process_group[i]
@@ -146,7 +148,8 @@ def _contiguous(
             first, last, at = division.held(rank)
             name, view = names[param]
             _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            part = Slice(tuple(param.shape), division.bounds(ranks), at, view or WHOLE, name, division)
+            own = factors.get(param, ONE)
+            part = Slice(tuple(param.shape), division.bounds(ranks), at, view or WHOLE, name, division, own)
             truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
@@ -157,6 +160,7 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
     import deepspeed
     import torch.distributed as dist
 
+    factors = zero.optimizer.partitioned.factors
     group_of = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))]
     for i, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
         param_group = zero.optimizer.param_groups[group_of[i]]
@@ -180,7 +184,9 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
                 truth = param.detach().reshape(-1)[first:last].clone()
             name, view = names[param]
             _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            truths.append((name, Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name, division), truth))
+            own = factors.get(param, ONE)
+            part = Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name, division, own)
+            truths.append((name, part, truth))
             start += size
         _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
         slices = [part for _, part, _ in truths]

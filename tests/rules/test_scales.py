@@ -1,0 +1,313 @@
+"""Factors of the learning rate and of the weight decay: by name, by depth, in steps, and on resume."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer, route_parameters
+from hf_muon.optim_args import parse_optim_args, text_of
+from hf_muon.optimizer.layout_lines import lines_of
+from hf_muon.routing.table import table
+from tests.optimizer.cases import REST, SHAPES, both_gradients, gradients, parameters, run
+from tests.rules.slow import SlowMuon
+
+LR = [0.3, 1.0, 2.0, 0.0, 0.5, 1.0]
+WD = [1.0, 0.0, 3.0, 1.0, 2.0, 1.0]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(x + self.proj(x))
+
+
+class Net(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(40, 16)
+        self.final_norm = nn.LayerNorm(16)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.lm_head = nn.Linear(16, 40, bias=False)
+
+    def forward(self, ids):
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.final_norm(x))
+
+
+def net(layers=3):
+    torch.manual_seed(0)
+    return Net(layers)
+
+
+def factors(**options):
+    return {route.name: tuple(route.factors) for route in route_parameters(net(), **options)}
+
+
+# --- steps
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "cautious"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matrices_step_with_rates_and_decays_of_their_own(mode, dtype):
+    start, grads = parameters(dtype=dtype), gradients(steps=6, dtype=dtype)
+    slow = [SlowMuon([w], lr=0.02 * f, weight_decay=0.5 * g) for w, f, g in zip(start, LR, WD, strict=True)]
+    for own in slow if mode == "cautious" else []:
+        own.decay = lambda weight, direction: torch.where(weight * direction >= 0, weight, 0)
+    for step in grads:
+        for own, grad in zip(slow, step, strict=True):
+            own.step([grad])
+    weights = parameters(dtype=dtype)
+    group = {"params": weights, "lr_factors": LR, "wd_factors": WD}
+    run(Muon([group], lr=0.02, weight_decay=0.5, weight_decay_mode=mode, ns_dtype="fp32"), weights, grads)
+    for weight, own, first, factor in zip(weights, slow, start, LR, strict=True):
+        error = float((weight.detach().double() - own.weights[0]).norm())
+        assert error <= 1e-4 * float((own.weights[0] - first.detach().double()).norm())
+        assert torch.equal(weight, first) is (factor == 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"adamw_state_dtype": "bf16"}, {"weight_decay_schedule": "lr"}], ids=str)
+def test_adamw_steps_like_groups_with_other_rates(options):
+    rest, grads = parameters(REST), gradients(REST, 6)
+    group = {"params": rest, "use_muon": False, "lr_factors": [0.5, 2.0, 0.5], "wd_factors": [0.5, 1.0, 2.0]}
+    run(Muon([group], lr=0.25, weight_decay=0.5, **options), rest, grads)
+    others = parameters(REST)
+    groups = [
+        {"params": [p], "use_muon": False, "lr": 0.25 * f, "weight_decay": 0.5 * g}
+        for p, f, g in zip(others, group["lr_factors"], group["wd_factors"], strict=True)
+    ]
+    run(Muon(groups, **options), others, grads)
+    assert all(map(torch.equal, rest, others))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_of_one_change_no_bit(dtype):
+    results = []
+    for ones in (False, True):
+        matrices, rest = parameters(dtype=dtype), parameters(REST, dtype=dtype)
+        groups = [{"params": matrices}, {"params": rest, "use_muon": False}]
+        for group in groups if ones else []:
+            group |= {key: [1.0] * len(group["params"]) for key in ("lr_factors", "wd_factors")}
+        optimizer = Muon(groups, weight_decay=0.1)
+        results.append(run(optimizer, matrices + rest, both_gradients(dtype=dtype)))
+    assert all(map(torch.equal, *results))
+
+
+def test_bf16_weights_have_their_factors():
+    shapes = [(24, 24)]
+    scaled, twice = parameters(shapes, torch.bfloat16), parameters(shapes, torch.bfloat16)
+    grads = gradients(shapes, 4, torch.bfloat16)
+    run(Muon([{"params": scaled, "lr_factors": [2.0], "wd_factors": [0.5]}], lr=0.02, weight_decay=0.5), scaled, grads)
+    run(Muon(twice, lr=0.04, weight_decay=0.25), twice, grads)
+    assert torch.equal(scaled[0], twice[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr_factors", [1.0], "lr_factors: 1 of 6 parameters; give each one, 1 for none"),
+        ("wd_factors", [-1.0] * 6, "wd_factors: .* is not a list of numbers of at least 0"),
+        ("lr_factors", 0.5, r"lr_factors: 0\.5 is not a list of numbers"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": parameters(SHAPES), key: value}])
+
+
+# --- from options to factors
+
+
+def test_the_first_pattern_that_matches_counts():
+    own = factors(lr_scales={"embed": 0.3, r"layers\.0\.proj": 0.5, "proj|head": 2}, wd_scales={"proj": 3})
+    assert own["embed_tokens.weight"] == (0.3, 1)
+    assert own["layers.0.proj.weight"] == (0.5, 3)
+    assert own["layers.1.proj.weight"] == (2, 3)
+    assert own["lm_head.weight"] == (2, 1)
+    assert own["layers.1.norm.weight"] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        ({"embed": 0.3, "norm|bias": 1, "head": 0.5}, "embed:0.3|norm|bias:1|head:0.5"),
+        ({"a:b": 1e-05}, "a:b:1e-05"),
+        ({"(?:x|y)z": 2}, "(?:x|y)z:2"),
+        ({"x:1|y": 2}, "(?:x:1|y):2"),
+    ],
+)
+def test_a_mapping_and_its_text_mean_the_same(mapping, text):
+    assert text_of({"lr_scales": mapping}) == f"lr_scales={text}"
+    (pairs,) = [MuonConfig.from_mapping(parse_optim_args(f"lr_scales={text}")).lr_scales]
+    assert [factor for _, factor in pairs] == list(mapping.values())
+    if "(?:x:1" not in text:
+        assert MuonConfig(lr_scales=mapping).lr_scales == pairs == tuple(mapping.items())
+    assert MuonConfig(lr_scales=pairs).lr_scales == pairs
+    hash(MuonConfig(lr_scales=mapping))
+
+
+def test_yaml_numbers_as_text():
+    assert MuonConfig.from_mapping(yaml.safe_load("lr_scales: {embed: 1e-1}")).lr_scales == (("embed", 0.1),)
+
+
+@pytest.mark.parametrize(
+    "value", ["embed", "embed:", "embed:-1", {"embed": -1}, {"(": 1}, {"": 1}, {"a": "b"}, {"a": None}, {1: 1}, "a:1|b"]
+)
+def test_values_that_cannot_be_meant(value):
+    with pytest.raises(ValueError, match=r"lr_scales=.* is not valid.*Valid: regular expressions with factors"):
+        MuonConfig(lr_scales=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scales": "embedding:2"}, "lr_scales: 'embedding' matches no parameter. Names look like embed_tokens"),
+        ({"wd_scales": "x_proj:2"}, "wd_scales: 'x_proj' matches no parameter"),
+        ({"lr_scales": "proj:2|0.proj:3"}, r"patterns before '0.proj' match all that it matches, .*put it first"),
+        ({"lr_scales": "embed:2"}, "lr_scales: 'embed' matches no trained parameter, only embed_tokens.weight"),
+        ({"wd_scales": "norm:2"}, "wd_scales: 'norm' matches only norms and biases, which have no weight decay"),
+    ],
+)
+def test_patterns_that_do_nothing_are_errors(options, message):
+    model = net()
+    model.embed_tokens.weight.requires_grad_("embed:2" not in options.values())
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(model, **options)
+
+
+def test_decay_over_depth():
+    own = {name: lr for name, (lr, _) in factors(layer_decay=0.5, lr_scales="proj:2").items()}
+    assert own["lm_head.weight"] == own["final_norm.weight"] == 1
+    assert [own[f"layers.{i}.norm.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
+    assert [own[f"layers.{i}.proj.weight"] for i in range(3)] == [0.25, 0.5, 1]
+    assert own["embed_tokens.weight"] == 0.0625
+
+
+def test_depth_that_is_not_clear_is_refused():
+    two = nn.ModuleDict({"encoder": net(), "decoder": net(4)})
+    with pytest.raises(ValueError, match=r"several lists of layers, decoder.layers \(4\), encoder.layers \(3\)"):
+        route_parameters(two, layer_decay=0.9)
+    with pytest.raises(ValueError, match=r"layer_decay: this model has no numbered layers\. Names look like proj"):
+        route_parameters(Block(), layer_decay=0.9)
+
+
+def test_groups_and_schedulers_stay_as_they_are(caplog):
+    options = {"lr_scales": "embed:0.5|proj:2", "wd_scales": "head:0", "weight_decay": 0.1}
+    with caplog.at_level(logging.INFO):
+        scaled = build_optimizer(net(), **options, layer_decay=0.5)
+    plain = build_optimizer(net(), weight_decay=0.1)
+    for one, other in zip(scaled.param_groups, plain.param_groups, strict=True):
+        assert one["param_names"] == other["param_names"]
+        assert one["lr"] == other["lr"]
+        assert other["lr_factors"] is None
+    assert [group.get("wd_factors") for group in scaled.param_groups] == [None, [1.0, 0.0], None]
+    assert "lr x 0.25 to 1" in caplog.text
+    assert "weight decay x 0" in caplog.text
+    assert " x " not in table(route_parameters(net()))
+
+
+def test_parameters_alone_have_the_factors_of_their_model():
+    model = net()
+    optimizer = MuonOfGroups(model.parameters(), model=model, lr_scales="embed:0.5|proj:2", wd_scales="head:0")
+    by_name = {
+        name: factor
+        for group in optimizer.param_groups
+        for name, factor in zip(group["param_names"], group.get("lr_factors") or [1.0] * 99, strict=False)
+    }
+    assert by_name == {name: lr for name, (lr, _) in factors(lr_scales="embed:0.5|proj:2").items()}
+
+
+# --- resume, ranks, metrics
+
+
+def test_this_runs_factors_hold_on_resume(caplog):
+    model = net()
+    before = build_optimizer(model, lr_scales="embed:0.5|head:2")
+    model(torch.arange(8)).square().mean().backward()
+    before.step()
+    state = copy.deepcopy(before.state_dict())
+    after = build_optimizer(model, lr_scales="embed:0.25|head:2", wd_scales="head:3")
+    caplog.clear()
+    after.load_state_dict(state)
+    assert "this run's lr_scales, wd_scales and layer_decay hold: " in caplog.text
+    assert "embed_tokens.weight lr x 0.25 and decay x 1, there 0.5 and 1" in caplog.text
+    assert "lm_head.weight lr x 2 and decay x 3, there 2 and 1" in caplog.text
+    assert after.param_groups[1]["lr_factors"] == [0.25, 2.0]
+    assert after.param_groups[1]["wd_factors"] == [1.0, 3.0]
+    plain = build_optimizer(model)
+    plain.load_state_dict(state)
+    assert not any(group["lr_factors"] for group in plain.param_groups)
+    caplog.clear()
+    before.load_state_dict(state)
+    assert "lr_scales" not in caplog.text
+    for wrong in (["x"], "1.0|x", 3):
+        state["param_groups"][1]["lr_factors"] = wrong
+        with pytest.raises(ValueError, match=r"param group 1 has lr_factors: .* is not a list of numbers"):
+            before.load_state_dict(state)
+
+
+def test_parameters_that_changed_their_optimizer_keep_this_runs_factors():
+    model = net()
+    before = build_optimizer(model, lr_scales="proj:0.5")
+    model(torch.arange(8)).square().mean().backward()
+    before.step()
+    after = build_optimizer(model, lr_scales="proj:0.5|embed:2", adamw_patterns=r"0\.proj", accept_rerouted=True)
+    expected = [group.get("lr_factors") for group in after.param_groups]
+    after.load_state_dict(before.state_dict())
+    assert [group.get("lr_factors") for group in after.param_groups] == expected
+    after.step()
+
+
+def test_ranks_must_have_the_same_factors():
+    lines = [
+        list(lines_of(build_optimizer(net(), lr_scales=scales).param_groups)) for scales in ("embed:2", "embed:3", None)
+    ]
+    assert len(set(map(tuple, lines))) == 3
+    assert lines[0][-1] == "embed_tokens.weight with factors 2.0 of the learning rate and 1.0 of weight decay"
+
+
+def test_metrics_have_the_real_rates(tmp_path):
+    def relative(**options):
+        model = net()
+        optimizer = build_optimizer(model, diagnostics_every=1, diagnostics_file=str(tmp_path / "x"), **options)
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        summary = optimizer.metrics.pop_summary()
+        return summary["muon/relative_update"], summary
+
+    (plain, _), (scaled, _) = relative(), relative(lr_scales="proj.weight:0.5")
+    assert scaled == pytest.approx(plain / 2, rel=1e-4)
+
+
+# In one process torch loads no state that is full and flattened at once.
+@pytest.mark.parametrize(("full", "flatten"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("there", "here"), [("embed:0.5", None), (None, "embed:0.5")])
+def test_distributed_checkpoints_with_and_without_factors(there, here, full, flatten):
+    model = net()
+    before = build_optimizer(model, lr_scales=there)
+    model(torch.arange(8)).square().mean().backward()
+    before.step()
+    before.zero_grad()
+    options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flatten)
+    state = get_optimizer_state_dict(model, before, options=options)
+    after = build_optimizer(model, lr_scales=here)
+    set_optimizer_state_dict(model, after, state, options=options)
+    assert after.param_groups[1]["lr_factors"] == ([0.5, 1.0] if here else None)
+    for param, own in before.state.items():
+        assert all(torch.equal(after.state[param][key], value) for key, value in own.items())
