@@ -45,10 +45,20 @@ def _by_kind(run: Run, measure: str) -> dict[str, Line]:
 def _by_layer(run: Run, measure: str) -> dict[str, Line]:
     """Return the means of at most eight layers, evenly spaced."""
     means = _means(run, measure, lambda name: run.kinds[name][0])
-    layers = sorted(layer for layer in means if isinstance(layer, int))
-    if len(layers) > _MOST_LAYERS:
-        layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
+    layers = _spaced(sorted(layer for layer in means if isinstance(layer, int)))
     return {f"layer {layer}": means[layer] for layer in layers}
+
+
+def _logits(run: Run) -> dict[str, Line]:
+    """Return the largest logits of at most eight attentions, evenly spaced."""
+    return {name: line_of(run.logits[name]) for name in _spaced(list(run.logits))}
+
+
+def _spaced(items: list[Any]) -> list[Any]:
+    """Return at most eight of some items, evenly spaced."""
+    if len(items) <= _MOST_LAYERS:
+        return items
+    return [items[round(i * (len(items) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
 
 
 def _over_all(run: Run, measure: str) -> Line:
@@ -128,6 +138,9 @@ def _of_whole_runs(runs: Mapping[str, Run]) -> list[Chart]:
         line_chart("Gradient norm", lines(logs("grad_norm")), unit="norm", log=True, note="before clipping"),
         line_chart("Time share of the optimizer", lines(shares), unit="% of a training step"),
     ]
+    if any(run.logits for run in runs.values()):
+        note = "of all heads, since the step before; on all ranks"
+        figures.append(line_chart("Largest attention logit", lines(_logits), unit="logit", note=note))
     if len(runs) > 1:
         medians = {name: _over_all(run, "relative_update") for name, run in runs.items()}
         note = "rate x RMS of the update / RMS of the weights, median over matrices"
@@ -213,6 +226,7 @@ def summary(run: Run) -> dict[str, Any]:
         "start": run.start,
         "logs": {key: last(line_of(points)) for key, points in run.logs.items()},
         **{key: last(line_of(points)) for key, points in run.traces.items()},
+        **({"max_logit": {name: last(line_of(points)) for name, points in run.logits.items()}} if run.logits else {}),
         **{measure: last(_means(run, measure, lambda name: "").get("", [])) for measure in measures},
         "findings": [finding._asdict() for finding in diagnose(run)],
         "outliers": [outlier._asdict() for outlier in outliers(run)],

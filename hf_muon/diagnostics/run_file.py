@@ -47,6 +47,7 @@ class Run:
         logs: numbers that the Trainer logged, by name and step.
         traces: numbers about a whole step, by name and step.
         rows: numbers about each parameter, by step.
+        logits: the largest logit of each attention, by its name and step, where they were measured.
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
         not_finite: steps at which the Trainer logged a loss that was no finite number.
     """
@@ -55,6 +56,7 @@ class Run:
     logs: dict[str, dict[int, float]] = field(default_factory=dict)
     traces: dict[str, dict[int, float]] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
+    logits: dict[str, dict[int, float]] = field(default_factory=dict)
     kinds: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     not_finite: list[int] = field(default_factory=list)
     _tables: dict[str, Table] = field(default_factory=dict)
@@ -213,6 +215,9 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
         measure: _numbers(line[measure], step, names) for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line
     }
     traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
+    logits = {str(name): float(number) for name, number in line.get("max_logit", {}).items() if number is not None}
+    for name, number in logits.items():
+        run.logits.setdefault(name, {})[step] = number
     for key, number in traces.items():
         run.traces.setdefault(key, {})[step] = number
     run.rows[step] = (names, measures)

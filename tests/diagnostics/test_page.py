@@ -63,6 +63,23 @@ def test_numbers_are_those_of_the_file(tmp_path):
     }
 
 
+def test_logits_of_attentions_have_a_chart_where_they_were_measured(tmp_path):
+    names = [f"model.layers.{k}.self_attn" for k in range(15)]
+    steps = [
+        {**step_line(step), "max_logit": {name: step + k for k, name in enumerate(names)}, "clipped_heads": 1}
+        for step in (10, 20)
+    ]
+    steps[1]["max_logit"][names[0]] = None  # overflowed
+    (tmp_path / FILE).write_text("\n".join(json.dumps(line) for line in (START, *steps)))
+    assert report(tmp_path).exit_code == 0
+    lines = Page((tmp_path / "muon_report.html").read_text()).lines["Largest attention logit"]
+    assert list(lines) == names[::2]
+    assert lines[names[2]] == {10: 12, 20: 22}
+    assert lines[names[0]] == {10: 10}
+    printed = json.loads(report(tmp_path, "--json").output)
+    assert printed["max_logit"][names[14]] == 34
+
+
 def test_noise_stays_pale():
     values = {("0", "a"): 1.0, ("0", "b"): 1.01, ("0", "c"): 0.99}
     figure = charts.heat_map("Title", charts.Cells(["0"], ["a", "b", "c"], values))
