@@ -79,8 +79,8 @@ FLOORS = {
         "seconds",
     ],
     "integrations": [
-        "names archives",
-        "axolotl other_muons",
+        "names archives replicas",
+        "axolotl lightning other_muons",
         "timm ulysses.layout",
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",

@@ -2,8 +2,8 @@ r"""Train a causal language model in a loop of Lightning Fabric with Muon.
 
     python examples/programs/fabric_loop.py Qwen/Qwen3-0.6B my_text.txt --devices 4 --strategy ddp
 
-`build_optimizer` takes the model itself, after `setup_module`, which may shard it. It cannot see that DDP replicates
-the parameters: `replicate_group` says so, and the ranks share the work.
+`build_optimizer` takes the model itself, after `setup_module`, which may shard it. Under DDP hf_muon shares
+the work among the ranks.
 """
 
 import argparse
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric, seed_everything
-from lightning.fabric.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,9 +39,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     module = fabric.setup_module(model)
-    group = torch.distributed.group.WORLD if isinstance(fabric.strategy, DDPStrategy) else None
     options = {"lr": args.lr, "weight_decay": 0.01, **dict(option.split("=", 1) for option in args.option)}
-    optimizer = fabric.setup_optimizers(build_optimizer(model, options, replicate_group=group))
+    optimizer = fabric.setup_optimizers(build_optimizer(model, options))
 
     tokens = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"])
     blocks = list(tokens[: len(tokens) // args.block * args.block].view(-1, args.block))

@@ -3,8 +3,8 @@ r"""Train a causal language model with Lightning's Trainer and Muon; FSDP2 with 
     python examples/programs/lightning_fit.py Qwen/Qwen3-0.6B my_text.txt
     python examples/programs/lightning_fit.py Qwen/Qwen3-0.6B my_text.txt --devices 8 --strategy fsdp2
 
-`configure_optimizers` calls `build_optimizer` when the parameters are already sharded. It cannot see that DDP
-replicates them: `replicate_group` says so, and the ranks share the work.
+`configure_optimizers` calls `build_optimizer` when the parameters are already sharded. Under DDP hf_muon
+shares the work among the ranks.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -46,9 +46,7 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Muon for the hidden matrices and AdamW for the rest, in one optimizer."""
-        replicated = isinstance(self.trainer.strategy, DDPStrategy)
-        group = torch.distributed.group.WORLD if replicated else None
-        return build_optimizer(self.model, self.options, replicate_group=group)
+        return build_optimizer(self.model, self.options)
 
 
 def main() -> None:
