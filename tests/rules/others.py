@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from hf_muon.rules import Option, Rule, register, registry, types
@@ -58,32 +60,26 @@ EVERYWHERE = Rule(
 RULES = {"their_normalize": NORMUON, "their_everything": EVERYWHERE}
 
 
+@contextlib.contextmanager
 def registered():
+    """Register the rules, and forget them: processes of a pool run other tests, too."""
+    before = dict(registry.RULES), dict(registry.OTHERS_OPTIONS)
     for rule in RULES.values():
         register(rule)
-
-
-def forgotten():
-    for rule in RULES.values():
-        registry.RULES.pop(rule.name, None)
-        for name in rule.options:
-            registry.OTHERS_OPTIONS.pop(name, None)
+    try:
+        yield RULES
+    finally:
+        for registered_now, own in zip((registry.RULES, registry.OTHERS_OPTIONS), before, strict=True):
+            registered_now.clear()
+            registered_now.update(own)
 
 
 def given(rank, layout, **options):
     """Do what `given_gradients` does with these rules; NaN is where a norm of zero divides."""
-    registered()
-    try:
+    with registered():
         return [[torch.nan_to_num(t) for t in own] for own in given_gradients(rank, layout, **options)]
-    finally:
-        if rank or layout != "single":  # a rank of a pool, which runs other tests later
-            forgotten()
 
 
 def trained(rank, layout, **options):
-    registered()
-    try:
+    with registered():
         return train(rank, layout, **options)
-    finally:
-        if rank or layout != "single":
-            forgotten()

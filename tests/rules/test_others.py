@@ -21,12 +21,8 @@ from tests.rules.test_layouts import LAYOUTS
 @pytest.fixture
 def rules():
     """Register the rules of `others`, and forget them."""
-    before = dict(registry.RULES), dict(registry.OTHERS_OPTIONS)
-    others.registered()
-    yield others.RULES
-    for registered, names in zip((registry.RULES, registry.OTHERS_OPTIONS), before, strict=True):
-        registered.clear()
-        registered.update(names)
+    with others.registered() as rules:
+        yield rules
 
 
 @pytest.mark.parametrize("option", others.RULES)
