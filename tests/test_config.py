@@ -171,7 +171,7 @@ def test_frozen():
         ("ns_coefficients=you_jiacheng,ns_steps=3", "exactly 5 steps"),
         ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto, bf16, fp16 or fp32"),
         ("adjust_lr_fn=none", "Valid: match_rms_adamw, original or rms_to_rms"),
-        ("lora=yes", "lora='yes' is not valid. Valid: adamw, muon or muon_b"),
+        ("lora=yes", "lora='yes' is not valid. Valid: adamw, muon, muon_b or product"),
     ],
 )
 def test_bad_optim_args(text, message):

@@ -48,7 +48,10 @@ FLOORS = {
         "rows",
     ],
     "options": ["patterns", "types", "declaration", "scales"],
-    "rules": ["heads", "rule", "cautious decay_schedule momentum_schedule normalize qk_clip", "registry", "fields"],
+    "rules": [
+        *("heads", "rule", "cautious decay_schedule lora_product momentum_schedule normalize qk_clip"),
+        *("registry", "fields"),
+    ],
     "distributed": ["agreement units", "groups executor", "holdings local transfers", "schedule", "exchange", "select"],
     "routing": [
         "parameters parts",
@@ -61,6 +64,7 @@ FLOORS = {
     ],
     "optimizer": [
         "state copies empty_steps lost_updates unmarked",
+        "partners",
         "factor_runs groups gradients layout_lines offloaded rule_state",
         "state_check layout",
         "preflight first_step_report step_rules watching",

@@ -22,7 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, OwnerRule, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.executor import (
+    AroundRule,
+    Directions,
+    NewtonSchulz,
+    Observer,
+    OwnerRule,
+    Piece,
+    StepCost,
+    UpdatesOf,
+    directions_of,
+)
 from hf_muon.distributed.holdings import BatchBox, Holdings
 from hf_muon.distributed.schedule import Bucket, OwnedUnit, Round, Schedule
 from hf_muon.distributed.transfers import Copied, Exchanged, Transfer
@@ -65,6 +75,7 @@ class Exchange:
         self.comm_device = comm_device
         self.max_bucket_bytes = max_bucket_bytes
         self.observer: Observer | None = None
+        self.around: AroundRule | None = None
         self.rule: OwnerRule | None = None
         owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
@@ -178,6 +189,8 @@ class Exchange:
         for (k, box), data in zip(bucket.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
         dtype = min(newton_schulz.dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
+        if self.around is not None:  # whose directions are of any size
+            dtype = self.comm_dtype
         send = received
         if not bucket.in_place or received.dtype != dtype:
             send = torch.empty(sum(bucket.leave), dtype=dtype, device=self.device)
@@ -190,11 +203,7 @@ class Exchange:
             batch = torch.empty(unit.count, *unit.shape, dtype=self.comm_dtype, device=self.device)  # (B, m, n)
             for box, data in updates:
                 box.write(data, batch)
-            directions = newton_schulz(batch)  # (B, m, n)
-            if self.observer is not None:
-                self.observer(unit, batch, directions)
-            if self.rule is not None:
-                directions = self.rule(unit, batch, directions)
+            directions = directions_of(self, unit, batch, newton_schulz)
             for box, data in leaving[k]:
                 box.read(directions, data)
         return send.to(self.comm_device) if bucket.returns else send

@@ -81,15 +81,22 @@ OwnerRule = Callable[["Unit", Tensor, Tensor], Tensor]
 """Receives what an `Observer` does, and returns other directions in their place, of the same dtype."""
 
 
+AroundRule = Callable[["Unit", Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""Receives a unit, its updates and what orthogonalizes matrices; returns directions ``(B, m, n)``."""
+
+
 class Executor(Protocol):
     """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Attributes:
         observer: receives what this rank orthogonalizes; None for nobody.
+        around: makes directions in the place of Newton-Schulz alone, fp32 where Newton-Schulz's are narrower; the same
+            on all ranks. None for nothing.
         rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
     """
 
     observer: Observer | None
+    around: AroundRule | None
     rule: OwnerRule | None
 
     @property
@@ -132,3 +139,24 @@ class Executor(Protocol):
             direction_dtype: in which Newton-Schulz returns directions.
         """
         ...
+
+
+def directions_of(executor: Executor, unit: Unit, updates: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
+    """Return the directions of a unit ``(B, m, n)`` on its owner, as rules make them.
+
+    Args:
+        executor: whose observer sees what is orthogonalized, and whose rules are called.
+        unit: the matrices.
+        updates: of them ``(B, m, n)``; not written to.
+        newton_schulz: orthogonalizes.
+    """
+
+    def orthogonalize(matrices: Tensor) -> Tensor:
+        directions = newton_schulz(matrices)
+        if executor.observer is not None:
+            executor.observer(unit, matrices, directions)
+        return directions
+
+    around = executor.around
+    directions = orthogonalize(updates) if around is None else around(unit, updates, orthogonalize)
+    return directions if executor.rule is None else executor.rule(unit, updates, directions)

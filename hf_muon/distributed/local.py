@@ -9,7 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Directions, NewtonSchulz, Observer, OwnerRule, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.executor import (
+    AroundRule,
+    Directions,
+    NewtonSchulz,
+    Observer,
+    OwnerRule,
+    Piece,
+    StepCost,
+    UpdatesOf,
+    directions_of,
+)
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
@@ -55,6 +65,7 @@ class LocalExecutor:
         self.device = device
         self.max_batch_bytes = max_batch_bytes
         self.observer: Observer | None = None
+        self.around: AroundRule | None = None
         self.rule: OwnerRule | None = None
         self._planned: tuple[frozenset[int] | None, list[Bucket]] = (None, [])
 
@@ -137,12 +148,9 @@ class LocalExecutor:
             if batch.storage_offset() * batch.dtype.itemsize % _ALIGNED_BYTES:
                 batch = batch.clone()
         del updates
-        if self.observer is not None or self.rule is not None or not is_accelerator(self.device):
-            directions = newton_schulz(batch)  # (B, m, n)
-            if self.observer is not None:
-                self.observer(unit, batch, directions)
-            if self.rule is not None:
-                directions = self.rule(unit, batch, directions)
+        has_rules = self.around is not None or self.rule is not None
+        if self.observer is not None or has_rules or not is_accelerator(self.device):
+            directions = directions_of(self, unit, batch, newton_schulz)
         else:
             directions = newton_schulz(batch, overwrite=batch.is_contiguous())
         by_piece = torch.split(directions, counts)

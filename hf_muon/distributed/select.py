@@ -93,7 +93,7 @@ def select_executors(
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None = None,
     max_batch_bytes: int = MAX_BATCH_BYTES,
-    transposed: Sequence[bool] | None = None,
+    sides: Sequence[Hashable] | None = None,
 ) -> list[Executor]:
     """Return executors that together serve the matrices of a param group.
 
@@ -106,13 +106,11 @@ def select_executors(
         max_bucket_bytes: bound on the bytes in flight.
         comm_dtype: dtype in which updates travel; None for their own.
         max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once.
-        transposed: what must be equal for matrices to share a unit, too; None if it need not.
+        sides: what must be equal for matrices to share a unit, too; None for nothing.
     """
     kinds: list[Hashable] = [
-        (storage.group if isinstance(storage, SharedStorage) else None, device, dtype, turned)
-        for storage, device, dtype, turned in zip(
-            storages, devices, dtypes, transposed or [False] * len(shapes), strict=True
-        )
+        (storage.group if isinstance(storage, SharedStorage) else None, device, dtype, side)
+        for storage, device, dtype, side in zip(storages, devices, dtypes, sides or [False] * len(shapes), strict=True)
     ]
     units = make_units(shapes, kinds, [is_accelerator(device) for device in devices], max_batch_bytes)
     executors: list[Executor] = []

@@ -17,8 +17,8 @@ from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
+from hf_muon.optimizer.partners import has_sides, sides_of
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
-from hf_muon.rules import registry
 from hf_muon.storage import views
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
@@ -198,7 +198,7 @@ def storage_key(
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [
-        (dtype_of(group), _has_sides(group), *(str(group.get(key)) for key in ("views", "momentum_offload", *KEYS)))
+        (dtype_of(group), has_sides(group), *(str(group.get(key)) for key in ("views", "momentum_offload", *KEYS)))
         for group in groups
     ]
     params = [
@@ -336,10 +336,5 @@ def _executors(
         max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
         max_batch_bytes=max_batch_bytes,
-        transposed=[place.matrix.transposed for place in placed] if _has_sides(group) else None,
+        sides=sides_of(group, [(place.matrix.param, place.matrix.transposed) for place in placed]),
     )
-
-
-def _has_sides(group: Group) -> bool:
-    """Return whether rules of a group tell the rows of directions from the columns."""
-    return any(rule.direction is not None for rule in registry.rules_of(group))

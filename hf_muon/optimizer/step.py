@@ -71,8 +71,6 @@ class MuonStep:
         }
         self._has_factors = any(matrix.factors != ONE for matrix in self._active.values())
         self._weights = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
-        rule, rms = group["adjust_lr_fn"], group["update_rms"]
-        self._scales = {k: lr_scale(rule, matrix.out_in, rms) for k, matrix in self._active.items()}
         self._stored = {
             k: {key: matrix.of(value) for key, value in moments[matrix.param].items()}
             for k, matrix in self._active.items()
@@ -81,6 +79,8 @@ class MuonStep:
         self._offloads = any(is_offloaded(group, param) for param in params.values())
         self._hyper = hyperparameters(group, number)
         self._rules = StepRules(group, work, self._active, self._weights, state, self._hyper, number)
+        rule, rms = group["adjust_lr_fn"], group["update_rms"]
+        self._scales = {k: lr_scale(rule, self._rules.out_in(k), rms) for k in self._active}
         self._options = {"momentum": self._hyper["momentum"], "nesterov": self._hyper["nesterov"], "step": number}
         self._momentum = MomentumBuffers(self._stored, self._grads, **self._options, go=go)
         self._begun: dict[int, Directions] = {}
@@ -93,7 +93,7 @@ class MuonStep:
         if self._go is None or self._offloads or not self._executors or self._rules.change_directions:
             return
         first = self._executors[0]
-        first.observer = first.rule = None
+        first.observer = first.around = first.rule = None
         if any(self._momentum.waits_for(self._go, pieces) for pieces in first.order(self._active)[:1]):
             self._begun[0] = self._directions(first, self._momentum.updates)
 
@@ -104,6 +104,7 @@ class MuonStep:
             watch: measures this step, of which nothing has begun; None where nothing does.
             observer: of weights that are rounded.
         """
+        self._rules.gather()
         for e, executor in enumerate(self._executors):
             executor.observer = None if watch is None else watch.orthogonalized
             self._rules.attach(executor)
@@ -139,17 +140,23 @@ class MuonStep:
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
             watch.directions(pieces, directions, scales, weights)
-        apply_directions_(
-            weights,
-            self._rules.applied(pieces, directions, weights, scales),
-            lr=rate_of(self.group),
-            weight_decay=0.0 if self._rules.decay else self._hyper["weight_decay"],
-            scales=scales if factors is None else [scale * own.lr for scale, own in zip(scales, factors, strict=True)],
-            decay_factors=None if factors is None else [own.lr * own.wd for own in factors],
-            step=self._number,
-            rounding=self.group["weight_rounding"],
-            observer=observer,
-        )
+        moves = self._rules.applied(pieces, directions, weights, scales)
+        if factors is not None:
+            scales = [scale * each.lr for scale, each in zip(scales, factors, strict=True)]
+        decays = [self._rules.decays(piece.matrix) for piece in pieces]
+        for of_rule in dict.fromkeys(decays):
+            own = [i for i, decay in enumerate(decays) if decay is of_rule]
+            apply_directions_(
+                [weights[i] for i in own],
+                [moves[i] for i in own],
+                lr=rate_of(self.group),
+                weight_decay=0.0 if of_rule else self._hyper["weight_decay"],
+                scales=[scales[i] for i in own],
+                decay_factors=None if factors is None else [factors[i].lr * factors[i].wd for i in own],
+                step=self._number,
+                rounding=self.group["weight_rounding"],
+                observer=observer,
+            )
 
 
 def adamw_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from hf_muon.distributed.executor import Executor, Piece, UpdatesOf
 from hf_muon.distributed.units import Unit
 from hf_muon.optimizer.layout import GroupWork, Matrix
+from hf_muon.optimizer.partners import partners_of, whole_weight
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule
-from hf_muon.storage.factors import KEYS
+from hf_muon.storage.factors import KEYS, ONE
 from hf_muon.storage.tensors import local_of
 
 Group = Mapping[str, Any]
@@ -64,7 +65,12 @@ class StepRules:
         self._on_updates = [rule for rule in rules if rule.update is not None]
         self._on_directions = [rule for rule in rules if rule.direction is not None]
         self._on_applying = [rule for rule in rules if rule.apply is not None]
-        self.decay = any(rule.decays for rule in rules)
+        self._decaying = [rule for rule in rules if rule.decays]
+        self._paired = registry.paired(group)
+        pairs = partners_of(group)
+        self._pairs = {k: pairs[matrix.param] for k, matrix in active.items() if matrix.param in pairs}
+        self._params = group["params"]
+        self._partners: dict[int, Tensor] = {}  # whole, by position in the group
         self._active = active
         self._weights = weights
         self._options = options
@@ -82,7 +88,27 @@ class StepRules:
     @property
     def change_directions(self) -> bool:
         """Whether a rule sees updates or directions before they are applied."""
-        return bool(self._on_updates or self._on_directions)
+        return bool(self._on_updates or self._on_directions or self._paired)
+
+    def decays(self, matrix: int) -> bool:
+        """Return whether a rule takes care of the weight decay of a matrix."""
+        return any(self._follows(rule, matrix) for rule in self._decaying)
+
+    def _follows(self, rule: Rule, matrix: int) -> bool:
+        return rule.partner is None or matrix in self._pairs
+
+    def out_in(self, matrix: int) -> tuple[int, int]:
+        """Return the shape ``(out, in)`` by which the directions of a matrix are scaled."""
+        own = self._active[matrix].out_in
+        if self._paired is None or self._paired.scaled_like is None or matrix not in self._pairs:
+            return own
+        pair = self._pairs[matrix]
+        return self._paired.scaled_like(own, pair.shape, pair.role)
+
+    def gather(self) -> None:
+        """Copy the whole weights of partners before any weight moves; all ranks do so together."""
+        indices = sorted({pair.place for pair in self._pairs.values()})
+        self._partners = {i: whole_weight(self._params[i]) for i in indices}
 
     def updates_of(self, updates_of: UpdatesOf) -> UpdatesOf:
         """Return what computes updates, changed by rules."""
@@ -104,7 +130,19 @@ class StepRules:
 
     def attach(self, executor: Executor) -> None:
         """Have an executor pass whole directions to the rules."""
+        executor.around = self._made if self._paired is not None else None
         executor.rule = self._directed if self._on_directions else None
+
+    def _made(self, unit: Unit, updates: Tensor, orthogonalize: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the directions of a unit ``(B, m, n)`` as the rule of pairs makes them."""
+        members = [matrices.matrix for matrices in unit.ranges]
+        if members[0] not in self._pairs:
+            return orthogonalize(updates)
+        assert self._paired is not None
+        assert self._paired.around is not None
+        pairs = [self._pairs[k] for k in members]
+        partners = torch.stack([self._partners[pair.place] for pair in pairs]).to(updates.device)
+        return self._paired.around(orthogonalize, updates, partners, pairs[0].role, self._options, self._number)
 
     def _directed(self, unit: Unit, updates: Tensor, directions: Tensor) -> Tensor:
         """Return the directions of a unit ``(B, m, n)`` as rules change them, in their dtype."""
@@ -141,10 +179,13 @@ class StepRules:
         for piece, direction, weight, scale in zip(pieces, directions, weights, scales, strict=True):
             exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
             own = direction.to(exact)
-            options, decay = self._options, self._active[piece.matrix].factors.wd
-            if decay != 1:
-                options = {**options, "weight_decay": options["weight_decay"] * decay}
+            options, factors = self._options, self._active[piece.matrix].factors
+            if factors != ONE:
+                decay = options["weight_decay"] * factors.wd
+                options = {**options, "lr": options["lr"] * factors.lr, "weight_decay": decay}
             for rule in self._on_applying:
+                if not self._follows(rule, piece.matrix):
+                    continue
                 assert rule.apply is not None
                 with _Brought(self._stored.get(piece.matrix, {}), rule, piece, own.device) as state:
                     own = rule.apply(own, exact, state, options, self._number, scale)

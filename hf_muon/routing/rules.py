@@ -72,6 +72,12 @@ def is_lora_b(name: str) -> bool:
     return _LORA_B.search(name) is not None
 
 
+def _multiplies_otherwise(param: ModelParameter) -> bool:
+    """Return whether a parameter is of AdaLoRA, or of peft's LoRA on a stack of experts."""
+    classes = {type(module).__name__ for _, module in param.outward()}
+    return is_lora(param.name) and ("lora_E" in param.name or "ParamWrapper" in classes)
+
+
 class Rules:
     """The rules for one model, with the facts about it that they share."""
 
@@ -110,10 +116,15 @@ class Rules:
                         f"{examples([p.name for p in matches])}"
                     )
         if self.config.lora != "adamw" and not any(self._to_muon(p.name) and p.parameter.requires_grad for p in params):
-            factor = "LoRA" if self.config.lora == "muon" else "lora_B"
+            factor = "lora_B" if self.config.lora == "muon_b" else "LoRA"
             raise ValueError(
                 f"lora={self.config.lora}: no {factor} factor is trained. Remove the option, or check the peft "
                 "configuration"
+            )
+        if self.config.lora == "product" and (others := [p for p in params if _multiplies_otherwise(p)]):
+            raise ValueError(
+                f"lora=product: {others[0].name} belongs to factors whose product is not lora_B times lora_A (AdaLoRA, "
+                "or factors of all experts in one). Use lora=muon"
             )
         targets = self.config.optim_target_modules
         if targets is not None and not any(_is_target(targets, param) for param in params):
@@ -124,7 +135,7 @@ class Rules:
 
     def _to_muon(self, name: str) -> bool:
         """Return whether a name is that of a LoRA factor that the option `lora` gives to Muon."""
-        return is_lora_b(name) if self.config.lora == "muon_b" else self.config.lora == "muon" and is_lora(name)
+        return is_lora_b(name) if self.config.lora == "muon_b" else self.config.lora != "adamw" and is_lora(name)
 
     def decide(self, param: ModelParameter) -> tuple[bool, bool, str, str]:
         """Return ``(use_muon, decay, reason, view)`` for a parameter."""

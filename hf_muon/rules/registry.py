@@ -8,13 +8,16 @@ from functools import cache
 from typing import Any
 
 from hf_muon.options.declaration import Option
-from hf_muon.rules import cautious, decay_schedule, momentum_schedule, normalize, qk_clip
+from hf_muon.rules import cautious, decay_schedule, lora_product, momentum_schedule, normalize, qk_clip
 from hf_muon.rules.rule import Rule, StateKind
 
 ENTRY_POINTS = "hf_muon.rules"
 """The group of entry points under which packages name their rules."""
 
-BUILT_IN = (momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
+BUILT_IN = (
+    *(momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE),
+    lora_product.RULE,
+)
 
 BUILT_IN_OPTIONS = {name: option for rule in BUILT_IN for name, option in rule.options.items()}
 
@@ -25,7 +28,7 @@ OTHERS_OPTIONS: dict[str, Option] = {}
 """The options of registered rules, by name."""
 
 _reserved: set[str] = set()
-_FUNCTIONS = ("hyperparameters", "update", "direction", "apply", "head_factors")
+_FUNCTIONS = ("hyperparameters", "update", "direction", "around", "apply", "head_factors")
 _MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 
@@ -50,6 +53,8 @@ def register(rule: Rule) -> None:
             raise ValueError(f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it")
     if all(getattr(rule, name) is None for name in _FUNCTIONS):
         raise ValueError(f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)}")
+    if (rule.around is None) != (rule.partner is None):
+        raise ValueError(f"The rule {rule.name!r} has one of around and partner, which go together. Give it both")
     if scopes := [name for name, option in rule.options.items() if option.scope != "group"]:
         raise ValueError(f"The rule {rule.name!r} has the option {scopes[0]!r}, whose scope is not 'group'. Set it")
     RULES[rule.name] = rule
@@ -109,6 +114,13 @@ def _with_defaults(rule: Rule, group: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**group, **missing} if missing else group
 
 
+def paired(group: Mapping[str, Any]) -> Rule | None:
+    """Return the rule of a Muon group that orthogonalizes matrices with their partners; None for none."""
+    if not group["use_muon"]:
+        return None
+    return next((rule for rule in rules_of(group) if rule.around is not None), None)
+
+
 def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:
     """Return the state of the rules that a param group follows: what each key has a number for."""
     if not group["use_muon"]:
@@ -130,4 +142,7 @@ def complaint(group: Mapping[str, Any], *, is_step: bool = False) -> str | None:
                 return text
     if len(decaying := [rule.name for rule in rules if rule.decays]) > 1:
         return f"{' and '.join(decaying)} each take care of weight decay: switch off one of them"
+    around = [rule.name for rule in rules if rule.around is not None]
+    if around and (others := [*around[1:], *(rule.name for rule in rules if rule.direction is not None)]):
+        return f"{around[0]} and {others[0]} each make the directions of whole matrices: switch off one of them"
     return None

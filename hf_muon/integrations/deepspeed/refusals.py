@@ -98,6 +98,13 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
         )
     dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
+    stage = _number(_section(config, "zero_optimization"), "stage", 0)
+    for rule in map(registry.paired, optimizer.param_groups):
+        if rule is not None and stage:
+            raise RuntimeError(
+                f"{rule.name} (lora=product) needs whole factors, and ZeRO-{stage:g} cuts matrices anywhere. Use "
+                "ZeRO-0, DDP or FSDP2, or lora=muon"
+            )
     states = [
         rule.name
         for group in optimizer.param_groups

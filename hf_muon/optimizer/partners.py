@@ -1,0 +1,122 @@
+"""Which matrices of a Muon group a rule steps in pairs, and the whole weights of their partners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_muon.optimizer.state import describe
+from hf_muon.rules import registry
+from hf_muon.storage import views
+from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
+
+Group = Mapping[str, Any]
+
+
+class Partner(NamedTuple):
+    """The other matrix of a pair.
+
+    Attributes:
+        place: its position in the param group.
+        shape: its own.
+        role: of the matrix whose partner it is.
+    """
+
+    place: int
+    shape: tuple[int, ...]
+    role: str
+
+
+def partners_of(group: Group) -> dict[int, Partner]:
+    """Return the partner of each matrix of a group that a rule steps with one, by position."""
+    rule = registry.paired(group)
+    names = list(group.get("param_names") or [])
+    if rule is None or len(names) != len(group["params"]):
+        return {}
+    assert rule.partner is not None
+    places = {name: i for i, name in enumerate(names)}
+    pairs = {}
+    for i, name in enumerate(names):
+        other = rule.partner(name)
+        if other is not None and other[0] in places:
+            index = places[other[0]]
+            pairs[i] = Partner(index, shape_of(group["params"][index]), other[1])
+    return pairs
+
+
+def has_sides(group: Group) -> bool:
+    """Return whether rules of a group tell the rows of directions from the columns."""
+    return any(rule.direction is not None or rule.around is not None for rule in registry.rules_of(group))
+
+
+def sides_of(group: Group, matrices: Sequence[tuple[int, bool]]) -> list[tuple[Any, ...]] | None:
+    """Return for each matrix what those of one unit have in common: which side is out, role, partner's shape.
+
+    Args:
+        group: the param group.
+        matrices: the position of its parameter in the group, and whether it is stored as ``(in, out)``.
+    """
+    if not has_sides(group):
+        return None
+    pairs = partners_of(group)
+    return [(turned, *(pairs[i][1:] if i in pairs else ())) for i, turned in matrices]
+
+
+def complaint(group: Group) -> str | None:
+    """Say why a rule cannot step the matrices of a group in pairs; None where it can, and where no rule does."""
+    rule = registry.paired(group)
+    if rule is None:
+        return None
+    assert rule.partner is not None
+    if any(len(shape_of(param)) < 2 for param in group["params"]):
+        return (
+            f"{rule.name} needs whole matrices, and ZeRO-1, 2 and 3 cut them anywhere into flat "
+            "partitions: use DDP, FSDP2 or ZeRO-0, or lora=muon"
+        )
+    names = list(group.get("param_names") or [])
+    if len(names) != len(group["params"]):
+        return (
+            f"{rule.name} knows the two matrices of a pair by their names, which this param group lacks: give "
+            "(name, parameter) pairs, or let build_optimizer(model) do so"
+        )
+    pairs = partners_of(group)
+    for i, (name, view) in enumerate(zip(names, views.views_of(group), strict=True)):
+        if (other := rule.partner(name)) is None:
+            continue
+        if i not in pairs:
+            return (
+                f"{describe(group, i)} has no partner {other[0]} in its param group, and {rule.name} steps the two "
+                "together: train both, by Muon, in one group, or use lora=muon"
+            )
+        if complaint := _pair_complaint(group, i, view, pairs[i]):
+            return complaint
+    if not pairs:
+        return f"{rule.name}=true: this Muon group has no LoRA factors. Leave it out, or write lora=product"
+    return None
+
+
+def _pair_complaint(group: Group, index: int, view: str, pair: Partner) -> str | None:
+    rule, param = registry.paired(group), group["params"][index]
+    assert rule is not None
+    if view:
+        return f"{describe(group, index)} is seen as {view!r}, and {rule.name} takes single matrices: use lora=muon"
+    if rule.scaled_like is not None:
+        try:
+            rule.scaled_like(shape_of(param), pair.shape, pair.role)
+        except ValueError as error:
+            return f"{describe(group, index)} and its partner make no pair for {rule.name}: {error}. Use lora=muon"
+    if is_dtensor(param) and local_of(param).device.type != param.device_mesh.device_type:
+        return (
+            f"{describe(group, index)} is stored on the {local_of(param).device.type}, away from its ranks' devices, "
+            f"and {rule.name} gathers whole factors: leave out the CPU offload of FSDP2, or use lora=muon"
+        )
+    return None
+
+
+def whole_weight(param: Tensor) -> Tensor:
+    """Return a copy of a whole weight, in fp32 or fp64. For a DTensor, all ranks of its mesh call this together."""
+    whole = param.full_tensor() if is_dtensor(param) else param  # type: ignore[attr-defined]
+    return whole.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
