@@ -179,10 +179,13 @@ def test_bad_optim_args(text, message):
         MuonConfig.from_mapping(parse_optim_args(text))
 
 
+FLAGS = ("nesterov", "accept_rerouted", "split_fused", "per_head", "qk_clip_force", "lora_product")
+
+
 @pytest.mark.parametrize("name", [n for n in MuonConfig.names() if n != "lora"])
 @pytest.mark.parametrize("value", [object(), {"a": 1}, [], True])
 def test_values_of_the_wrong_type_are_refused(name, value):
-    if value is True and name in ("nesterov", "accept_rerouted", "split_fused", "per_head", "qk_clip_force"):
+    if value is True and name in FLAGS:
         return
     if value == {"a": 1} and name in ("lr_scales", "wd_scales"):
         return
