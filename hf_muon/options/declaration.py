@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from hf_muon.options.patterns import factor_text
+from hf_muon.options.patterns import factor_text, is_factors
 from hf_muon.options.types import InvalidError, OptionType
 
 Scope = Literal["group", "optimizer", "model"]
@@ -99,8 +99,9 @@ def unknown_option(name: Any, valid: Sequence[str]) -> ValueError:
 
 def as_text(value: Any) -> str:
     """Return a value as `optim_args` and docs/options.md write it."""
-    if isinstance(value, Mapping):
-        return "|".join(factor_text(str(pattern), factor) for pattern, factor in value.items())
+    pairs = value.items() if isinstance(value, Mapping) else value if is_factors(value) else ()
+    if pairs:
+        return "|".join(factor_text(str(pattern), factor) for pattern, factor in pairs)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "|".join(map(as_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

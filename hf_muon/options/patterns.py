@@ -52,6 +52,15 @@ def parse_factors(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
+def is_factors(value: object) -> bool:
+    """Return whether a value is pairs of a pattern and a factor, as a checked option holds them."""
+    return isinstance(value, tuple) and bool(value) and all(_is_factor(pair) for pair in value)
+
+
+def _is_factor(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and not isinstance(pair[1], str)
+
+
 def factor_text(pattern: str, factor: object) -> str:
     """Return an item that `parse_factors` reads; a pattern with alternatives may get brackets around it."""
     text = f"{pattern}:{factor}"

@@ -231,7 +231,7 @@ def factors() -> OptionType:
         if isinstance(value, str):
             value = parse(value)
         pairs = list(value.items()) if isinstance(value, Mapping) else value
-        if not pairs or not isinstance(pairs, Sequence):
+        if not isinstance(pairs, Sequence) or not pairs:
             raise InvalidError
         checked = []
         for pair in pairs:
