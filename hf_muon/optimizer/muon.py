@@ -239,7 +239,7 @@ class Muon(Optimizer):
         may_be_idle = False
         with layout.guarded(complaints):
             self.partitioned.clear_stale_gradients(groups)
-            complaints += preflight.step_complaints(groups, self.state, layout)
+            complaints += dict.fromkeys(preflight.step_complaints(groups, self.state, layout))  # groups may agree
             complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
             may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
             if not may_be_idle:
