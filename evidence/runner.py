@@ -25,6 +25,7 @@ from evidence.agenda import all_trials, failed_rows, remaining, wanted, without_
 from evidence.corpus import BUILD, Corpus
 from evidence.results import DIVERGED, DONE, FAILED, add_row, losses_text, read_rows, refuse_other_setups, write_rows
 from evidence.study import START, Study, Trial
+from hf_muon.cli.sweep_trials import terminated_as_interrupted
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("hf-muon", "torch", "transformers", "accelerate", "peft", "llamafactory", "deepspeed")
@@ -76,7 +77,7 @@ class Runner:
             RuntimeError: trials fail one after another, or another process runs the study.
             ValueError: the file has rows of other settings or another text.
         """
-        with _locked(self.path), _terminated_as_interrupted():
+        with _locked(self.path), terminated_as_interrupted():
             rows = read_rows(self.path)
             refuse_other_setups(rows, all_trials(self.study, rows), self.corpus.name, self.path)
             self._report("starting")
@@ -279,17 +280,3 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             raise RuntimeError(f"another process runs {path.stem}: wait for it, or end it") from error
         yield
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that trials end with the runner."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
