@@ -19,7 +19,7 @@ from evidence.runner import Runner, drop_failed
 from evidence.study import STUDIES, Study, read_study
 from evidence.tables import draw
 
-ORDER = ("rival", "precision", "pretrain", "batch", "settings", "finetune", "transfer")
+ORDER = ("rival", "precision", "pretrain", "batch", "settings", "rules", "finetune", "transfer")
 
 
 def main(words: list[str]) -> int:

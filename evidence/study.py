@@ -20,7 +20,7 @@ _KEYS = {
     *("question", "text", "other_text", "context", "points", "training", "models", "cells", "sides"),
     *("tune", "seeds", "reference", "starts"),
 }
-_CELL_KEYS = {"model", "tokens", "batch", "training", "sides", "start", "minutes"}
+_CELL_KEYS = {"model", "tokens", "batch", "text", "training", "sides", "start"}
 _SIDE_KEYS = {"tune", "reference"}
 
 
@@ -130,7 +130,7 @@ class Study:
         tokens_a_step = cell["batch"] * self.content["context"]
         is_start = kind == START
         return {
-            "text": self.content["other_text"] if is_start else self.content["text"],
+            "text": cell.get("text") or self.content["other_text" if is_start else "text"],
             "other_text": None if is_start else self.content.get("other_text"),
             "part": "validation" if kind == TUNE else "test",
             "context": self.content["context"],
