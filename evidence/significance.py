@@ -1,39 +1,56 @@
-"""Means, spreads, and Welch's test, in a few lines of the standard library."""
+"""Means, spreads, and Student's test of pairs, in a few lines of the standard library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 LEVEL = 0.01
 """A difference counts as shown below this probability."""
 
 
-class Welch(NamedTuple):
-    """Welch's t-test of two means.
+class Difference(NamedTuple):
+    """The mean difference of pairs, with Student's t-test.
 
     Attributes:
-        difference: the first mean minus the second.
-        p: two-sided probability of a difference this large or larger if there were none; NaN with one value on a side.
+        mean: of the differences.
+        deviation: their standard deviation; NaN for one pair.
+        p: two-sided probability of a mean this far from zero or farther if sides did not differ; NaN for one pair.
+        pairs: their number.
     """
 
-    difference: float
+    mean: float
+    deviation: float
     p: float
+    pairs: int
+
+    def text(self) -> str:
+        """Return the mean with its standard deviation."""
+        return f"{self.mean:+.4f}" + (f" ± {self.deviation:.4f}" if self.pairs > 1 else "")
 
 
-def welch(a: Sequence[float], b: Sequence[float]) -> Welch:
-    """Compare the means of two samples whose variances may differ (Welch 1947)."""
-    difference = fmean(a) - fmean(b)
-    if min(len(a), len(b)) < 2:
-        return Welch(difference, math.nan)
-    of_a, of_b = variance(a) / len(a), variance(b) / len(b)
-    if of_a + of_b == 0:
-        return Welch(difference, 1.0 if difference == 0 else 0.0)
-    t = difference / math.sqrt(of_a + of_b)
-    freedom = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    return Welch(difference, student_tails(t, freedom))
+def paired(own: Mapping[str, float], reference: Mapping[str, float]) -> Difference:
+    """Compare two sides seed by seed: with a seed they share the first weights and the order of the text.
+
+    Args:
+        own: the losses of a side by seed.
+        reference: the reference's.
+
+    Raises:
+        ValueError: no seed is in both.
+    """
+    differences = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
+    if not differences:
+        raise ValueError("the sides have no seed in common")
+    mean, count = fmean(differences), len(differences)
+    if count < 2:
+        return Difference(mean, math.nan, math.nan, count)
+    deviation = stdev(differences)
+    if deviation == 0:
+        return Difference(mean, 0.0, 1.0 if mean == 0 else 0.0, count)
+    return Difference(mean, deviation, student_tails(mean / deviation * math.sqrt(count), count - 1), count)
 
 
 def student_tails(t: float, freedom: float) -> float:

@@ -12,7 +12,7 @@ from evidence.agenda import Search, has_best_inside, remaining, searches
 from evidence.budgets import budgets_table
 from evidence.pictures import curves_picture, rates_picture
 from evidence.results import DONE, Row, loss_of, losses_of, read_rows
-from evidence.significance import LEVEL, mean_curve, speed_up, spread, welch
+from evidence.significance import LEVEL, Difference, mean_curve, paired, speed_up, spread
 from evidence.study import FINAL, TUNE, Study
 
 Rows = Mapping[str, Row]
@@ -20,10 +20,10 @@ _HEAD = """# Evidence: the tables
 
 Written by `make evidence` from the CSV files beside this one; [how it is measured](../README.md). Losses are in nats a
 token, of text that no tuning has seen. "±" is the standard deviation over seeds, with the number of seeds behind it.
-*At one seed, at most* is the largest difference of a pair with the same seed, and *p* that of Welch's t-test; both are
-against the reference side, in `rival` the one of the same scale. *Fewer steps* is how many times fewer steps a side
-takes to the reference's final loss (below 1: the reference is faster to the side's), *less time* the same in processor
-time. The models are small and the runs short: a table speaks for its own sizes only.
+*Beside the reference* is the mean difference of pairs with the same seed, with its standard deviation, and *p* that of
+Student's t-test of these pairs; in `rival` the reference is the side of the same scale. *Fewer steps* is how many times
+fewer steps a side takes to the reference's final loss (below 1: the reference is faster to the side's), *less time* the
+same in processor time. The models are small and the runs short: a table speaks for its own sizes only.
 """
 
 
@@ -92,7 +92,6 @@ def finals_table(study: Study, rows: Rows, finals: Iterable[Row]) -> str:
         "settings",
         "test loss",
         "beside the reference",
-        "at one seed, at most",
         "p",
         "fewer steps",
         "less time",
@@ -119,19 +118,22 @@ def _final_cells(
     )
     cells = [cell, side, values or "as in the YAML file"]
     if not finished:
-        return [*cells, f"{own[0]['status']} ({len(own)})", *[""] * (9 if forgets else 6), "does not train"]
+        return [*cells, f"{own[0]['status']} ({len(own)})", *[""] * (8 if forgets else 5), "does not train"]
     losses = [loss_of(row) for row in finished]
     milliseconds = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in finished)
     others = [row for row in reference if row["status"] == DONE]
-    compared = ["", "", "", "", ""]
+    compared = ["", "", "", ""]
     shows = "the reference" if side == study.reference_of(side) else "the reference is missing"
     if side != study.reference_of(side) and others:
-        test = welch(losses, [loss_of(row) for row in others])
+        shows = "no seed in common with the reference"
+    by_seed, reference_by_seed = _by_seed(finished), _by_seed(others)
+    if side != study.reference_of(side) and by_seed.keys() & reference_by_seed.keys():
+        test = paired(by_seed, reference_by_seed)
         times = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
         other_ms = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in others)
-        compared = [f"{test.difference:+.4f}", _apart(finished, others), _probability(test.p)]
+        compared = [test.text(), _probability(test.p)]
         compared += ["", ""] if times is None else [f"{times:.2f}x", f"{times * other_ms / milliseconds:.2f}x"]
-        shows = verdict(test.difference, test.p, min(len(losses), len(others)))
+        shows = verdict(test)
     old = []
     if forgets:
         change = [float(row["other_loss"]) - float(row["other_loss_before"]) for row in finished]
@@ -140,21 +142,18 @@ def _final_cells(
     return [*cells, spread(losses), *compared, f"{milliseconds:.0f}", *old, shows]
 
 
-def _apart(rows: Sequence[Row], others: Sequence[Row]) -> str:
-    """Return the largest difference of two sides with the same seed, and so the same first weights and batches."""
-    of_seed = {row["seed"]: loss_of(row) for row in others}
-    differences = [loss_of(row) - of_seed[row["seed"]] for row in rows if row["seed"] in of_seed]
-    return f"{max(differences, key=abs):+.4f}" if differences else ""
+def _by_seed(rows: Sequence[Row]) -> dict[str, float]:
+    return {row["seed"]: loss_of(row) for row in rows}
 
 
-def verdict(difference: float, p: float, seeds: int) -> str:
+def verdict(test: Difference) -> str:
     """Return in words what a difference shows."""
-    if seeds < 3:
-        return f"nothing yet: {seeds} seed{'s' * (seeds > 1)}"
-    if difference == 0:
+    if test.pairs < 3:
+        return f"nothing yet: {test.pairs} seed{'s' * (test.pairs > 1)}"
+    if test.p == 1:
         return "equal"
-    if p < LEVEL:
-        return "lower loss" if difference < 0 else "higher loss"
+    if test.p < LEVEL:
+        return "lower loss" if test.mean < 0 else "higher loss"
     return "no difference shown"
 
 

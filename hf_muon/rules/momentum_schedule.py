@@ -1,7 +1,7 @@
 """`momentum_warmup` and `momentum_cooldown`: momentum that rises over the first steps and falls over the last.
 
 Source: Jordan et al., https://github.com/KellerJordan/modded-nanogpt, whose steps, ends and `momentum_min` these are;
-https://github.com/karpathy/nanochat warms up alike.
+https://github.com/karpathy/nanochat warms up from 0.85 and ends at 0.90.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from evidence.budgets import budgets_table, fewer_tokens
 from evidence.results import COLUMNS, read_rows
-from evidence.significance import incomplete_beta, speed_up, step_of, student_tails, welch
+from evidence.significance import Difference, incomplete_beta, paired, speed_up, step_of, student_tails
 from evidence.study import Study
 from evidence.tables import draw, finals_table, verdict
 from tests.evidence.quick_study import CONTENT
@@ -37,7 +37,7 @@ def row(cell, side, seed, final, **changes):
 
 @pytest.fixture
 def rows():
-    losses = {"adamw": (4.0, 4.1, 4.2), "muon": (3.5, 3.6, 3.7)}
+    losses = {"adamw": (4.0, 4.1, 4.2), "muon": (3.45, 3.6, 3.75)}
     rows = [row("short", side, seed, loss) for side, own in losses.items() for seed, loss in enumerate(own)]
     rows += [row("long", "adamw", 0, 3.0), row("long", "muon", 0, 3.0, status="diverged", loss="", losses="")]
     return {one["id"]: one for one in rows}
@@ -53,13 +53,19 @@ def test_a_table_of_finals(rows):
     adamw, muon, _, diverged = cells[2:]
     assert adamw[3] == "4.1000 ± 0.1000 (3)"
     # AdamW's 4.1 is halfway between Muon's 4.6 at step 50 and 3.6 at step 100.
-    assert muon[3:8] == ["3.6000 ± 0.1000 (3)", "-0.5000", "-0.5000", "0.004", "1.33x"]
+    assert muon[3:7] == ["3.6000 ± 0.1500 (3)", "-0.5000 ± 0.0500", "0.003", "1.33x"]
     assert muon[-1] == "lower loss"
     assert diverged[3] == "diverged (1)"
 
 
+def test_sides_without_a_common_seed_are_not_compared(rows):
+    rows = {one["id"]: one for one in (row("short", "adamw", 1, 4.0), row("short", "muon", 2, 3.0))}
+    lines = finals_table(Study("quick", CONTENT), rows, rows.values()).splitlines()
+    assert lines[-1].endswith("|  |  |  |  | 100 | no seed in common with the reference |")
+
+
 @pytest.mark.parametrize(
-    ("difference", "p", "seeds", "text"),
+    ("mean", "p", "pairs", "text"),
     [
         (-0.5, 0.001, 3, "lower loss"),
         (0.5, 0.001, 3, "higher loss"),
@@ -68,8 +74,8 @@ def test_a_table_of_finals(rows):
         (0.0, 1.0, 3, "equal"),
     ],
 )
-def test_verdicts(difference, p, seeds, text):
-    assert verdict(difference, p, seeds) == text
+def test_verdicts(mean, p, pairs, text):
+    assert verdict(Difference(mean, 0.1, p, pairs)) == text
 
 
 def test_fewer_tokens():
@@ -120,12 +126,18 @@ def test_many_degrees_of_freedom_are_normal():
     assert incomplete_beta(0.3, 1, 1) == pytest.approx(0.3)
 
 
-def test_welch_of_a_worked_example():
-    """Take two samples of equal variance and size, where Welch's test is Student's."""
-    a, b = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
-    assert welch(a, b).p == pytest.approx(student_tails(3 / math.sqrt(2 / 3), 4))
-    assert math.isnan(welch([1.0], b).p)
-    assert welch([1.0, 1.0], [1.0, 1.0]) == (0.0, 1.0)
+def test_pairs_of_a_worked_example():
+    """Take Student's distribution with two degrees of freedom, whose tails are 1 - t / sqrt(t^2 + 2)."""
+    a, b = {"1": 4.0, "2": 5.1, "3": 3.2, "4": 9.0}, {"3": 3.0, "2": 5.0, "1": 3.7, "5": 1.0}
+    test = paired(a, b)
+    assert (test.mean, test.deviation, test.pairs) == (pytest.approx(0.2), pytest.approx(0.1), 3)
+    t = 0.2 / (0.1 / math.sqrt(3))
+    assert test.p == pytest.approx(1 - t / math.sqrt(t**2 + 2))
+    assert test.text() == "+0.2000 ± 0.1000"
+    assert math.isnan(paired({"1": 1.0}, b).p)
+    assert paired(b, b) == (0.0, 0.0, 1.0, 4)
+    with pytest.raises(ValueError, match="no seed in common"):
+        paired({"7": 1.0}, b)
 
 
 def test_steps_to_a_loss():
