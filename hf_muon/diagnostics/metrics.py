@@ -92,7 +92,8 @@ class Metrics:
         if not self._started or list(watch.shapes) != self._names:
             self._start(watch)
         line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.rates, **times}
-        for measure in (*MEASURES, *ADAMW_MEASURES):
+        own = (*MEASURES, *ADAMW_MEASURES)
+        for measure in (*own, *(name for name in values if name not in own)):  # the state of rules comes last
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]
         if watch.logits:

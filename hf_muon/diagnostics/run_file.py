@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.metrics import FILE
 
-_TRACES = ("muon_lr", "adamw_lr", "time_share", "optimizer_ms", "step_ms")
+_TRACES = ("muon_lr", "adamw_lr", "muon_momentum", "muon_weight_decay", "time_share", "optimizer_ms", "step_ms")
 _MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{300}")
 
 Row = tuple[tuple[str, ...], dict[str, "array[float]"]]
@@ -211,9 +211,8 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
         if "loss" in line and line["loss"] is None:
             run.not_finite.append(step)
         return names
-    measures = {
-        measure: _numbers(line[measure], step, names) for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line
-    }
+    known = (key for key in line if key in (*MEASURES, *ADAMW_MEASURES) or key.endswith("_rms"))
+    measures = {key: _numbers(line[key], step, names) for key in known}
     traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
     logits = {str(name): float(number) for name, number in line.get("max_logit", {}).items() if number is not None}
     for name, number in logits.items():

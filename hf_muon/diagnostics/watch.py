@@ -44,6 +44,10 @@ class Watch:
         self._rate_of.update(dict.fromkeys(names.values(), lr))
         self.shapes.update({name: shapes[k] for k, name in names.items()})
 
+    def options_of_step(self, options: Mapping[str, float]) -> None:
+        """Note the options of Muon groups that have other values in this step than in the param groups."""
+        self.rates.update({f"muon_{name}": value for name, value in options.items()})
+
     def rate_factors(self, factors: Mapping[str, float]) -> None:
         """Note the factors by which the learning rates of some matrices and parameters are multiplied."""
         self._factor_of.update(factors)
@@ -51,6 +55,10 @@ class Watch:
     def momentum(self, name: str, buffer: Tensor) -> None:
         """Measure what this rank stores of a momentum, after its update."""
         self._add("momentum_rms", name, sum_of_squares(buffer), buffer.numel())
+
+    def rule_state(self, name: str, key: str, state: Tensor) -> None:
+        """Measure what this rank stores of a rule's state, after the step."""
+        self._add(f"{key}_rms", name, sum_of_squares(state), state.numel())
 
     def direction(self, name: str, piece: Tensor, scale: float, weight: Tensor) -> None:
         """Measure a piece of a direction, and the weights that will move by it.

@@ -121,6 +121,7 @@ class MuonStep:
         if watch is not None:
             for k in self._active:
                 watch.momentum(k, self._momentum.values(k))
+            watch.rules(self._hyper, self._rules.states())
 
     def _directions(self, executor: Executor, updates_of: UpdatesOf) -> Directions:
         coefficients = resolve(self._hyper["ns_coefficients"], self._hyper["ns_steps"])

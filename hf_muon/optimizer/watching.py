@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from hf_muon.distributed.executor import Piece
 from hf_muon.math.adamw import MOMENTS_OF_ADAMW
 from hf_muon.math.moments import decoded_chunks
 from hf_muon.optimizer.layout import GroupWork
+from hf_muon.rules import registry
 from hf_muon.storage.tensors import has_data, local_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class StepWatch:
         self._step = first["step"] + 1
         self._watch = metrics.begin(self._step, local_of(first["params"][0]).device)
         if self._watch is not None:
-            self._watch.options |= facts.options(groups, GROUP_OPTIONS)
+            self._watch.options |= facts.options(groups, dict.fromkeys([*GROUP_OPTIONS, *registry.option_names()]))
 
     @property
     def measures(self) -> bool:
@@ -120,6 +121,18 @@ class GroupWatch:
     def momentum(self, matrix: int, buffer: Tensor) -> None:
         """Measure what this rank stores of a matrix's momentum."""
         self._watch.momentum(self._names[matrix], buffer)
+
+    def rules(self, hyperparameters: Group, states: Iterable[tuple[int, str, Tensor]]) -> None:
+        """Measure what rules have changed in this step.
+
+        Args:
+            hyperparameters: the options of the group in this step.
+            states: what this rank stores of the state of rules: a matrix, the key of the state, and the state.
+        """
+        if any(rule.hyperparameters is not None for rule in registry.rules_of(self._group)):
+            self._watch.options_of_step({key: float(hyperparameters[key]) for key in ("momentum", "weight_decay")})
+        for matrix, key, state in states:
+            self._watch.rule_state(self._names[matrix], key, state)
 
     def adamw(self, param: int, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
         """Measure what this rank stores of a parameter and of its moments, after the step; local tensors."""
