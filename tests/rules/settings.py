@@ -7,3 +7,21 @@ SETTINGS = {
 }
 TOGETHER = {name: value for options in SETTINGS.values() for name, value in options.items()}
 """Every rule that goes with all others."""
+
+TRIPLES = [(4.0, -7.0, 3.1), (3.5, -4.8, 2.0), (2.8, -3.0, 1.2)]
+OF_MODELS = {
+    **SETTINGS,
+    "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
+    "wd_scales": {"wd_scales": {"lora_A|q_proj": 3.0, r"layers\.1\.|head": 0.25}},
+    "layer_decay": {"layer_decay": 0.6},
+    "update_rms": {"update_rms": 0.3},
+    "decay_schedule": {"weight_decay_schedule": "lr"},
+    "list": {"ns_coefficients": TRIPLES},
+    "deepseek_v4": {"ns_coefficients": "deepseek_v4"},
+    "pion": {"ns_coefficients": "pion"},
+    "aol": {"ns_coefficients": "aol"},
+    "qk_clip": {"qk_clip": 1.0},
+    "muon_b": {"lora": "muon_b"},
+    "product": {"lora": "product"},
+}
+"""Every rule, and every other option that changes a step, as `build_optimizer` takes them."""

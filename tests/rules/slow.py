@@ -10,6 +10,13 @@ from hf_muon.math.coefficients import resolve
 from tests.reference import newton_schulz_on_singular_values
 
 
+def symmetric_root(rows):
+    """Return ``(X X^T)^(-1/2)`` by the singular values of X, those of rounding left out."""
+    u, s, _ = torch.linalg.svd(rows, full_matrices=False)
+    u = u[:, s > 1e-7 * s.max()] if s.max() > 0 else u[:, :0]
+    return (u / s[: u.shape[1]]) @ u.T
+
+
 class SlowMuon:
     """A training of single matrices ``(out, in)`` with plain Muon; subclasses are rules.
 
@@ -24,7 +31,7 @@ class SlowMuon:
         self.weights = [w.detach().double().clone() for w in weights]
         self.buffers = [torch.zeros_like(w) for w in self.weights]
         self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
-        self.number = 0
+        self.rms, self.number = 0.2, 0
         self.steps = resolve("polar_express", 5)
 
     def momentum_now(self):
@@ -33,8 +40,17 @@ class SlowMuon:
     def weight_decay_now(self):
         return self.weight_decay
 
+    def rate_of(self, k):
+        return self.lr
+
+    def weight_decay_of(self, k):
+        return self.weight_decay_now()
+
     def update(self, k, update):
         return update
+
+    def orthogonalized(self, k, update):
+        return newton_schulz_on_singular_values(update, self.steps)
 
     def direction(self, k, direction):
         return direction
@@ -43,15 +59,25 @@ class SlowMuon:
         """Return what `lr * weight_decay` is multiplied by."""
         return weight
 
-    def scale(self, weight):
-        return 0.2 * math.sqrt(max(weight.shape))
+    def scale(self, k):
+        return self.rms * math.sqrt(max(self.weights[k].shape))
+
+    def moved(self, k, weight, direction):
+        decay = self.rate_of(k) * self.weight_decay_of(k) * self.decay(weight, direction)
+        return weight - decay - self.rate_of(k) * self.scale(k) * direction
+
+    def step_of(self, k, grad):
+        weight, buffer, beta = self.weights[k], self.buffers[k], self.momentum_now()
+        buffer.copy_(beta * buffer + (1 - beta) * grad)
+        update = self.update(k, beta * buffer + (1 - beta) * grad)
+        weight.copy_(self.moved(k, weight, self.direction(k, self.orthogonalized(k, update))))
+
+    def after_step(self):
+        """Change whole weights."""
 
     def step(self, grads):
         self.number += 1
-        beta = self.momentum_now()
-        for k, (weight, buffer, grad) in enumerate(zip(self.weights, self.buffers, grads, strict=True)):
-            buffer.copy_(beta * buffer + (1 - beta) * grad.double())
-            update = self.update(k, beta * buffer + (1 - beta) * grad.double())
-            direction = self.direction(k, newton_schulz_on_singular_values(update, self.steps))
-            decay = self.lr * self.weight_decay_now() * self.decay(weight, direction)
-            weight.copy_(weight - decay - self.lr * self.scale(weight) * direction)
+        self.before = [weight.clone() for weight in self.weights]
+        for k, grad in enumerate(grads):
+            self.step_of(k, grad.double())
+        self.after_step()

@@ -26,13 +26,13 @@ class NorMuon(SlowMuon):
 
     def __init__(self, weights, **options):
         super().__init__(weights, **options)
-        self.moments = [torch.zeros(len(w), dtype=torch.float64) for w in weights]
+        self.second = [torch.zeros(len(w), dtype=torch.float64) for w in self.weights]
 
     def direction(self, k, direction):
         rows = []
         for i, row in enumerate(direction):
-            self.moments[k][i] = self.beta * self.moments[k][i] + (1 - self.beta) * (row * row).mean()
-            rows.append(row / (self.moments[k][i].sqrt() + 1e-10))
+            self.second[k][i] = self.beta * self.second[k][i] + (1 - self.beta) * (row * row).mean()
+            rows.append(row / (self.second[k][i].sqrt() + 1e-10))
         normalized = torch.stack(rows)
         return normalized * direction.norm() / normalized.norm()
 
@@ -42,6 +42,15 @@ class Cautious(SlowMuon):
 
     def decay(self, weight, direction):
         return torch.where(weight * direction >= 0, weight, 0)
+
+
+class DecaySchedule(SlowMuon):
+    """Defazio, https://arxiv.org/abs/2506.02285: the decay by the rate over its largest one."""
+
+    peak = 0.02
+
+    def weight_decay_now(self):
+        return self.weight_decay * self.lr / self.peak
 
 
 SLOW = {"momentum_schedule": MomentumSchedule, "normalize": NorMuon, "cautious": Cautious}

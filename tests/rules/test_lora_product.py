@@ -19,6 +19,7 @@ from hf_muon.rules.lora_product import inverse_root, partner
 from tests.distributed.test_layouts import assert_equal
 from tests.reference import newton_schulz_on_singular_values
 from tests.rules.lora_cases import given, muon, named, weights_of
+from tests.rules.slow import symmetric_root
 
 LR, DECAY, STEPS = 0.02, 0.5, 10
 
@@ -37,13 +38,6 @@ def run(optimizer, params, all_grads):
             param.grad = grads[name].clone()
         optimizer.step()
     return params
-
-
-def symmetric_root(rows):
-    """Return ``(X X^T)^(-1/2)`` by the singular values of X, those of rounding left out."""
-    u, s, _ = torch.linalg.svd(rows, full_matrices=False)
-    u = u[:, s > 1e-7 * s.max()] if s.max() > 0 else u[:, :0]
-    return (u / s[: u.shape[1]]) @ u.T
 
 
 def slow(weights, all_grads, *, lr=LR, decay=DECAY, beta=0.95):

@@ -1,32 +1,92 @@
-"""All pairs of rules that can be said together: each step is that of both papers."""
+"""All pairs of rules: each step of a model is that of both papers, or the two are refused in a sentence."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 
 import pytest
+import torch
 
-from hf_muon import Muon
-from tests.optimizer.cases import gradients, parameters, run
-from tests.rules.settings import SETTINGS
-from tests.rules.slow_rules import SLOW
-from tests.rules.test_slow import DECAY, LR, STEPS, relative, shapes_of
+from hf_muon import build_optimizer
+from tests.rules.settings import OF_MODELS
+from tests.rules.slow_model import gradients, make, slow_model
+
+LR, DECAY, STEPS = 0.02, 0.5, 10
+WHOLE = "lora_product and normalize each make the directions of whole matrices: switch off one of them"
+DECAYS = "weight_decay_mode and lora_product each take care of weight decay: switch off one of them"
+ROWS = "lora=product with ns_coefficients=aol, which scales the rows of a matrix first"
+REFUSED = {("normalize", "product"): WHOLE, ("cautious", "product"): DECAYS, ("aol", "product"): ROWS}
+PAIRS = [
+    pair
+    for pair in itertools.combinations(OF_MODELS, 2)
+    if not OF_MODELS[pair[0]].keys() & OF_MODELS[pair[1]].keys()  # else one option would have two values
+]
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SETTINGS, 2)))
-def test_ten_steps_are_those_of_both_papers(one, other):
-    both = type("Both", (SLOW[one], SLOW[other]), {})  # they differ from plain Muon at different points
-    shapes = shapes_of(0)
-    start, grads = parameters(shapes), gradients(shapes, STEPS)
-    slow = both(start, lr=LR, weight_decay=DECAY)
-    for step in grads:
-        slow.step(step)
-    weights = parameters(shapes)
-    options = SETTINGS[one] | SETTINGS[other]
-    run(Muon(weights, lr=LR, weight_decay=DECAY, ns_dtype="fp32", **options), weights, grads)
-    assert relative(weights, slow, start) < 1e-4
-    for name in (one, other):
-        alone = SLOW[name](start, lr=LR, weight_decay=DECAY)
-        for step in grads:
-            alone.step(step)
-        assert relative(weights, alone, start) > 1e-3, f"{name} alone is as near: the test shows nothing"
+def factor(step):
+    return (step + 1) / 3 if step < 3 else 1 - (step - 2) / STEPS
+
+
+def batch(step):
+    return torch.randint(20, (1, 5), generator=torch.Generator().manual_seed(step))
+
+
+@functools.cache
+def slow_weights(*names):
+    model = make()
+    slow = slow_model(names, model, lr=LR, weight_decay=DECAY)
+    for step, grads in enumerate(gradients(model, STEPS)):
+        slow.lr = LR * factor(step)
+        slow.forward(batch(step))
+        slow.step(grads)
+    return slow.weights
+
+
+def fast_weights(*names):
+    model = make()
+    options = {key: value for name in names for key, value in OF_MODELS[name].items()}
+    optimizer = build_optimizer(model, lr=LR, weight_decay=DECAY, ns_dtype="fp32", **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    params = [param for param in model.parameters() if param.requires_grad]
+    for step, grads in enumerate(gradients(model, STEPS)):
+        if "qk_clip" in names:
+            model(input_ids=batch(step))
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        scheduler.step()
+    return [param.detach().double() for param in params]
+
+
+START = [param.detach().double() for param in make().parameters() if param.requires_grad]
+
+
+def relative(weights, others):
+    """Return the largest difference of a parameter, divided by how far the second moved."""
+    return max(float((w - o).norm() / (o - s).norm()) for w, o, s in zip(weights, others, START, strict=True))
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_ten_steps_are_those_of_one_paper(name):
+    assert relative(fast_weights(name), slow_weights(name)) < 1e-4
+    assert relative(fast_weights(), slow_weights(name)) > 1e-2, "plain Muon is as near: the test shows nothing"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_ten_steps_are_those_of_both_papers_or_refused(pair):
+    if pair in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(REFUSED[pair])):
+            fast_weights(*pair)
+        return
+    weights = fast_weights(*pair)
+    assert relative(weights, slow_weights(*pair)) < 1e-4
+    for name in pair:
+        assert relative(weights, slow_weights(name)) > 1e-2, f"{name} alone is as near: the test shows nothing"
+
+
+def test_ten_steps_are_those_of_all_papers():
+    one_of = {"deepseek_v4", "pion", "aol", "product"}  # other values of options that are there
+    names = [name for name in OF_MODELS if name not in one_of]
+    assert relative(fast_weights(*names), slow_weights(*names)) < 1e-4

@@ -12,7 +12,7 @@ from hf_muon import Muon, MuonConfig
 from hf_muon.optimizer.step_rules import hyperparameters
 from hf_muon.rules import registry
 from tests.optimizer.cases import both_gradients, both_halves, gradients, parameters, run
-from tests.rules.slow import SlowMuon
+from tests.rules.slow_rules import DecaySchedule
 
 SHAPES = [(12, 20), (7, 9)]
 STEPS = 8
@@ -55,15 +55,6 @@ def test_this_runs_number_of_steps_holds_on_resume():
     unknown, _ = both_halves(momentum_cooldown=3)
     unknown.load_state_dict(optimizer.state_dict())
     assert [group["training_steps"] for group in unknown.param_groups] == [None, None]
-
-
-class DecaySchedule(SlowMuon):
-    """Defazio, https://arxiv.org/abs/2506.02285: the decay by the rate over its largest one."""
-
-    peak = 0.02
-
-    def weight_decay_now(self):
-        return self.weight_decay * self.lr / self.peak
 
 
 def factor(step):
