@@ -53,6 +53,15 @@ def paired(own: Mapping[str, float], reference: Mapping[str, float]) -> Differen
     return Difference(mean, deviation, student_tails(mean / deviation * math.sqrt(count), count - 1), count)
 
 
+def smallest_shown(test: Difference) -> float:
+    """Return the mean difference from which on pairs with this deviation are significant at `LEVEL`."""
+    low, high = 0.0, 1e6  # of Student's t
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tails(middle, test.pairs - 1) > LEVEL else (low, middle)
+    return high * test.deviation / math.sqrt(test.pairs)
+
+
 def student_tails(t: float, freedom: float) -> float:
     """Return the probability that Student's t is at least as far from zero as `t`."""
     return incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)

@@ -10,9 +10,10 @@ from statistics import fmean
 
 from evidence.agenda import Search, has_best_inside, remaining, searches
 from evidence.budgets import budgets_table
+from evidence.conclusions import conclusion, verdict
 from evidence.pictures import curves_picture, rates_picture
 from evidence.results import DONE, Row, loss_of, losses_of, read_rows
-from evidence.significance import LEVEL, Difference, mean_curve, paired, speed_up, spread
+from evidence.significance import Difference, mean_curve, paired, speed_up, spread
 from evidence.study import FINAL, TUNE, Study
 
 Rows = Mapping[str, Row]
@@ -100,16 +101,34 @@ def finals_table(study: Study, rows: Rows, finals: Iterable[Row]) -> str:
     heads += ["loss on the old text", "change", "movement"] if forgets else []
     heads += ["what it shows"]
     lines = [_line(heads), _line(["---"] * len(heads))]
+    sentences = []
     for cell in study.cells:
+        tests = {}
         for side in study.sides_of(cell):
             if own := by_side.get((cell, side)):
                 reference = by_side.get((cell, study.reference_of(side)), [])
-                lines.append(_line(_final_cells(study, cell, side, own, reference, forgets)))
-    return "\n".join(lines)
+                test = None if side == study.reference_of(side) else _difference(own, reference)
+                if test is not None:
+                    tests[side] = test
+                lines.append(_line(_final_cells(study, cell, side, own, reference, test, forgets)))
+        sentences.append(conclusion(cell, tests))
+    return "\n".join([*lines, *(f"\n{sentence}" for sentence in sentences if sentence)])
+
+
+def _difference(own: Sequence[Row], reference: Sequence[Row]) -> Difference | None:
+    """Return the difference of two sides; None where they have no seed in common."""
+    losses = [{row["seed"]: loss_of(row) for row in rows if row["status"] == DONE} for rows in (own, reference)]
+    return paired(*losses) if losses[0].keys() & losses[1].keys() else None
 
 
 def _final_cells(
-    study: Study, cell: str, side: str, own: Sequence[Row], reference: Sequence[Row], forgets: bool
+    study: Study,
+    cell: str,
+    side: str,
+    own: Sequence[Row],
+    reference: Sequence[Row],
+    test: Difference | None,
+    forgets: bool,
 ) -> list[str]:
     finished = [row for row in own if row["status"] == DONE]
     values = " ".join(
@@ -124,11 +143,9 @@ def _final_cells(
     others = [row for row in reference if row["status"] == DONE]
     compared = ["", "", "", ""]
     shows = "the reference" if side == study.reference_of(side) else "the reference is missing"
-    if side != study.reference_of(side) and others:
+    if test is None and others and side != study.reference_of(side):
         shows = "no seed in common with the reference"
-    by_seed, reference_by_seed = _by_seed(finished), _by_seed(others)
-    if side != study.reference_of(side) and by_seed.keys() & reference_by_seed.keys():
-        test = paired(by_seed, reference_by_seed)
+    if test is not None:
         times = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
         other_ms = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in others)
         compared = [test.text(), _probability(test.p)]
@@ -140,21 +157,6 @@ def _final_cells(
         old = [spread([float(row["other_loss"]) for row in finished]), f"{fmean(change):+.4f}"]
         old += [f"{fmean(float(row['movement']) for row in finished):.3f}"]
     return [*cells, spread(losses), *compared, f"{milliseconds:.0f}", *old, shows]
-
-
-def _by_seed(rows: Sequence[Row]) -> dict[str, float]:
-    return {row["seed"]: loss_of(row) for row in rows}
-
-
-def verdict(test: Difference) -> str:
-    """Return in words what a difference shows."""
-    if test.pairs < 3:
-        return f"nothing yet: {test.pairs} seed{'s' * (test.pairs > 1)}"
-    if test.p == 1:
-        return "equal"
-    if test.p < LEVEL:
-        return "lower loss" if test.mean < 0 else "higher loss"
-    return "no difference shown"
 
 
 def _probability(p: float) -> str:

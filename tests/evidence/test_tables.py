@@ -10,10 +10,11 @@ from statistics import NormalDist
 import pytest
 
 from evidence.budgets import budgets_table, fewer_tokens
+from evidence.conclusions import conclusion, verdict
 from evidence.results import COLUMNS, read_rows
-from evidence.significance import Difference, incomplete_beta, paired, speed_up, step_of, student_tails
+from evidence.significance import Difference, incomplete_beta, paired, smallest_shown, speed_up, step_of, student_tails
 from evidence.study import Study
-from evidence.tables import draw, finals_table, verdict
+from evidence.tables import draw, finals_table
 from tests.evidence.quick_study import CONTENT
 from tests.evidence.quick_trial import BEST
 
@@ -44,7 +45,9 @@ def rows():
 
 
 def test_a_table_of_finals(rows):
-    lines = finals_table(Study("quick", CONTENT), rows, rows.values()).splitlines()
+    table, short = finals_table(Study("quick", CONTENT), rows, rows.values()).split("\n\n")
+    assert short == "*short.* Lower loss than the reference: muon (-0.500)."
+    lines = table.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [line[:2] for line in cells[2:]] == [
         *(["short", "adamw"], ["short", "muon"], ["long", "adamw"], ["long", "muon"])
@@ -76,6 +79,25 @@ def test_sides_without_a_common_seed_are_not_compared(rows):
 )
 def test_verdicts(mean, p, pairs, text):
     assert verdict(Difference(mean, 0.1, p, pairs)) == text
+
+
+def test_a_conclusion_says_what_is_shown_and_what_is_not():
+    tests = {
+        "a little": Difference(0.01, 0.1, 0.8, 3),
+        "much": Difference(-0.5, 0.001, 1e-6, 3),
+        "more": Difference(-0.7, 0.001, 1e-6, 3),
+        "worse": Difference(0.2, 0.001, 1e-5, 3),
+        "same": Difference(0.0, 0.0, 1.0, 3),
+        "two": Difference(-1.0, 0.001, 1e-6, 2),
+    }
+    assert conclusion("short", tests) == (
+        "*short.* Lower loss than the reference: more (-0.700), much (-0.500). Higher loss than the reference: "
+        "worse (+0.200). Equal to the last digit: same. No difference shown: a little (+0.010). "
+        "Equality is not shown either: with these seeds only a mean difference beyond 0.57 would count."
+    )
+    assert conclusion("short", {"two": tests["two"]}) == ""
+    # t = 9.925 leaves 1 % in the tails with two degrees of freedom.
+    assert smallest_shown(tests["a little"]) == pytest.approx(9.92484 * 0.1 / math.sqrt(3), rel=1e-5)
 
 
 def test_fewer_tokens():
