@@ -143,7 +143,7 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
     advice = "Name matrices with muon_patterns, or choose another optimizer."
     others = [route for route in routes if not is_lora(route.name)]
-    if len(others) < len(routes):
+    if any("lora=muon opts in" in reason for reason in reasons):
         trained = f"LoRA factors and {len(others)} other parameters" if others else "Only LoRA factors"
         advice = (
             f"{trained} are trained: set lora=muon to give the factors to Muon, in TrainingArguments as optim_args: "

@@ -65,6 +65,17 @@ def sides_of(group: Group, matrices: Sequence[tuple[int, bool]]) -> list[tuple[A
     return [(turned, *(pairs[i][1:] if i in pairs else ())) for i, turned in matrices]
 
 
+def partition_complaint(group: Group, *stages: int) -> str | None:
+    """Say that a rule cannot step a group whose matrices ZeRO cuts; None where no rule needs whole ones."""
+    rule = registry.paired(group)
+    if rule is None:
+        return None
+    return (
+        f"{rule.name} (lora=product) needs whole factors, and ZeRO-{', '.join(map(str, stages))} cuts matrices "
+        "anywhere. Use ZeRO-0, DDP or FSDP2, or lora=muon"
+    )
+
+
 def complaint(group: Group) -> str | None:
     """Say why a rule cannot step the matrices of a group in pairs; None where it can, and where no rule does."""
     rule = registry.paired(group)
@@ -72,17 +83,17 @@ def complaint(group: Group) -> str | None:
         return None
     assert rule.partner is not None
     if any(len(shape_of(param)) < 2 for param in group["params"]):
-        return (
-            f"{rule.name} needs whole matrices, and ZeRO-1, 2 and 3 cut them anywhere into flat "
-            "partitions: use DDP, FSDP2 or ZeRO-0, or lora=muon"
-        )
+        return partition_complaint(group, 1, 2, 3)
     names = list(group.get("param_names") or [])
     if len(names) != len(group["params"]):
         return (
             f"{rule.name} knows the two matrices of a pair by their names, which this param group lacks: give "
             "(name, parameter) pairs, or let build_optimizer(model) do so"
         )
-    pairs = partners_of(group)
+    try:
+        pairs = partners_of(group)
+    except ValueError as error:
+        return str(error)
     for i, (name, view) in enumerate(zip(names, views.views_of(group), strict=True)):
         if (other := rule.partner(name)) is None:
             continue

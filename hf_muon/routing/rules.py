@@ -49,8 +49,8 @@ _HEAD = re.compile(
 )
 # Factors of peft's other adapters.
 _ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|randlora)_", re.IGNORECASE)
-# The factor that LoRA multiplies with last, ``(out, r)``, by the names of peft and diffusers.
-_LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|up)($|[._])")
+# The factor that LoRA multiplies with last, ``(out, r)``, by the names of peft, torchtune and diffusers.
+_LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|b|up)($|[._])")
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 
 # Names without decay, as in transformers' Trainer.get_decay_parameter_names.
@@ -143,7 +143,8 @@ class Rules:
         if against is not None:
             return False, _decays(param), against, ""
         if is_lora(param.name):
-            view, what = "", f"LoRA factor, lora={self.config.lora}"
+            view = view_of_kernel(param) if param.is_kernel else ""
+            what = f"LoRA factor, lora={self.config.lora}"
         else:
             view, what = self._view_of_kernel(param) if param.is_kernel else self._view(param)
         for pattern in self.muon_patterns:

@@ -21,13 +21,23 @@ from hf_muon.options.declaration import Option
 from hf_muon.rules.rule import Options, Rule, States
 
 A, B = "lora_A", "lora_B"
-_FACTOR = re.compile(r"((?:^|[._])lora(?:_embedding)?[._])(A|B|down|up)(?=$|[._])")
-_PARTNERS = {"A": ("B", A), "B": ("A", B), "down": ("up", A), "up": ("down", B)}
+_FACTOR = re.compile(r"((?:^|[._])lora(?:_embedding)?[._])(A|B|a|b|down|up)(?=$|[._])")
+_PARTNERS = {"A": ("B", A), "B": ("A", B), "a": ("b", A), "b": ("a", B), "down": ("up", A), "up": ("down", B)}
+_LORA = re.compile(r"(?:^|[._])lora[._](?!magnitude)", re.IGNORECASE)
 
 
 def partner(name: str) -> tuple[str, str] | None:
-    """Return the name of a LoRA factor's partner and the factor's own role; None for any other parameter."""
+    """Return the name of a LoRA factor's partner and the factor's own role; None for any other parameter.
+
+    Raises:
+        ValueError: the name is that of another LoRA factor, whose product is not known.
+    """
     if (factor := _FACTOR.search(name)) is None:
+        if _LORA.search(name):
+            raise ValueError(
+                f"{name} is named as a LoRA factor, and none of lora_A with lora_B, lora_a with lora_b, lora_down with "
+                "lora_up: what it is multiplied with is not known. Rename the factors, or use lora=muon"
+            )
         return None
     other, role = _PARTNERS[factor[2]]
     return name[: factor.start(2)] + other + name[factor.end(2) :], role

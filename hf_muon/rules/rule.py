@@ -49,6 +49,7 @@ class Rule:
             ``(B, out, in)`` in fp32. Needs `partner`.
         partner: called with the name of a parameter; returns the name of its partner and its own role in the pair, or
             None, where the rule's `around` and `apply` are not called. Pairs are single matrices, in one param group.
+            Raises ValueError for a name that is that of a factor whose pair the rule cannot step.
         scaled_like: called with the shapes of a matrix and of its partner and the matrix's role; returns the shape
             ``(out, in)`` by which `adjust_lr_fn` scales its directions. Raises ValueError for shapes that make no pair.
         apply: elementwise, as directions are applied, ``weight -= lr * scale * direction``. Called with directions and

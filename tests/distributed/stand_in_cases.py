@@ -38,6 +38,14 @@ def stand_in_gradients(rank, layout, backends=("cpu", "standin"), as_host=False,
         backends: devices that the process group communicates from.
         as_host: whether elementwise functions and units are those of a CPU, so that results are, too.
     """
+    with on_device(backends, as_host) as device:
+        states = given_gradients(rank, layout, device="standin", **options)
+    return states, device.races, device.copied
+
+
+@contextlib.contextmanager
+def on_device(backends=("cpu", "standin"), as_host=False):
+    """Yield the device, as a rank of a process group has it; arguments are those of `stand_in_gradients`."""
     from tests import stand_in
 
     agreement.report_device = lambda group, model_device: model_device
@@ -46,8 +54,7 @@ def stand_in_gradients(rank, layout, backends=("cpu", "standin"), as_host=False,
     stand_in.DEVICE.reset()
     hosts = {"cpu", "standin"} if as_host else {"cpu"}
     with replaced(host, "SMALLEST", 0), replaced(elementwise, "_HOSTS", hosts), stand_in.HostAccesses():
-        states = given_gradients(rank, layout, device="standin", **options)
-    return states, stand_in.DEVICE.races, stand_in.DEVICE.copied
+        yield stand_in.DEVICE
 
 
 class Net(nn.Module):

@@ -54,10 +54,12 @@ class TestLora:
         others = {reasons(model, lora="muon_b")[name] for name in both - one}
         assert others == {"LoRA factor, lora=muon_b takes lora_B alone"}
 
-    @pytest.mark.parametrize("name", ["lora_B.default.weight", "lora_embedding_B.default", "up.lora_up.weight"])
+    @pytest.mark.parametrize(
+        "name", ["lora_B.default.weight", "lora_b.weight", "lora_embedding_B.default", "up.lora_up.weight"]
+    )
     def test_names_of_the_factor_that_starts_from_zero(self, name):
         assert is_lora_b(f"model.{name}")
-        assert not is_lora_b(f"model.{name}".replace("lora_up", "lora_down").replace("_B", "_A"))
+        assert not is_lora_b(f"model.{name}".replace("lora_up", "lora_down").replace("_B", "_A").replace("_b.", "_a."))
 
     def test_modules_to_save(self):
         import peft

@@ -1,24 +1,21 @@
-"""`lora: product`: pairs of factors against a slow loop, with factors of another scale, in layouts, and refused."""
+"""`lora: product`: pairs of factors against a slow loop, with factors of another scale, and in layouts."""
 
 from __future__ import annotations
 
 import copy
 import math
-import re
 
-import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
-from hf_muon import Muon, MuonOfGroups, build_optimizer
-from hf_muon.integrations.deepspeed.refusals import refuse_momentum
+from hf_muon import Muon, build_optimizer
 from hf_muon.math.coefficients import resolve
 from hf_muon.rules.lora_product import inverse_root, partner
 from tests.distributed.test_layouts import assert_equal
 from tests.reference import newton_schulz_on_singular_values
 from tests.rules.lora_cases import given, muon, named, weights_of
+from tests.rules.lora_models import adapted_model
 from tests.rules.slow import symmetric_root
 
 LR, DECAY, STEPS = 0.02, 0.5, 10
@@ -180,17 +177,8 @@ def test_factors_of_the_rate_are_those_of_the_rate():
     assert all(torch.equal(halves[name], half[name]) for name in shapes)
 
 
-def model(**lora):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    return peft.get_peft_model(
-        transformers.LlamaForCausalLM(config), peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **lora})
-    )
-
-
 def test_adapters_of_a_model_are_trained():
-    adapted = model(modules_to_save=["norm"])
+    adapted = adapted_model(modules_to_save=["norm"])
     optimizer = build_optimizer(adapted, lora="product", lr=1e-2, weight_decay=0.1)
     assert [(g["use_muon"], g["lora_product"]) for g in optimizer.param_groups] == [(True, True), (False, False)]
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -220,66 +208,3 @@ def test_adapters_of_a_model_are_trained():
 )
 def test_partners_by_name(name, expected):
     assert partner(name) == expected
-
-
-def frozen(part):
-    adapted = model()
-    for name, param in adapted.named_parameters():
-        if part in name:
-            param.requires_grad_(False)
-    return adapted
-
-
-def test_factors_without_a_partner_are_refused():
-    with pytest.raises(ValueError, match=r"q_proj.lora_A.default.weight \(4, 32\) has no partner .*lora_B.default"):
-        build_optimizer(frozen("lora_B"), lora="product")
-    with pytest.raises(ValueError, match="has no partner"):
-        build_optimizer(model(), lora="product", adamw_patterns="v_proj.lora_A")
-    adapted = model()
-    pairs = [[p for n, p in adapted.named_parameters() if part in n] for part in ("lora_A", "lora_B")]
-    with pytest.raises(ValueError, match="train both, by Muon, in one group"):
-        MuonOfGroups([{"params": own} for own in pairs], model=adapted, lora="product")
-    with pytest.raises(ValueError, match="lora=product: no LoRA factor is trained"):
-        build_optimizer(frozen("lora_"), lora="product")
-
-
-def test_what_makes_no_pair_is_refused():
-    shapes = named([(6, 2, 5)], [])
-    params = parameters(shapes)
-    with pytest.raises(ValueError, match="by their names, which this param group lacks"):
-        Muon(list(params.values()), lora_product=True)
-    with pytest.raises(ValueError, match="this Muon group has no LoRA factors"):
-        muon(parameters(named([], [(4, 5)])))
-    other = {**params, "layers.0.lora_A.default.weight": nn.Parameter(torch.zeros(3, 5))}
-    with pytest.raises(ValueError, match=re.escape("lora_B (6, 2) times lora_A (3, 5) is no product of matrices")):
-        muon(other)
-    with pytest.raises(ValueError, match="is seen as 'transposed', and lora_product takes single matrices"):
-        Muon([{"params": list(params.items()), "views": ["transposed", ""]}], lora_product=True)
-    experts = nn.ModuleDict({"lora_A": nn.Linear(6, 4), "lora_B": nn.Linear(4, 6), "lora_E": nn.Linear(4, 4)})
-    with pytest.raises(ValueError, match=r"lora=product: lora_E.weight belongs to factors whose product is not"):
-        build_optimizer(experts, lora="product")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"normalize": "rows"}, "lora_product and normalize each make the directions of whole matrices"),
-        ({"weight_decay_mode": "cautious"}, "weight_decay_mode and lora_product each take care of weight decay"),
-        ({"lr": 2.0}, "lr=2 times weight_decay=0.5 is not below 1: lower one of them"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        muon(parameters(named()), **options)
-
-
-def test_partitions_are_refused():
-    optimizer = muon(parameters(named()))
-    refuse_momentum(optimizer, {"zero_optimization": {"stage": 0}})
-    with pytest.raises(RuntimeError, match=r"lora_product \(lora=product\) needs whole factors, and ZeRO-2 cuts"):
-        refuse_momentum(optimizer, {"zero_optimization": {"stage": 2}})
-    group = optimizer.param_groups[0]
-    group["params"] = [nn.Parameter(torch.zeros(100))]
-    group["params"][0].grad = torch.zeros(100)
-    with pytest.raises(RuntimeError, match="cut them anywhere into flat partitions"):
-        optimizer.step()

@@ -167,10 +167,18 @@ def _check_arguments(settings: Settings) -> None:
 
 def _check_deepspeed(settings: Settings) -> None:
     from hf_muon.integrations.deepspeed.refusals import refuse_momentum
+    from hf_muon.rules import registry
 
     options = options_of(settings)
+    of_rules = {name: options.value_of(name) for name in registry.option_names()}
+    of_rules["lora_product"] |= options.lora == "product"
     groups = [
-        {"use_muon": True, "momentum_dtype": options.momentum_dtype, "momentum_offload": options.momentum_offload},
+        {
+            **of_rules,
+            "use_muon": True,
+            "momentum_dtype": options.momentum_dtype,
+            "momentum_offload": options.momentum_offload,
+        },
         {"use_muon": False, "adamw_state_dtype": options.adamw_state_dtype},
     ]
     config = _deepspeed_config(settings.get("deepspeed"))
