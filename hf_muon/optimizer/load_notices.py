@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS
 from hf_muon.optimizer.state import DTYPE_OPTIONS, describe, dtype_of
 from hf_muon.rules import registry
 from hf_muon.storage.factors import ONE, factors_of, has_factors
@@ -47,6 +48,13 @@ def changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[
         yield Notice(logging.INFO, f"moments are converted: {differences}")
     if differences := changed_rules(groups, saved_groups):
         yield Notice(logging.WARNING, f"this run's rules hold; state that they lack starts from zero: {differences}")
+    if unknown := unknown_options(groups, saved_groups):
+        yield Notice(
+            logging.WARNING,
+            f"the checkpoint's param groups have {unknown}, which is no option here and has no effect. If a rule of "
+            "another package declares it, import that package or call hf_muon.rules.register before you build the "
+            "optimizer",
+        )
     if differences := changed_factors(groups, saved_groups):
         yield Notice(logging.WARNING, f"this run's lr_scales, wd_scales and layer_decay hold: {differences}")
     if differences := changed_views(groups, saved_groups):
@@ -100,6 +108,19 @@ def changed_rules(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str
         if name in group and group[name] != check_option(name, saved.get(name, option.default))
     }
     return "; ".join(sorted(changes))
+
+
+def unknown_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
+    """Return what the checkpoint's param groups hold and neither this run's nor any option has a name for."""
+    return first_few(
+        {
+            f"{name}={value!r:.200}": None
+            for group, saved in zip(groups, saved_groups, strict=True)
+            for name, value in saved.items()
+            if not (name in group or name in GROUP_OPTIONS or name in OWN_KEYS or name in FOREIGN_KEYS)
+            and name != "differentiable"  # older versions saved torch's default
+        }
+    )
 
 
 def changed_factors(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:

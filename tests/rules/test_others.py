@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from hf_muon import Muon, MuonConfig, build_optimizer
 from hf_muon.optim_args import parse_optim_args
@@ -106,3 +112,35 @@ def test_rules_that_cannot_be_registered(changes, message):
 def test_only_rules_are_registered():
     with pytest.raises(ValueError, match=re.escape("register takes a hf_muon.rules.Rule, not 'normuon'")):
         register("normuon")
+
+
+@pytest.mark.parametrize("form", ["plain", "sharded", "full"])
+def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
+    """torch raises before hf_muon sees a full state with options that this run's param groups lack."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    options = StateDictOptions(full_state_dict=form == "full")
+    with others.registered():
+        before = build_optimizer(model, their_everything=True)
+        model(torch.randn(2, 8)).square().mean().backward()
+        before.step()
+        before.zero_grad()
+        state = before.state_dict() if form == "plain" else get_optimizer_state_dict(model, before, options=options)
+    after = build_optimizer(model)
+    if form == "full":
+        with pytest.raises(KeyError, match=r"param_groups\.0\.their_"):
+            set_optimizer_state_dict(model, after, state, options=options)
+        return
+    with caplog.at_level(logging.WARNING):
+        if form == "plain":
+            after.load_state_dict(state)
+        else:
+            set_optimizer_state_dict(model, after, state)
+    assert (
+        "the checkpoint's param groups have their_normalize=False, their_beta=0.95, their_everything=True, "
+        in caplog.text
+    )
+    assert "import that package or call hf_muon.rules.register before you build the optimizer" in caplog.text
+    assert "their_squares, their_pull" in caplog.text
+    caplog.clear()
+    build_optimizer(model).load_state_dict(build_optimizer(model).state_dict())
+    assert "no option here" not in caplog.text
