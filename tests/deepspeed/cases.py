@@ -55,6 +55,7 @@ def single(
     clip_directions=False,
     viewed=False,
     moved=None,
+    scheduled=False,
     **options,
 ):
     """Train in one process, with fp32 master weights, gradients in the model's dtype, and clipping before the step.
@@ -69,6 +70,7 @@ def single(
         clip_directions: whether to clip directions in place of gradients, which is wrong: a smaller learning rate.
         viewed: whether matrices have views.
         moved: a seed of `tests.bounds.move`.
+        scheduled: whether every step has another learning rate.
         options: options of Muon.
     """
     model = build_model(dtype, frozen, wide)
@@ -78,6 +80,7 @@ def single(
     optimizer = build_optimizer(masters, {**OPTIONS, **options})
     if viewed:
         set_views(optimizer)
+    scheduler = schedule_of(optimizer) if scheduled else None
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     working, exact = dict(model.named_parameters()), dict(masters.named_parameters())
     losses = []
@@ -102,9 +105,15 @@ def single(
             if clip_directions:
                 optimizer.param_groups[0]["lr"] = OPTIONS["lr"] * factor
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         for name in names:
             working[name].data.copy_(exact[name].data)
     return {"losses": losses, "weights": {name: working[name].detach().clone() for name in names}}
+
+
+def schedule_of(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 def config_of(stage, dtype, accumulate, clipping, zero):
@@ -132,6 +141,7 @@ def engine_of(
     zero_init=False,
     zero=None,
     viewed=False,
+    scheduled=False,
     **options,
 ):
     """Start an engine as a script does; return the engine and its optimizer."""
@@ -158,7 +168,8 @@ def engine_of(
     optimizer = build_optimizer(model, {**OPTIONS, **options})
     if viewed:
         set_views(optimizer)
-    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+    scheduler = schedule_of(optimizer) if scheduled else None
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)
     return engine, optimizer
 
 

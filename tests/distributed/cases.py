@@ -112,13 +112,14 @@ def given_gradients(
     tables=(),
     grad_dtype=None,
     parameters_on_host=False,
+    scheduled=False,
     **options,
 ):
     """Step with given whole gradients in a layout, and return whole parameters and moments.
 
     `tables` are shapes of matrices that AdamW steps, as embeddings; `grad_dtype` is that of gradients that have another
     dtype than their parameters. With `parameters_on_host`, the mesh's device computes and the CPU stores, as with
-    FSDP2's CPUOffloadPolicy.
+    FSDP2's CPUOffloadPolicy. If `scheduled`, every step has another rate.
     """
     of_grads = getattr(torch, grad_dtype or dtype)
     dtype = getattr(torch, dtype)
@@ -148,10 +149,13 @@ def given_gradients(
     for param in params if grad_dtype else ():
         param.grad_dtype = None  # any
     optimizer = muon_over(params, dtype, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if scheduled else None
     for step in range(steps):
         for i, (param, grad) in enumerate(zip(params, make(shapes, step + 1, of_grads), strict=True)):
             param.grad = None if (i + step) % len(params) in missing else put(grad.to(device), i)
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     return whole_state(params, optimizer)
 
 

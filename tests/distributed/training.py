@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
+from hf_muon.storage.factors import factors_of
 from tests.bounds import move
 from tests.distributed.cases import whole
 from tests.fixtures_text import texts
@@ -90,6 +91,12 @@ def wrap(model, layout):
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options), shards, place
+
+
+def factors(rank, layout, **options):
+    """Return the factors of the learning rate and of the weight decay of each parameter of a model in a layout."""
+    groups = build_optimizer(wrap(Model(), layout)[0], options).param_groups
+    return {name: tuple(own) for g in groups for name, own in zip(g["param_names"], factors_of(g), strict=True)}
 
 
 def batches(step):

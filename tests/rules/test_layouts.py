@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.distributed.cases import given_gradients
+from tests.distributed.cases import VIEWS, given_gradients
 from tests.distributed.test_layouts import assert_equal
-from tests.rules.settings import SETTINGS
+from tests.distributed.training import factors
+from tests.rules.settings import PLAIN, SETTINGS, TOGETHER
 
 LAYOUTS = [("ddp", 2), ("fsdp", 3), ("last", 2), ("hsdp", 4), ("fsdp-tp", 4), ("experts", 4)]
+HALF = {"viewed": VIEWS, "dtype": "bfloat16", "momentum_dtype": "int8"}
 
 
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
@@ -24,3 +27,29 @@ def test_factors_of_parameters_are_the_same_in_every_layout(pools, layout, ranks
     for options in ({}, {"dtype": "bfloat16", "weight_decay_mode": "cautious"}):
         expected = given_gradients(0, "single", scaled=True, **options)
         assert_equal(pools[ranks].run(given_gradients, layout=layout, scaled=True, **options), expected)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {**HALF, **TOGETHER}], ids=["plain", "all"])
+def test_a_schedule_and_every_other_option_are_the_same_in_every_layout(pools, layout, ranks, options):
+    options = {"scaled": True, "scheduled": True, **PLAIN, **options}
+    expected = given_gradients(0, "single", **options)
+    assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["scaled", "scheduled", *PLAIN, *TOGETHER])
+def test_each_of_these_options_matters(name):
+    options = {"scaled": True, "scheduled": True, **PLAIN, **TOGETHER, "training_steps": 4}
+    others = {key: value for key, value in options.items() if key != name}
+    if name == "training_steps":
+        others[name] = 100
+    one, other = given_gradients(0, "single", **options), given_gradients(0, "single", **others)
+    assert any(not torch.equal(weight, same) for (weight, *_), (same, *_) in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp-tp", 4)])
+def test_names_and_depths_are_those_of_the_model_in_every_layout(pools, layout, ranks):
+    options = {"lr_scales": {r"^embed": 2.0, r"blocks\.0": 0.5}, "wd_scales": {"qkv": 3.0}, "layer_decay": 0.5}
+    expected = factors(0, "single", **options)
+    assert len(set(expected.values())) > 4
+    assert all(own == expected for own in pools[ranks].run(factors, layout=layout, **options))
