@@ -17,6 +17,15 @@ def symmetric_root(rows):
     return (u / s[: u.shape[1]]) @ u.T
 
 
+def relative(weights, slow, start):
+    """Return the largest difference of a weight from a slow one, divided by how far that moved from its start."""
+    worst = 0.0
+    for weight, own, first, unclear in zip(weights, slow.weights, start, slow.unclear, strict=True):
+        difference = (weight.detach().double() - own).masked_fill(unclear, 0)
+        worst = max(worst, float(difference.norm() / (own - first.detach().double()).norm()))
+    return worst
+
+
 class SlowMuon:
     """A training of single matrices ``(out, in)`` with plain Muon; subclasses are rules.
 
@@ -31,6 +40,7 @@ class SlowMuon:
         self.weights = [w.detach().double().clone() for w in weights]
         self.buffers = [torch.zeros_like(w) for w in self.weights]
         self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
+        self.unclear = [torch.zeros_like(w, dtype=torch.bool) for w in self.weights]  # elements that rounding decides
         self.rms, self.number = 0.2, 0
         self.steps = resolve("polar_express", 5)
 

@@ -43,6 +43,10 @@ class Cautious(SlowMuon):
     def decay(self, weight, direction):
         return torch.where(weight * direction >= 0, weight, 0)
 
+    def moved(self, k, weight, direction):
+        self.unclear[k] |= direction.abs() < 1e-4 * direction.square().mean().sqrt()  # its sign may be another in fp32
+        return super().moved(k, weight, direction)
+
 
 class DecaySchedule(SlowMuon):
     """Defazio, https://arxiv.org/abs/2506.02285: the decay by the rate over its largest one."""

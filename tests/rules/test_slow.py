@@ -8,6 +8,7 @@ import torch
 from hf_muon import Muon
 from tests.optimizer.cases import gradients, parameters, run
 from tests.rules.settings import SETTINGS
+from tests.rules.slow import relative
 from tests.rules.slow_rules import SLOW
 
 LR, DECAY, STEPS = 0.02, 0.5, 10
@@ -16,11 +17,6 @@ LR, DECAY, STEPS = 0.02, 0.5, 10
 def shapes_of(seed):
     generator = torch.Generator().manual_seed(seed)
     return [tuple(torch.randint(3, 40, (2,), generator=generator).tolist()) for _ in range(6)]
-
-
-def relative(weights, slow, start):
-    pairs = zip(weights, slow.weights, start, strict=True)
-    return max(float((w.detach().double() - s).norm() / (s - first.detach().double()).norm()) for w, s, first in pairs)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
