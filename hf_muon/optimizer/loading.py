@@ -168,7 +168,9 @@ def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterat
         for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             moments = state_dict["state"].get(key) or {}
             if is_dtensor(param):
-                keys = (*state_keys(saved, param), *rule_state.rule_keys(saved))
+                # With a state that rank 0 has read, it alone has that of rules which are off here, and nobody takes it.
+                rules = [name for name in rule_state.rule_keys(saved) if name in rule_state.rule_keys(group)]
+                keys = (*state_keys(saved, param), *rules)
                 moments = {name: moments[name] for name in keys if name in moments}
                 kinds = {name: str(moments[name].placements) for name in moments if is_dtensor(moments[name])}
                 yield f"{describe(group, i)} with {sorted(moments)}, {f'stored as {kinds}' if kinds else 'whole'}"
