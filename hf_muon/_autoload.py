@@ -37,6 +37,9 @@ HOOKS = {
     "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer": (
         "hf_muon.integrations.llamafactory.v1.hooks:patch_optimizers"
     ),
+    "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2": (
+        "hf_muon.integrations.llamafactory.v1.hooks:patch_checkpoints"
+    ),
 }
 """Each module to patch, and the function that patches it, which is called with the module.
 

@@ -69,7 +69,7 @@ FLOORS = {
         "state_check layout",
         "preflight first_step_report step_rules watching",
         "consensus head_rules partitioned step",
-        "load_notices",
+        "load_notices sharded_checkpoints",
         "loading",
         "muon",
     ],

@@ -66,12 +66,12 @@ def test_doctor_for_machines_and_for_bug_reports():
 def test_doctor_lists_the_hooks_of_llamafactory_v1():
     """Expect the registry in one of two modules, depending on the version of LLaMA-Factory."""
     shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", plain_doctor().stdout)
-    arguments, *registries = [state for _, state in shown]
+    arguments, *registries, checkpoints = [state for _, state in shown]
     assert len(registries) == 2
     if importlib.util.find_spec("llamafactory") is None:
-        assert {arguments, *registries} == {"waiting for its import (not installed)"}
+        assert {arguments, *registries, checkpoints} == {"waiting for its import (not installed)"}
     else:
-        assert arguments == "waiting for its import"
+        assert arguments == checkpoints == "waiting for its import"
         assert set(registries) == {"waiting for its import", "waiting for its import (not in this llamafactory)"}
 
 

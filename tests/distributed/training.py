@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
+from hf_muon.optimizer.sharded_checkpoints import loading_from
 from hf_muon.storage.factors import factors_of
 from tests.bounds import move
 from tests.distributed.cases import whole
@@ -130,12 +132,17 @@ def train(
     full=False,
     flat=False,
     direct=False,
+    converts=False,
+    without="",
     stale_gradients=False,
     killed=None,
     moved=None,
     **options,
 ):
-    """Train steps `first` to `last`; return losses, and full parameters and states by name."""
+    """Train steps `first` to `last`; return losses, and full parameters and states by name.
+
+    With `converts`, a sharded checkpoint is loaded in `loading_from`; `without` is a key that a saved state lacks.
+    """
     torch.manual_seed(0)
     model = Model().to(getattr(torch, dtype))
     move(model, moved)
@@ -151,7 +158,7 @@ def train(
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
     if load:
-        restore(model, optimizer, load, full=full, flat=flat, direct=direct)
+        restore(model, optimizer, load, full=full, flat=flat, direct=direct, converts=converts)
     if drop:
         optimizer.state.clear()
         if drop == "everything":
@@ -179,7 +186,7 @@ def train(
             clip(list(model.parameters()), clipping)
         optimizer.step()
     if save:
-        store(model, optimizer, save, full=full, flat=flat)
+        store(model, optimizer, save, full=full, flat=flat, without=without)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     results = {
@@ -212,27 +219,33 @@ def kill_in(phase):
         os.fsync = half
 
 
-def store(model, optimizer, path, *, full, flat):
+def store(model, optimizer, path, *, full, flat, without):
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=flat)
     state = {
         "model": get_model_state_dict(model, options=options),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
+    if without:
+        moments = state["optimizer"]["state"]
+        state["optimizer"]["state"] = {
+            name: {key: value for key, value in own.items() if key != without} for name, own in moments.items()
+        }
     if not full:
         dcp.save(state, checkpoint_id=path)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(state, path)
 
 
-def restore(model, optimizer, path, *, full, flat, direct):
+def restore(model, optimizer, path, *, full, flat, direct, converts):
     options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat)
     if full:
         state = torch.load(path, weights_only=True)
     else:
-        state = {
-            "model": get_model_state_dict(model, options=options),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-        }
+        with loading_from(optimizer, path) if converts else contextlib.nullcontext():
+            state = {
+                "model": get_model_state_dict(model, options=options),
+                "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+            }
         dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"], options=options)
     if direct:

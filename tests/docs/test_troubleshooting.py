@@ -24,7 +24,7 @@ VARIABLE = re.compile(r"\0|%(?:\.\d)?[sdgf]%*|(?<!\{)\{\w+\}|\n")
 PRINTING = ("hf_muon/cli/", "hf_muon/diagnostics/", "hf_muon/plan/")
 MAKES_MESSAGES = re.compile(r"complaint|reason|refus|freeze_quantized|_valid")
 # Texts of other packages that stand on the page for people who search for them.
-OF_OTHERS = ("... is not a valid OptimizerNames",)
+OF_OTHERS = ("... is not a valid OptimizerNames", "Missing key in checkpoint state_dict: ...")
 # A file, or a function or constant of it, whose texts are no messages, and why.
 NO_MESSAGES = {
     "hf_muon/integrations/timm.py::_entry": "in timm's list of optimizers",

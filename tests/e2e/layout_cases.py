@@ -35,6 +35,7 @@ HSDP = {
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }
+ROWS = {"optim_args": "ns_dtype=fp32,normalize=rows"}
 COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 OPTIONS: dict[str, Case] = {
@@ -133,6 +134,11 @@ def two() -> list[Case]:
     lora["arguments"] = lora["arguments"] | SAVE | SHARDED
     cases = [ddp, fsdp, sharded, lora]
     cases += [resumed(straight) for straight in (ddp, fsdp, sharded, lora)]
+    for kind, straight in (("whole", fsdp), ("shards", sharded)):
+        plain, rows = straight["arguments"], straight["arguments"] | ROWS
+        with_rule = straight | {"name": f"rule_{kind}", "arguments": rows}
+        on = resumed(straight, name=f"rule_on_{kind}", arguments=rows)
+        cases += [on, with_rule, resumed(with_rule, name=f"rule_off_{kind}", arguments=plain)]
     cases += [resumed(x, name=f"{x['name']}_dropped", fault="drop_moments") for x in (ddp, fsdp)]
     cases += [case(f"ddp_{name}", **keys) for name, keys in OPTIONS.items() if name in WITH_DDP]
     cases += [case(f"fsdp_{name}", "fsdp2", **keys) for name, keys in OPTIONS.items() if name != "lora"]
@@ -243,6 +249,6 @@ FIRST = {
     *("one", "one_resumed", "one_moved_0", "one_moved_1", "one_even", "one_even_moved_0", "one_even_moved_1"),
     *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
     *("fp16", "offload", "offload_resumed", "tp", "native_tp", "native_tp_resumed", "cp", "cp_resumed"),
-    *("hsdp", "hsdp_resumed", "two_to_four_sharded", "launched", "launched_resumed"),
+    *("rule_on_whole", "rule_on_shards", "hsdp", "hsdp_resumed", "two_to_four_sharded", "launched", "launched_resumed"),
     *(f"measured_{name}" for name in MEASURED),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from hf_muon.rules.normalize import SECOND_MOMENT
 from tests.e2e import layouts_worker as worker
 from tests.e2e.layout_cases import (
     LOADS_SHARDS,
@@ -57,6 +58,15 @@ def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
 )
 def test_resumed_run_on_another_number_of_processes(name: str, get: Get) -> None:
     assert_same_run(get(name), get("one"), start_of(), controls_of("one", get))
+
+
+@loads_shards
+@pytest.mark.extended(but="on")
+@pytest.mark.parametrize("switched", ["on", "off"])
+def test_a_rule_is_switched_with_shards_as_with_a_whole_state(switched: str, get: Get) -> None:
+    result = get(f"rule_{switched}_shards")
+    assert_identical(result, get(f"rule_{switched}_whole"))
+    assert any(name.endswith(f":{SECOND_MOMENT}") for name in result["state"]) is (switched == "on")
 
 
 @pytest.mark.extended

@@ -43,9 +43,26 @@ def loop(
         The weights, the number of matrices that this rank has orthogonalized, and whether ranks share the work.
     """
     from accelerate import Accelerator
+
+    with accelerate_states(rank, ranks), counted() as counts:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepared(accelerator, network(), order)
+        with model.no_sync() if local else contextlib.nullcontext():
+            for batch in batches():
+                rows = batch if ranks == 1 and part is None else batch.chunk(2)[rank if part is None else part]
+                accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
+                optimizer.step()
+                optimizer.zero_grad()
+    shared = getattr(optimizer, "optimizer", optimizer).replicate_group is not None
+    return [param.detach().clone() for param in model.parameters()], sum(counts), shared
+
+
+@contextlib.contextmanager
+def accelerate_states(rank: int, ranks: int) -> Iterator[None]:
+    """Let accelerate begin anew, on a number of ranks whose process group is there already."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # As torchrun sets them; the process group is there already.
+    # As torchrun sets them.
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -57,24 +74,56 @@ def loop(
         variables.clear()
     states = (AcceleratorState, PartialState, GradientState)
     before = [dict(state._shared_state) for state in states]
-    with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}), counted() as counts:
+    with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}):
         try:
             for state in states:
                 state._shared_state.clear()
-            accelerator = Accelerator(cpu=True)
-            model, optimizer = prepared(accelerator, network(), order)
-            with model.no_sync() if local else contextlib.nullcontext():
-                for batch in batches():
-                    rows = batch if ranks == 1 and part is None else batch.chunk(2)[rank if part is None else part]
-                    accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
-                    optimizer.step()
-                    optimizer.zero_grad()
+            yield
         finally:
             for state, values in zip(states, before, strict=True):
                 state._shared_state.clear()
                 state._shared_state.update(values)
-    shared = getattr(optimizer, "optimizer", optimizer).replicate_group is not None
-    return [param.detach().clone() for param in model.parameters()], sum(counts), shared
+
+
+def sharded_loop(
+    rank: int, kind: str, save: str | None = None, load: str | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """Train under FSDP2 on two ranks, save at the end or load at the beginning; return whole weights and moments.
+
+    Args:
+        rank: of this process.
+        kind: FULL_STATE_DICT or SHARDED_STATE_DICT.
+        save: folder to save to.
+        load: folder to load from.
+        options: of the optimizer.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    from tests.distributed.cases import whole
+    from tests.e2e.cpu_fsdp import open_fsdp
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(accelerate_states(rank, 2))
+        stack.callback(open_fsdp())
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind, cpu_ram_efficient_loading=False)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        net = network()
+        model, optimizer = accelerator.prepare(net, build_optimizer(net, lr=0.02, ns_dtype="fp32", **options))
+        if load:
+            accelerator.load_state(load)
+        for batch in batches():
+            rows = batch.chunk(2)[rank]
+            accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+        if save:
+            accelerator.save_state(save)
+        names = {param: name for name, param in model.named_parameters()}
+        return {f"{names[param]} weight": whole(param) for param in names} | {
+            f"{names[param]} {key}": whole(value)
+            for param, own in optimizer.optimizer.state.items()
+            for key, value in own.items()
+        }
 
 
 def prepared(accelerator: Any, model: nn.Module, order: str) -> tuple[nn.Module, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.integrations.accelerate_cases import loop
+from hf_muon.rules.normalize import SECOND_MOMENT
+from tests.e2e.layout_cases import loads_shards
+from tests.integrations.accelerate_cases import loop, sharded_loop
 
 
 @pytest.mark.parametrize("order", ["together", "optimizer first", "optimizer last", "model first"])
@@ -31,3 +33,17 @@ def test_ranks_without_reduced_gradients_do_not_share(pools):
         expected, alone, _ = loop(0, "together", ranks=1, part=rank)
         assert count == alone
         assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+@loads_shards
+@pytest.mark.parametrize(("before", "after"), [("none", "rows"), ("rows", "none")])
+def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, before, after, tmp_path):
+    results = []
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        path = str(tmp_path / kind)
+        pools[2].run(sharded_loop, kind=kind, save=path, normalize=before)
+        results.append(pools[2].run(sharded_loop, kind=kind, load=path, normalize=after)[0])
+    sharded, full = results
+    assert any(name.endswith(SECOND_MOMENT) for name in sharded) is (after == "rows")
+    assert sharded.keys() == full.keys()
+    assert all(torch.equal(sharded[name], value) for name, value in full.items())

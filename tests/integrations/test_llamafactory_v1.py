@@ -21,6 +21,7 @@ from hf_muon.diagnostics.metrics import FILE
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.hooks import patch_optimizers, patch_training_arguments
 from hf_muon.integrations.llamafactory.v1.refusals import INTERFACE, refuse_unsupported
+from hf_muon.rules.normalize import SECOND_MOMENT
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD, OLD_ARGUMENTS, Net, module_of
 
 
@@ -294,3 +295,30 @@ print(json.dumps([spec, fields, _autoload.status(), type(module.OptimizerPlugin.
     assert states[layouts[0]] == states[ARGUMENTS] == "patched"
     assert {"learning_rate", "dist_config", "optim_config"} <= set(fields)
     assert ("cp_size" in fields, entry) == {OLD: (False, "dict"), NEW: (True, "function")}[layouts[0]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed")
+def test_a_checkpoint_of_fsdp2_loads_with_a_rule_switched_on(tmp_path):
+    """Compare with the whole state; LLaMA-Factory's own functions save and load, in one process."""
+    fsdp2 = importlib.import_module("llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
+    model = Net()
+    optimizer = create_optimizer(model, {"name": "muon", "lr": 3e-3})
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    fsdp2.save_checkpoint(model, optimizer, str(tmp_path))
+    states = []
+    for load in (
+        lambda other, muon: fsdp2.load_checkpoint(other, muon, str(tmp_path)),
+        lambda other, muon: muon.load_state_dict(optimizer.state_dict()),
+    ):
+        other = Net()
+        muon = create_optimizer(other, {"name": "muon", "lr": 3e-3, "normalize": "rows"})
+        load(other, muon)
+        muon.init_state()
+        states.append(muon.state_dict()["state"])
+    loaded, expected = states
+    assert any(SECOND_MOMENT in own for own in loaded.values())
+    for key, own in expected.items():
+        assert own.keys() == loaded[key].keys()
+        assert all(torch.equal(loaded[key][name], value) for name, value in own.items())

@@ -7,13 +7,20 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from hf_muon import Muon
+from hf_muon.optimizer.sharded_checkpoints import loading_from
 from hf_muon.rules.normalize import SECOND_MOMENT
+from tests.distributed.cases import refusal
 from tests.distributed.conftest import run as run
 from tests.distributed.test_training import assert_same
+from tests.distributed.training import train as without_rules
 from tests.optimizer.cases import gradients, parameters
 from tests.optimizer.cases import run as steps_of
+from tests.rules.others import trained
 from tests.rules.settings import TOGETHER
 
 ROWS = {"normalize": "rows"}
@@ -72,3 +79,79 @@ def test_a_rule_is_switched_on_and_off_on_resume(before, after, caplog):
     steps_of(other, resumed, grads[3:])
     assert all(map(torch.equal, weights, resumed))
     assert all((SECOND_MOMENT in own) is bool(after) for own in other.state.values())
+
+
+@pytest.mark.parametrize(("layout", "ranks", "flat"), [("fsdp", 2, False), ("fsdp", 2, True), ("hsdp", 4, False)])
+@pytest.mark.parametrize(("before", "after"), [(ROWS, {}), ({}, ROWS)], ids=["off", "on"])
+def test_a_rule_is_switched_on_and_off_with_a_sharded_checkpoint(run, before, after, layout, ranks, flat, tmp_path):
+    """Compare with the whole state of the same run, bit for bit."""
+    results = {}
+    for full in (False, True):
+        path = str(tmp_path / f"{full=}")
+        run("fsdp", 2, last=3, save=path, full=full, flat=flat and not full, **before)
+        resume = {"first": 3, "load": path, "full": full, "flat": flat and not full, "converts": not full}
+        results[full] = run(layout, ranks, last=5, **resume, **after)
+    assert_same(results[False], results[True])
+    assert any(SECOND_MOMENT in state for state in results[False]["states"].values()) is bool(after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [({}, ROWS, "momentum_buffer"), ({}, ROWS, "exp_avg_sq"), (ROWS, ROWS, SECOND_MOMENT)],
+)
+def test_a_sharded_checkpoint_without_moments_is_refused(pools, run, before, after, lost, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    run("fsdp", 2, last=1, save=path, without=lost, **before)
+    options = {"case": "train", "layout": "fsdp", "first": 1, "load": path, "converts": True}
+    expected = f"moments are missing: .*lacks \\['{lost}'\\]" if before else f"Missing key.*{lost}"
+    for error in pools[2].run(refusal, **options, **after):
+        assert re.search(expected, error)
+
+
+@pytest.mark.parametrize(("before", "after"), [({"their_normalize": True}, {}), ({}, {"their_normalize": True})])
+def test_a_rule_is_registered_or_gone_after_a_sharded_checkpoint(pools, before, after, tmp_path):
+    """Compare with the whole state; the options of the rule, too, are in one of the two runs alone."""
+    results = {}
+    for full in (False, True):
+        path = str(tmp_path / f"{full=}")
+        runs = [
+            {"last": 3, "save": path, **before},
+            {"first": 3, "last": 5, "load": path, "converts": not full, "direct": full, **after},
+        ]
+        for options in runs:
+            train = trained if "their_normalize" in options else without_rules
+            results[full] = pools[2].run(train, layout="fsdp", full=full, **options)[0]
+    assert_same(results[False], results[True])
+    assert any("their_moment" in state for state in results[False]["states"].values()) is bool(after)
+
+
+def test_shards_replace_the_state_of_a_rule_by_zeros_and_a_warning_says_so(tmp_path, caplog):
+    """Load into an optimizer that has taken steps with the rule: its momentum is replaced, and the rule's state new."""
+    path = str(tmp_path)
+    models = [nn.ParameterList(parameters()) for _ in range(2)]
+    saved, other = Muon(models[0].parameters()), Muon(models[1].parameters(), **ROWS)
+    steps_of(saved, list(models[0]), gradients(steps=2))
+    steps_of(other, list(models[1]), gradients(steps=3, seed=5))
+    dcp.save({"optimizer": get_optimizer_state_dict(models[0], saved)}, checkpoint_id=path)
+    with loading_from(other, path):
+        state = {"optimizer": get_optimizer_state_dict(models[1], other)}
+    assert all(SECOND_MOMENT in own for own in (*other.state.values(), *other.state_dict()["state"].values()))
+    with caplog.at_level(logging.WARNING, logger="hf_muon"):
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(models[1], other, state["optimizer"])
+    text = "state that they lack starts from zero: normalize 'rows' here, 'none' in the checkpoint"
+    assert text in caplog.text
+    other.init_state()
+    for mine, its in zip(other.state.values(), saved.state.values(), strict=True):
+        assert torch.equal(mine["momentum_buffer"], its["momentum_buffer"])
+        assert not mine[SECOND_MOMENT].any()
+
+
+def test_a_checkpoint_whose_metadata_cannot_be_read_is_left_to_torch(tmp_path):
+    model = nn.ParameterList(parameters())
+    optimizer = Muon(model.parameters(), **ROWS)
+    optimizer.init_state()
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with loading_from(optimizer, folder):
+            assert all(SECOND_MOMENT in own for own in optimizer.state_dict()["state"].values())

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.diagnostics.log import logger
+from hf_muon.integrations.accelerate import patch_sharded_loading
 from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, TRAINER_LOG, is_muon, is_ours, mark
 from hf_muon.integrations.transformers import context_parallel
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
@@ -104,7 +105,7 @@ def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | No
 
 
 def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
-    """Patch Trainer to name damaged checkpoints and missing moments, to log metrics, and to correct gradients.
+    """Patch Trainer to name damaged checkpoints, to convert sharded ones, to log metrics, and to correct gradients.
 
     Gradients are corrected under sequence parallelism only. Models that were sharded while loading get checkpoints.
     """
@@ -116,6 +117,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
         return None
 
     undo_sharded = patch_checkpoints(trainer)
+    undo_loading = patch_sharded_loading(module)
     load = trainer._load_optimizer_and_scheduler
 
     @functools.wraps(load)
@@ -155,6 +157,7 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
         undo_context_parallel()
         if undo_ulysses:
             undo_ulysses()
+        undo_loading()
         undo_sharded()
 
     return undo

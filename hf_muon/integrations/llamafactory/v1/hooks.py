@@ -1,7 +1,8 @@
-"""What is patched in LLaMA-Factory v1: its registry of optimizers, and its TrainingArguments."""
+"""What is patched in LLaMA-Factory v1: its registry of optimizers, its TrainingArguments, and FSDP2's checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -101,5 +102,34 @@ def patch_training_arguments(module: ModuleType) -> Callable[[], None] | None:
 
     def undo() -> None:
         arguments.__post_init__ = post_init
+
+    return undo
+
+
+def patch_checkpoints(module: ModuleType) -> Callable[[], None] | str | None:
+    """Patch `load_checkpoint` to convert sharded checkpoints, as far as a `Muon` converts whole states.
+
+    Args:
+        module: `...trainer_plugins.distributed.fsdp2`.
+    """
+    load = getattr(module, "load_checkpoint", None)
+    if load is None:
+        return "failed: this LLaMA-Factory loads checkpoints elsewhere; rules cannot be switched on when resuming"
+    if is_ours(load):
+        return None
+
+    @functools.wraps(load)
+    def load_converted(model: Any, optimizer: Any, ckpt_dir: str, **kwargs: Any) -> Any:
+        from hf_muon.optimizer.muon import Muon
+        from hf_muon.optimizer.sharded_checkpoints import loading_from
+
+        shards = os.path.join(ckpt_dir, "optimizer")
+        with loading_from(optimizer, shards) if isinstance(optimizer, Muon) else contextlib.nullcontext():
+            return load(model, optimizer, ckpt_dir, **kwargs)
+
+    module.load_checkpoint = mark(load_converted)  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        module.load_checkpoint = load  # type: ignore[attr-defined]
 
     return undo
