@@ -76,8 +76,10 @@ FLOORS = {
     "convert": ["formats", "names", "conversion"],
     "plan": [
         "operators parallelism",
-        "calls costs live_bytes stand_ins",
-        "activations buffers devices recorded_step",
+        "calls live_bytes stand_ins",
+        "devices pairs",
+        "buffers costs recorded_step",
+        "activations",
         "memory this_machine",
         "step_plan",
         "seconds",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
-from hf_muon.optimizer.partners import has_sides, sides_of
+from hf_muon.optimizer.partners import Partner, has_sides, pairs_of, sides_of, whole_weights
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
 from hf_muon.storage import views
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
+Gather = Callable[[Mapping[int, Tensor]], dict[int, Tensor]]
 
 
 class Matrix(NamedTuple):
@@ -72,12 +73,16 @@ class GroupWork:
         shared: for each parameter, the ranks that store it together; None where this process stores it alone.
         matrices: of a Muon group; empty for an AdamW group.
         executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
+        pairs: the partners of matrices that a rule steps in pairs.
+        gather: returns copies of whole partners, by their positions, from their parameters; all ranks call it together.
         factors: of an AdamW group, for each parameter the factors of its elements; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
+    pairs: Mapping[int, Partner] = field(default_factory=dict)
+    gather: Gather = whole_weights
     factors: list[FactorRuns] = field(default_factory=list)
 
     @property
@@ -129,8 +134,10 @@ class StepLayout:
                     placed = list(_placed_matrices(group, ranks, partitions, offload_compute))
                     if products_on is not None:  # a plan for another device
                         placed = [place._replace(device=products_on) for place in placed]
-                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype, max_batch_bytes)
-                    work = GroupWork(ranks, [place.matrix for place in placed], executors)
+                    matrices = [place.matrix for place in placed]
+                    pairs = pairs_of(group, _named(group, matrices))
+                    executors = _executors(group, placed, pairs, max_bucket_bytes, comm_dtype, max_batch_bytes)
+                    work = GroupWork(ranks, matrices, executors, pairs)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
@@ -320,9 +327,17 @@ def _matrices_of_partition(
             yield _PlacedMatrix(matrix, stored, partition.device, device)
 
 
+def _named(group: Group, matrices: Sequence[Matrix]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the name of each matrix's parameter, empty if it is not known, and the matrix's shape."""
+    names = list(group.get("param_names") or [])
+    known = len(names) == len(group["params"])
+    return [(one.name or (names[one.param] if known else ""), one.shape) for one in matrices]
+
+
 def _executors(
     group: Group,
     placed: Sequence[_PlacedMatrix],
+    pairs: Mapping[int, Partner],
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None,
     max_batch_bytes: int,
@@ -336,5 +351,5 @@ def _executors(
         max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
         max_batch_bytes=max_batch_bytes,
-        sides=sides_of(group, [(place.matrix.param, place.matrix.transposed) for place in placed]),
+        sides=sides_of(group, [place.matrix.transposed for place in placed], pairs),
     )

@@ -20,30 +20,37 @@ class Partner(NamedTuple):
     """The other matrix of a pair.
 
     Attributes:
-        place: its position in the param group.
+        matrix: its position among the matrices of the param group.
         shape: its own.
         role: of the matrix whose partner it is.
     """
 
-    place: int
+    matrix: int
     shape: tuple[int, ...]
     role: str
 
 
-def partners_of(group: Group) -> dict[int, Partner]:
-    """Return the partner of each matrix of a group that a rule steps with one, by position."""
+def pairs_of(group: Group, matrices: Sequence[tuple[str, Sequence[int]]]) -> dict[int, Partner]:
+    """Return the partner of each matrix of a group that a rule steps with one, by position.
+
+    Args:
+        group: the param group.
+        matrices: the names of their parameters, and their shapes.
+
+    Raises:
+        ValueError: a name of which the rule knows no pair.
+    """
     rule = registry.paired(group)
-    names = list(group.get("param_names") or [])
-    if rule is None or len(names) != len(group["params"]):
+    if rule is None:
         return {}
     assert rule.partner is not None
-    places = {name: i for i, name in enumerate(names)}
+    places = {name: k for k, (name, _) in enumerate(matrices)}
     pairs = {}
-    for i, name in enumerate(names):
+    for k, (name, _) in enumerate(matrices):
         other = rule.partner(name)
         if other is not None and other[0] in places:
-            index = places[other[0]]
-            pairs[i] = Partner(index, shape_of(group["params"][index]), other[1])
+            place = places[other[0]]
+            pairs[k] = Partner(place, tuple(matrices[place][1]), other[1])
     return pairs
 
 
@@ -52,17 +59,17 @@ def has_sides(group: Group) -> bool:
     return any(rule.direction is not None or rule.around is not None for rule in registry.rules_of(group))
 
 
-def sides_of(group: Group, matrices: Sequence[tuple[int, bool]]) -> list[tuple[Any, ...]] | None:
+def sides_of(group: Group, turned: Sequence[bool], pairs: Mapping[int, Partner]) -> list[tuple[Any, ...]] | None:
     """Return for each matrix what those of one unit have in common: which side is out, role, partner's shape.
 
     Args:
         group: the param group.
-        matrices: the position of its parameter in the group, and whether it is stored as ``(in, out)``.
+        turned: of each matrix, whether it is stored as ``(in, out)``.
+        pairs: of `pairs_of`.
     """
     if not has_sides(group):
         return None
-    pairs = partners_of(group)
-    return [(turned, *(pairs[i][1:] if i in pairs else ())) for i, turned in matrices]
+    return [(own, *(pairs[k][1:] if k in pairs else ())) for k, own in enumerate(turned)]
 
 
 def partition_complaint(group: Group, *stages: int) -> str | None:
@@ -91,7 +98,7 @@ def complaint(group: Group) -> str | None:
             "(name, parameter) pairs, or let build_optimizer(model) do so"
         )
     try:
-        pairs = partners_of(group)
+        pairs = pairs_of(group, list(zip(names, map(shape_of, group["params"]), strict=True)))
     except ValueError as error:
         return str(error)
     for i, (name, view) in enumerate(zip(names, views.views_of(group), strict=True)):
@@ -125,6 +132,11 @@ def _pair_complaint(group: Group, index: int, view: str, pair: Partner) -> str |
             f"and {rule.name} gathers whole factors: leave out the CPU offload of FSDP2, or use lora=muon"
         )
     return None
+
+
+def whole_weights(params: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return copies of whole weights, see `whole_weight`."""
+    return {k: whole_weight(param) for k, param in params.items()}
 
 
 def whole_weight(param: Tensor) -> Tensor:

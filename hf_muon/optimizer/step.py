@@ -118,6 +118,7 @@ class MuonStep:
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
             self._rules.share(executor)
+        self._rules.release(self._executors)
         if watch is not None:
             for k in self._active:
                 watch.momentum(k, self._momentum.values(k))

@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_muon.distributed.executor import Executor, Piece, UpdatesOf
 from hf_muon.distributed.units import Unit
 from hf_muon.optimizer.layout import GroupWork, Matrix
-from hf_muon.optimizer.partners import partners_of, whole_weight
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule
@@ -67,10 +66,10 @@ class StepRules:
         self._on_applying = [rule for rule in rules if rule.apply is not None]
         self._decaying = [rule for rule in rules if rule.decays]
         self._paired = registry.paired(group)
-        pairs = partners_of(group)
-        self._pairs = {k: pairs[matrix.param] for k, matrix in active.items() if matrix.param in pairs}
-        self._params = group["params"]
-        self._partners: dict[int, Tensor] = {}  # whole, by position in the group
+        self._pairs = {k: pair for k, pair in work.pairs.items() if k in active}
+        self._params = {pair.matrix: group["params"][work.matrices[pair.matrix].param] for pair in self._pairs.values()}
+        self._gather = work.gather
+        self._partners: dict[int, Tensor] = {}  # whole
         self._active = active
         self._weights = weights
         self._options = options
@@ -107,8 +106,13 @@ class StepRules:
 
     def gather(self) -> None:
         """Copy the whole weights of partners before any weight moves; all ranks do so together."""
-        indices = sorted({pair.place for pair in self._pairs.values()})
-        self._partners = {i: whole_weight(self._params[i]) for i in indices}
+        self._partners = self._gather(dict(sorted(self._params.items()))) if self._params else {}
+
+    def release(self, executors: Sequence[Executor]) -> None:
+        """Let go of the copies of partners, which executors would keep until the next step."""
+        self._partners = {}
+        for executor in executors:
+            executor.around = executor.rule = None
 
     def updates_of(self, updates_of: UpdatesOf) -> UpdatesOf:
         """Return what computes updates, changed by rules."""
@@ -141,7 +145,7 @@ class StepRules:
         assert self._paired is not None
         assert self._paired.around is not None
         pairs = [self._pairs[k] for k in members]
-        partners = torch.stack([self._partners[pair.place] for pair in pairs]).to(updates.device)
+        partners = torch.stack([self._partners[pair.matrix] for pair in pairs]).to(updates.device)
         return self._paired.around(orthogonalize, updates, partners, pairs[0].role, self._options, self._number)
 
     def _directed(self, unit: Unit, updates: Tensor, directions: Tensor) -> Tensor:

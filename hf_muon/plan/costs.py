@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_muon.config import MuonConfig
 from hf_muon.distributed.executor import Executor, StepCost
 from hf_muon.distributed.local import LocalExecutor
 from hf_muon.math import cost
@@ -16,6 +17,7 @@ from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.rule_state import reduced_shape
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
+from hf_muon.plan import pairs
 from hf_muon.plan.parallelism import Cuts
 from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.rules import registry
@@ -36,6 +38,7 @@ def step_cost(
     ranks: int,
     ns_steps: int,
     ns_dtype: torch.dtype,
+    config: MuonConfig,
     cuts: Cuts | None = None,
 ) -> StepCost:
     """Return what the executors of all param groups cost together, on each rank.
@@ -46,10 +49,11 @@ def step_cost(
         ranks: number of ranks.
         ns_steps: Newton-Schulz steps.
         ns_dtype: of the products.
+        config: the options of the run.
         cuts: of tensor and expert parallelism, under which groups of some of the ranks store parameters.
     """
 
-    def flops_of(unit: Unit) -> int:
+    def newton_schulz(unit: Unit) -> int:
         rows = cost.block_rows(min(unit.shape), ns_dtype, "cuda")
         return unit.count * cost.flops(unit.shape, cost.segments(unit.shape, ns_steps, ns_dtype), rows)
 
@@ -57,7 +61,9 @@ def step_cost(
     in_flight = largest = 0
     of_groups = list(zip(groups, layout.works, strict=True))
     for group, work, executor in [(group, own, executor) for group, own in of_groups for executor in own.executors]:
-        own = executor.cost(flops_of, ns_dtype)
+        more = pairs.flops_of(group, work, config)
+        # The directions that a rule of pairs makes are of any size, and travel in fp32.
+        own = executor.cost(_sum(newton_schulz, more), torch.float32 if work.pairs else ns_dtype)
         # Without a group every rank does all of it. Other groups of the same axes do the same as this rank's.
         places = _places(getattr(executor, "group", None), ranks, cuts)
         of_rules = _sent_by_rules(group, work, executor, len(own.sent_bytes))
@@ -65,7 +71,14 @@ def step_cost(
         sent = [total + own.sent_bytes[k] + of_rules[k] for total, k in zip(sent, places, strict=True)]
         in_flight += own.in_flight_bytes
         largest = max(largest, own.unit_bytes)
+    for group, work in of_groups:
+        gathered = pairs.gathering(group, work).sent_bytes
+        sent = [total + gathered for total in sent]
     return StepCost(flops, sent, in_flight, largest)
+
+
+def _sum(one: Callable[[Unit], int], other: Callable[[Unit], int]) -> Callable[[Unit], int]:
+    return lambda unit: one(unit) + other(unit)
 
 
 def _places(group: ProcessGroup | None, ranks: int, cuts: Cuts | None) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 
 from hf_muon.plan.calls import Call, Product
 
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Device:
         memory: GB.
         rates: of products of dense matrices, TFLOP/s by dtype.
         gemm: share of the rate that products reach in fp16 and bf16.
-        fp32_share: the same in fp32.
+        fp32_share: the same in fp32 and fp64.
         bandwidth: of memory, GB/s.
         bandwidth_share: share of it that elementwise kernels reach.
         processors: that compute a tile of a product each at one time.
@@ -92,7 +92,7 @@ class Device:
         dtype = _NAMES[product.dtype]
         tiles = batch * math.ceil(m / self.tile) * math.ceil(n / self.tile)
         rounds = math.ceil(tiles / self.processors)
-        rate = self.rates[dtype] * 1e12 * (self.fp32_share if dtype == "fp32" else self.gemm)
+        rate = self.rates[dtype] * 1e12 * (self.fp32_share if product.dtype.itemsize >= 4 else self.gemm)
         computing = rounds * self.processors * 2 * self.tile**2 * k / rate
         return max(self.kernel, computing, self.traffic_seconds(product.nbytes))
 
@@ -176,5 +176,5 @@ def _device(name: str, entry: Mapping[str, Any], assumed: Mapping[str, Any]) -> 
     if wrong := [field for field in shares if content[field] > 1]:
         raise ValueError(f"devices.yaml, {name}: shares are at most 1, and {wrong} are not")
     if {*_NAMES.values()} - entry["rates"].keys() or entry["auto"] not in _NAMES.values():
-        raise ValueError(f"devices.yaml, {name}: rates of fp16, bf16 and fp32, and auto is one of them")
+        raise ValueError(f"devices.yaml, {name}: rates of fp16, bf16, fp32 and fp64, and auto is one of them")
     return Device(**content)

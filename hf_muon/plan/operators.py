@@ -14,12 +14,16 @@ FREE = {
     *("view", "_unsafe_view", "t", "transpose", "unsqueeze", "squeeze", "expand", "slice", "select", "split", "unfold"),
     *("split_with_sizes", "as_strided", "permute", "diagonal", "detach", "alias", "narrow", "reshape", "unbind"),
     *("_reshape_alias", "empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "movedim", "set"),
+    "wait_tensor",
 }
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
 # Inductor's kernels take tensors at such addresses.
 ALIGNED_BYTES = 16
-COLLECTIVES = {"alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce", "broadcast"}
+COLLECTIVES = {
+    *("alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce", "broadcast"),
+    "all_gather_into_tensor",
+}
 
 
 @contextlib.contextmanager

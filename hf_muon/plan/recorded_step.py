@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from hf_muon.math.precision import NS_DTYPES
 from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.state import complete_state_
 from hf_muon.optimizer.step import MuonStep, adamw_step
-from hf_muon.plan import stand_ins
+from hf_muon.plan import pairs, stand_ins
 from hf_muon.plan.calls import Call, Calls, recording
 from hf_muon.plan.parallelism import Cuts
 from hf_muon.routing.route import Route
@@ -98,6 +99,7 @@ def record_step(
                 turns += len(executor.order(frozenset(range(len(work.matrices)))))
                 if hasattr(executor, "comm_device"):
                     executor.comm_device = products_on
+        gathered = [pairs.gathering(*own).calls for own in zip(groups, step.works, strict=True)]
         shards = [[local_of(param) for param in group["params"]] for group in groups]
         with _without_values(products_on):
             stored = [_stored(group, own, config, name, products_on) for group, own in zip(groups, shards, strict=True)]
@@ -105,10 +107,12 @@ def record_step(
             together = [[own] for own in stored] if partitions is not None else [stored]
             for steps in together:
                 calls.calls += _checks([param for _, params, _ in steps for param in params], ranks)
-            for (group, params, state), work in zip(stored, step.works, strict=True):
+            for (group, params, state), work, own in zip(stored, step.works, gathered, strict=True):
                 indices = [i for i, param in enumerate(params) if param.numel() or ranks > 1]
                 with recording(calls):
                     if group["use_muon"]:
+                        calls.calls += own
+                        work = replace(work, gather=pairs.without_values(work, products_on))
                         MuonStep(group, work, indices, state, 2, config.max_batch_bytes).finish()
                     else:
                         adamw_step(group, indices, state, 2, work=work)

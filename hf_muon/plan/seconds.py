@@ -21,6 +21,7 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.math.precision import NS_DTYPES
+from hf_muon.plan import pairs
 from hf_muon.plan.calls import Call
 from hf_muon.plan.costs import attention_flops
 from hf_muon.plan.devices import Device
@@ -35,6 +36,8 @@ from hf_muon.routing.route import route_parameters
 # torch's fused AdamW reads weights, gradients and two moments, and writes all but the gradients: seven tensors, where
 # the moments are two.
 _ADAMW_PASSES = 3.5
+
+_UNCOUNTED_EIGH = "eigendecompositions of small matrices, which lora=product has for each factor"
 
 
 class Rates(Protocol):
@@ -175,6 +178,7 @@ def device_seconds(recorded: RecordedStep, device: Device, plan: Plan) -> StepSe
         traffic=recorded.traffic,
         adamw=_adamw(plan, device),
         overlaps=True,
+        uncounted=_UNCOUNTED_EIGH if pairs.decomposes(calls) else "",
     )
 
 
@@ -183,6 +187,9 @@ def host_seconds(recorded: RecordedStep, machine: ThisMachine, plan: Plan) -> St
     calls = [call for call in recorded.calls if not call.is_collective]
     products, elementwise = _by_kind(calls, machine)
     launching = len(calls) * machine.launch
+    words = [_UNCOUNTED_EIGH] if pairs.decomposes(calls) else []
+    if plan.ranks > 1:
+        words.append("what ranks send to one another, of which the speed is not known")
     total = products + elementwise + launching
     return StepSeconds(
         products=products,
@@ -196,7 +203,7 @@ def host_seconds(recorded: RecordedStep, machine: ThisMachine, plan: Plan) -> St
         traffic=recorded.traffic,
         adamw=_adamw(plan, machine),
         overlaps=False,
-        uncounted="what ranks send to one another, of which the speed is not known" if plan.ranks > 1 else "",
+        uncounted="; ".join(words),
     )
 
 

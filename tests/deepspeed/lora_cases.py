@@ -4,48 +4,19 @@ from __future__ import annotations
 
 import deepspeed
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.cases import config_of, rank_of_environment
+from tests.rules.factors import WIDTH, AdaptedModel
 
 OPTIONS = {"lora": "product", "lr": 1e-2, "weight_decay": 0.1, "ns_dtype": "fp32"}
-WIDTH = 13
-
-
-class Adapted(nn.Module):
-    """A frozen layer with LoRA factors, as peft names them."""
-
-    def __init__(self, out, rank):
-        super().__init__()
-        self.base_layer = nn.Linear(WIDTH, out, bias=False).requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, out, bias=False)})
-        nn.init.zeros_(self.lora_B["default"].weight)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
-class Model(nn.Module):
-    """Pairs of which two share their shapes, and a trained norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Adapted(WIDTH, 3), Adapted(WIDTH, 3), Adapted(WIDTH, 4), Adapted(7, 2)])
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        for layer in self.layers[:-1]:
-            x = x + torch.tanh(layer(x))
-        return self.layers[-1](self.norm(x))
 
 
 def build_model(dtype="float32"):
     torch.manual_seed(0)
-    return Model().to(getattr(torch, dtype))
+    return AdaptedModel().to(getattr(torch, dtype))
 
 
 def loss_of(model, step, dtype="float32"):

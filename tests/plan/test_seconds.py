@@ -90,7 +90,7 @@ class TestDevices:
             ({"speed": 1}, r"missing or unknown are \['speed'\]"),
             ({"bandwidth": 0}, r"expected more than 0 for \['bandwidth'\]"),
             ({"gemm": 1.2}, r"shares are at most 1, and \['gemm'\] are not"),
-            ({"rates": {"fp32": 1}}, "rates of fp16, bf16 and fp32"),
+            ({"rates": {"fp32": 1}}, "rates of fp16, bf16, fp32 and fp64"),
             ({"sources": {"rates": "somewhere"}}, "no source for"),
         ],
     )

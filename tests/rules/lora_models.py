@@ -47,13 +47,3 @@ class Convolution(nn.Module):
 def with_adapted_convolution():
     torch.manual_seed(0)
     return peft.get_peft_model(Convolution(), peft.LoraConfig(r=4, target_modules=["conv"]))
-
-
-class Factors(nn.Module):
-    """A frozen layer with two factors of some names."""
-
-    def __init__(self, down, up):
-        super().__init__()
-        self.layer = nn.Linear(20, 12).requires_grad_(False)
-        self.add_module(down, nn.Linear(20, 3, bias=False))
-        self.add_module(up, nn.Linear(3, 12, bias=False))

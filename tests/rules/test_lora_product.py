@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.math.coefficients import resolve
-from hf_muon.rules.lora_product import inverse_root, partner
+from hf_muon.rules.lora_product import inverse_root
 from tests.distributed.test_layouts import assert_equal
 from tests.reference import newton_schulz_on_singular_values
 from tests.rules.lora_cases import given, muon, named, weights_of
@@ -191,20 +191,3 @@ def test_adapters_of_a_model_are_trained():
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.2
     assert all(param.isfinite().all() for param in adapted.parameters())
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("m.q_proj.lora_A.default.weight", ("m.q_proj.lora_B.default.weight", "lora_A")),
-        ("m.lora_B.weight", ("m.lora_A.weight", "lora_B")),
-        ("m.lora_embedding_A.default", ("m.lora_embedding_B.default", "lora_A")),
-        ("lora_unet_up.lora_down.weight", ("lora_unet_up.lora_up.weight", "lora_A")),
-        ("m.lora.up.weight", ("m.lora.down.weight", "lora_B")),
-        ("m.q_proj.weight", None),
-        ("m.flora_A.weight", None),
-        ("m.lora_magnitude_vector.default.weight", None),
-    ],
-)
-def test_partners_by_name(name, expected):
-    assert partner(name) == expected

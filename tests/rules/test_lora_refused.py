@@ -14,9 +14,9 @@ from hf_muon.integrations.deepspeed.refusals import refuse_momentum
 from hf_muon.rules.lora_product import partner
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import assert_equal
+from tests.rules.factors import Factors
 from tests.rules.lora_cases import given_on_stand_in, muon, named, on_the_host, weights_of
 from tests.rules.lora_models import (
-    Factors,
     adapted_model,
     with_adalora,
     with_adapted_convolution,
