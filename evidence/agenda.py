@@ -92,27 +92,23 @@ def has_best_inside(study: Study, side: str, one: Search) -> bool:
 
 
 def wanted(study: Study, rows: Mapping[str, Row]) -> Iterator[Trial]:
-    """Yield the trials that can run now, the most telling ones first.
-
-    First each cell is tuned and trained with the first seed, cell by cell; then come the other seeds.
-    """
-    for seed in study.seeds or [study.tuning_seed]:
-        for cell in study.cells:
-            by_side = searches(study, cell, rows)
-            open_searches = [one.next for one in by_side.values() if one.next is not None]
-            trials = sorted(
-                open_searches, key=lambda trial: sum(row["side"] == trial.side for row in _tuning_rows(rows, cell))
-            )
-            if is_tuned(by_side) and study.seeds:
-                trials += finals(study, cell, by_side, seed)
-            for trial in trials:
-                if start := study.cells[cell].get("start"):
-                    first = study.start(start, trial.seed)
-                    if first.id not in rows:
-                        yield first
-                        continue
-                if trial.id not in rows:
-                    yield trial
+    """Yield the trials that can run now: cell by cell, each tuned and then trained with one seed after the other."""
+    for cell in study.cells:
+        by_side = searches(study, cell, rows)
+        open_searches = [one.next for one in by_side.values() if one.next is not None]
+        trials = sorted(
+            open_searches, key=lambda trial: sum(row["side"] == trial.side for row in _tuning_rows(rows, cell))
+        )
+        if is_tuned(by_side):
+            trials += [trial for seed in study.seeds for trial in finals(study, cell, by_side, seed)]
+        for trial in trials:
+            if start := study.cells[cell].get("start"):
+                first = study.start(start, trial.seed)
+                if first.id not in rows:
+                    yield first
+                    continue
+            if trial.id not in rows:
+                yield trial
 
 
 def _tuning_rows(rows: Mapping[str, Row], cell: str) -> list[Row]:
