@@ -18,6 +18,8 @@ from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
 
+_OF_TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")  # options of its optimizers
+
 
 class Notice(NamedTuple):
     """Something that a user should know about a load that succeeded."""
@@ -118,7 +120,7 @@ def unknown_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> s
             for group, saved in zip(groups, saved_groups, strict=True)
             for name, value in saved.items()
             if not (name in group or name in GROUP_OPTIONS or name in OWN_KEYS or name in FOREIGN_KEYS)
-            and name != "differentiable"  # older versions saved torch's default
+            and name not in _OF_TORCH
         }
     )
 

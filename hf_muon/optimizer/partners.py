@@ -41,7 +41,7 @@ def pairs_of(group: Group, matrices: Sequence[tuple[str, Sequence[int]]]) -> dic
         ValueError: a name of which the rule knows no pair.
     """
     rule = registry.paired(group)
-    if rule is None:
+    if rule is None or not all(name for name, _ in matrices):
         return {}
     assert rule.partner is not None
     places = {name: k for k, (name, _) in enumerate(matrices)}

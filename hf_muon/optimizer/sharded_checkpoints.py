@@ -18,11 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS
+from hf_muon.diagnostics.log import logger
 from hf_muon.math.moments import SCALES
 from hf_muon.optimizer.rule_state import is_rule_key
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, state_keys, zero_state
 from hf_muon.rules import registry
 from hf_muon.storage.factors import KEYS
+
+_STATE = re.compile(r"(?:^|(?<=\.))state\.")
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -35,9 +38,10 @@ def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | Stor
     """Let an optimizer's state dict have what a sharded checkpoint has, while its state is loaded.
 
     Left out are the state of rules and the options of param groups that the checkpoint has for no parameter and no
-    group. Moments are offered as 8-bit codes where the checkpoint has codes, and as fp32 numbers where it has none.
-    Moments that the checkpoint lacks stay in the state dict, so that torch refuses the checkpoint. Use it around
-    ``get_optimizer_state_dict(model, optimizer)`` for `torch.distributed.checkpoint.load`, not for whole states::
+    group; a flattened state (`flatten_optimizer_state_dict`) must have all options. Moments are offered as 8-bit codes
+    where the checkpoint has codes, and as fp32 numbers where it has none. Moments that the checkpoint lacks stay in the
+    state dict, so that torch refuses the checkpoint. Use it around ``get_optimizer_state_dict(model, optimizer)`` for
+    `torch.distributed.checkpoint.load`, not for whole states::
 
         with loading_from(optimizer, path):
             state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -50,43 +54,66 @@ def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | Stor
             ever: torch reads them again, and raises the error of one rank on all of them.
     """
     try:
-        names = _names(checkpoint)
-    except Exception:  # noqa: BLE001  raised here, by one rank alone, it would leave the others waiting in the load
+        saved = _Saved(checkpoint)
+    except Exception as error:  # noqa: BLE001  raised by one rank alone, it would leave the others waiting
+        logger().warning("%s: what it has cannot be read, so nothing is converted (%s)", checkpoint, error)
+        saved = None
+    if saved is None:
         yield
         return
-    hook = optimizer.register_state_dict_post_hook(functools.partial(_offered, names=names))
+    hook = optimizer.register_state_dict_post_hook(functools.partial(_offered, saved=saved))
     try:
         yield
     finally:
         hook.remove()
 
 
-def _names(checkpoint: str | os.PathLike[str] | StorageReader) -> Set[str]:
-    """Return the names of everything in a checkpoint, such as ``optimizer.state.layers.0.weight.momentum_buffer``."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+class _Saved:
+    """The names of everything in a checkpoint, such as ``optimizer.state.layers.0.weight.momentum_buffer``."""
 
-    reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-    return reader.read_metadata().state_dict_metadata.keys()
+    def __init__(self, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+        self._names = reader.read_metadata().state_dict_metadata.keys()
+        self._of_param: dict[str, set[str]] = {}  # the keys of the state, by the parameter's name
+        for name in self._names:
+            for match in _STATE.finditer(name):  # a parameter's name may have the word, too
+                param, _, key = name[match.end() :].rpartition(".")
+                self._of_param.setdefault(param, set()).add(key)
+
+    def has(self, section: str, key: str) -> bool:
+        """Return whether there is a key for some parameter (section `state`) or group (`param_groups`)."""
+        pattern = re.compile(rf"(?:^|\.){section}\..*\.{re.escape(key)}$")
+        return any(pattern.search(name) for name in self._names if name.endswith(f".{key}"))
+
+    def scales(self, name: str) -> Set[str] | None:
+        """Return the keys of the scales of a parameter's moments; None where no state has the parameter's name."""
+        keys = self._of_param.get(name)
+        return None if keys is None else keys & set(SCALES)
 
 
-def _has(names: Set[str], section: str, key: str) -> bool:
-    """Return whether a checkpoint has a key for some parameter (section `state`) or group (`param_groups`)."""
-    pattern = re.compile(rf"(?:^|\.){section}\..*\.{re.escape(key)}$")
-    return any(pattern.search(name) for name in names if name.endswith(f".{key}"))
-
-
-def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, names: Set[str]) -> dict[str, Any]:
-    """Return a state dict of a `Muon` with what the checkpoint of these names has."""
-    options = {key for key in (*GROUP_OPTIONS, *KEYS) if not _has(names, "param_groups", key)}
-    rules = {key for key in registry.state_kinds() if not _has(names, "state", key)}
-    scales = {key for key in SCALES if _has(names, "state", key)}
+def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved) -> dict[str, Any]:
+    """Return a state dict of a `Muon` with what a checkpoint has."""
+    options = {key for key in (*GROUP_OPTIONS, *KEYS) if not saved.has("param_groups", key)}
+    rules = {key for key in registry.state_kinds() if not saved.has("state", key)}
+    scales = {key for key in SCALES if saved.has("state", key)}
+    dtypes = {
+        side: {group[key] for group in optimizer.param_groups if bool(group["use_muon"]) is side}
+        for side, key in DTYPE_OPTIONS.items()
+    }
     groups, state = [], dict(state_dict["state"])
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         groups.append({key: value for key, value in packed.items() if key not in options})
-        for param, key in zip(group["params"], packed["params"], strict=True):
+        # Without names only a run with one dtype can tell how each of its moments was stored.
+        unnamed = scales if len(dtypes[bool(group["use_muon"])]) == 1 else None
+        names = group.get("param_names") or [""] * len(group["params"])
+        for param, name, key in zip(group["params"], names, packed["params"], strict=True):
             if key in state:
                 own = {name: value for name, value in state[key].items() if name not in rules}
-                state[key] = _with_moments_like(own, param, group, scales)
+                own_scales = saved.scales(name)
+                own_scales = unnamed if own_scales is None else own_scales
+                state[key] = own if own_scales is None else _with_moments_like(own, param, group, own_scales)
     return {**state_dict, "state": state, "param_groups": groups}
 
 

@@ -29,6 +29,7 @@ OTHERS_OPTIONS: dict[str, Option] = {}
 
 _reserved: set[str] = set()
 _FUNCTIONS = ("hyperparameters", "update", "direction", "around", "apply", "head_factors")
+_MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")  # diagnostics measure their RMS
 _MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 
@@ -47,7 +48,7 @@ def register(rule: Rule) -> None:
         return
     taken = {"rule": [rule.name] if rule.name in RULES else []}
     taken["option"] = [name for name in rule.options if name in _reserved or name in OTHERS_OPTIONS]
-    taken["state"] = [key for key in rule.state if key in {*state_kinds(), *_MOMENTS}]
+    taken["state"] = [key for key in rule.state if key in {*state_kinds(), *_MOMENTS, *_MEASURED}]
     for what, names in taken.items():
         if names:
             raise ValueError(f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it")

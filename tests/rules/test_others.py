@@ -97,6 +97,7 @@ def test_an_entry_point_is_loaded_when_its_option_is_first_used(monkeypatch):
         ({"name": "normalize"}, "the rule 'normalize' exists"),
         ({"options": {"lr": Option(types.flag(), False, "", scope="group")}}, "the option 'lr' exists"),
         ({"state": {"momentum_buffer": "row"}}, "the state 'momentum_buffer' exists"),
+        ({"state": {"update": "row"}}, "the state 'update' exists"),  # update_rms is measured already
         ({"direction": None}, "has no function. Give it one of"),
         ({"options": {"new": Option(types.flag(), False, "")}}, "has the option 'new', whose scope is not 'group'"),
     ],

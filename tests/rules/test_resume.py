@@ -155,3 +155,42 @@ def test_a_checkpoint_whose_metadata_cannot_be_read_is_left_to_torch(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with loading_from(optimizer, folder):
             assert all(SECOND_MOMENT in own for own in optimizer.state_dict()["state"].values())
+
+
+def mixed():
+    """Return two matrices and an embedding and a head, one of each stored in 8 bits, after two steps."""
+    shapes = {"a": (70, 64), "b": (64, 70), "embed": (30, 64), "head": (20, 64)}
+    generator = torch.Generator().manual_seed(1)
+    model = nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+    int8 = {"momentum_dtype": "int8", "adamw_state_dtype": "int8"}
+    groups = [
+        {"params": [(name, model[name])], "use_muon": name in "ab", **(int8 if name in ("a", "head") else {})}
+        for name in shapes
+    ]
+    optimizer = Muon(groups, lr=0.1)
+    for _ in range(2):
+        for param in model.values():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_groups_that_store_moments_in_different_dtypes_resume_unchanged(named, tmp_path):
+    model, optimizer = mixed()
+    saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    other_model, other = mixed()
+    for own in other.state.values():
+        for moment in own.values():
+            moment.zero_()
+    for group in other.param_groups if not named else ():
+        del group["param_names"]
+    with loading_from(other, tmp_path):
+        state = {"optimizer": get_optimizer_state_dict(other_model, other)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other_model, other, state["optimizer"])
+    for name, param in model.items():
+        expected, loaded = optimizer.state[param], other.state[other_model[name]]
+        assert expected.keys() == loaded.keys()
+        assert all(torch.equal(expected[key], loaded[key]) for key in expected)
