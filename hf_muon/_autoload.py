@@ -22,6 +22,7 @@ HOOKS = {
     "transformers.trainer_optimizer": "hf_muon.integrations.transformers.hooks:patch_trainer_optimizer",
     "transformers.trainer": "hf_muon.integrations.transformers.hooks:patch_trainer",
     "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
+    "torch.distributed.checkpoint.state_dict": "hf_muon.integrations.torch_states:patch_loading",
     "axolotl.logging_config": "hf_muon.integrations.axolotl:patch_log_filter",
     "axolotl.contribs.mit.muon": "hf_muon.integrations.other_muons:patch_axolotl",
     "swift.optimizers.muon": "hf_muon.integrations.other_muons:patch_swift",

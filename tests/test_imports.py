@@ -86,7 +86,7 @@ FLOORS = {
     ],
     "integrations": [
         "names archives replicas",
-        "axolotl lightning other_muons",
+        "axolotl lightning other_muons torch_states",
         "timm ulysses.layout",
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",

@@ -55,6 +55,9 @@ OPTIONS: dict[str, Case] = {
 }
 
 
+LACKING = "model.layers.1.mlp.up_proj.weight"
+"""The parameter whose momentum is taken from a checkpoint."""
+
 SETTINGS = {"cpu_ram_efficient_loading": True, "reshard_after_forward": False, "activation_checkpointing": True}
 WITH_DDP = ("accumulation", "tied", "fused", "lora", "bf16", "bf16_weights")
 
@@ -222,6 +225,7 @@ def damaged() -> list[Case]:
         case("damaged_ddp", resume=f"damaged_ddp/{checkpoint}"),
         case("damaged_sharded", "fsdp2", arguments=SHARDED, resume=f"damaged_sharded/{checkpoint}"),
         resumed(case("fsdp", "fsdp2"), name="undamaged", source="damaged_fsdp"),
+        case("lacking_fsdp", "fsdp2", resume=f"lacking_fsdp/checkpoint-{worker.SAVE_STEP}"),
         case("damaged_fsdp", "fsdp2", resume=f"damaged_fsdp/{checkpoint}", alone=True),
     ]
 

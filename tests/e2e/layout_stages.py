@@ -117,6 +117,11 @@ class Stages:
             shutil.copytree(intact, copy)
             content = (copy / file).read_bytes()
             (copy / file).write_bytes(content[: len(content) // 2])
+        lacking = self.folder / "lacking_fsdp" / f"checkpoint-{worker.SAVE_STEP}"
+        shutil.copytree(self.folder / "fsdp" / lacking.name, lacking)
+        state = torch.load(lacking / "optimizer.bin", weights_only=True)
+        del state["state"][layout_cases.LACKING]["momentum_buffer"]
+        torch.save(state, lacking / "optimizer.bin")
         return self.start(layout_cases.damaged(), *TORCHRUN, "--nproc-per-node", "2", fails=True)
 
     def start(self, cases: list[Case], *launcher: str, fails: bool = False) -> str:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hf_muon.rules.normalize import SECOND_MOMENT
 from tests.e2e import layouts_worker as worker
 from tests.e2e.layout_cases import (
+    LACKING,
     LOADS_SHARDS,
     ddp_resumes,
     loads_shards,
@@ -109,6 +112,12 @@ def test_damaged_checkpoint_that_one_rank_reads(stages: Stages) -> None:
     printed = stages.run("damaged")  # rank 0 alone reads a full state dict
     damaged = stages.folder / "damaged_fsdp" / f"checkpoint-{worker.SAVE_STEP + 1}" / "optimizer.bin"
     assert f"RuntimeError: This checkpoint is damaged: {damaged} is cut off" in printed
+
+
+@pytest.mark.extended
+def test_whole_state_that_lacks_a_moment_is_refused(stages: Stages) -> None:
+    error = stages.result("damaged", "lacking_fsdp")["error"]
+    assert re.search(rf"moments are missing: {re.escape(LACKING)} \(.*\) lacks \['momentum_buffer'\]", error)
 
 
 @pytest.mark.extended

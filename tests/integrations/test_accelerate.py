@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from hf_muon.rules.normalize import SECOND_MOMENT
+from tests.distributed.lacking_cases import without
 from tests.e2e.layout_cases import loads_shards
 from tests.integrations.accelerate_cases import loop, sharded_loop
 
@@ -47,3 +50,20 @@ def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, bef
     assert any(name.endswith(SECOND_MOMENT) for name in sharded) is (after == "rows")
     assert sharded.keys() == full.keys()
     assert all(torch.equal(sharded[name], value) for name, value in full.items())
+
+
+@pytest.mark.extended(but="1.weight momentum_buffer")
+@pytest.mark.parametrize("lacks", ["1.weight momentum_buffer", "1.bias exp_avg_sq", "1.weight"])
+def test_load_state_refuses_a_whole_state_that_lacks_moments(pools, lacks, tmp_path):
+    """Rank 0 reads the file for all ranks, and all of them must refuse it."""
+    path = str(tmp_path / "checkpoint")
+    pools[2].run(sharded_loop, kind="FULL_STATE_DICT", save=path)
+    file = tmp_path / "checkpoint" / "optimizer.bin"
+    state = torch.load(file, weights_only=True)
+    without(state, [lacks], flatten=False)
+    torch.save(state, file)
+    param, _, key = lacks.partition(" ")
+    with pytest.raises(AssertionError) as error:
+        pools[2].run(sharded_loop, kind="FULL_STATE_DICT", load=path)
+    complaint = rf"moments are missing: {param} \S.* lacks \['{key or 'momentum_buffer'}'\]\n"
+    assert len(re.findall(f"ValueError: .*nothing was changed:\n  - {complaint}", str(error.value))) == 2

@@ -1,0 +1,125 @@
+"""Loading with `torch.distributed.checkpoint.state_dict`: a `Muon` gets all that the checkpoint has, and nothing else.
+
+With `full_state_dict=True`, torch copies a checkpoint over the state that the optimizer has, or over zeros. Where the
+checkpoint lacks a moment, the old one would stay, and nobody would learn that a moment was dropped. Of parameters
+that are frozen by now, torch would load no moments at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import ModuleType
+from typing import Any
+
+from hf_muon.integrations.names import is_ours, mark
+
+
+def patch_loading(module: ModuleType) -> Callable[[], None] | str | None:
+    """Patch what `set_optimizer_state_dict` and `set_state_dict` load with: `Muon` refuses states that lack moments."""
+    load = getattr(module, "_load_optim_state_dict", None)
+    if load is None:
+        return "it has no _load_optim_state_dict: whole states that lack moments are not refused"
+    if is_ours(load):
+        return None
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_without_template(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        info = call.arguments["info"]
+        muons = [] if info.fsdp_modules else _muons(call.arguments["optimizers"])
+        if not muons:
+            return load(*args, **kwargs)
+        params = [param for muon in muons for group in muon.param_groups for param in group["params"]]
+        with contextlib.ExitStack() as stack:
+            if info.full_state_dict and (names := _names_on_all_ranks(call.arguments["state_dict"], info)) is not None:
+                expected = [name for param in params for name in info.fqn_param_mapping.get(param, ())]
+                call.arguments["state_dict"] = _with_empty_states(call.arguments["state_dict"], expected)
+                hook = functools.partial(_of_checkpoint, names=names)
+                for muon in muons:
+                    stack.callback(muon.register_load_state_dict_pre_hook(hook, prepend=True).remove)
+            for param in params:
+                if not param.requires_grad:
+                    stack.callback(param.requires_grad_, False)
+                    param.requires_grad_()
+            return load(*call.args, **call.kwargs)
+
+    module._load_optim_state_dict = mark(load_without_template)  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        module._load_optim_state_dict = load  # type: ignore[attr-defined]
+
+    return undo
+
+
+def _muons(optimizers: Sequence[Any]) -> list[Any]:
+    """Return each `Muon` among optimizers, also of those that accelerate has wrapped."""
+    room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no optimizer is a Muon
+    bare = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    return [optimizer for optimizer in bare if room is not None and isinstance(optimizer, room.Muon)]
+
+
+def _names(state_dict: Any) -> Set[str] | None:
+    """Return the names of everything in a state dict, as torch flattens it; None if it is not an optimizer's.
+
+    Examples: ``state.layers.0.weight.momentum_buffer``, ``param_groups.layers.0.weight.step``.
+    """
+    if not isinstance(state_dict, Mapping):
+        return None
+    if "state" not in state_dict:
+        return {str(name) for name in state_dict}
+    try:
+        state = {f"state.{param}.{key}" for param, own in state_dict["state"].items() for key in own}
+        groups = state_dict["param_groups"]
+        return state | {f"param_groups.{param}.{key}" for group in groups for param in group["params"] for key in group}
+    except (AttributeError, KeyError, TypeError):
+        return None  # what torch raises is more exact
+
+
+def _names_on_all_ranks(state_dict: Any, info: Any) -> Set[str] | None:
+    """Return the names of everything in the state dict that is loaded here: of rank 0, if that one alone has it."""
+    box = [_names(state_dict)]
+    if info.broadcast_from_rank0:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _with_empty_states(state_dict: Any, expected: Sequence[str]) -> Any:
+    """Return a state dict that has each of these parameters, which torch would refuse on the rank that reads it."""
+    state = state_dict.get("state") if state_dict else None  # ranks for which rank 0 reads may have None
+    if not state or all(isinstance(key, int) for key in state):  # positions, which torch passes on
+        return state_dict
+    return {**state_dict, "state": {**{name: {} for name in expected}, **state}}
+
+
+def _of_checkpoint(optimizer: Any, state_dict: Mapping[str, Any], *, names: Set[str]) -> dict[str, Any]:
+    """Return a state dict without what torch has taken from the optimizer because the checkpoint lacks it.
+
+    Keys of param groups that are not this package's, as those of schedulers, stay.
+    """
+    from hf_muon.config import GROUP_OPTIONS
+
+    if not names:
+        return {}
+    state = {
+        param: {key: value for key, value in own.items() if f"state.{param}.{key}" in names}
+        for param, own in state_dict["state"].items()
+    }
+    checked = {"use_muon", "step", *GROUP_OPTIONS}
+    groups = [
+        {
+            key: value
+            for key, value in group.items()
+            if key not in checked
+            or not group["params"]
+            or any(f"param_groups.{param}.{key}" in names for param in group["params"])
+        }
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": state, "param_groups": groups}
