@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evidence.results import FAILED, Row, loss_of
 from evidence.study import FINAL, TUNE, Study, Trial
-from evidence.tuning import Point, best_point, finer_point, is_inside, next_point
+from evidence.tuning import Point, best_of_repeated, is_inside, next_point, point_to_repeat
 
 _TYPICAL_MOVES = 2  # points beyond the best one and its neighbours that a search asks for
 _RATE = 8e10  # FLOP/s of one core at a hidden size of 128, where nothing is measured; wider models are faster
@@ -19,63 +19,62 @@ class Search:
     """The tuning of a side in a cell.
 
     Attributes:
-        losses: of the points that have a row.
-        trials: the same points' trials.
+        losses: of the points that have a row, with the seed by which the search moves.
+        trials: all trials of these points, one for each seed.
+        repeated: the losses of points, with one seed after another.
         complete: no neighbour of the best point is untried, or no more trials are allowed.
         next: the trial that the search asks for; None if it is complete, or waits for a running trial.
     """
 
     losses: dict[Point, float]
-    trials: dict[Point, Trial]
+    trials: dict[Point, list[Trial]]
+    repeated: dict[Point, list[float]]
     complete: bool
     next: Trial | None
 
     @property
+    def count(self) -> int:
+        """Number of trials that have a row."""
+        return sum(map(len, self.trials.values()))
+
+    @property
     def best(self) -> Trial | None:
-        point = best_point(self.losses)
-        return None if point is None else self.trials[point]
+        point = best_of_repeated(self.repeated)
+        return None if point is None else self.trials[point][0]
+
+    def add(self, trial: Trial, loss: float) -> None:
+        """Enter the row of a trial."""
+        self.trials.setdefault(trial.point, []).append(trial)
+        self.repeated.setdefault(trial.point, []).append(loss)
 
 
 def search(study: Study, cell: str, side: str, rows: Mapping[str, Row]) -> Search:
     """Repeat a side's search from its rows: each point follows from the losses of those before it."""
     ladders = list(study.ladders(side).values())
-    losses: dict[Point, float] = {}
-    trials: dict[Point, Trial] = {}
-
-    def result(complete: bool, following: Trial | None) -> Search:
-        return Search(losses, trials, complete, following)
-
-    def replay(point: Point | None) -> Trial | None:
-        """Enter a point's row; return its trial if there is no row."""
-        assert point is not None
+    one = Search({}, {}, {}, complete=False, next=None)
+    while len(one.losses) < study.most and (point := next_point(ladders, one.losses)) is not None:
         trial = study.tuning(cell, side, point)
         if trial.id not in rows:
-            return trial
-        losses[point], trials[point] = loss_of(rows[trial.id]), trial
-        return None
-
-    while len(losses) < study.most and (point := next_point(ladders, losses)) is not None:
-        if trial := replay(point):
-            return result(False, trial)
-    # Refinements are asked for by `searches`, which knows how many trials the other sides have needed.
-    return result(True, None)
+            one.next = trial
+            return one
+        one.losses[point] = loss_of(rows[trial.id])
+        one.add(trial, one.losses[point])
+    one.complete = True  # repetitions are asked for by `searches`, which knows how many trials the others have needed
+    return one
 
 
 def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Search]:
     """Return the searches of all sides of a cell, which all get as many trials as the one that needs most."""
     by_side = {side: search(study, cell, side, rows) for side in study.sides_of(cell) if study.ladders(side)}
-    counts = [len(one.losses) for one in by_side.values()]
-    all_complete = all(one.complete for one in by_side.values())
-    target = max([study.least, *(counts if all_complete else ())])
+    if not all(one.complete for one in by_side.values()):
+        return by_side
+    target = max([study.least, *(one.count + study.repeats for one in by_side.values())])
     for side, one in by_side.items():
-        ladders = list(study.ladders(side).values())
-        while one.complete and one.next is None and len(one.losses) < target:
-            point = finer_point(ladders, one.losses)
-            if point is None:
-                break
-            trial = study.tuning(cell, side, point)
+        while one.next is None and one.count < target:
+            point = point_to_repeat(one.repeated)
+            trial = study.tuning(cell, side, point, repetition=len(one.repeated[point]))
             if trial.id in rows:
-                one.losses[point], one.trials[point] = loss_of(rows[trial.id]), trial
+                one.add(trial, loss_of(rows[trial.id]))
             else:
                 one.next = trial
     return by_side
@@ -131,7 +130,9 @@ def all_trials(study: Study, rows: Mapping[str, Row]) -> list[Trial]:
     trials = list(wanted(study, rows))
     for cell in study.cells:
         by_side = searches(study, cell, rows)
-        trials += [trial for one in by_side.values() for trial in one.trials.values()]
+        trials += [
+            trial for one in by_side.values() for trials_of_point in one.trials.values() for trial in trials_of_point
+        ]
         if is_tuned(by_side):
             trials += [trial for seed in study.seeds for trial in finals(study, cell, by_side, seed)]
     trials += [study.start(name, seed) for name in study.starts for seed in (study.tuning_seed, *study.seeds)]
@@ -159,7 +160,7 @@ def remaining(study: Study, rows: Mapping[str, Row]) -> tuple[int, float]:
         for side, one in by_side.items():
             least = max(study.least, 1 + 2 * len(study.ladders(side)) + _TYPICAL_MOVES)
             if not is_tuned(by_side):
-                missing += max(least - len(one.losses), int(one.next is not None))
+                missing += max(least + study.repeats - one.count, int(one.next is not None))
         kinds = [row for row in rows.values() if row["cell"] == cell and row["kind"] == FINAL]
         missing += max(0, len(study.seeds) * len(study.sides_of(cell)) - len(kinds))
         count, seconds = count + missing, seconds + missing * each

@@ -21,6 +21,7 @@ _KEYS = {
     *("tune", "seeds", "reference", "starts"),
 }
 _CELL_KEYS = {"model", "tokens", "batch", "text", "training", "sides", "start"}
+_REPETITION = 100  # seeds from one repetition to the next; final trials have lower ones
 _SIDE_KEYS = {"tune", "reference"}
 
 
@@ -63,6 +64,7 @@ class Study:
         sides: by name.
         seeds: of final trials.
         least: the least number of tuning trials of a side; 0 if nothing is tuned.
+        repeats: number of tuning trials that the side which needs most of them spends on other seeds.
         reference: the side that others are compared with, unless they name another one.
     """
 
@@ -78,6 +80,7 @@ class Study:
         tune = content.get("tune", {})
         self.tuning_seed: int = tune.get("seed", 0)
         self.least: int = tune.get("least", 0)
+        self.repeats: int = tune.get("repeats", 0)
         self.most: int = tune.get("most", 16)
         self.reference: str = content.get("reference", "")
         self.model_sizes: dict[str, dict[str, Any]] = content["models"]
@@ -98,13 +101,13 @@ class Study:
         """Return the ladders of the settings that a side tunes."""
         return {name: _ladder(value) for name, value in self.sides[side].get("tune", {}).items()}
 
-    def tuning(self, cell: str, side: str, point: Point) -> Trial:
-        """Return the tuning trial of a point."""
+    def tuning(self, cell: str, side: str, point: Point, repetition: int = 0) -> Trial:
+        """Return the tuning trial of a point, or one of its repetitions, each with a seed of its own."""
         values = {}
         for (name, ladder), rung in zip(self.ladders(side).items(), point, strict=True):
             value = ladder.value(rung)
             values[name] = float(f"{value * values[ladder.times]:.3g}") if ladder.times else value
-        return self._trial(cell, side, TUNE, values, self.tuning_seed, point)
+        return self._trial(cell, side, TUNE, values, self.tuning_seed + _REPETITION * repetition, point)
 
     def final(self, cell: str, side: str, values: Mapping[str, Any], seed: int) -> Trial:
         """Return a final trial with settings that were tuned."""

@@ -174,32 +174,30 @@ def tuning_table(study: Study, rows: Rows) -> str:
         for side, one in searches(study, cell, rows).items():
             if one.best is not None:
                 values = " ".join(f"{key} {value:g}" for key, value in one.best.values.items())
-                loss = min(one.losses.values())
+                losses = one.repeated[one.best.point]
                 lines.append(
                     _line(
                         [
                             cell,
                             side,
-                            str(len(one.losses)),
+                            str(one.count),
                             values,
                             _vertex(study, side, one),
-                            f"{loss:.4f}",
+                            spread(losses),
                             _search_state(study, side, one),
                         ]
                     )
                 )
     return (
-        "Tuned on validation text with one seed; once the searches of a cell are done, its sides have equal trials:\n\n"
-        + "\n".join(lines)
+        "Tuned on validation text; once the searches of a cell are done, its sides have equal trials, the last of "
+        "which repeat the leading points with other seeds (their number is behind the loss):\n\n" + "\n".join(lines)
     )
 
 
 def _vertex(study: Study, side: str, one: Search) -> str:
     """Return the rate at the vertex of the parabola through the best rung and its neighbours; nothing at an edge."""
     ladder = next(iter(study.ladders(side).values()))
-    best = min(
-        (point for point in one.losses if all(rung.denominator == 1 for rung in point)), key=one.losses.__getitem__
-    )
+    best = min(one.losses, key=one.losses.__getitem__)
     low, middle, high = (one.losses.get((best[0] + step, *best[1:]), math.inf) for step in (-1, 0, 1))
     bend = low - 2 * middle + high
     if ladder.choices or not math.isfinite(bend) or bend <= 0:

@@ -3,7 +3,8 @@
 A side tunes one setting or several, each on a ladder: a start times powers of a factor, which has no end, or a list of
 choices, which has. A point is a rung on each ladder. The search begins at the starts and asks for the neighbours of the
 best point, one ladder after another, until both neighbours on every ladder are worse. So a grid extends itself while
-its best point is at an edge, and ends with the best inside, unless a list of choices ends there.
+its best point is at an edge, and ends with the best inside, unless a list of choices ends there. Of many points that
+are tried once, the best one is lucky, too: the leading ones are repeated with other seeds, and their means decide.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from statistics import fmean
 
-Point = tuple[Fraction, ...]
+Point = tuple[int, ...]
 """A rung on each ladder; rung 0 is the start."""
 Value = float | str
 
-_FINEST = 4  # halvings of the distance between rungs
+_LEADING = 3  # points that are repeated
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,15 @@ class Ladder:
     choices: tuple[Value, ...] = ()
     times: str = ""
 
-    def value(self, rung: Fraction) -> Value:
+    def value(self, rung: int) -> Value:
         """Return the value of a rung, rounded to three digits if there are no choices."""
         if self.choices:
-            return self.choices[self.choices.index(self.start) + int(rung)]
-        return float(f"{float(self.start) * self.factor ** float(rung):.3g}")
+            return self.choices[self.choices.index(self.start) + rung]
+        return float(f"{float(self.start) * self.factor**rung:.3g}")
 
-    def has(self, rung: Fraction) -> bool:
+    def has(self, rung: int) -> bool:
         """Return whether a rung exists."""
-        if not self.choices:
-            return True
-        return rung.denominator == 1 and 0 <= self.choices.index(self.start) + rung < len(self.choices)
+        return not self.choices or 0 <= self.choices.index(self.start) + rung < len(self.choices)
 
 
 def best_point(losses: Mapping[Point, float]) -> Point | None:
@@ -61,21 +60,27 @@ def next_point(ladders: Sequence[Ladder], losses: Mapping[Point, float]) -> Poin
         ladders: of the settings that a side tunes.
         losses: of the points that were tried; infinite if a trial diverged or failed.
     """
-    whole = {point: loss for point, loss in losses.items() if _is_whole(point)}
-    best = best_point(whole)
+    best = best_point(losses)
     if best is None:
-        return tuple(Fraction(0) for _ in ladders)
-    return next((point for point in _neighbours(ladders, best, Fraction(1)) if point not in losses), None)
+        return (0,) * len(ladders)
+    return next((point for point in _neighbours(ladders, best) if point not in losses), None)
 
 
-def finer_point(ladders: Sequence[Ladder], losses: Mapping[Point, float]) -> Point | None:
-    """Return a point between the best one and its neighbours, for a side with trials left; None if there is none."""
-    best = best_point({point: loss for point, loss in losses.items() if _is_whole(point)})
-    for halving in range(1, _FINEST + 1):
-        for point in _neighbours(ladders, best or (), Fraction(1, 2**halving)):
-            if point not in losses:
-                return point
-    return None
+def point_to_repeat(losses: Mapping[Point, Sequence[float]]) -> Point:
+    """Return the point to try with another seed: of those that lead, the one with the fewest trials.
+
+    Args:
+        losses: of each point, with one seed after another; not empty.
+    """
+    means = {point: fmean(own) for point, own in losses.items()}
+    leading = sorted(means, key=lambda point: (means[point], point))[:_LEADING]
+    return min(leading, key=lambda point: len(losses[point]))
+
+
+def best_of_repeated(losses: Mapping[Point, Sequence[float]]) -> Point | None:
+    """Return the point with the lowest mean, of those that were repeated if any was."""
+    repeated = {point: fmean(own) for point, own in losses.items() if len(own) > 1}
+    return best_point(repeated or {point: fmean(own) for point, own in losses.items()})
 
 
 def is_inside(ladders: Sequence[Ladder], losses: Mapping[Point, float]) -> bool:
@@ -83,13 +88,9 @@ def is_inside(ladders: Sequence[Ladder], losses: Mapping[Point, float]) -> bool:
     return next_point(ladders, losses) is None and math.isfinite(min(losses.values(), default=math.inf))
 
 
-def _is_whole(point: Point) -> bool:
-    return all(rung.denominator == 1 for rung in point)
-
-
-def _neighbours(ladders: Sequence[Ladder], point: Point, distance: Fraction) -> Iterator[Point]:
-    """Yield the points at a distance of rungs on one ladder, the lower one first."""
+def _neighbours(ladders: Sequence[Ladder], point: Point) -> Iterator[Point]:
+    """Yield the points that are one rung away on one ladder, the lower one first."""
     for i, ladder in enumerate(ladders):
-        for step in (-distance, distance):
+        for step in (-1, 1):
             if ladder.has(point[i] + step):
                 yield (*point[:i], point[i] + step, *point[i + 1 :])

@@ -21,7 +21,7 @@ CONTENT = {
         "short": {"model": "tiny", "tokens": 64, "batch": 2},
         "long": {"model": "tiny", "tokens": 256, "batch": 2},
     },
-    "tune": {"seed": 0, "least": 4},
+    "tune": {"seed": 0, "least": 4, "repeats": 2},
     "seeds": [1, 2],
     "reference": "adamw",
     "sides": {

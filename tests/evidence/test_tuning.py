@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from fractions import Fraction
 
 import pytest
 
-from evidence.tuning import Ladder, best_point, finer_point, is_inside, next_point
+from evidence.tuning import Ladder, best_of_repeated, best_point, is_inside, next_point, point_to_repeat
 
 
 def search(ladders, loss):
@@ -33,24 +32,33 @@ def test_the_best_point_of_two_ladders_is_found_wherever_it_is(goal):
 
 def test_choices_end_where_the_list_ends():
     ladders = [Ladder(0.95, choices=(0.9, 0.95, 0.99))]
-    losses = search(ladders, lambda point: -float(point[0]))
+    losses = search(ladders, lambda point: -point[0])
     assert [ladders[0].value(point[0]) for point in losses] == [0.95, 0.9, 0.99]
     assert is_inside(ladders, losses)
 
 
 def test_diverged_trials_lead_to_lower_rates():
     ladders = [Ladder(1.0, 10)]
-    losses = search(ladders, lambda point: math.inf if point[0] > -3 else (float(point[0]) + 5) ** 2)
+    losses = search(ladders, lambda point: math.inf if point[0] > -3 else (point[0] + 5) ** 2)
     assert ladders[0].value(best_point(losses)[0]) == pytest.approx(1e-5)
 
 
-def test_trials_that_are_left_go_between_the_best_and_its_neighbours():
-    ladders = [Ladder(1.0, 4), Ladder("b", choices=("a", "b"))]
-    losses = search(ladders, lambda point: abs(float(point[0]) - 0.4) + float(point[1]) ** 2)
-    points = []
-    for _ in range(3):
-        points.append(finer_point(ladders, losses))
-        losses[points[-1]] = abs(float(points[-1][0]) - 0.4)
-    assert points == [(Fraction(-1, 2), 0), (Fraction(1, 2), 0), (Fraction(-1, 4), 0)]
-    assert [ladders[0].value(rung) for rung, _ in points] == [0.5, 2.0, 0.707]
-    assert next_point(ladders, losses) is None
+def test_a_lucky_point_is_found_out():
+    """Take one point whose first trial was better than its mean, and repeat what leads."""
+    means = {(0,): 3.0, (1,): 2.0, (2,): 2.5, (3,): 4.0}
+    losses = {point: [mean] for point, mean in means.items()}
+    losses[2,] = [1.0]
+    assert best_of_repeated(losses) == (2,)
+    repeated = []
+    for _ in range(5):
+        repeated.append(point_to_repeat(losses))
+        losses[repeated[-1]].append(means[repeated[-1]])
+    assert repeated == [(2,), (1,), (0,), (2,), (1,)]
+    assert best_of_repeated(losses) == (1,)
+
+
+def test_diverged_points_are_repeated_last():
+    losses = {(0,): [math.inf], (1,): [3.0], (2,): [math.inf]}
+    assert point_to_repeat(losses) == (1,)
+    losses[1,].append(3.1)
+    assert best_of_repeated(losses) == (1,)
