@@ -313,7 +313,10 @@ class TestRefusals:
         fine, failed = json.loads(result.stdout)["trials"]
         assert (fine["status"], len(fine["losses"]), failed["status"]) == ("finished", 30, "failed")
         assert failed["reason"].startswith("exit status 1: RuntimeError: out of memory at 0.001 in")
-        assert sorted(Path("starts").read_text().splitlines()) == ["muon 0.0001", "muon 0.0001"] + 2 * ["muon 0.001"]
+        starts = Path("starts").read_text().splitlines()
+        assert starts.count("muon 0.0001") == 2
+        assert starts.count("muon 0.001") in (1, 2)  # the launcher ends the other rank, maybe before it has started
+        assert set(starts) == {"muon 0.0001", "muon 0.001"}
 
     def test_the_reason_stands_above_what_accelerate_says(self, tmp_path):
         own = ["Traceback (most recent call last):", '  File "train.py", line 1', "RuntimeError: out of memory"]
