@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
-from tests.distributed.cases import WIDE, given_gradients, refusal
+from tests.distributed.cases import WIDE, given_gradients
 from tests.distributed.test_layouts import assert_equal
 from tests.distributed.test_momentum import assert_converted
 from tests.distributed.test_training import assert_same
@@ -69,43 +67,3 @@ def test_another_dtype_is_converted(run, there, here, full, tmp_path):
     saved = run("fsdp", 2, last=3, save=path, full=full, adamw_state_dtype=there)
     loaded = run("fsdp", 2, first=3, last=3, load=path, full=full, adamw_state_dtype=here)
     assert_converted(saved["states"], loaded["states"], ["exp_avg", "exp_avg_sq"], here)
-
-
-@pytest.mark.parametrize(
-    ("there", "here", "message"),
-    [("int8", "fp32", "moments are missing: .*exp_avg_scale.*"), ("fp32", "int8", "Missing key.*exp_avg_scale")],
-)
-def test_a_sharded_checkpoint_is_read_in_its_own_dtype(pools, run, there, here, message, tmp_path):
-    """Expect an error: torch.distributed.checkpoint would read codes into moments of numbers, or vice versa."""
-    path = str(tmp_path / "checkpoint")
-    run("fsdp", 2, last=1, save=path, adamw_state_dtype=there)
-    for error in pools[2].run(refusal, case="train", layout="fsdp", first=1, load=path, adamw_state_dtype=here):
-        assert re.search(message, error)
-
-
-@pytest.mark.extended(but="int8-fp32-False")
-@pytest.mark.parametrize(
-    ("there", "here", "flat"),
-    [
-        *(("fp32", "int8", False), ("bf16", "int8", False), ("int8", "fp32", False), ("int8", "bf16", False)),
-        ("fp32", "int8", True),
-    ],
-)
-def test_a_sharded_checkpoint_is_converted_as_a_whole_state_is(run, there, here, flat, tmp_path):
-    results = []
-    for full in (False, True):
-        path = str(tmp_path / f"{full=}")
-        run("fsdp", 2, last=2, save=path, full=full, flat=flat and not full, adamw_state_dtype=there)
-        resume = {"first": 2, "load": path, "full": full, "flat": flat and not full, "converts": not full}
-        results.append(run("fsdp", 2, last=4, **resume, adamw_state_dtype=here))
-    assert_same(*results)
-
-
-@pytest.mark.extended
-def test_codes_of_a_flattened_state_are_not_converted(pools, run, tmp_path):
-    """Expect an error: torch takes the keys of each parameter's state from the optimizer, which has no scales."""
-    path = str(tmp_path / "checkpoint")
-    run("fsdp", 2, last=1, save=path, flat=True, adamw_state_dtype="int8")
-    options = {"case": "train", "layout": "fsdp", "first": 1, "load": path, "flat": True, "converts": True}
-    for error in pools[2].run(refusal, **options):
-        assert re.search("moments are missing: .*exp_avg_scale", error)
