@@ -45,7 +45,7 @@ class Watch:
         self.shapes.update({name: shapes[k] for k, name in names.items()})
 
     def options_of_step(self, options: Mapping[str, float]) -> None:
-        """Note the options of Muon groups that have other values in this step than in the param groups."""
+        """Note the values that options of Muon groups have in this step, where rules may change them."""
         self.rates.update({f"muon_{name}": value for name, value in options.items()})
 
     def rate_factors(self, factors: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
-from hf_muon.optimizer.partners import Partner, has_sides, pairs_of, sides_of, whole_weights
+from hf_muon.optimizer.partners import Partner, has_sides, names_of, pairs_of, sides_of, whole_weights
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
 from hf_muon.storage import views
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
@@ -135,7 +135,8 @@ class StepLayout:
                     if products_on is not None:  # a plan for another device
                         placed = [place._replace(device=products_on) for place in placed]
                     matrices = [place.matrix for place in placed]
-                    pairs = pairs_of(group, _named(group, matrices))
+                    names = names_of(group)
+                    pairs = pairs_of(group, [(one.name or names[one.param], one.shape) for one in matrices])
                     executors = _executors(group, placed, pairs, max_bucket_bytes, comm_dtype, max_batch_bytes)
                     work = GroupWork(ranks, matrices, executors, pairs)
                 elif has_factors(group) and not self.complaints:
@@ -325,13 +326,6 @@ def _matrices_of_partition(
         for shape, stored in zip(shapes, part.parts(partition.group), strict=True):
             matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factors)
             yield _PlacedMatrix(matrix, stored, partition.device, device)
-
-
-def _named(group: Group, matrices: Sequence[Matrix]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the name of each matrix's parameter, empty if it is not known, and the matrix's shape."""
-    names = list(group.get("param_names") or [])
-    known = len(names) == len(group["params"])
-    return [(one.name or (names[one.param] if known else ""), one.shape) for one in matrices]
 
 
 def _executors(

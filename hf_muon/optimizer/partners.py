@@ -30,6 +30,12 @@ class Partner(NamedTuple):
     role: str
 
 
+def names_of(group: Group) -> list[str]:
+    """Return the name of each parameter of a group; empty ones where they are not known."""
+    names, count = list(group.get("param_names") or []), len(group["params"])
+    return names if len(names) == count else [""] * count
+
+
 def pairs_of(group: Group, matrices: Sequence[tuple[str, Sequence[int]]]) -> dict[int, Partner]:
     """Return the partner of each matrix of a group that a rule steps with one, by position.
 
