@@ -8,11 +8,18 @@ from typing import Any
 HEAD_DIM = 32
 VOCAB_SIZE = 2048
 Sizes = Mapping[str, Any]
-"""`hidden`, `layers`, and optionally `architecture` (qwen3, qwen3_moe, phi3), `tied`, `experts`."""
+"""`hidden`, `layers`; optionally `architecture` (qwen3, qwen3_moe, phi3), `tied`, `experts`, `initializer_range`."""
 
 
-def build_model(sizes: Sizes, vocab_size: int, context: int, seed: int) -> Any:
+def build_model(sizes: Sizes, vocab_size: int, context: int, seed: int, attention: str = "sdpa") -> Any:
     """Return a model in fp32.
+
+    Args:
+        sizes: of the model.
+        vocab_size: number of tokens that the model knows.
+        context: the longest sequence, in tokens.
+        seed: of the random weights.
+        attention: transformers' `attn_implementation`.
 
     Raises:
         ValueError: there is no such architecture.
@@ -38,7 +45,8 @@ def build_model(sizes: Sizes, vocab_size: int, context: int, seed: int) -> Any:
         "eos_token_id": 0,
         "pad_token_id": None,
         "use_cache": False,
-        "attn_implementation": "sdpa",
+        "attn_implementation": attention,
+        "initializer_range": sizes.get("initializer_range", 0.02),
     }
     if architecture != "phi3":
         options["head_dim"] = HEAD_DIM

@@ -26,7 +26,7 @@ from hf_muon.config import MuonConfig
 
 HELD_OUT_BLOCKS = 128
 EVALUATION_BATCH = 16
-_NOT_FOR_TRAINER = {"warmup", "weights", "lora_rank", "rival"}
+_NOT_FOR_TRAINER = {"warmup", "weights", "lora_rank", "rival", "attention"}
 
 Result = dict[str, Any]
 
@@ -96,7 +96,7 @@ def train(spec: Mapping[str, Any], corpus: Corpus) -> Result:
     """
     settings = dict(spec["settings"])
     context, batch, steps, seed = spec["context"], spec["batch"], spec["steps"], spec["seed"]
-    model = build_model(spec["model"], corpus.vocab_size, context, seed)
+    model = build_model(spec["model"], corpus.vocab_size, context, seed, settings.get("attention", "sdpa"))
     if "start" in spec:
         model.load_state_dict(torch.load(weights_file(spec["start"], corpus), weights_only=True))
     autocast = bool(settings.get("bf16"))

@@ -7,6 +7,7 @@ import torch
 
 import evidence.trial
 from evidence.corpus import Corpus, write_corpus
+from evidence.models import build_model
 from evidence.study import STUDIES, read_study
 from evidence.trial import Blocks, arguments, mean_loss, train, weights_file
 from hf_muon.config import MuonConfig
@@ -71,6 +72,18 @@ def test_all_sides_see_the_same_batches(corpus, monkeypatch):
     for batches in inputs_of.values():
         assert len(batches) == 4
         assert all(map(torch.equal, batches, rows))
+
+
+def test_eager_attention_trains_the_same(corpus):
+    usual, eager = (result(with_settings(attention=kind), corpus) for kind in ("sdpa", "eager"))
+    assert eager["losses"] == pytest.approx(usual["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("std", [0.02, 0.05])
+def test_random_weights_have_the_range_of_the_sizes(std):
+    sizes = {"hidden": 128, "layers": 1, "initializer_range": std}
+    weight = build_model(sizes, vocab_size=512, context=16, seed=0).lm_head.weight
+    assert weight.std().item() == pytest.approx(std, rel=0.02)
 
 
 def test_blocks_come_once_an_epoch():
