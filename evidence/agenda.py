@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evidence.results import FAILED, Row, loss_of
-from evidence.study import FINAL, TUNE, Study, Trial
-from evidence.tuning import Point, best_of_repeated, is_inside, next_point, point_to_repeat
+from evidence.study import TUNE, Study, Trial
+from evidence.tuning import Ladder, Point, best_of_repeated, next_point, point_to_repeat, untried_neighbour, vertex
 
+_ROUNDS = 4  # of repetitions
+_MORE_REPEATS = 2  # trials a round after the first
 _TYPICAL_MOVES = 2  # points beyond the best one and its neighbours that a search asks for
 _RATE = 8e10  # FLOP/s of one core at a hidden size of 128, where nothing is measured; wider models are faster
 _EAGER = 1.5  # how many times faster eager attention makes these short sequences, under autocast
@@ -21,6 +24,7 @@ class Search:
     """The tuning of a side in a cell.
 
     Attributes:
+        ladders: of the settings that are tuned.
         losses: of the points that have a row, with the seed by which the search moves.
         trials: all trials of these points, one for each seed.
         repeated: the losses of points, with one seed after another.
@@ -28,11 +32,12 @@ class Search:
         next: the trial that the search asks for; None if it is complete, or waits for a running trial.
     """
 
-    losses: dict[Point, float]
-    trials: dict[Point, list[Trial]]
-    repeated: dict[Point, list[float]]
-    complete: bool
-    next: Trial | None
+    ladders: list[Ladder]
+    losses: dict[Point, float] = field(default_factory=dict)
+    trials: dict[Point, list[Trial]] = field(default_factory=dict)
+    repeated: dict[Point, list[float]] = field(default_factory=dict)
+    complete: bool = False
+    next: Trial | None = None
 
     @property
     def count(self) -> int:
@@ -44,52 +49,88 @@ class Search:
         point = best_of_repeated(self.repeated)
         return None if point is None else self.trials[point][0]
 
-    def add(self, trial: Trial, loss: float) -> None:
-        """Enter the row of a trial."""
+    @property
+    def state(self) -> str:
+        """What can be said of the best point, in words."""
+        best = best_of_repeated(self.repeated)
+        if best is None or not self.complete or self.next is not None:
+            return "not done"
+        if untried_neighbour(self.ladders, self.losses, best) or not math.isfinite(self.losses[best]):
+            return "best at an edge, no more trials allowed"
+        if any(
+            ladder.ends_at(rung) for ladder, rung in zip(self.ladders, best, strict=True) if len(ladder.choices) > 1
+        ):
+            return "best at the end of a list"
+        return "best inside"
+
+    def add(self, trial: Trial, rows: Mapping[str, Row]) -> bool:
+        """Enter the row of a trial; without one, ask for the trial and return False."""
+        if trial.id not in rows:
+            self.next = trial
+            return False
+        loss = loss_of(rows[trial.id])
+        self.losses.setdefault(trial.point, loss)
         self.trials.setdefault(trial.point, []).append(trial)
         self.repeated.setdefault(trial.point, []).append(loss)
+        return True
 
 
 def search(study: Study, cell: str, side: str, rows: Mapping[str, Row]) -> Search:
     """Repeat a side's search from its rows: each point follows from the losses of those before it."""
-    ladders = list(study.ladders(side).values())
-    one = Search({}, {}, {}, complete=False, next=None)
-    while len(one.losses) < study.most and (point := next_point(ladders, one.losses)) is not None:
-        trial = study.tuning(cell, side, point)
-        if trial.id not in rows:
-            one.next = trial
+    one = Search(list(study.ladders(side).values()))
+    while len(one.losses) < study.most and (point := next_point(one.ladders, one.losses)) is not None:
+        if not one.add(study.tuning(cell, side, point), rows):
             return one
-        one.losses[point] = loss_of(rows[trial.id])
-        one.add(trial, one.losses[point])
     one.complete = True  # repetitions are asked for by `searches`, which knows how many trials the others have needed
     return one
 
 
 def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Search]:
-    """Return the searches of all sides of a cell, which all get as many trials as the one that needs most."""
+    """Return the searches of all sides of a cell, which all get as many trials as the one that needs most.
+
+    Leading points are repeated with other seeds. Where another point wins by them and has neighbours that were not
+    tried, these are tried, and a round of repetitions follows.
+    """
     by_side = {side: search(study, cell, side, rows) for side in study.sides_of(cell) if study.ladders(side)}
     if not all(one.complete for one in by_side.values()):
         return by_side
-    target = max([study.least, *(one.count + study.repeats for one in by_side.values())])
-    for side, one in by_side.items():
-        while one.next is None and one.count < target:
-            point = point_to_repeat(one.repeated)
-            trial = study.tuning(cell, side, point, repetition=len(one.repeated[point]))
-            if trial.id in rows:
-                one.add(trial, loss_of(rows[trial.id]))
-            else:
-                one.next = trial
+    repeats = study.repeats
+    for _ in range(_ROUNDS):
+        target = max([study.least, *(len(one.losses) + repeats for one in by_side.values())])
+        for side, one in by_side.items():
+            _repeat(study, cell, side, one, rows, target)
+        if any(one.next for one in by_side.values()):
+            break
+        grown = [_extend(study, cell, side, one, rows) for side, one in by_side.items()]
+        if not any(grown) or any(one.next for one in by_side.values()):
+            break
+        repeats += min(study.repeats, _MORE_REPEATS)
     return by_side
+
+
+def _repeat(study: Study, cell: str, side: str, one: Search, rows: Mapping[str, Row], target: int) -> None:
+    while one.count < target:
+        point = point_to_repeat(one.repeated)
+        if not one.add(study.tuning(cell, side, point, repetition=len(one.repeated[point])), rows):
+            return
+
+
+def _extend(study: Study, cell: str, side: str, one: Search, rows: Mapping[str, Row]) -> bool:
+    """Try the neighbours of the point that leads by its mean; return whether there is one that the search had not."""
+    grown = False
+    while len(one.losses) < study.most and (best := best_of_repeated(one.repeated)) is not None:
+        point = untried_neighbour(one.ladders, one.losses, best)
+        if point is None:
+            break
+        grown = True
+        if not one.add(study.tuning(cell, side, point), rows):
+            break
+    return grown
 
 
 def is_tuned(by_side: Mapping[str, Search]) -> bool:
     """Return whether all sides of a cell are tuned with equally many trials."""
     return all(one.complete and one.next is None for one in by_side.values())
-
-
-def has_best_inside(study: Study, side: str, one: Search) -> bool:
-    """Return whether a finished search ended with its best point inside."""
-    return is_inside(list(study.ladders(side).values()), one.losses)
 
 
 def wanted(study: Study, rows: Mapping[str, Row]) -> Iterator[Trial]:
@@ -103,11 +144,9 @@ def wanted(study: Study, rows: Mapping[str, Row]) -> Iterator[Trial]:
         if is_tuned(by_side):
             trials += [trial for seed in study.seeds for trial in finals(study, cell, by_side, seed)]
         for trial in trials:
-            if start := study.cells[cell].get("start"):
-                first = study.start(start, trial.seed)
-                if first.id not in rows:
-                    yield first
-                    continue
+            if (start := study.start_of(trial)) is not None and start.id not in rows:
+                yield start
+                continue
             if trial.id not in rows:
                 yield trial
 
@@ -122,9 +161,29 @@ def finals(study: Study, cell: str, by_side: Mapping[str, Search], seed: int) ->
     for side in study.sides_of(cell):
         if side not in by_side:
             trials.append(study.final(cell, side, {}, seed))
-        elif (best := by_side[side].best) is not None:
-            trials.append(study.final(cell, side, best.values, seed))
+        elif (values := best_values(study, side, by_side[side])) is not None:
+            trials.append(study.final(cell, side, values, seed))
     return trials
+
+
+def best_values(study: Study, side: str, one: Search) -> dict[str, Any] | None:
+    """Return the settings of a side's final trials: those of the best point, or of the parabola's vertex near it."""
+    if one.best is None:
+        return None
+    point = one.best.point
+    return study.values(side, point, vertex(one.ladders, one.repeated, point) if study.between else None)
+
+
+def final_rows(study: Study, rows: Mapping[str, Row]) -> dict[tuple[str, str], list[Row]]:
+    """Return the rows of final trials by cell and side, without those of settings that are the best no longer."""
+    result: dict[tuple[str, str], list[Row]] = {}
+    for cell in study.cells:
+        by_side = searches(study, cell, rows)
+        for seed in study.seeds:
+            for trial in finals(study, cell, by_side, seed):
+                if trial.id in rows:
+                    result.setdefault((cell, trial.side), []).append(rows[trial.id])
+    return result
 
 
 def all_trials(study: Study, rows: Mapping[str, Row]) -> list[Trial]:
@@ -155,6 +214,7 @@ def remaining(study: Study, rows: Mapping[str, Row]) -> tuple[int, float]:
     The number of trials that a search will take is not known: what is typical is taken.
     """
     count, seconds = 0, 0.0
+    finished = final_rows(study, rows)
     for cell in study.cells:
         by_side = searches(study, cell, rows)
         each = seconds_of(study, cell, rows)
@@ -163,8 +223,8 @@ def remaining(study: Study, rows: Mapping[str, Row]) -> tuple[int, float]:
             least = max(study.least, 1 + 2 * len(study.ladders(side)) + _TYPICAL_MOVES)
             if not is_tuned(by_side):
                 missing += max(least + study.repeats - one.count, int(one.next is not None))
-        kinds = [row for row in rows.values() if row["cell"] == cell and row["kind"] == FINAL]
-        missing += max(0, len(study.seeds) * len(study.sides_of(cell)) - len(kinds))
+        done = sum(len(finished[cell, side]) for side in study.sides_of(cell) if (cell, side) in finished)
+        missing += len(study.seeds) * len(study.sides_of(cell)) - done
         count, seconds = count + missing, seconds + missing * each
     for name, start in study.starts.items():
         missing = sum(study.start(name, seed).id not in rows for seed in (study.tuning_seed, *study.seeds))

@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 
-from evidence.results import DONE, Row, loss_of
-from evidence.study import FINAL, Study
+from evidence.agenda import final_rows
+from evidence.results import Row, loss_of
+from evidence.study import Study
 
 Losses = Mapping[float, float]
 """Mean final test loss by tokens."""
+Finals = Mapping[tuple[str, str], list[Row]]
+"""Rows of final trials by cell and side."""
 
 
 def budgets_table(study: Study, rows: Mapping[str, Row]) -> str:
     """Return a table of the models that were trained with several token budgets; empty if there is none."""
     lines = []
+    finals = final_rows(study, rows)
     for model in study.model_sizes:
-        losses = {side: _losses(study, rows, model, side) for side in study.sides}
+        losses = {side: _losses(study, finals, model, side) for side in study.sides}
         reference = losses.get(study.reference, {})
         for side, own in losses.items():
             if side != study.reference and len(own) > 1 and own.keys() == reference.keys():
@@ -32,8 +36,9 @@ def budgets_table(study: Study, rows: Mapping[str, Row]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     about = (
-        "Tokens to the reference's final loss with its largest budget, interpolated between final losses of runs that "
-        "were tuned for their budgets, against the logarithm of tokens:"
+        "Tokens to the reference's final loss with its largest budget, interpolated between mean final losses of runs "
+        "that were tuned for their budgets, against the logarithm of tokens. The line between two budgets lies above a "
+        "curve that flattens, so that a ratio is rather too small than too large:"
     )
     return "\n".join([about, "", *head, *lines])
 
@@ -65,13 +70,13 @@ def _tokens_to(losses: Losses, target: float) -> tuple[str, float | None]:
     return "", None
 
 
-def _losses(study: Study, rows: Mapping[str, Row], model: str, side: str) -> dict[float, float]:
+def _losses(study: Study, finals: Finals, model: str, side: str) -> dict[float, float]:
+    """Return the mean losses by tokens, of budgets that all seeds have finished."""
     losses: dict[float, float] = {}
     for cell, content in study.cells.items():
-        own = [row for row in rows.values() if (row["cell"], row["side"], row["kind"]) == (cell, side, FINAL)]
-        finished = [loss_of(row) for row in own if row["status"] == DONE]
-        if content["model"] == model and finished and math.isfinite(fmean(finished)):
-            losses[float(content["tokens"])] = fmean(finished)
+        own = [loss_of(row) for row in finals.get((cell, side), ())]
+        if content["model"] == model and len(own) == len(study.seeds) and all(map(math.isfinite, own)):
+            losses[float(content["tokens"])] = fmean(own)
     return losses
 
 

@@ -13,7 +13,7 @@ def verdict(test: Difference) -> str:
     """Return in words what a difference shows."""
     if test.pairs < _LEAST_PAIRS:
         return f"nothing yet: {test.pairs} seed{'s' * (test.pairs > 1)}"
-    if test.p == 1:
+    if test.mean == test.deviation == 0:
         return "equal"
     if test.p < LEVEL:
         return "lower loss" if test.mean < 0 else "higher loss"

@@ -8,7 +8,7 @@ from typing import Any
 HEAD_DIM = 32
 VOCAB_SIZE = 2048
 Sizes = Mapping[str, Any]
-"""`hidden`, `layers`; optionally `architecture` (qwen3, qwen3_moe, phi3), `tied`, `experts`, `initializer_range`."""
+"""`hidden`, `layers`, and optionally `architecture` (qwen3, qwen3_moe, phi3), `tied`, `experts`."""
 
 
 def build_model(sizes: Sizes, vocab_size: int, context: int, seed: int, attention: str = "sdpa") -> Any:
@@ -46,7 +46,6 @@ def build_model(sizes: Sizes, vocab_size: int, context: int, seed: int, attentio
         "pad_token_id": None,
         "use_cache": False,
         "attn_implementation": attention,
-        "initializer_range": sizes.get("initializer_range", 0.02),
     }
     if architecture != "phi3":
         options["head_dim"] = HEAD_DIM

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 # Colours of Okabe and Ito.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
+_DASHES = ("none", "5 3", "1.5 2")  # the colours come round with another one
 _INK = "#808894"
 _WIDTH, _HEIGHT = 300, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 24, 36
@@ -42,7 +44,10 @@ def picture(panels: Panels, names: Sequence[str], x_title: str, y_title: str, *,
         log: draw x on a logarithmic axis.
     """
     drawn = [name for name in names if any(name in lines for lines in panels.values())]
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(drawn)}
+    strokes = {
+        name: f'color="{colour}" stroke="{colour}" stroke-dasharray="{dashes}"'
+        for name, (dashes, colour) in zip(drawn, itertools.cycle(itertools.product(_DASHES, _COLOURS)), strict=False)
+    }
     columns = min(_ACROSS, len(panels))
     legend_columns = max(1, columns * _WIDTH // 220)
     rows, legend_rows = -(-len(panels) // columns), -(-len(drawn) // legend_columns)
@@ -53,10 +58,10 @@ def picture(panels: Panels, names: Sequence[str], x_title: str, y_title: str, *,
     ]
     for i, (title, lines) in enumerate(panels.items()):
         shift = f"translate({i % columns * _WIDTH},{i // columns * _HEIGHT})"
-        parts.append(f'<g transform="{shift}">{_panel(title, lines, colours, x_title, y_title, log)}</g>')
+        parts.append(f'<g transform="{shift}">{_panel(title, lines, strokes, x_title, y_title, log)}</g>')
     for i, name in enumerate(drawn):
         x, y = 46 + i % legend_columns * 220, rows * _HEIGHT + 14 + 18 * (i // legend_columns)
-        parts.append(f'<path d="M{x} {y - 4}h18" stroke="{colours[name]}" stroke-width="2"/>')
+        parts.append(f'<path d="M{x} {y - 4}h18" {strokes[name]} stroke-width="2"/>')
         parts.append(f'<text x="{x + 24}" y="{y}">{html.escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
@@ -64,7 +69,7 @@ def picture(panels: Panels, names: Sequence[str], x_title: str, y_title: str, *,
 def _panel(
     title: str,
     lines: Mapping[str, Mapping[float, float]],
-    colours: Mapping[str, str],
+    strokes: Mapping[str, str],
     x_title: str,
     y_title: str,
     log: bool,
@@ -85,8 +90,11 @@ def _panel(
     for name, line in lines.items():
         places = [(x_of(scale(x)), y_of(y)) for x, y in sorted(line.items())]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="1.6"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{colours[name]}"/>' for x, y in places]
+        parts.append(f'<polyline points="{path}" fill="none" {strokes[name]} stroke-width="1.6"/>')
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="currentColor" stroke-width="0" {strokes[name]}/>'
+            for x, y in places
+        ]
     return "".join(parts)
 
 

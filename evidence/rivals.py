@@ -1,4 +1,4 @@
-"""Other packages' Muons in Trainer, on the param groups that hf_muon would make: same routes, rates and decay."""
+"""Other optimizers in Trainer, on the param groups that hf_muon would make: same routes, rates and decay."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
     """Return another package's optimizer.
 
     Args:
-        name: `torch`, `torch_original`, `llamafactory` or `deepspeed`.
+        name: `adamw`, or a Muon: `torch`, `torch_original`, `llamafactory` or `deepspeed`.
         model: whose parameters it steps.
-        settings: `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, and `muon_lr` where its scale is another.
+        settings: `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, and the rate of the matrices that
+            Muon steps where it is another: `muon_lr`, or `hidden_lr` if AdamW steps them here.
 
     Raises:
         ValueError: there is no such rival.
@@ -46,12 +47,13 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
     if name not in RIVALS:
         raise ValueError(f"rival {name} is not known. Valid: {', '.join(RIVALS)}")
     rate, decay = settings["learning_rate"], settings["weight_decay"]
+    of_hidden = settings.get("hidden_lr", settings.get("muon_lr", rate))
     ours = build_optimizer(model, lr=rate, weight_decay=decay)
     muon: Groups = []
     adamw: Groups = []
     for group in ours.param_groups:
         of_group = {"params": group["params"], "weight_decay": group["weight_decay"]}
-        of_group["lr"] = settings.get("muon_lr", rate) if group["use_muon"] else rate
+        of_group["lr"] = of_hidden if group["use_muon"] else rate
         (muon if group["use_muon"] else adamw).append(of_group)
     return RIVALS[name](muon, adamw, (settings["adam_beta1"], settings["adam_beta2"]))
 
@@ -61,6 +63,10 @@ def _torch(scale: str) -> Callable[[Groups, Groups, tuple[float, float]], torch.
         return Pair(torch.optim.Muon(muon, adjust_lr_fn=scale), torch.optim.AdamW(adamw, betas=betas))
 
     return build
+
+
+def _adamw(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*muon, *adamw], betas=betas)
 
 
 def _llamafactory(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
@@ -99,6 +105,7 @@ def _deepspeed(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch
 
 
 RIVALS: dict[str, Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
     "torch": _torch("match_rms_adamw"),
     "torch_original": _torch("original"),
     "llamafactory": _llamafactory,

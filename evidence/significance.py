@@ -82,10 +82,10 @@ def incomplete_beta(x: float, a: float, b: float) -> float:
     return front / (1 + fraction)
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return mean, standard deviation and number of values as text."""
+def spread(values: Sequence[float], *, sign: bool = False) -> str:
+    """Return mean, standard deviation and number of values as text; with a sign for changes."""
     deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{fmean(values):.4f}{deviation} ({len(values)})"
+    return f"{fmean(values):{'+' if sign else ''}.4f}{deviation} ({len(values)})"
 
 
 def step_of(losses: Mapping[int, float], target: float) -> float | None:

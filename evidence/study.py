@@ -65,6 +65,7 @@ class Study:
         seeds: of final trials.
         least: the least number of tuning trials of a side; 0 if nothing is tuned.
         repeats: number of tuning trials that the side which needs most of them spends on other seeds.
+        between: final trials take the rate at the vertex of the parabola through the best one and its neighbours.
         reference: the side that others are compared with, unless they name another one.
     """
 
@@ -81,6 +82,7 @@ class Study:
         self.tuning_seed: int = tune.get("seed", 0)
         self.least: int = tune.get("least", 0)
         self.repeats: int = tune.get("repeats", 0)
+        self.between: bool = tune.get("between", False)
         self.most: int = tune.get("most", 16)
         self.reference: str = content.get("reference", "")
         self.model_sizes: dict[str, dict[str, Any]] = content["models"]
@@ -103,11 +105,16 @@ class Study:
 
     def tuning(self, cell: str, side: str, point: Point, repetition: int = 0) -> Trial:
         """Return the tuning trial of a point, or one of its repetitions, each with a seed of its own."""
-        values = {}
-        for (name, ladder), rung in zip(self.ladders(side).items(), point, strict=True):
-            value = ladder.value(rung)
-            values[name] = float(f"{value * values[ladder.times]:.3g}") if ladder.times else value
+        values = self.values(side, point)
         return self._trial(cell, side, TUNE, values, self.tuning_seed + _REPETITION * repetition, point)
+
+    def values(self, side: str, point: Point, first: float | None = None) -> dict[str, Any]:
+        """Return the settings of a point; `first` takes the place of the first ladder's value."""
+        values: dict[str, Any] = {}
+        for (name, ladder), rung in zip(self.ladders(side).items(), point, strict=True):
+            value = ladder.value(rung) if values or first is None else first
+            values[name] = float(f"{value * values[ladder.times]:.3g}") if ladder.times else value
+        return values
 
     def final(self, cell: str, side: str, values: Mapping[str, Any], seed: int) -> Trial:
         """Return a final trial with settings that were tuned."""
@@ -119,11 +126,17 @@ class Study:
         spec = self._spec(start, {"optim": start["optim"]}, START, {}, seed)
         return Trial(f"start/{name}/{START}/{seed}", "start", name, START, seed, (), spec)
 
+    def start_of(self, trial: Trial) -> Trial | None:
+        """Return the trial that trains the weights which a trial begins with. All tuning trials share one."""
+        if trial.kind == START or (name := self.cells[trial.cell].get("start")) is None:
+            return None
+        return self.start(name, self.tuning_seed if trial.kind == TUNE else trial.seed)
+
     def _trial(self, cell: str, side: str, kind: str, values: Any, seed: int, point: Point = ()) -> Trial:
         settings = {key: value for key, value in self.sides[side].items() if key not in _SIDE_KEYS}
         spec = self._spec(self.cells[cell], settings, kind, values, seed)
         if start := self.cells[cell].get("start"):
-            spec["start"] = self.start(start, seed).spec
+            spec["start"] = self.start(start, self.tuning_seed if kind == TUNE else seed).spec
         text = ",".join(f"{key}={_number(value)}" for key, value in values.items()) or "fixed"
         return Trial(f"{cell}/{side}/{kind}/{text}/{seed}", cell, side, kind, seed, point, spec)
 

@@ -26,7 +26,7 @@ from hf_muon.config import MuonConfig
 
 HELD_OUT_BLOCKS = 128
 EVALUATION_BATCH = 16
-_NOT_FOR_TRAINER = {"warmup", "weights", "lora_rank", "rival", "attention"}
+_NOT_FOR_TRAINER = {"warmup", "weights", "lora_rank", "rival", "hidden_lr", "attention"}
 
 Result = dict[str, Any]
 

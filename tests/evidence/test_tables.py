@@ -9,12 +9,14 @@ from statistics import NormalDist
 
 import pytest
 
+from evidence.agenda import wanted
 from evidence.budgets import budgets_table, fewer_tokens
 from evidence.conclusions import conclusion, verdict
 from evidence.results import COLUMNS, read_rows
 from evidence.significance import Difference, incomplete_beta, paired, smallest_shown, speed_up, step_of, student_tails
 from evidence.study import Study
-from evidence.tables import draw, finals_table
+from evidence.tables import draw, finals_table, section
+from evidence.tuning_tables import rates_table
 from tests.evidence.quick_study import CONTENT
 from tests.evidence.quick_trial import BEST
 
@@ -36,6 +38,13 @@ def row(cell, side, seed, final, **changes):
     return {**dict.fromkeys(COLUMNS, ""), **values, **changes}
 
 
+def by_cell(rows):
+    groups = {}
+    for one in rows.values():
+        groups.setdefault((one["cell"], one["side"]), []).append(one)
+    return groups
+
+
 @pytest.fixture
 def rows():
     losses = {"adamw": (4.0, 4.1, 4.2), "muon": (3.45, 3.6, 3.75)}
@@ -45,7 +54,7 @@ def rows():
 
 
 def test_a_table_of_finals(rows):
-    table, short = finals_table(Study("quick", CONTENT), rows, rows.values()).split("\n\n")
+    table, short = finals_table(Study("quick", CONTENT), by_cell(rows)).split("\n\n")
     assert short == "*short.* Lower loss than the reference: muon (-0.500)."
     lines = table.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -61,9 +70,16 @@ def test_a_table_of_finals(rows):
     assert diverged[3] == "diverged (1)"
 
 
+def test_a_side_with_a_trial_that_diverged_has_no_verdict(rows):
+    worst = row("short", "muon", 2, 0.0, status="diverged", loss="", losses="")
+    table, *sentences = finals_table(Study("quick", CONTENT), by_cell({**rows, worst["id"]: worst})).split("\n\n")
+    assert "| 3.5250 ± 0.1061 (2) |  |  |  |  | 100 | 1 of 3 did not end |" in table
+    assert not sentences
+
+
 def test_sides_without_a_common_seed_are_not_compared(rows):
     rows = {one["id"]: one for one in (row("short", "adamw", 1, 4.0), row("short", "muon", 2, 3.0))}
-    lines = finals_table(Study("quick", CONTENT), rows, rows.values()).splitlines()
+    lines = finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()
     assert lines[-1].endswith("|  |  |  |  | 100 | no seed in common with the reference |")
 
 
@@ -74,11 +90,15 @@ def test_sides_without_a_common_seed_are_not_compared(rows):
         (0.5, 0.001, 3, "higher loss"),
         (-0.5, 0.02, 3, "no difference shown"),
         (-0.5, 0.001, 2, "nothing yet: 2 seeds"),
-        (0.0, 1.0, 3, "equal"),
+        (0.0, 1.0, 3, "no difference shown"),
     ],
 )
 def test_verdicts(mean, p, pairs, text):
     assert verdict(Difference(mean, 0.1, p, pairs)) == text
+
+
+def test_only_what_does_not_differ_with_any_seed_is_equal():
+    assert verdict(Difference(0.0, 0.0, 1.0, 3)) == "equal"
 
 
 def test_a_conclusion_says_what_is_shown_and_what_is_not():
@@ -111,12 +131,64 @@ def test_fewer_tokens():
     assert fewer_tokens(adamw, adamw) == "1.00x"
 
 
+def untuned(**changes):
+    sides = {side: {"optim": side} for side in CONTENT["sides"]}
+    return Study("quick", {**CONTENT, "sides": sides, **changes})
+
+
 def test_budgets_stand_side_by_side(rows):
-    cells = {"short": {"model": "tiny", "tokens": 64, "batch": 2}, "long": {"model": "tiny", "tokens": 256, "batch": 2}}
-    rows |= {one["id"]: one for one in [row("long", "muon", 1, 2.5)]}
-    table = budgets_table(Study("quick", {**CONTENT, "cells": cells}), rows).splitlines()
+    rows |= {
+        one["id"]: one
+        for one in (
+            row("long", side, seed, 3.0 - 0.5 * (side == "muon")) for side in ("adamw", "muon") for seed in range(3)
+        )
+    }
+    table = budgets_table(untuned(seeds=[0, 1, 2]), rows).splitlines()
     assert table[-1] == "| tiny | muon | 6.4e-05M 3.600, 0.000256M 2.500 | 6.4e-05M 4.100, 0.000256M 3.000 | 1.88x |"
     assert round(4 ** (1 - 0.6 / 1.1), 2) == 1.88
+    del rows["long/muon/final/fixed/2"]
+    assert budgets_table(untuned(seeds=[0, 1, 2]), rows) == ""
+
+
+def fine_tuned(cell, side, seed, loss, after):
+    return row(cell, side, seed, loss, other_loss=f"{after:.5f}", other_loss_before="3.00000", movement="0.1")
+
+
+def test_forgetting_is_compared_in_pairs_and_between_starts():
+    cells = {name: {"model": "tiny", "tokens": 64, "batch": 2, "start": name} for name in ("adamw", "muon")}
+    start = {"model": "tiny", "tokens": 64, "batch": 2, "optim": "muon"}
+    study = untuned(cells=cells, seeds=[0, 1, 2], starts={"adamw": start, "muon": start}, other_text="docs")
+    rows = {}
+    for seed, noise in enumerate((0.0, 0.01, -0.01)):
+        for cell, side, loss, after in (
+            ("adamw", "adamw", 2.0, 3.2),
+            ("adamw", "muon", 2.1, 3.5 + noise),
+            ("muon", "adamw", 2.0, 3.2),
+            ("muon", "muon", 1.9, 3.1),
+        ):
+            one = fine_tuned(cell, side, seed, loss + seed, after)
+            rows[one["id"]] = one
+    text = section(study, rows)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert lines[0][9:14] == ["old text before", "change on old text", "beside the reference", "p", "movement"]
+    muon = next(line for line in lines if line[:2] == ["adamw", "muon"])
+    assert muon[9:14] == ["3.0000", "+0.5000 ± 0.0100 (3)", "+0.3000 ± 0.0100", "4e-04", "0.100"]
+    # -0.1 and 0.1 beside the reference; -0.1 and 0.3 in forgetting.
+    assert lines[-1][0] == "muon"
+    assert lines[-1][1:5:2] == ["-0.2000 ± 0.0000", "-0.4000 ± 0.0100"]
+
+
+def test_a_study_without_final_trials_says_how_the_best_rate_moves(tmp_path):
+    content = {**CONTENT, "seeds": [], "tune": {"seed": 0}}
+    study = Study("quick", content)
+    rows = {}
+    while (trial := next(wanted(study, rows), None)) is not None:
+        goal = {"short": 0.01, "long": 0.005}[trial.cell]
+        loss = 3 + 0.1 * math.log2(trial.values["learning_rate"] / goal) ** 2
+        rows[trial.id] = row(trial.cell, trial.side, 0, loss, id=trial.id, kind="tune")
+    lines = rates_table(study, rows).splitlines()
+    assert lines[2] == "| side | short | long |"
+    assert lines[4:] == ["| adamw | 0.01 (1.00x) | 0.005 (0.50x) |", "| muon | 0.01 (1.00x) | 0.005 (0.50x) |"]
 
 
 def test_drawing_again_changes_nothing(whole, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import evidence.trial
 from evidence.corpus import Corpus, write_corpus
 from evidence.models import build_model
+from evidence.rivals import build_rival
 from evidence.study import STUDIES, read_study
 from evidence.trial import Blocks, arguments, mean_loss, train, weights_file
 from hf_muon.config import MuonConfig
@@ -79,13 +80,6 @@ def test_eager_attention_trains_the_same(corpus):
     assert eager["losses"] == pytest.approx(usual["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("std", [0.02, 0.05])
-def test_random_weights_have_the_range_of_the_sizes(std):
-    sizes = {"hidden": 128, "layers": 1, "initializer_range": std}
-    weight = build_model(sizes, vocab_size=512, context=16, seed=0).lm_head.weight
-    assert weight.std().item() == pytest.approx(std, rel=0.02)
-
-
 def test_blocks_come_once_an_epoch():
     blocks = torch.arange(12).view(6, 2)
     order = [int(block["labels"][0]) // 2 for block in Blocks(blocks, 15, seed=3)]
@@ -97,8 +91,6 @@ def test_blocks_come_once_an_epoch():
 def test_the_loss_is_that_of_a_loop_by_hand(corpus):
     """Compare AdamW's trial with a plain loop: schedule, clipping, decay and batches."""
     from torch.optim.lr_scheduler import LambdaLR
-
-    from evidence.models import build_model
 
     loss = train(with_settings(optim="adamw_torch"), corpus)["loss"]
     model = build_model(SPEC["model"], corpus.vocab_size, 16, 1)
@@ -127,6 +119,19 @@ def test_rivals_follow_the_schedule_and_take_our_steps(corpus, rival):
     unscheduled = train(with_settings(lr_scheduler_type="constant", **same, **scale), corpus)["losses"]
     assert theirs == pytest.approx(ours, abs=2e-3)
     assert max(abs(ours[step] - unscheduled[step]) for step in ours) > 2e-2
+
+
+def test_adamw_with_two_rates(corpus):
+    same = {"adam_beta1": 0.9, "adam_beta2": 0.95, "optim": "adamw_torch"}
+    one_rate = train(with_settings(**same), corpus)["losses"]
+    assert train(with_settings(rival="adamw", hidden_lr=0.01, **same), corpus)["losses"] == one_rate
+    model = build_model(SPEC["model"], corpus.vocab_size, 16, 1)
+    settings = {**SPEC["settings"], **same, "hidden_lr": 0.001}
+    optimizer = build_rival("adamw", model, settings)
+    rates = {param: group["lr"] for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        hidden = param.ndim == 2 and "embed" not in name
+        assert rates[param] == (0.001 if hidden else 0.01), name
 
 
 def test_a_start_is_where_fine_tuning_begins(corpus):

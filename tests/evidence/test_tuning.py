@@ -7,7 +7,19 @@ import math
 
 import pytest
 
-from evidence.tuning import Ladder, best_of_repeated, best_point, is_inside, next_point, point_to_repeat
+from evidence.agenda import best_values, final_rows, searches, wanted
+from evidence.study import TUNE, Study
+from evidence.tuning import (
+    Ladder,
+    best_of_repeated,
+    best_point,
+    next_point,
+    point_to_repeat,
+    scores,
+    untried_neighbour,
+    vertex,
+)
+from tests.evidence.quick_study import CONTENT
 
 
 def search(ladders, loss):
@@ -25,7 +37,7 @@ def test_the_best_point_of_two_ladders_is_found_wherever_it_is(goal):
     losses = search(ladders, lambda point: (point[0] - goal[0]) ** 2 + (point[1] - goal[1]) ** 2)
     best = best_point(losses)
     assert best == goal
-    assert is_inside(ladders, losses)
+    assert untried_neighbour(ladders, losses, best) is None
     for i, step in itertools.product(range(2), (-1, 1)):
         assert tuple(rung + step * (k == i) for k, rung in enumerate(best)) in losses
 
@@ -34,7 +46,8 @@ def test_choices_end_where_the_list_ends():
     ladders = [Ladder(0.95, choices=(0.9, 0.95, 0.99))]
     losses = search(ladders, lambda point: -point[0])
     assert [ladders[0].value(point[0]) for point in losses] == [0.95, 0.9, 0.99]
-    assert is_inside(ladders, losses)
+    assert ladders[0].ends_at(1)
+    assert not ladders[0].ends_at(0)
 
 
 def test_diverged_trials_lead_to_lower_rates():
@@ -62,3 +75,84 @@ def test_diverged_points_are_repeated_last():
     assert point_to_repeat(losses) == (1,)
     losses[1,].append(3.1)
     assert best_of_repeated(losses) == (1,)
+
+
+def test_a_seed_that_is_hard_for_all_does_not_decide():
+    """Give the better point one seed more, at which every loss is higher."""
+    losses = {(0,): [2.0, 3.0, 4.0], (1,): [2.05, 3.1], (2,): [2.5]}
+    assert scores(losses) == pytest.approx({(0,): 0.0, (1,): 0.075, (2,): 0.5})
+    assert best_of_repeated(losses) == (0,)
+
+
+def test_the_vertex_of_a_parabola():
+    ladders = [Ladder(0.008, 2), Ladder(1, 2, times="learning_rate")]
+    losses = {(rung, 1): [3 + 0.2 * (rung - 0.3) ** 2, 4 + 0.2 * (rung - 0.3) ** 2] for rung in (-1, 0, 1)}
+    losses[1, 1] = losses[1, 1][:1]
+    assert vertex(ladders, losses, (0, 1)) == pytest.approx(0.008 * 2**0.3, rel=1e-2)
+    assert vertex(ladders, losses, (1, 1)) is None
+    assert vertex(ladders, {**losses, (1, 1): [math.inf]}, (0, 1)) is None
+
+
+def answer(study, loss):
+    """Answer all trials that a study asks for, with losses by side, values and seed, and return the rows."""
+    rows = {}
+    while (trial := next(wanted(study, rows), None)) is not None:
+        assert len(rows) < 500
+        rows[trial.id] = {
+            "id": trial.id,
+            "cell": trial.cell,
+            "side": trial.side,
+            "kind": trial.kind,
+            "status": "done",
+            "loss": f"{loss(trial.side, trial.values, trial.seed):.5f}",
+        }
+    return rows
+
+
+def bowl(goal, values):
+    return sum((math.log2(value) - math.log2(best)) ** 2 for value, best in zip(values.values(), goal, strict=True))
+
+
+def test_the_neighbours_of_a_point_that_wins_by_its_mean_are_tried():
+    """Make one point lucky with the first seed, so that the search by that seed ends beside the best."""
+    study = Study("quick", CONTENT)
+
+    def loss(side, values, seed):
+        rate = values["learning_rate"]
+        luck = 0.5 if (side, rate, seed) == ("adamw", 0.008, 0) else 0.0
+        return 3 + 0.1 * bowl([0.03], values) - luck + seed / 100
+
+    rows = answer(study, loss)
+    by_side = searches(study, "short", rows)
+    assert by_side["adamw"].best.values == {"learning_rate": 0.032}
+    assert by_side["adamw"].state == by_side["muon"].state == "best inside"
+    assert by_side["adamw"].count == by_side["muon"].count
+    tried = {trial.values["learning_rate"] for trials in by_side["adamw"].trials.values() for trial in trials}
+    assert {0.016, 0.032, 0.064} <= tried
+    finals = final_rows(study, rows)
+    assert [row["id"] for row in finals["short", "adamw"]] == [
+        f"short/adamw/final/learning_rate=0.032/{seed}" for seed in (1, 2)
+    ]
+
+
+def test_rows_of_settings_that_are_the_best_no_longer_are_not_finals():
+    study = Study("quick", CONTENT)
+    rows = answer(study, lambda side, values, seed: 3 + bowl([0.008], values))
+    better = {
+        name: {**row, "loss": "1.0"} if "short/adamw/tune/learning_rate=0.016" in name else row
+        for name, row in rows.items()
+    }
+    assert ("short", "muon") in final_rows(study, better)
+    assert ("short", "adamw") not in final_rows(study, better)
+    assert next(wanted(study, better)).kind == TUNE
+
+
+def test_final_trials_between_the_rungs_keep_the_ratio_of_two_rates():
+    ratio = {"start": 4, "choices": [4], "times": "learning_rate"}
+    tune = {"learning_rate": {"start": 0.008, "factor": 2}, "adamw_lr": ratio}
+    content = {**CONTENT, "tune": {"seed": 0, "between": True}, "sides": {"muon": {"optim": "muon", "tune": tune}}}
+    study = Study("quick", {**content, "reference": "muon"})
+    rows = answer(study, lambda side, values, seed: 3 + 0.1 * bowl([0.02, 0.08], values))
+    values = best_values(study, "muon", searches(study, "short", rows)["muon"])
+    assert values["learning_rate"] == pytest.approx(0.02, rel=1e-2)
+    assert values["adamw_lr"] == pytest.approx(4 * values["learning_rate"], rel=1e-3)
