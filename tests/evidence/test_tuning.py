@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from evidence.agenda import best_values, final_rows, searches, wanted
-from evidence.study import TUNE, Study
+from evidence.agenda import best_values, final_rows, is_tuned, searches, wanted
+from evidence.results import RESULTS, read_rows
+from evidence.study import STUDIES, TUNE, Study, read_study
 from evidence.tuning import (
     Ladder,
     best_of_repeated,
@@ -156,3 +157,15 @@ def test_final_trials_between_the_rungs_keep_the_ratio_of_two_rates():
     values = best_values(study, "muon", searches(study, "short", rows)["muon"])
     assert values["learning_rate"] == pytest.approx(0.02, rel=1e-2)
     assert values["adamw_lr"] == pytest.approx(4 * values["learning_rate"], rel=1e-3)
+
+
+def test_fine_tuning_begins_with_what_pretrain_has_tuned():
+    """The starts of `finetune` are typed by hand from the finished cell of `pretrain`."""
+    if not read_rows(RESULTS / "finetune.csv"):
+        return
+    pretrain, finetune = (read_study(STUDIES / f"{name}.yaml") for name in ("pretrain", "finetune"))
+    by_side = searches(pretrain, "1M long", read_rows(RESULTS / "pretrain.csv"))
+    assert is_tuned(by_side)
+    for start, side in (("adamw", "adamw two rates"), ("muon", "muon")):
+        settings = finetune.start(start, 0).spec["settings"]
+        assert {name: settings[name] for name in by_side[side].best.values} == by_side[side].best.values
