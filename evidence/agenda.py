@@ -77,7 +77,7 @@ class Search:
 
 def search(study: Study, cell: str, side: str, rows: Mapping[str, Row]) -> Search:
     """Repeat a side's search from its rows: each point follows from the losses of those before it."""
-    one = Search(list(study.ladders(side).values()))
+    one = Search(list(study.ladders(cell, side).values()))
     while len(one.losses) < study.most and (point := next_point(one.ladders, one.losses)) is not None:
         if not one.add(study.tuning(cell, side, point), rows):
             return one
@@ -91,10 +91,10 @@ def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Sear
     Leading points are repeated with other seeds. Where another point wins by them and has neighbours that were not
     tried, these are tried, and a round of repetitions follows.
     """
-    by_side = {side: search(study, cell, side, rows) for side in study.sides_of(cell) if study.ladders(side)}
+    by_side = {side: search(study, cell, side, rows) for side in study.sides_of(cell) if study.ladders(cell, side)}
     if not all(one.complete for one in by_side.values()):
         return by_side
-    repeats = study.repeats
+    repeats = study.repeats(cell)
     for _ in range(_ROUNDS):
         target = max([study.least, *(len(one.losses) + repeats for one in by_side.values())])
         for side, one in by_side.items():
@@ -104,7 +104,7 @@ def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Sear
         grown = [_extend(study, cell, side, one, rows) for side, one in by_side.items()]
         if not any(grown) or any(one.next for one in by_side.values()):
             break
-        repeats += min(study.repeats, _MORE_REPEATS)
+        repeats += min(study.repeats(cell), _MORE_REPEATS)
     return by_side
 
 
@@ -161,17 +161,17 @@ def finals(study: Study, cell: str, by_side: Mapping[str, Search], seed: int) ->
     for side in study.sides_of(cell):
         if side not in by_side:
             trials.append(study.final(cell, side, {}, seed))
-        elif (values := best_values(study, side, by_side[side])) is not None:
+        elif (values := best_values(study, cell, side, by_side[side])) is not None:
             trials.append(study.final(cell, side, values, seed))
     return trials
 
 
-def best_values(study: Study, side: str, one: Search) -> dict[str, Any] | None:
+def best_values(study: Study, cell: str, side: str, one: Search) -> dict[str, Any] | None:
     """Return the settings of a side's final trials: those of the best point, or of the parabola's vertex near it."""
     if one.best is None:
         return None
     point = one.best.point
-    return study.values(side, point, vertex(one.ladders, one.repeated, point) if study.between else None)
+    return study.values(cell, side, point, vertex(one.ladders, one.repeated, point) if study.between else None)
 
 
 def final_rows(study: Study, rows: Mapping[str, Row]) -> dict[tuple[str, str], list[Row]]:
@@ -220,9 +220,9 @@ def remaining(study: Study, rows: Mapping[str, Row]) -> tuple[int, float]:
         each = seconds_of(study, cell, rows)
         missing = 0
         for side, one in by_side.items():
-            least = max(study.least, 1 + 2 * len(study.ladders(side)) + _TYPICAL_MOVES)
+            least = max(study.least, 1 + 2 * len(study.ladders(cell, side)) + _TYPICAL_MOVES)
             if not is_tuned(by_side):
-                missing += max(least + study.repeats - one.count, int(one.next is not None))
+                missing += max(least + study.repeats(cell) - one.count, int(one.next is not None))
         done = sum(len(finished[cell, side]) for side in study.sides_of(cell) if (cell, side) in finished)
         missing += len(study.seeds) * len(study.sides_of(cell)) - done
         count, seconds = count + missing, seconds + missing * each

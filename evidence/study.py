@@ -20,7 +20,7 @@ _KEYS = {
     *("question", "text", "other_text", "context", "points", "training", "models", "cells", "sides"),
     *("tune", "seeds", "reference", "starts"),
 }
-_CELL_KEYS = {"model", "tokens", "batch", "text", "training", "sides", "start"}
+_CELL_KEYS = {"model", "tokens", "batch", "text", "training", "sides", "start", "begin", "repeats"}
 _REPETITION = 100  # seeds from one repetition to the next; final trials have lower ones
 _SIDE_KEYS = {"tune", "reference"}
 
@@ -60,11 +60,10 @@ class Study:
 
     Attributes:
         name: of the file.
-        cells: by name.
+        cells: by name. `begin` has other starts of the ladders, by side and setting.
         sides: by name.
         seeds: of final trials.
         least: the least number of tuning trials of a side; 0 if nothing is tuned.
-        repeats: number of tuning trials that the side which needs most of them spends on other seeds.
         between: final trials take the rate at the vertex of the parabola through the best one and its neighbours.
         reference: the side that others are compared with, unless they name another one.
     """
@@ -81,13 +80,14 @@ class Study:
         tune = content.get("tune", {})
         self.tuning_seed: int = tune.get("seed", 0)
         self.least: int = tune.get("least", 0)
-        self.repeats: int = tune.get("repeats", 0)
+        self._repeats: int = tune.get("repeats", 0)
         self.between: bool = tune.get("between", False)
         self.most: int = tune.get("most", 16)
         self.reference: str = content.get("reference", "")
         self.model_sizes: dict[str, dict[str, Any]] = content["models"]
         for cell in self.cells:
             _refuse(f"{name}.yaml, cell {cell}", self.cells[cell], _CELL_KEYS)
+            _refuse(f"{name}.yaml, begin of cell {cell}", self.cells[cell].get("begin", {}), set(self.sides))
             if self.cells[cell]["model"] not in self.model_sizes:
                 raise ValueError(f"{name}.yaml, cell {cell}: no model {self.cells[cell]['model']}")
 
@@ -99,19 +99,25 @@ class Study:
         """Return the side that a side is compared with; itself for a reference."""
         return str(self.sides[side].get("reference", self.reference))
 
-    def ladders(self, side: str) -> dict[str, Ladder]:
+    def repeats(self, cell: str) -> int:
+        """Return the number of tuning trials that the side which needs most of them spends on other seeds."""
+        return int(self.cells[cell].get("repeats", self._repeats))
+
+    def ladders(self, cell: str, side: str) -> dict[str, Ladder]:
         """Return the ladders of the settings that a side tunes."""
-        return {name: _ladder(value) for name, value in self.sides[side].get("tune", {}).items()}
+        begin = self.cells[cell].get("begin", {}).get(side, {})
+        ladders = self.sides[side].get("tune", {})
+        return {name: _ladder({**value, "start": begin.get(name, value["start"])}) for name, value in ladders.items()}
 
     def tuning(self, cell: str, side: str, point: Point, repetition: int = 0) -> Trial:
         """Return the tuning trial of a point, or one of its repetitions, each with a seed of its own."""
-        values = self.values(side, point)
+        values = self.values(cell, side, point)
         return self._trial(cell, side, TUNE, values, self.tuning_seed + _REPETITION * repetition, point)
 
-    def values(self, side: str, point: Point, first: float | None = None) -> dict[str, Any]:
+    def values(self, cell: str, side: str, point: Point, first: float | None = None) -> dict[str, Any]:
         """Return the settings of a point; `first` takes the place of the first ladder's value."""
         values: dict[str, Any] = {}
-        for (name, ladder), rung in zip(self.ladders(side).items(), point, strict=True):
+        for (name, ladder), rung in zip(self.ladders(cell, side).items(), point, strict=True):
             value = ladder.value(rung) if values or first is None else first
             values[name] = float(f"{value * values[ladder.times]:.3g}") if ladder.times else value
         return values

@@ -160,7 +160,7 @@ def test_every_setting_of_the_studies_is_read(name):
     study = read_study(STUDIES / f"{name}.yaml")
     for cell in study.cells:
         for side in study.sides_of(cell):
-            spec = study.tuning(cell, side, (0,) * len(study.ladders(side))).spec
+            spec = study.tuning(cell, side, (0,) * len(study.ladders(cell, side))).spec
             args = arguments(spec["settings"], 1, spec["steps"], 1)
             assert args.learning_rate > 0
             if args.optim_args:

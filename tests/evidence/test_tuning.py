@@ -154,9 +154,23 @@ def test_final_trials_between_the_rungs_keep_the_ratio_of_two_rates():
     content = {**CONTENT, "tune": {"seed": 0, "between": True}, "sides": {"muon": {"optim": "muon", "tune": tune}}}
     study = Study("quick", {**content, "reference": "muon"})
     rows = answer(study, lambda side, values, seed: 3 + 0.1 * bowl([0.02, 0.08], values))
-    values = best_values(study, "muon", searches(study, "short", rows)["muon"])
+    values = best_values(study, "short", "muon", searches(study, "short", rows)["muon"])
     assert values["learning_rate"] == pytest.approx(0.02, rel=1e-2)
     assert values["adamw_lr"] == pytest.approx(4 * values["learning_rate"], rel=1e-3)
+
+
+def test_a_cell_has_its_own_start_and_repetitions():
+    cell = {**CONTENT["cells"]["long"], "begin": {"muon": {"learning_rate": 0.001}}, "repeats": 0}
+    study = Study("quick", {**CONTENT, "cells": {**CONTENT["cells"], "long": cell}})
+    rows = answer(study, lambda side, values, seed: 3 + bowl([0.001], values))
+    assert next(iter(searches(study, "long", rows)["muon"].trials.values()))[0].values == {"learning_rate": 0.001}
+    assert next(iter(searches(study, "short", rows)["muon"].trials.values()))[0].values == {"learning_rate": 0.008}
+    for name, repeats in (("short", 2), ("long", 0)):
+        by_side = searches(study, name, rows)
+        most = max(len(one.losses) for one in by_side.values())
+        assert [one.count for one in by_side.values()] == [max(4, most + repeats)] * 2
+    with pytest.raises(ValueError, match="begin of cell long: unknown mun"):
+        Study("quick", {**CONTENT, "cells": {"long": {**cell, "begin": {"mun": {}}}}})
 
 
 def test_fine_tuning_begins_with_what_pretrain_has_tuned():
