@@ -57,9 +57,7 @@ class Search:
             return "not done"
         if untried_neighbour(self.ladders, self.losses, best) or not math.isfinite(self.losses[best]):
             return "best at an edge, no more trials allowed"
-        if any(
-            ladder.ends_at(rung) for ladder, rung in zip(self.ladders, best, strict=True) if len(ladder.choices) > 1
-        ):
+        if any(ladder.ends_at(rung) for ladder, rung in zip(self.ladders, best, strict=True)):
             return "best at the end of a list"
         return "best inside"
 
@@ -95,12 +93,12 @@ def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Sear
     if not all(one.complete for one in by_side.values()):
         return by_side
     repeats = study.repeats(cell)
-    for _ in range(_ROUNDS):
+    for last in (*[False] * (_ROUNDS - 1), True):
         target = max([study.least, *(len(one.losses) + repeats for one in by_side.values())])
         for side, one in by_side.items():
             _repeat(study, cell, side, one, rows, target)
-        if any(one.next for one in by_side.values()):
-            break
+        if last or any(one.next for one in by_side.values()):
+            break  # the last round ends with equal trials
         grown = [_extend(study, cell, side, one, rows) for side, one in by_side.items()]
         if not any(grown) or any(one.next for one in by_side.values()):
             break
