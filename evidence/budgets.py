@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 
-from evidence.agenda import final_rows
 from evidence.results import Row, loss_of
 from evidence.study import Study
 
@@ -17,10 +16,9 @@ Finals = Mapping[tuple[str, str], list[Row]]
 """Rows of final trials by cell and side."""
 
 
-def budgets_table(study: Study, rows: Mapping[str, Row]) -> str:
+def budgets_table(study: Study, finals: Finals) -> str:
     """Return a table of the models that were trained with several token budgets; empty if there is none."""
     lines = []
-    finals = final_rows(study, rows)
     for model in study.model_sizes:
         losses = {side: _losses(study, finals, model, side) for side in study.sides}
         reference = losses.get(study.reference, {})

@@ -9,7 +9,7 @@ from evidence.budgets import Finals
 from evidence.results import DONE, Row, loss_of
 from evidence.significance import paired, spread
 from evidence.study import Study
-from evidence.words import line_of, probability
+from evidence.words import head_of, line_of, probability
 
 HEADS = ("old text before", "change on old text", "beside the reference", "p", "movement")
 _Measure = Callable[[Row], float]
@@ -65,7 +65,7 @@ def starts_table(study: Study, finals: Finals) -> str:
         "Does the start matter more to a side than to the reference? Its difference from the reference in "
         f"*{cells[1]}* minus that in *{cells[0]}*, in pairs of the same seed:"
     )
-    return "\n".join([about, "", line_of(heads), line_of(["---"] * len(heads)), *lines])
+    return "\n".join([about, "", *head_of(heads), *lines])
 
 
 def _differences(finals: Finals, cell: str, side: str, reference: str, measure: _Measure) -> dict[str, float]:

@@ -17,7 +17,7 @@ from evidence.results import DONE, Row, loss_of, losses_of, read_rows
 from evidence.significance import Difference, mean_curve, paired, speed_up, spread
 from evidence.study import FINAL, TUNE, Study
 from evidence.tuning_tables import rates_table, tuning_table
-from evidence.words import line_of, probability, settings_text
+from evidence.words import head_of, line_of, probability, settings_text
 
 Rows = Mapping[str, Row]
 _HEAD = """# Evidence: the tables
@@ -51,7 +51,7 @@ def section(study: Study, rows: Rows) -> str:
         return "\n".join(lines)
     if finals := final_rows(study, rows):
         lines += [finals_table(study, finals), ""]
-        for more in (budgets_table(study, rows), starts_table(study, finals)):
+        for more in (budgets_table(study, finals), starts_table(study, finals)):
             lines += [more, ""] if more else []
     if any(row["kind"] == TUNE for row in rows.values()):
         lines += [] if study.seeds else [rates_table(study, rows), ""]
@@ -98,7 +98,7 @@ def finals_table(study: Study, finals: Finals) -> str:
     forgets = any(row["other_loss"] for own in finals.values() for row in own)
     heads = ["cell", "side", "settings", "test loss", "beside the reference", "p", "fewer steps", "less time"]
     heads += ["ms a step", *(HEADS if forgets else ()), "what it shows"]
-    lines = [line_of(heads), line_of(["---"] * len(heads))]
+    lines = head_of(heads)
     sentences = []
     for cell in study.cells:
         tests = {}

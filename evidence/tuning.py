@@ -82,16 +82,20 @@ def scores(losses: Mapping[Point, Sequence[float]]) -> dict[Point, float]:
     Returns:
         The scores. A point that diverged with one seed has an infinite one.
     """
-    first = {point: own[0] for point, own in losses.items()}
-    anchor = losses[min(first, key=lambda point: (first[point], point))]
+    anchor = losses[_anchor(losses)]
     if not math.isfinite(anchor[0]):
-        return first
+        return {point: own[0] for point, own in losses.items()}
     result = {}
     for point, own in losses.items():
         pairs = [(one, other) for one, other in zip(own, anchor, strict=False) if math.isfinite(other)]
         finite = all(map(math.isfinite, own))
         result[point] = fmean(one - other for one, other in pairs) if finite else math.inf
     return result
+
+
+def _anchor(losses: Mapping[Point, Sequence[float]]) -> Point:
+    """Return the point that scores are relative to."""
+    return min(losses, key=lambda point: (losses[point][0], point))
 
 
 def point_to_repeat(losses: Mapping[Point, Sequence[float]]) -> Point:
@@ -103,10 +107,8 @@ def point_to_repeat(losses: Mapping[Point, Sequence[float]]) -> Point:
         losses: of each point, with one seed after another; not empty.
     """
     by_point = scores(losses)
-    anchor = best_point({point: own[0] for point, own in losses.items()})
-    assert anchor is not None
     leading = sorted(by_point, key=lambda point: (by_point[point], point))[:_LEADING]
-    return min([anchor, *leading], key=lambda point: len(losses[point]))
+    return min([_anchor(losses), *leading], key=lambda point: len(losses[point]))
 
 
 def best_of_repeated(losses: Mapping[Point, Sequence[float]]) -> Point | None:
@@ -119,7 +121,7 @@ def best_of_repeated(losses: Mapping[Point, Sequence[float]]) -> Point | None:
 
 def untried_neighbour(ladders: Sequence[Ladder], tried: Collection[Point], point: Point) -> Point | None:
     """Return the first neighbour of a point that was not tried; None if there is none."""
-    return next((one for one in neighbours(ladders, point) if one not in tried), None)
+    return next((one for one in _neighbours(ladders, point) if one not in tried), None)
 
 
 def vertex(ladders: Sequence[Ladder], losses: Mapping[Point, Sequence[float]], best: Point) -> float | None:
@@ -145,7 +147,7 @@ def vertex(ladders: Sequence[Ladder], losses: Mapping[Point, Sequence[float]], b
     return float(f"{float(ladder.start) * ladder.factor**rung:.3g}")
 
 
-def neighbours(ladders: Sequence[Ladder], point: Point) -> Iterator[Point]:
+def _neighbours(ladders: Sequence[Ladder], point: Point) -> Iterator[Point]:
     """Yield the points that are one rung away on one ladder, the lower one first."""
     for i, ladder in enumerate(ladders):
         for step in (-1, 1):

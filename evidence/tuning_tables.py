@@ -9,7 +9,7 @@ from evidence.results import Row
 from evidence.significance import spread
 from evidence.study import Study
 from evidence.tuning import vertex
-from evidence.words import line_of, settings_text
+from evidence.words import head_of, line_of, settings_text
 
 Rows = Mapping[str, Row]
 
@@ -17,7 +17,7 @@ Rows = Mapping[str, Row]
 def tuning_table(study: Study, rows: Rows) -> str:
     """Return the best point of each search, with its number of trials."""
     heads = ["cell", "side", "trials", "best", "by a parabola", "validation loss", "search"]
-    lines = [line_of(heads), line_of(["---"] * len(heads))]
+    lines = head_of(heads)
     for cell in study.cells:
         for side, one in searches(study, cell, rows).items():
             if one.best is not None:
@@ -34,12 +34,13 @@ def tuning_table(study: Study, rows: Rows) -> str:
 def rates_table(study: Study, rows: Rows) -> str:
     """Return the best rate of each side in each cell, and how far it is from that of the first cell."""
     heads = ["side", *study.cells]
-    lines = [line_of(heads), line_of(["---"] * len(heads))]
+    lines = head_of(heads)
+    by_cell = [searches(study, cell, rows) for cell in study.cells]
     for side in study.sides:
         texts = []
         first: float | None = None
-        for cell in study.cells:
-            one = searches(study, cell, rows).get(side)
+        for by_side in by_cell:
+            one = by_side.get(side)
             rate = None if one is None or one.next is not None else _vertex(one)
             first = rate if first is None else first
             texts.append("" if rate is None or first is None else f"{rate:.2g} ({rate / first:.2f}x)")

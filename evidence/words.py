@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def line_of(cells: Iterable[str]) -> str:
     """Return a line of a table."""
     return f"| {' | '.join(cells)} |"
+
+
+def head_of(cells: Sequence[str]) -> list[str]:
+    """Return the first two lines of a table."""
+    return [line_of(cells), line_of(["---"] * len(cells))]
 
 
 def settings_text(values: Mapping[str, Any]) -> str:

@@ -143,11 +143,11 @@ def test_budgets_stand_side_by_side(rows):
             row("long", side, seed, 3.0 - 0.5 * (side == "muon")) for side in ("adamw", "muon") for seed in range(3)
         )
     }
-    table = budgets_table(untuned(seeds=[0, 1, 2]), rows).splitlines()
+    table = budgets_table(untuned(seeds=[0, 1, 2]), by_cell(rows)).splitlines()
     assert table[-1] == "| tiny | muon | 6.4e-05M 3.600, 0.000256M 2.500 | 6.4e-05M 4.100, 0.000256M 3.000 | 1.88x |"
     assert round(4 ** (1 - 0.6 / 1.1), 2) == 1.88
     del rows["long/muon/final/fixed/2"]
-    assert budgets_table(untuned(seeds=[0, 1, 2]), rows) == ""
+    assert budgets_table(untuned(seeds=[0, 1, 2]), by_cell(rows)) == ""
 
 
 def fine_tuned(cell, side, seed, loss, after):
@@ -178,7 +178,7 @@ def test_forgetting_is_compared_in_pairs_and_between_starts():
     assert lines[-1][1:5:2] == ["-0.2000 ± 0.0000", "-0.4000 ± 0.0100"]
 
 
-def test_a_study_without_final_trials_says_how_the_best_rate_moves(tmp_path):
+def test_a_study_without_final_trials_says_how_the_best_rate_moves():
     content = {**CONTENT, "seeds": [], "tune": {"seed": 0}}
     study = Study("quick", content)
     rows = {}
