@@ -28,6 +28,8 @@ from evidence.study import START, Study, Trial
 from hf_muon.cli.sweep_trials import terminated_as_interrupted
 
 ROOT = Path(__file__).resolve().parents[1]
+# glibc returns large blocks at once, so that each step asks for the pages of its logits again. Other systems ignore this.
+KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
 PACKAGES = ("hf-muon", "torch", "transformers", "accelerate", "peft", "llamafactory", "deepspeed")
 MOST_FAILURES = 2  # in one call; then something is wrong that the next trial would repeat
 TRIAL = ("-m", "evidence.trial")
@@ -200,6 +202,7 @@ class Runner:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "DS_ACCELERATOR": "cpu",
+            "GLIBC_TUNABLES": KEEP_MEMORY,
             "TORCH_COMPILE_DISABLE": "1",  # DeepSpeed compiles its Muon, which takes longer than a trial
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         }
@@ -250,12 +253,13 @@ def _last_line(log: Path) -> str:
 
 
 def machine() -> str:
-    """Return the processor, and whether it multiplies bf16."""
+    """Return the processor, with its family and model where its name may hide them, and whether it multiplies bf16."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     facts = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in lines if ":" in line}
     has_bf16 = "avx512_bf16" in facts.get("flags", "") or "amx_bf16" in facts.get("flags", "")
-    return f"one core of {facts.get('model name', platform.machine())}{', bf16' if has_bf16 else ''}"
+    kind = f" family {facts['cpu family']} model {facts['model']}" if "cpu family" in facts else ""
+    return f"one core of {facts.get('model name', platform.machine())}{kind}{', bf16' if has_bf16 else ''}"
 
 
 def versions() -> str:

@@ -136,7 +136,6 @@ def _final_cells(
     if not finished:
         return [*cells, f"{own[0]['status']} ({len(own)})", *[""] * 5, *blank, "does not train"]
     losses = [loss_of(row) for row in finished]
-    milliseconds = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in finished)
     others = [row for row in reference if row["status"] == DONE]
     compared = ["", "", "", ""]
     shows = "the reference" if side == study.reference_of(side) else "the reference is missing"
@@ -144,14 +143,27 @@ def _final_cells(
         shows = "no seed in common with the reference" if len(others) == len(reference) else "the reference diverged"
     if test is not None:
         times = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
-        other_ms = fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in others)
-        compared = [test.text(), probability(test.p)]
-        compared += ["", ""] if times is None else [f"{times:.2f}x", f"{times * other_ms / milliseconds:.2f}x"]
+        quicker = _quicker(finished, others)
+        compared = [test.text(), probability(test.p), "" if times is None else f"{times:.2f}x"]
+        compared.append("" if times is None or quicker is None else f"{times * quicker:.2f}x")
         shows = verdict(test)
     if len(finished) < len(own):
         shows = f"{len(own) - len(finished)} of {len(own)} did not end"
     old = forgetting_cells(own, [] if side == study.reference_of(side) else reference) if forgets else []
-    return [*cells, spread(losses), *compared, f"{milliseconds:.0f}", *old, shows]
+    return [*cells, spread(losses), *compared, f"{_milliseconds(finished):.0f}", *old, shows]
+
+
+def _quicker(own: Sequence[Row], reference: Sequence[Row]) -> float | None:
+    """Return how many times quicker a side's step is, by the processors that have trained both; None if none has."""
+    times = []
+    for machine in {row["machine"] for row in own} & {row["machine"] for row in reference}:
+        on_it = [[row for row in rows if row["machine"] == machine] for rows in (reference, own)]
+        times.append(_milliseconds(on_it[0]) / _milliseconds(on_it[1]))
+    return fmean(times) if times else None
+
+
+def _milliseconds(rows: Sequence[Row]) -> float:
+    return fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in rows)
 
 
 # --- pictures

@@ -77,6 +77,18 @@ def test_a_side_with_a_trial_that_diverged_has_no_verdict(rows):
     assert not sentences
 
 
+def test_times_are_compared_on_the_same_processor(rows):
+    """The second processor takes half the time, and has more of Muon's trials than of AdamW's."""
+    for name, one in rows.items():
+        on_second = one["cell"] == "short" and int(one["seed"]) >= (1 if one["side"] == "muon" else 2)
+        rows[name] = {**one, "machine": "second" if on_second else "first", "cpu_seconds": "5" if on_second else "10"}
+    line = finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()[3]
+    assert "| 1.33x | 1.33x |" in line
+
+    rows = {name: {**one, "machine": one["side"]} for name, one in rows.items()}
+    assert "| 1.33x |  |" in finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()[3]
+
+
 def test_sides_without_a_common_seed_are_not_compared(rows):
     rows = {one["id"]: one for one in (row("short", "adamw", 1, 4.0), row("short", "muon", 2, 3.0))}
     lines = finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()
