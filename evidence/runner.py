@@ -28,7 +28,7 @@ from evidence.study import START, Study, Trial
 from hf_muon.cli.sweep_trials import terminated_as_interrupted
 
 ROOT = Path(__file__).resolve().parents[1]
-# glibc returns large blocks at once, so that each step asks for the pages of its logits again. Other systems ignore this.
+# glibc gives large blocks back at once, and each step asks for the pages of its logits again. Others ignore this.
 KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
 PACKAGES = ("hf-muon", "torch", "transformers", "accelerate", "peft", "llamafactory", "deepspeed")
 MOST_FAILURES = 2  # in one call; then something is wrong that the next trial would repeat
