@@ -14,7 +14,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = (
     *("id", "cell", "side", "kind", "settings", "seed", "status", "loss", "part", "steps", "tokens_per_step"),
     *("parameters", "losses", "other_loss_before", "other_loss", "movement", "cpu_seconds", "seconds"),
-    *("setup", "corpus", "machine", "versions", "date", "reason"),
+    *("setup", "corpus", "machine", "versions", "source", "date", "reason"),
 )
 MEASURED = ("cpu_seconds", "seconds", "machine", "date")
 """Columns that a repeated trial does not repeat."""

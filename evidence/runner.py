@@ -180,6 +180,7 @@ class Runner:
             "corpus": self.corpus.name,
             "machine": machine(),
             "versions": versions(),
+            "source": source(),
             "date": date.today().isoformat(),
             "reason": ""
             if result
@@ -271,6 +272,14 @@ def versions() -> str:
         except PackageNotFoundError:
             continue
     return " ".join([f"python=={platform.python_version()}", *texts])
+
+
+def source(package: Path = ROOT / "hf_muon") -> str:
+    """Return a hash of a package's Python files, which its version does not tell apart."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py"), key=lambda file: file.relative_to(package).as_posix()):
+        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import yaml
 from evidence.agenda import searches
 from evidence.corpus import PARTS, write_corpus
 from evidence.results import FAILED, MEASURED, read_rows, write_rows
-from evidence.runner import drop_failed
+from evidence.runner import drop_failed, source
 from evidence.study import FINAL, TUNE, Study
 from tests.evidence.quick_study import CONTENT, run
 from tests.evidence.quick_trial import BEST
@@ -122,6 +122,20 @@ def test_no_tuning_trial_sees_the_test_part(whole):
     assert {seed for kind, seed in seeds if kind == FINAL} == {"1", "2"}
     assert {(TUNE, "0"), (TUNE, "100")} < seeds
     assert all(int(seed) % 100 == 0 for kind, seed in seeds if kind == TUNE)
+
+
+def test_rows_name_the_source_of_the_optimizer(whole, tmp_path):
+    assert {row["source"] for row in read_rows(whole).values()} == {source()}
+    for name, text in (("a.py", "x = 1"), ("b/a.py", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = source(tmp_path)
+    (tmp_path / "notes.txt").write_text("not source")
+    assert source(tmp_path) == before
+    (tmp_path / "b" / "a.py").write_text("x = 2")
+    changed = source(tmp_path)
+    (tmp_path / "b" / "a.py").rename(tmp_path / "b" / "c.py")
+    assert len({before, changed, source(tmp_path)}) == 3
 
 
 def test_rows_of_other_settings_are_refused(whole, tmp_path):
