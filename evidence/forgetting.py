@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
+from evidence.agenda import searches
 from evidence.budgets import Finals
 from evidence.results import DONE, Row, loss_of
 from evidence.significance import paired, spread
@@ -66,6 +67,19 @@ def starts_table(study: Study, finals: Finals) -> str:
         f"*{cells[1]}* minus that in *{cells[0]}*, in pairs of the same seed:"
     )
     return "\n".join([about, "", *head_of(heads), *lines])
+
+
+def forgetting_panels(study: Study, rows: Mapping[str, Row]) -> dict[str, dict[str, dict[float, float]]]:
+    """Return validation losses by the change on old text, a point for each setting that was tried, by cell and side."""
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for cell in study.cells:
+        for side, one in searches(study, cell, rows).items():
+            for trials in one.trials.values():
+                done = [row for trial in trials if (row := rows[trial.id])["status"] == DONE and row["other_loss"]]
+                if done:
+                    line = panels.setdefault(cell, {}).setdefault(side, {})
+                    line[fmean(map(forgotten, done))] = fmean(map(loss_of, done))
+    return panels
 
 
 def _differences(finals: Finals, cell: str, side: str, reference: str, measure: _Measure) -> dict[str, float]:

@@ -33,6 +33,11 @@ def rates_picture(panels: Panels, sides: Sequence[str]) -> str:
     return picture(panels, sides, "learning rate", "validation loss", log=True)
 
 
+def forgetting_picture(panels: Panels, sides: Sequence[str]) -> str:
+    """Draw the validation loss of new text by the change on old text, a panel for each cell, a point for each rate."""
+    return picture(panels, sides, "change on old text", "validation loss", log=False)
+
+
 def picture(panels: Panels, names: Sequence[str], x_title: str, y_title: str, *, log: bool) -> str:
     """Return an SVG document.
 

@@ -11,8 +11,8 @@ from statistics import fmean
 from evidence.agenda import final_rows, remaining, searches
 from evidence.budgets import Finals, budgets_table
 from evidence.conclusions import conclusion, verdict
-from evidence.forgetting import HEADS, forgetting_cells, starts_table
-from evidence.pictures import curves_picture, rates_picture
+from evidence.forgetting import HEADS, forgetting_cells, forgetting_panels, starts_table
+from evidence.pictures import curves_picture, forgetting_picture, rates_picture
 from evidence.results import DONE, Row, loss_of, losses_of, read_rows
 from evidence.significance import Difference, mean_curve, paired, speed_up, spread
 from evidence.study import FINAL, TUNE, Study
@@ -192,4 +192,6 @@ def pictures(study: Study, rows: Rows) -> dict[str, str]:
         drawn[f"{study.name}-curves"] = curves_picture(panels, list(study.sides))
     if any(len(line) > 1 for panel in rates.values() for line in panel.values()):
         drawn[f"{study.name}-rates"] = rates_picture(rates, list(study.sides))
+    if changes := forgetting_panels(study, rows):
+        drawn[f"{study.name}-forgetting"] = forgetting_picture(changes, list(study.sides))
     return drawn

@@ -12,10 +12,11 @@ import pytest
 from evidence.agenda import wanted
 from evidence.budgets import budgets_table, fewer_tokens
 from evidence.conclusions import conclusion, verdict
+from evidence.forgetting import forgetting_panels
 from evidence.results import COLUMNS, read_rows
 from evidence.significance import Difference, incomplete_beta, paired, smallest_shown, speed_up, step_of, student_tails
 from evidence.study import Study
-from evidence.tables import draw, finals_table, section
+from evidence.tables import draw, finals_table, pictures, section
 from evidence.tuning_tables import rates_table
 from tests.evidence.quick_study import CONTENT
 from tests.evidence.quick_trial import BEST
@@ -188,6 +189,25 @@ def test_forgetting_is_compared_in_pairs_and_between_starts():
     # -0.1 and 0.1 beside the reference; -0.1 and 0.3 in forgetting.
     assert lines[-1][0] == "muon"
     assert lines[-1][1:5:2] == ["-0.2000 ± 0.0000", "-0.4000 ± 0.0100"]
+
+
+def test_forgetting_is_drawn_for_all_rates_that_were_tried():
+    study = Study("quick", {**CONTENT, "seeds": [], "tune": {"seed": 0, "repeats": 1}})
+    rows = {}
+    expected = {}
+    while (trial := next(wanted(study, rows), None)) is not None:
+        rate = trial.values["learning_rate"]
+        loss = round(3 + 0.1 * math.log2(rate / 0.01) ** 2, 5)
+        old = {"other_loss": str(3 + rate + trial.seed), "other_loss_before": str(3 + trial.seed)}
+        rows[trial.id] = row(trial.cell, trial.side, trial.seed, loss, id=trial.id, kind="tune", **old)
+        expected.setdefault((trial.cell, trial.side), {})[rate] = loss
+    panels = forgetting_panels(study, rows)
+    assert {(cell, side) for cell, panel in panels.items() for side in panel} == set(expected)
+    for (cell, side), points in expected.items():
+        drawn = panels[cell][side]
+        assert sorted(drawn) == pytest.approx(sorted(points))
+        assert [drawn[x] for x in sorted(drawn)] == pytest.approx([points[rate] for rate in sorted(points)])
+    assert "quick-forgetting" in pictures(study, rows)
 
 
 def test_a_study_without_final_trials_says_how_the_best_rate_moves():
