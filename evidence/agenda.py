@@ -103,6 +103,10 @@ def searches(study: Study, cell: str, rows: Mapping[str, Row]) -> dict[str, Sear
         if not any(grown) or any(one.next for one in by_side.values()):
             break
         repeats += min(study.repeats(cell), _MORE_REPEATS)
+    if not any(one.next for one in by_side.values()):
+        for side, one in by_side.items():
+            if _add_others(study, cell, side, one, rows):
+                _extend(study, cell, side, one, rows)
     return by_side
 
 
@@ -111,6 +115,18 @@ def _repeat(study: Study, cell: str, side: str, one: Search, rows: Mapping[str, 
         point = point_to_repeat(one.repeated)
         if not one.add(study.tuning(cell, side, point, repetition=len(one.repeated[point])), rows):
             return
+
+
+def _add_others(study: Study, cell: str, side: str, one: Search, rows: Mapping[str, Row]) -> bool:
+    """Enter repetitions that a search with another beginning has left; return whether there are any.
+
+    They are beyond the equal trials, and may change which point is the best.
+    """
+    count = one.count
+    for point in list(one.losses):
+        while (trial := study.tuning(cell, side, point, repetition=len(one.repeated[point]))).id in rows:
+            one.add(trial, rows)
+    return one.count > count
 
 
 def _extend(study: Study, cell: str, side: str, one: Search, rows: Mapping[str, Row]) -> bool:
