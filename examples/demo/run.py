@@ -244,8 +244,8 @@ def report(results: dict[str, Result], parameters: int) -> None:
     print(
         f"\nEqual steps, not equal seconds: {config['max_steps']} steps of {tokens_per_step(config):,} tokens. One "
         f"seed and {parameters / 1e6:.1f} million\nparameters say little about a large model. Each learning rate is "
-        "the best of examples/demo/sweep.csv.\nAdamW has one rate for all parameters here. With another one for "
-        "embeddings it comes near Muon:\ndocs/learning-rate.md. Larger studies: evidence/README.md\n"
+        "the best of examples/demo/sweep.csv.\nAdamW has one rate for all parameters here. In similar models another "
+        "one for embeddings closes most of\nthe gap: docs/learning-rate.md. Larger studies: evidence/README.md\n"
         f"Both curves: {PICTURE.relative_to(ROOT)}"
     )
 

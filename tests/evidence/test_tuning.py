@@ -148,6 +148,23 @@ def test_rows_of_settings_that_are_the_best_no_longer_are_not_finals():
     assert next(wanted(study, better)).kind == TUNE
 
 
+def test_repetitions_that_another_search_has_left_count():
+    study = Study("quick", CONTENT)
+    rows = answer(study, lambda side, values, seed: 3 + bowl([0.008], values))
+    one = searches(study, "short", rows)["adamw"]
+    point = next(point for point, trials in one.trials.items() if trials[0].values == {"learning_rate": 0.016})
+    for repetition in range(len(one.trials[point]), 5):
+        trial = study.tuning("short", "adamw", point, repetition)
+        rows[trial.id] = {**rows[one.trials[point][0].id], "id": trial.id, "loss": "1.0"}
+    by_side = searches(study, "short", rows)
+    assert by_side["adamw"].best.values == {"learning_rate": 0.016}
+    assert len(by_side["adamw"].trials[point]) == 5
+    assert by_side["adamw"].count > by_side["muon"].count
+    assert ("short", "adamw") not in final_rows(study, rows)
+    # A neighbour of the new best point is missing, or its final trials are.
+    assert next(wanted(study, rows)).side == "adamw"
+
+
 def test_final_trials_between_the_rungs_keep_the_ratio_of_two_rates():
     ratio = {"start": 4, "choices": [4], "times": "learning_rate"}
     tune = {"learning_rate": {"start": 0.008, "factor": 2}, "adamw_lr": ratio}
