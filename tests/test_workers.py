@@ -11,14 +11,20 @@ from tests.workers import WHOLE_FILES, unit_of
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
-import os, time
+import os
 import pytest
 
 @pytest.mark.parametrize("case", range(6))
 def test_a(case):
-    time.sleep(0.1)
     with open("workers", "a") as file:
         file.write(f"{__file__} {os.environ['PYTEST_XDIST_WORKER']}\\n")
+"""
+# The first test ends when the other worker has run one, however slow the machine is.
+WAIT = """
+    import time
+    end = time.monotonic() + 60 * (case == 0)
+    while time.monotonic() < end and len({line for line in open("workers") if __file__ in line}) < 2:
+        time.sleep(0.05)
 """
 
 
@@ -29,9 +35,9 @@ def test_units_are_whole_files_or_single_tests():
 
 
 def test_a_whole_file_runs_in_one_worker(tmp_path):
-    for path in ("tests/chaos/test_together.py", "tests/test_alone.py"):
+    for path, source in {"tests/chaos/test_together.py": TESTS, "tests/test_alone.py": TESTS + WAIT}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(TESTS)
+        (tmp_path / path).write_text(source)
     command = [
         sys.executable,
         "-m",
