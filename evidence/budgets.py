@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -17,20 +17,20 @@ Finals = Mapping[tuple[str, str], list[Row]]
 
 
 def budgets_table(study: Study, finals: Finals) -> str:
-    """Return a table of the models that were trained with several token budgets; empty if there is none."""
+    """Return a table of cells that differ in their token budgets alone; empty if there are none."""
     lines = []
-    for model in study.model_sizes:
-        losses = {side: _losses(study, finals, model, side) for side in study.sides}
+    for series, cells in _series(study):
+        losses = {side: _losses(study, finals, cells, side) for side in study.sides}
         reference = losses.get(study.reference, {})
         for side, own in losses.items():
             if side != study.reference and len(own) > 1 and own.keys() == reference.keys():
                 lines.append(
-                    f"| {model} | {side} | {_texts(own)} | {_texts(reference)} | {fewer_tokens(own, reference)} |"
+                    f"| {series} | {side} | {_texts(own)} | {_texts(reference)} | {fewer_tokens(own, reference)} |"
                 )
     if not lines:
         return ""
     head = [
-        "| model | side | its losses by tokens | the reference's | fewer tokens |",
+        "| model and batch | side | its losses by tokens | the reference's | fewer tokens |",
         "| --- | --- | --- | --- | --- |",
     ]
     about = (
@@ -68,13 +68,23 @@ def _tokens_to(losses: Losses, target: float) -> tuple[str, float | None]:
     return "", None
 
 
-def _losses(study: Study, finals: Finals, model: str, side: str) -> dict[float, float]:
+def _series(study: Study) -> Iterator[tuple[str, list[str]]]:
+    """Yield a label and the cells of each model and batch that differ in nothing but their budgets."""
+    alike: dict[str, list[str]] = {}
+    for cell, content in study.cells.items():
+        alike.setdefault(repr([content.get(name) for name in ("model", "batch", "start", "training")]), []).append(cell)
+    for cells in alike.values():
+        first = study.cells[cells[0]]
+        yield f"{first['model']}, batch {first['batch']}", cells
+
+
+def _losses(study: Study, finals: Finals, cells: Sequence[str], side: str) -> dict[float, float]:
     """Return the mean losses by tokens, of budgets that all seeds have finished."""
     losses: dict[float, float] = {}
-    for cell, content in study.cells.items():
+    for cell in cells:
         own = [loss_of(row) for row in finals.get((cell, side), ())]
-        if content["model"] == model and len(own) == len(study.seeds) and all(map(math.isfinite, own)):
-            losses[float(content["tokens"])] = fmean(own)
+        if len(own) == len(study.seeds) and all(map(math.isfinite, own)):
+            losses[float(study.cells[cell]["tokens"])] = fmean(own)
     return losses
 
 

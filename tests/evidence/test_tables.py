@@ -157,8 +157,11 @@ def test_budgets_stand_side_by_side(rows):
         )
     }
     table = budgets_table(untuned(seeds=[0, 1, 2]), by_cell(rows)).splitlines()
-    assert table[-1] == "| tiny | muon | 6.4e-05M 3.600, 0.000256M 2.500 | 6.4e-05M 4.100, 0.000256M 3.000 | 1.88x |"
+    muon, adamw = "6.4e-05M 3.600, 0.000256M 2.500", "6.4e-05M 4.100, 0.000256M 3.000"
+    assert table[-1] == f"| tiny, batch 2 | muon | {muon} | {adamw} | 1.88x |"
     assert round(4 ** (1 - 0.6 / 1.1), 2) == 1.88
+    cells = untuned().cells
+    assert budgets_table(untuned(cells=cells | {"long": cells["long"] | {"batch": 4}}), by_cell(rows)) == ""
     del rows["long/muon/final/fixed/2"]
     assert budgets_table(untuned(seeds=[0, 1, 2]), by_cell(rows)) == ""
 
