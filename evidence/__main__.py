@@ -18,6 +18,7 @@ from evidence.results import RESULTS, read_rows
 from evidence.runner import Runner, drop_failed
 from evidence.study import STUDIES, Study, read_study
 from evidence.tables import draw
+from evidence.times import measure
 
 ORDER = ("rival", "precision", "pretrain", "batch", "settings", "rules", "finetune", "transfer")
 
@@ -70,7 +71,9 @@ def _run(studies: list[Study], options: argparse.Namespace) -> int:
         path = options.out / f"{study.name}.csv"
         if options.retry:
             drop_failed(path)
-        Runner(study, path, text, _cores(options.jobs, options.first_core), options.minutes).run()
+        cores = _cores(options.jobs, options.first_core)
+        if Runner(study, path, text, cores, options.minutes).run():
+            measure(study, options.out, text, cores[0])
     draw(studies if options.out != RESULTS else [_read(STUDIES, name) for name in _all(STUDIES)], options.out)
     return 0
 

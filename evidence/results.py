@@ -31,12 +31,12 @@ def read_rows(path: Path) -> dict[str, Row]:
         return {row["id"]: row for row in csv.DictReader(file)}
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Replace a CSV file, so that an interruption leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(sorted(rows, key=lambda row: row["id"]))
         file.flush()

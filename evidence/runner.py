@@ -7,30 +7,24 @@ import hashlib
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from evidence.agenda import all_trials, failed_rows, remaining, wanted, without_running
 from evidence.corpus import BUILD, Corpus
+from evidence.processes import launch, machine, source, versions
 from evidence.results import DIVERGED, DONE, FAILED, add_row, losses_text, read_rows, refuse_other_setups, write_rows
 from evidence.study import START, Study, Trial
 from hf_muon.cli.sweep_trials import terminated_as_interrupted
 
-ROOT = Path(__file__).resolve().parents[1]
-# glibc gives large blocks back at once, and each step asks for the pages of its logits again. Others ignore this.
-KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
-PACKAGES = ("hf-muon", "torch", "transformers", "accelerate", "peft", "llamafactory", "deepspeed")
 MOST_FAILURES = 2  # in one call; then something is wrong that the next trial would repeat
 TRIAL = ("-m", "evidence.trial")
 _POLL = 0.05  # seconds
@@ -111,7 +105,7 @@ class Runner:
         self._make_start(trial, core)
         spec = {**trial.spec, "save": True} if trial.kind == START else trial.spec
         folder = _new_folder(trial.setup(self.corpus.name))
-        return Job(trial, self._popen(spec, folder, core), folder, core)
+        return Job(trial, launch(self.program, spec, self.corpus, folder, core), folder, core)
 
     def _make_start(self, trial: Trial, core: int | None) -> None:
         """Train the weights that a trial starts from again if another machine has made their row."""
@@ -122,7 +116,7 @@ class Runner:
 
         if not weights_file(start, self.corpus).is_file():
             folder = _new_folder(f"start-{trial.setup(self.corpus.name)}")
-            process = self._popen({**start, "save": True}, folder, core)
+            process = launch(self.program, {**start, "save": True}, self.corpus, folder, core)
             try:
                 status = process.wait()
             finally:
@@ -190,41 +184,6 @@ class Runner:
         numbers = {"other_loss_before": 5, "other_loss": 5, "movement": 5, "cpu_seconds": 3, "seconds": 1}
         return row | {key: f"{result[key]:.{digits}f}" for key, digits in numbers.items() if key in result}
 
-    def _popen(self, spec: Any, folder: Path, core: int | None) -> subprocess.Popen[bytes]:
-        (folder / "spec.json").write_text(
-            json.dumps({"spec": spec, "corpus": str(self.corpus.folder)}), encoding="utf-8"
-        )
-        words = [sys.executable, "-W", "ignore", *self.program]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "DISABLE_VERSION_CHECK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "DS_ACCELERATOR": "cpu",
-            "GLIBC_TUNABLES": KEEP_MEMORY,
-            "TORCH_COMPILE_DISABLE": "1",  # DeepSpeed compiles its Muon, which takes longer than a trial
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        }
-        # A process inherits the cores of the thread that starts it. macOS has no such call.
-        usual = os.sched_getaffinity(0) if core is not None else set()
-        if core is not None:
-            os.sched_setaffinity(0, {core})
-        try:
-            with (folder / "output.log").open("wb") as log:
-                return subprocess.Popen(
-                    [*words, str(folder / "spec.json"), str(folder / "result.json")],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    cwd=ROOT,
-                )
-        finally:
-            if core is not None:
-                os.sched_setaffinity(0, usual)
-
     def _report(self, text: str) -> None:
         count, seconds = remaining(self.study, read_rows(self.path))
         left = f"about {count} trials, {seconds / 3600 / len(self.cores):.1f} h left"
@@ -251,35 +210,6 @@ def _new_folder(name: str) -> Path:
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no output")
-
-
-def machine() -> str:
-    """Return the processor, with its family and model where its name may hide them, and whether it multiplies bf16."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    facts = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in lines if ":" in line}
-    has_bf16 = "avx512_bf16" in facts.get("flags", "") or "amx_bf16" in facts.get("flags", "")
-    kind = f" family {facts['cpu family']} model {facts['model']}" if "cpu family" in facts else ""
-    return f"one core of {facts.get('model name', platform.machine())}{kind}{', bf16' if has_bf16 else ''}"
-
-
-def versions() -> str:
-    """Return the versions of the packages that matter, `name==version` each."""
-    texts = []
-    for package in PACKAGES:
-        try:
-            texts.append(f"{package}=={version(package)}")
-        except PackageNotFoundError:
-            continue
-    return " ".join([f"python=={platform.python_version()}", *texts])
-
-
-def source(package: Path = ROOT / "hf_muon") -> str:
-    """Return a hash of a package's Python files, which its version does not tell apart."""
-    digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py"), key=lambda file: file.relative_to(package).as_posix()):
-        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 @contextmanager

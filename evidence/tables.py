@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from evidence.agenda import final_rows, remaining, searches
 from evidence.budgets import Finals, budgets_table
@@ -16,6 +16,7 @@ from evidence.pictures import curves_picture, forgetting_picture, rates_picture
 from evidence.results import DONE, Row, loss_of, losses_of, read_rows
 from evidence.significance import Difference, mean_curve, paired, speed_up, spread
 from evidence.study import FINAL, TUNE, Study
+from evidence.times import Times, quicker, read_times
 from evidence.tuning_tables import rates_table, tuning_table
 from evidence.words import head_of, line_of, probability, settings_text
 
@@ -27,7 +28,8 @@ token, of text that no tuning has seen. "±" is the standard deviation over seed
 *Beside the reference* is the mean difference of pairs with the same seed, with its standard deviation, and *p* that of
 Student's t-test of these pairs; in `rival` the reference is the side of the same scale. *Fewer steps* is how many times
 fewer steps a side takes to the reference's final loss (below 1: the reference is faster to the side's), *less time* the
-same in processor time. The models are small and the runs short: a table speaks for its own sizes only.
+same in processor time, by *ms a step*, for which the sides of a cell were measured in turn. The models are small and
+the runs short: a table speaks for its own sizes only.
 """
 
 
@@ -36,7 +38,7 @@ def draw(studies: Sequence[Study], out: Path) -> None:
     sections = [_HEAD]
     for study in studies:
         rows = read_rows(out / f"{study.name}.csv")
-        sections.append(section(study, rows))
+        sections.append(section(study, rows, read_times(study, out)))
         for name, picture in pictures(study, rows).items():
             (out / f"{name}.svg").write_text(picture, encoding="utf-8")
             sections.append(f"![{study.name}: {name}]({name}.svg)\n")
@@ -44,13 +46,13 @@ def draw(studies: Sequence[Study], out: Path) -> None:
     (out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
 
 
-def section(study: Study, rows: Rows) -> str:
+def section(study: Study, rows: Rows, times: Times) -> str:
     """Return a study's heading, state and tables."""
     lines = [f"## {study.name}", "", study.question, "", _state(study, rows), ""]
     if not rows:
         return "\n".join(lines)
     if finals := final_rows(study, rows):
-        lines += [finals_table(study, finals), ""]
+        lines += [finals_table(study, finals, times), ""]
         for more in (budgets_table(study, finals), starts_table(study, finals)):
             lines += [more, ""] if more else []
     if any(row["kind"] == TUNE for row in rows.values()):
@@ -88,12 +90,13 @@ def _state(study: Study, rows: Rows) -> str:
 # --- final trials
 
 
-def finals_table(study: Study, finals: Finals) -> str:
+def finals_table(study: Study, finals: Finals, times: Times) -> str:
     """Return the means of all cells and sides, each beside the reference side of its cell.
 
     Args:
         study: the study.
         finals: rows of final trials by cell and side.
+        times: milliseconds of steps; without them nothing is said about time.
     """
     forgets = any(row["other_loss"] for own in finals.values() for row in own)
     heads = ["cell", "side", "settings", "test loss", "beside the reference", "p", "fewer steps", "less time"]
@@ -108,7 +111,7 @@ def finals_table(study: Study, finals: Finals) -> str:
                 test = None if side == study.reference_of(side) else _difference(own, reference)
                 if test is not None:
                     tests[side] = test
-                lines.append(line_of(_final_cells(study, cell, side, own, reference, test, forgets)))
+                lines.append(line_of(_final_cells(study, cell, side, own, reference, test, forgets, times)))
         sentences.append(conclusion(cell, tests))
     return "\n".join([*lines, *(f"\n{sentence}" for sentence in sentences if sentence)])
 
@@ -129,6 +132,7 @@ def _final_cells(
     reference: Sequence[Row],
     test: Difference | None,
     forgets: bool,
+    times: Times,
 ) -> list[str]:
     finished = [row for row in own if row["status"] == DONE]
     cells = [cell, side, settings_text(json.loads(own[0]["settings"])) or "as in the YAML file"]
@@ -142,28 +146,17 @@ def _final_cells(
     if others and side != study.reference_of(side):
         shows = "no seed in common with the reference" if len(others) == len(reference) else "the reference diverged"
     if test is not None:
-        times = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
-        quicker = _quicker(finished, others)
-        compared = [test.text(), probability(test.p), "" if times is None else f"{times:.2f}x"]
-        compared.append("" if times is None or quicker is None else f"{times * quicker:.2f}x")
+        fewer = speed_up([losses_of(row) for row in finished], [losses_of(row) for row in others])
+        measured = [times.get((cell, one)) for one in (side, study.reference_of(side))]
+        quick = quicker(*measured) if all(measured) else None
+        compared = [test.text(), probability(test.p), "" if fewer is None else f"{fewer:.2f}x"]
+        compared.append("" if fewer is None or quick is None else f"{fewer * quick:.2f}x")
         shows = verdict(test)
     if len(finished) < len(own):
         shows = f"{len(own) - len(finished)} of {len(own)} did not end"
     old = forgetting_cells(own, [] if side == study.reference_of(side) else reference) if forgets else []
-    return [*cells, spread(losses), *compared, f"{_milliseconds(finished):.0f}", *old, shows]
-
-
-def _quicker(own: Sequence[Row], reference: Sequence[Row]) -> float | None:
-    """Return how many times quicker a side's step is, by the processors that have trained both; None if none has."""
-    times = []
-    for machine in {row["machine"] for row in own} & {row["machine"] for row in reference}:
-        on_it = [[row for row in rows if row["machine"] == machine] for rows in (reference, own)]
-        times.append(_milliseconds(on_it[0]) / _milliseconds(on_it[1]))
-    return fmean(times) if times else None
-
-
-def _milliseconds(rows: Sequence[Row]) -> float:
-    return fmean(1000 * float(row["cpu_seconds"]) / int(row["steps"]) for row in rows)
+    step = f"{median(times[cell, side]):.0f}" if (cell, side) in times else ""
+    return [*cells, spread(losses), *compared, step, *old, shows]
 
 
 # --- pictures

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from evidence.corpus import BUILD, Corpus
 from evidence.models import build_model
@@ -95,8 +95,8 @@ def train(spec: Mapping[str, Any], corpus: Corpus) -> Result:
         corpus: the text.
     """
     settings = dict(spec["settings"])
-    context, batch, steps, seed = spec["context"], spec["batch"], spec["steps"], spec["seed"]
-    model = build_model(spec["model"], corpus.vocab_size, context, seed, settings.get("attention", "sdpa"))
+    context, steps = spec["context"], spec["steps"]
+    model = new_model(spec, corpus)
     if "start" in spec:
         model.load_state_dict(torch.load(weights_file(spec["start"], corpus), weights_only=True))
     autocast = bool(settings.get("bf16"))
@@ -107,22 +107,11 @@ def train(spec: Mapping[str, Any], corpus: Corpus) -> Result:
     if other is not None:
         result["other_loss_before"] = mean_loss(model, other, autocast)
 
-    if settings.get("weights") == "bf16":
-        for param in model.parameters():  # and no buffers, as a checkpoint in bf16 is loaded
-            param.data = param.data.bfloat16()
-    trained: Any = _with_lora(model, settings["lora_rank"]) if "lora_rank" in settings else model
-    blocks = corpus.blocks(spec["text"], "train", context)
+    trainer = build_trainer(spec, corpus, model)
+    trained: Any = trainer.model
     points = sorted({round(steps * (i + 1) / spec["points"]) for i in range(spec["points"])} - {0})
     watch = Watch(points, lambda: mean_loss(trained, held_out, autocast))
-    rival = build_rival(settings["rival"], trained, settings) if "rival" in settings else None
-    trainer = InOrder(
-        model=trained,
-        args=arguments(settings, batch, steps, seed),
-        train_dataset=Blocks(blocks, batch * steps, seed),
-        callbacks=[watch],
-        optimizers=(rival, None),
-    )
-    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    trainer.add_callback(watch)
     trainer.train()
 
     result |= {"losses": watch.losses, "loss": watch.losses[max(watch.losses)], "cpu_seconds": watch.cpu_seconds}
@@ -137,6 +126,31 @@ def train(spec: Mapping[str, Any], corpus: Corpus) -> Result:
         torch.save(model.state_dict(), file.with_suffix(".partial"))
         file.with_suffix(".partial").replace(file)
     return result
+
+
+def new_model(spec: Mapping[str, Any], corpus: Corpus) -> PreTrainedModel:
+    """Return the model of a spec with random weights."""
+    attention = spec["settings"].get("attention", "sdpa")
+    return build_model(spec["model"], corpus.vocab_size, spec["context"], spec["seed"], attention)
+
+
+def build_trainer(spec: Mapping[str, Any], corpus: Corpus, model: PreTrainedModel) -> Trainer:
+    """Return a trainer that trains a model by a spec; its `model` may have LoRA factors and bf16 weights."""
+    settings, batch, steps, seed = spec["settings"], spec["batch"], spec["steps"], spec["seed"]
+    if settings.get("weights") == "bf16":
+        for param in model.parameters():  # and no buffers, as a checkpoint in bf16 is loaded
+            param.data = param.data.bfloat16()
+    trained: Any = _with_lora(model, settings["lora_rank"]) if "lora_rank" in settings else model
+    blocks = corpus.blocks(spec["text"], "train", spec["context"])
+    rival = build_rival(settings["rival"], trained, settings) if "rival" in settings else None
+    trainer = InOrder(
+        model=trained,
+        args=arguments(settings, batch, steps, seed),
+        train_dataset=Blocks(blocks, batch * steps, seed),
+        optimizers=(rival, None),
+    )
+    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    return trainer
 
 
 def arguments(settings: Mapping[str, Any], batch: int, steps: int, seed: int) -> TrainingArguments:
@@ -216,6 +230,12 @@ def weights_file(spec: Mapping[str, Any], corpus: Corpus) -> Path:
     return BUILD / "starts" / f"{name}.pt"
 
 
+def write_result(target: Path, result: Mapping[str, Any]) -> None:
+    """Write what a process has found, whole or not at all."""
+    target.with_suffix(".partial").write_text(json.dumps(result), encoding="utf-8")
+    target.with_suffix(".partial").replace(target)
+
+
 def main(spec_file: str, result_file: str) -> None:
     content = json.loads(Path(spec_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
@@ -223,9 +243,7 @@ def main(spec_file: str, result_file: str) -> None:
     began = time.monotonic()
     result = train(content["spec"], Corpus(Path(content["corpus"])))
     result["seconds"] = time.monotonic() - began
-    target = Path(result_file)
-    target.with_suffix(".partial").write_text(json.dumps(result), encoding="utf-8")
-    target.with_suffix(".partial").replace(target)
+    write_result(Path(result_file), result)
 
 
 if __name__ == "__main__":

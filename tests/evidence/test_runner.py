@@ -15,8 +15,9 @@ import yaml
 
 from evidence.agenda import searches
 from evidence.corpus import PARTS, write_corpus
+from evidence.processes import source
 from evidence.results import FAILED, MEASURED, read_rows, write_rows
-from evidence.runner import drop_failed, source
+from evidence.runner import drop_failed
 from evidence.study import FINAL, TUNE, Study
 from tests.evidence.quick_study import CONTENT, run
 from tests.evidence.quick_trial import BEST

@@ -55,7 +55,7 @@ def rows():
 
 
 def test_a_table_of_finals(rows):
-    table, short = finals_table(Study("quick", CONTENT), by_cell(rows)).split("\n\n")
+    table, short = finals_table(Study("quick", CONTENT), by_cell(rows), {}).split("\n\n")
     assert short == "*short.* Lower loss than the reference: muon (-0.500)."
     lines = table.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -73,27 +73,24 @@ def test_a_table_of_finals(rows):
 
 def test_a_side_with_a_trial_that_diverged_has_no_verdict(rows):
     worst = row("short", "muon", 2, 0.0, status="diverged", loss="", losses="")
-    table, *sentences = finals_table(Study("quick", CONTENT), by_cell({**rows, worst["id"]: worst})).split("\n\n")
-    assert "| 3.5250 ± 0.1061 (2) |  |  |  |  | 100 | 1 of 3 did not end |" in table
+    table, *sentences = finals_table(Study("quick", CONTENT), by_cell({**rows, worst["id"]: worst}), {}).split("\n\n")
+    assert "| 3.5250 ± 0.1061 (2) |  |  |  |  |  | 1 of 3 did not end |" in table
     assert not sentences
 
 
-def test_times_are_compared_on_the_same_processor(rows):
-    """The second processor takes half the time, and has more of Muon's trials than of AdamW's."""
-    for name, one in rows.items():
-        on_second = one["cell"] == "short" and int(one["seed"]) >= (1 if one["side"] == "muon" else 2)
-        rows[name] = {**one, "machine": "second" if on_second else "first", "cpu_seconds": "5" if on_second else "10"}
-    line = finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()[3]
-    assert "| 1.33x | 1.33x |" in line
-
-    rows = {name: {**one, "machine": one["side"]} for name, one in rows.items()}
-    assert "| 1.33x |  |" in finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()[3]
+def test_time_is_steps_by_the_time_of_a_step(rows):
+    times = {("short", "adamw"): [10.0, 20.0, 30.0], ("short", "muon"): [5.0, 20.0, 20.0]}
+    lines = finals_table(Study("quick", CONTENT), by_cell(rows), times).splitlines()
+    assert lines[2].endswith("| 20 | the reference |")
+    assert "| 1.33x | 2.00x | 20 |" in lines[3]  # 1.5 times quicker in the middle one of three turns
+    del times["short", "adamw"]
+    assert "| 1.33x |  | 20 |" in finals_table(Study("quick", CONTENT), by_cell(rows), times).splitlines()[3]
 
 
 def test_sides_without_a_common_seed_are_not_compared(rows):
     rows = {one["id"]: one for one in (row("short", "adamw", 1, 4.0), row("short", "muon", 2, 3.0))}
-    lines = finals_table(Study("quick", CONTENT), by_cell(rows)).splitlines()
-    assert lines[-1].endswith("|  |  |  |  | 100 | no seed in common with the reference |")
+    lines = finals_table(Study("quick", CONTENT), by_cell(rows), {}).splitlines()
+    assert lines[-1].endswith("|  |  |  |  |  | no seed in common with the reference |")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,8 @@ def test_budgets_stand_side_by_side(rows):
     assert table[-1] == f"| tiny, batch 2 | muon | {muon} | {adamw} | 1.88x |"
     assert round(4 ** (1 - 0.6 / 1.1), 2) == 1.88
     cells = untuned().cells
-    assert budgets_table(untuned(cells=cells | {"long": cells["long"] | {"batch": 4}}), by_cell(rows)) == ""
+    other_batch = untuned(seeds=[0, 1, 2], cells=cells | {"long": cells["long"] | {"batch": 4}})
+    assert budgets_table(other_batch, by_cell(rows)) == ""
     del rows["long/muon/final/fixed/2"]
     assert budgets_table(untuned(seeds=[0, 1, 2]), by_cell(rows)) == ""
 
@@ -184,7 +182,7 @@ def test_forgetting_is_compared_in_pairs_and_between_starts():
         ):
             one = fine_tuned(cell, side, seed, loss + seed, after)
             rows[one["id"]] = one
-    text = section(study, rows)
+    text = section(study, rows, {})
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert lines[0][9:14] == ["old text before", "change on old text", "beside the reference", "p", "movement"]
     muon = next(line for line in lines if line[:2] == ["adamw", "muon"])

@@ -1,0 +1,82 @@
+"""Figures in the documentation are those of the studies' CSV files."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from evidence.agenda import final_rows
+from evidence.forgetting import forgotten
+from evidence.results import RESULTS, loss_of, losses_of, read_rows
+from evidence.significance import speed_up
+from evidence.study import STUDIES, read_study
+from evidence.times import quicker, read_times
+
+PAGE = (Path(__file__).parents[2] / "docs" / "learning-rate.md").read_text(encoding="utf-8")
+CELLS = {
+    ("10 million", "122", "16"): ("pretrain", "10M short"),
+    ("1 million", "122", "16"): ("batch", "16 sequences and half the tokens"),
+    ("1 million", "122", "32"): ("batch", "32 sequences"),
+    ("3 million", "195", "16"): ("pretrain", "3M short"),
+    ("1 million", "244", "16"): ("pretrain", "1M short"),
+    ("1 million", "488", "8"): ("batch", "8 sequences"),
+    ("1 million", "977", "4"): ("batch", "4 sequences"),
+    ("1 million", "977", "16"): ("pretrain", "1M long"),
+}
+SIDES = {
+    "AdamW": "adamw",
+    "AdamW, hidden matrices at a fifth of the rate": "adamw two rates",
+    "AdamW, hidden matrices at twice the rate": "adamw hidden at twice the rate",
+    "AdamW at half its best rate": "adamw at half the rate",
+    "Muon": "muon",
+    "Muon at half its best rate": "muon at half the rate",
+    "LoRA of rank 8, AdamW": "lora and adamw",
+    "LoRA of rank 8, `lora=muon`": "lora and muon",
+}
+
+
+@cache
+def finals(name):
+    """Return rows of final trials by cell and side."""
+    return final_rows(read_study(STUDIES / f"{name}.yaml"), read_rows(RESULTS / f"{name}.csv"))
+
+
+def table(first):
+    """Return the rows of the page's table whose heading begins so, as lists of texts."""
+    lines = PAGE.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(first))
+    rows = next(list(group) for is_row, group in groupby(lines[begin + 2 :], lambda line: line[:1] == "|") if is_row)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def mean(own, of=loss_of):
+    return fmean(map(of, own)) if own else math.nan
+
+
+def test_pretraining():
+    rows = table("| parameters | steps |")
+    assert [tuple(row[:3]) for row in rows] == list(CELLS)
+    for row in rows:
+        study, cell = CELLS[tuple(row[:3])]
+        own = [finals(study).get((cell, side), []) for side in ("adamw", "adamw two rates", "muon one rate", "muon")]
+        assert own[3][0]["steps"] == row[1]
+        assert row[3:7] == ["" if math.isnan(mean(side)) else f"{mean(side):.2f}" for side in own]
+        fewer = speed_up(*([losses_of(one) for one in own[side]] for side in (3, 1)))
+        times = read_times(read_study(STUDIES / f"{study}.yaml"), RESULTS)
+        quick = quicker(*(times[cell, side] for side in ("muon", "adamw two rates")))
+        assert row[7:] == [f"{fewer:.2f}", f"{fewer * quick:.2f}"]
+
+
+@pytest.mark.parametrize(("cell", "column"), [("from AdamW", 1), ("from Muon", 3)])
+def test_fine_tuning(cell, column):
+    rows = table("| | from AdamW's weights")
+    assert [row[0] for row in rows] == list(SIDES)
+    for row in rows:
+        own = finals("finetune").get((cell, SIDES[row[0]]))
+        texts = [f"{mean(own):.3f}", f"{mean(own, forgotten):+.2f}"] if own else ["", ""]
+        assert row[column : column + 2] == texts
