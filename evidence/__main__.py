@@ -67,15 +67,21 @@ def _run(studies: list[Study], options: argparse.Namespace) -> int:
     from evidence.corpus import Corpus
 
     text = Corpus(options.corpus) if options.corpus else corpus()
+    errors = []
     for study in studies:
         path = options.out / f"{study.name}.csv"
         if options.retry:
             drop_failed(path)
         cores = _cores(options.jobs, options.first_core)
         if Runner(study, path, text, cores, options.minutes).run():
-            measure(study, options.out, text, cores[0])
+            try:
+                measure(study, options.out, text, cores[0])
+            except RuntimeError as error:
+                errors.append(error)
     draw(studies if options.out != RESULTS else [_read(STUDIES, name) for name in _all(STUDIES)], options.out)
-    return 0
+    for error in errors:
+        print(error, file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _cores(jobs: int, first: int | None) -> list[int | None]:

@@ -21,9 +21,9 @@ def budgets_table(study: Study, finals: Finals) -> str:
     lines = []
     for series, cells in _series(study):
         losses = {side: _losses(study, finals, cells, side) for side in study.sides}
-        reference = losses.get(study.reference, {})
         for side, own in losses.items():
-            if side != study.reference and len(own) > 1 and own.keys() == reference.keys():
+            reference = losses.get(study.reference_of(side), {})
+            if side != study.reference_of(side) and len(own) > 1 and own.keys() == reference.keys():
                 lines.append(
                     f"| {series} | {side} | {_texts(own)} | {_texts(reference)} | {fewer_tokens(own, reference)} |"
                 )
@@ -36,7 +36,7 @@ def budgets_table(study: Study, finals: Finals) -> str:
     about = (
         "Tokens to the reference's final loss with its largest budget, interpolated between mean final losses of runs "
         "that were tuned for their budgets, against the logarithm of tokens. The line between two budgets lies above a "
-        "curve that flattens, so that a ratio is rather too small than too large:"
+        "curve that flattens, so that a ratio is rather too near to 1 than too far:"
     )
     return "\n".join([about, "", *head, *lines])
 
@@ -72,7 +72,9 @@ def _series(study: Study) -> Iterator[tuple[str, list[str]]]:
     """Yield a label and the cells of each model and batch that differ in nothing but their budgets."""
     alike: dict[str, list[str]] = {}
     for cell, content in study.cells.items():
-        alike.setdefault(repr([content.get(name) for name in ("model", "batch", "start", "training")]), []).append(cell)
+        alike.setdefault(
+            repr([content.get(name) for name in ("model", "batch", "start", "training", "text")]), []
+        ).append(cell)
     for cells in alike.values():
         first = study.cells[cells[0]]
         yield f"{first['model']}, batch {first['batch']}", cells

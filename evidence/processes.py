@@ -1,19 +1,22 @@
-"""Processes of one thread on a core of their own, and what they run on: processor, versions, source."""
+"""Processes of one thread, their folders and locks, and what they run on: processor, versions, source."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from evidence.corpus import Corpus
+from evidence.corpus import BUILD, Corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 # glibc gives large blocks back at once, and each step asks for the pages of its logits again. Others ignore this.
@@ -86,3 +89,29 @@ def source(package: Path = ROOT / "hf_muon") -> str:
     for file in sorted(package.rglob("*.py"), key=lambda file: file.relative_to(package).as_posix()):
         digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
+
+
+def new_folder(kind: str, name: str) -> Path:
+    """Return an empty folder for a process."""
+    # With this process's number: one that outlives a killed parent writes elsewhere.
+    folder = BUILD / kind / f"{name}-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file of results.
+
+    Raises:
+        RuntimeError: another process holds it.
+    """
+    BUILD.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    with (BUILD / f"{path.stem}-{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RuntimeError(f"another process runs {path.stem}: wait for it, or end it") from error
+        yield

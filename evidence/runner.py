@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from evidence.agenda import all_trials, failed_rows, remaining, wanted, without_running
-from evidence.corpus import BUILD, Corpus
-from evidence.processes import launch, machine, source, versions
+from evidence.corpus import Corpus
+from evidence.processes import launch, locked, machine, new_folder, source, versions
 from evidence.results import DIVERGED, DONE, FAILED, add_row, losses_text, read_rows, refuse_other_setups, write_rows
 from evidence.study import START, Study, Trial
 from hf_muon.cli.sweep_trials import terminated_as_interrupted
@@ -73,7 +69,7 @@ class Runner:
             RuntimeError: trials fail one after another, or another process runs the study.
             ValueError: the file has rows of other settings or another text.
         """
-        with _locked(self.path), terminated_as_interrupted():
+        with locked(self.path), terminated_as_interrupted():
             rows = read_rows(self.path)
             refuse_other_setups(rows, all_trials(self.study, rows), self.corpus.name, self.path)
             self._report("starting")
@@ -104,7 +100,7 @@ class Runner:
     def _start(self, trial: Trial, core: int | None) -> Job:
         self._make_start(trial, core)
         spec = {**trial.spec, "save": True} if trial.kind == START else trial.spec
-        folder = _new_folder(trial.setup(self.corpus.name))
+        folder = new_folder("trials", trial.setup(self.corpus.name))
         return Job(trial, launch(self.program, spec, self.corpus, folder, core), folder, core)
 
     def _make_start(self, trial: Trial, core: int | None) -> None:
@@ -115,7 +111,7 @@ class Runner:
         from evidence.trial import weights_file
 
         if not weights_file(start, self.corpus).is_file():
-            folder = _new_folder(f"start-{trial.setup(self.corpus.name)}")
+            folder = new_folder("trials", f"start-{trial.setup(self.corpus.name)}")
             process = launch(self.program, {**start, "save": True}, self.corpus, folder, core)
             try:
                 status = process.wait()
@@ -199,27 +195,6 @@ def drop_failed(path: Path) -> int:
     return len(failed)
 
 
-def _new_folder(name: str) -> Path:
-    # With the runner's number: a trial that outlives a killed runner writes elsewhere.
-    folder = BUILD / "trials" / f"{name}-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no output")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a study's lock."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    with (BUILD / f"{path.stem}-{name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RuntimeError(f"another process runs {path.stem}: wait for it, or end it") from error
-        yield

@@ -28,8 +28,9 @@ token, of text that no tuning has seen. "±" is the standard deviation over seed
 *Beside the reference* is the mean difference of pairs with the same seed, with its standard deviation, and *p* that of
 Student's t-test of these pairs; in `rival` the reference is the side of the same scale. *Fewer steps* is how many times
 fewer steps a side takes to the reference's final loss (below 1: the reference is faster to the side's), *less time* the
-same in processor time, by *ms a step*, for which the sides of a cell were measured in turn. The models are small and
-the runs short: a table speaks for its own sizes only.
+same in processor time: sides took steps in turn, and the median of the ratios of a turn counts (*ms a step* has the
+medians of the steps, whose ratio is a little different). It is good to about 6 %. The models are small and the runs
+short: a table speaks for its own sizes only.
 """
 
 

@@ -21,6 +21,9 @@ from transformers import TrainerCallback
 from evidence.corpus import Corpus
 from evidence.trial import build_trainer, new_model, write_result
 
+LONGEST = 600
+"""Seconds that a step may take, with what comes before the first one."""
+
 
 class Turns(TrainerCallback):
     """Waits for its turn before each step, and sends the processor seconds of the step.
@@ -56,29 +59,35 @@ def steps_of(sides: Mapping[str, Any], corpus: Corpus, turns: int, warm_up: int)
         warm_up: first turns that do not count.
 
     Raises:
-        RuntimeError: a side fails; its traceback is on the standard error stream.
+        RuntimeError: a side ends early, or takes too long for a step.
     """
     fork = multiprocessing.get_context("fork")  # what was imported is imported once
     found: dict[str, list[float]] = {side: [] for side in sides}
-    pipes = {}
+    pipes: dict[str, Any] = {}
     with ExitStack() as stack:
         for side, spec in sides.items():
             pipes[side], theirs = fork.Pipe()
-            process = fork.Process(target=_train, args=({**spec, "steps": turns}, corpus, theirs), daemon=True)
+            job = ({**spec, "steps": turns}, corpus, theirs, list(pipes.values()))
+            process = fork.Process(target=_train, args=job, daemon=True)
             process.start()
             stack.callback(process.terminate)
             theirs.close()
-        for _ in range(turns):
-            for side, pipe in pipes.items():
+        for turn in range(turns):
+            first = turn % len(pipes)  # whose caches a side finds changes from turn to turn
+            for side, pipe in [*pipes.items()][first:] + [*pipes.items()][:first]:
                 try:
                     pipe.send("your turn")
+                    if not pipe.poll(LONGEST):
+                        raise RuntimeError(f"{side} takes more than {LONGEST} seconds for a step")
                     found[side].append(round(1000 * pipe.recv(), 2))
                 except (EOFError, OSError) as error:
                     raise RuntimeError(f"{side} has ended after {len(found[side])} of {turns} steps") from error
     return {side: steps[warm_up:] for side, steps in found.items()}
 
 
-def _train(spec: Mapping[str, Any], corpus: Corpus, pipe: Any) -> None:
+def _train(spec: Mapping[str, Any], corpus: Corpus, pipe: Any, others: list[Any]) -> None:
+    for other in others:  # the parent's ends, which a fork inherits: without them it sees that the parent has ended
+        other.close()
     trainer = build_trainer(spec, corpus, new_model(spec, corpus))
     trainer.add_callback(Turns(pipe))
     trainer.train()
