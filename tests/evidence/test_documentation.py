@@ -59,6 +59,12 @@ SETTINGS = {
     "`nesterov: false`": "no Nesterov",
     "`momentum: 0.98`": "momentum 0.98",
 }
+OTHER_MODELS = {
+    "`muon_patterns: lm_head`": ("untied", "head on Muon"),
+    "`adamw_patterns: experts`": ("experts", "experts on AdamW"),
+    "`per_head: true`": ("fused", "per_head"),
+    "`split_fused: false`": ("fused", "split_fused false"),
+}
 
 
 @cache
@@ -116,10 +122,23 @@ def test_fine_tuning(cell, column):
         assert row[column : column + 2] == texts
 
 
-def test_settings():
-    rows = table("| setting | difference |")
-    assert [row[0] for row in rows] == list(SETTINGS)
+@pytest.mark.parametrize(
+    ("first", "sides"),
+    [
+        ("| setting | difference |", {name: ("1M", side) for name, side in SETTINGS.items()}),
+        ("| setting | model |", OTHER_MODELS),
+    ],
+)
+def test_settings(first, sides):
+    rows = table(first)
+    assert [row[0] for row in rows] == list(sides)
     for row in rows:
-        test = difference("settings", "1M", SETTINGS[row[0]], "default")
-        assert row[1] == f"{test.mean:+.3f} ± {test.deviation:.3f}".replace("0.", ".")
-        assert row[2].split(" (")[0] == verdict(test).replace("no difference shown", "no")
+        cell, side = sides[row[0]]
+        test = difference("settings", cell, side, "default")
+        assert row[-2] == f"{test.mean:+.3f} ± {test.deviation:.3f}".replace("0.", ".")
+        assert row[-1].split(" (")[0] == verdict(test).replace("no difference shown", "no")
+
+
+def test_momentum_in_the_long_run():
+    test = difference("pretrain", "1M long", "muon and momentum 0.9", "muon")
+    assert f"{test.mean:+.3f} ± {test.deviation:.3f}, p {test.p:.3f}".replace("0.", ".") in PAGE
