@@ -51,9 +51,25 @@ def own_region(param: DTensor, shape: Sequence[int]) -> Region:
 
 
 def mesh_complaint(param: DTensor) -> str | None:
-    """Return why a parameter's local tensor does not have the shape that its placements mean, or None if it has."""
+    """Return why a parameter's local tensor is not the one that its placements mean, or None if it is."""
     if param.device_mesh.get_coordinate() is None:
         return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
+    for entry in getattr(param._spec, "shard_order", None) or ():  # not in all versions of torch
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            return (
+                f"has its dim {entry.tensor_dim} sharded over the mesh dims {tuple(entry.mesh_dims)} in this order, "
+                "and only their own order is known here: redistribute it in torch's default shard order"
+            )
+    if not _is_as_torch_splits(
+        tuple(param.shape),
+        tuple(param.device_mesh.mesh.shape),
+        tuple(param.device_mesh.get_coordinate() or ()),
+        tuple(param.placements),
+    ):
+        return (
+            f"is stored as {param.placements} on a mesh of shape {tuple(param.device_mesh.mesh.shape)}, which this "
+            "version of torch splits into other rows or columns than hf_muon expects. Report it, with torch's version"
+        )
     region, local = own_region(param, param.shape), param.to_local()
     # FSDP2 over tensor parallel stores nothing of a dim that is used up as (0, 0), and not as (rows, 0).
     if tuple(local.shape) != region.shape and (local.numel() or region.numel):
@@ -62,6 +78,30 @@ def mesh_complaint(param: DTensor) -> str | None:
             f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
         )
     return None
+
+
+@lru_cache(maxsize=1024)
+def _is_as_torch_splits(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
+) -> bool:
+    """Return whether torch's own split of the indices of each dim gives those of the region at a mesh coordinate."""
+    flat = 0
+    for size, at in zip(mesh_shape, coordinate, strict=True):
+        flat = flat * size + at
+    region = regions(shape, mesh_shape, placements)[flat]
+    with torch.device("cpu"):
+        for dim, ranges in enumerate(region.dims):
+            indices = torch.arange(shape[dim]).view([-1 if other == dim else 1 for other in range(len(shape))])
+            for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
+                if getattr(placement, "dim", None) == dim:
+                    parts, _ = placement._split_tensor(indices, size, with_padding=False, contiguous=False)
+                    indices = parts[at]
+            expected = [torch.arange(start, stop) for start, stop in ranges]
+            if not torch.equal(
+                indices.flatten(), torch.cat(expected) if expected else torch.empty(0, dtype=torch.int64)
+            ):
+                return False
+    return True
 
 
 def quantization_complaint(param: DTensor, option: str) -> str | None:
