@@ -108,15 +108,15 @@ class MuonConfig(RuleOptions, ScaleOptions):
     ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = option(
         "polar_express",
         types.coefficients(),
-        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng`, `cans`, `deepseek_v4`, "
-        "`pion` or `aol`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
+        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng`, `cans` or "
+        "`deepseek_v4`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
         scope="group",
         source="[docs](docs/how-it-works.md#coefficients)",
     )
     ns_steps: int | str = option(
         AUTO,
         types.steps(1, 100),
-        "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, 4 for `aol`, those that are listed, else 5.",
+        "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, those that are listed, else 5.",
         scope="group",
         source=f"{_JORDAN}, torch",
     )

@@ -111,24 +111,6 @@ class Workspace:
             identity = torch.eye(self.gram.size(-1), dtype=x.dtype, device=x.device).expand_as(self.gram)
         return symmetric_(self.gram, wide, long, add=identity, beta=-shift, rows=self.rows.gram)
 
-    def make_almost_orthogonal_(self, x: Tensor, r: Tensor) -> None:
-        """Divide row ``i`` of ``X`` by ``sqrt(sum_j |R_ij|)``, and ``R = X X^T`` accordingly, without another product.
-
-        ``X`` has no singular value above one then. Zero rows stay zero.
-
-        Args:
-            x: the batch.
-            r: of this batch, from `gram_of`.
-
-        Source: Prach, Lampert, Almost-Orthogonal Layers, https://arxiv.org/abs/2208.03160.
-        """
-        # fp16 cannot hold the sums.
-        sums = torch.linalg.vector_norm(r, ord=1, dim=-1, dtype=torch.float32 if r.dtype == torch.float16 else None)
-        # A row whose squares vanish in this dtype is divided by a number that it cannot exceed.
-        factors = sums.clamp_(min=torch.finfo(r.dtype).tiny).rsqrt_().to(r.dtype)
-        x.mul_(factors.unsqueeze(-2 if self._tall else -1))
-        r.mul_(factors.unsqueeze(-1)).mul_(factors.unsqueeze(-2))
-
     def quadratic(self, b: float, c: float, r: Tensor) -> Tensor:
         """Return ``b R + c R^2``, in the last of `small`."""
         return symmetric_(self.small[-1], r, r, add=r, beta=b, alpha=c, rows=self.rows.small)
