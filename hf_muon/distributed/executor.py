@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class NewtonSchulz(Protocol):
     """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`.
 
-    With `overwrite` it may write to the matrices, which are contiguous then, and return directions in their memory.
+    With `overwrite` it may write to the matrices, which are contiguous and aligned then, and return directions in their
+    memory.
     """
 
     @property
@@ -67,29 +68,35 @@ Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 """Pieces, and for each of them a direction of its shape."""
 
 UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
-"""Moves the momentum of some pieces and returns their updates.
-
-On an accelerator they are memory of their own, which may be overwritten; elsewhere nobody writes to them.
-"""
+"""Moves the momentum of some pieces and returns their updates, memory of their own that may be overwritten."""
 
 
-Observer = Callable[["Unit", Tensor, Tensor], None]
-"""Receives a unit, its updates and its directions ``(B, m, n)`` on the owner; must not write to them."""
+class Observer(Protocol):
+    """Sees what is orthogonalized on its owner, before and after; must not write to it."""
+
+    def updates(self, unit: Unit, updates: Tensor, /) -> None:
+        """See the updates of a unit ``(B, m, n)``, which are overwritten next."""
+        ...
+
+    def orthogonalized(self, unit: Unit, directions: Tensor, /) -> None:
+        """See the directions of a unit ``(B, m, n)``."""
+        ...
 
 
-OwnerRule = Callable[["Unit", Tensor, Tensor], Tensor]
-"""Receives what an `Observer` does, and returns other directions in their place, of the same dtype."""
+OwnerRule = Callable[["Unit", Tensor], Tensor]
+"""Receives a unit and its directions ``(B, m, n)``, and returns others in their place, of the same dtype."""
 
 
 AroundRule = Callable[["Unit", Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""Receives a unit, its updates and what orthogonalizes matrices; returns directions ``(B, m, n)``."""
+"""Receives a unit, its updates and what orthogonalizes contiguous matrices, which it overwrites; returns directions
+``(B, m, n)``."""
 
 
 class Executor(Protocol):
     """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Attributes:
-        observer: receives what this rank orthogonalizes; None for nobody.
+        observer: sees what this rank orthogonalizes; None for nobody.
         around: makes directions in the place of Newton-Schulz alone, fp32 where Newton-Schulz's are narrower; the same
             on all ranks. None for nothing.
         rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
@@ -144,19 +151,24 @@ class Executor(Protocol):
 def directions_of(executor: Executor, unit: Unit, updates: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
     """Return the directions of a unit ``(B, m, n)`` on its owner, as rules make them.
 
+    There is no other way from updates to directions, so that every layout orthogonalizes the same batches.
+
     Args:
         executor: whose observer sees what is orthogonalized, and whose rules are called.
         unit: the matrices.
-        updates: of them ``(B, m, n)``; not written to.
+        updates: of them ``(B, m, n)``, contiguous and aligned; overwritten.
         newton_schulz: orthogonalizes.
     """
+    observer = executor.observer
 
     def orthogonalize(matrices: Tensor) -> Tensor:
-        directions = newton_schulz(matrices)
-        if executor.observer is not None:
-            executor.observer(unit, matrices, directions)
+        if observer is not None:
+            observer.updates(unit, matrices)
+        directions = newton_schulz(matrices, overwrite=True)
+        if observer is not None:
+            observer.orthogonalized(unit, directions)
         return directions
 
     around = executor.around
     directions = orthogonalize(updates) if around is None else around(unit, updates, orthogonalize)
-    return directions if executor.rule is None else executor.rule(unit, updates, directions)
+    return directions if executor.rule is None else executor.rule(unit, directions)

@@ -109,7 +109,7 @@ class MomentumBuffers:
     def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates. Call it once for each piece of a step.
 
-        Do not write to the updates, except on an accelerator: without `nesterov` they are the buffers themselves.
+        The updates are memory of their own, which may be overwritten.
         """
         updates: list[Tensor] = []
         for rule, alike in itertools.groupby(pieces, key=self._rule):
@@ -184,7 +184,9 @@ class MomentumBuffers:
             piece.of(self._grads[piece.matrix]).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)
         ]
         torch._foreach_lerp_(buffers, grads, 1 - self._momentum)
-        return list(torch._foreach_lerp(grads, buffers, self._momentum)) if self._nesterov else buffers
+        if self._nesterov:
+            return list(torch._foreach_lerp(grads, buffers, self._momentum))
+        return [buffer.clone() for buffer in buffers]
 
     def _rounded(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Step bf16 buffers in fp32, which the updates are computed from, and round what is stored."""

@@ -19,11 +19,9 @@ from hf_muon.math.coefficients import AUTO, Coefficients, Steps, Triple, resolve
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.gram import polynomial_of_gram
 from hf_muon.math.precision import compute_dtype
-from hf_muon.math.products import Workspace
+from hf_muon.math.products import Workspace, is_aligned
 
 MAX_BATCH_BYTES = 512 * 2**20
-# Products may add in another order where memory is not aligned.
-_ALIGNED_BYTES = 256
 # What is subtracted from the diagonal of a Gram matrix whose eigenvalues are near one.
 _SHIFT = 0.75
 
@@ -117,7 +115,7 @@ def newton_schulz(
         lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
         rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
         overwrite: whether the memory of contiguous `matrices` serves for the products, and maybe for the result.
-        out: contiguous memory for the result, without `overwrite`; by default new.
+        out: contiguous memory for the result; by default new, or that of `matrices`.
 
     Returns:
         ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
@@ -132,8 +130,8 @@ def newton_schulz(
         ends_where_it_starts = len(lengths) % 2 == 0
         normalized = _normalized_in_three if device in _WITH_FP64 else _normalized
         x = normalized(matrices, dtype, out if ends_where_it_starts else None)
-        reused = matrices if overwrite else None if ends_where_it_starts else out
-        work = Workspace(x, lengths, rows, low_precision=low_precision, reused=reused)
+        into, free = None if ends_where_it_starts else out, matrices if overwrite else None
+        work = Workspace(x, lengths, rows, low_precision=low_precision, into=into, free=free)
         start = 0
         for length in lengths:
             steps = coefficients[start : start + length]
@@ -155,8 +153,8 @@ class Orthogonalizer:
     Attributes:
         coefficients: of the steps.
         dtype: dtype of the products.
-        max_batch_bytes: upper limit for the memory of an orthogonalization, including its input and result. Larger
-            batches are split; a single larger matrix goes alone.
+        max_batch_bytes: bound on the memory that matrices take together, see `cost.batch_size`. Larger batches are
+            split; a single larger matrix goes alone.
     """
 
     coefficients: Steps
@@ -164,27 +162,19 @@ class Orthogonalizer:
     max_batch_bytes: int = MAX_BATCH_BYTES
 
     def __call__(self, matrices: Tensor, *, overwrite: bool = False) -> Tensor:
+        device = matrices.device.type
         lengths = cost.segments(matrices.shape, len(self.coefficients), self.dtype)
-        rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, matrices.device.type)
-        if overwrite:
-            nbytes = cost.overwriting_bytes(matrices.shape, lengths, self.dtype, rows, matrices.dtype)
-            if nbytes <= self.max_batch_bytes:
-                return newton_schulz(
-                    matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows, overwrite=True
-                )
-        in_and_out = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
-        each = cost.working_bytes(matrices.shape, lengths, self.dtype, rows)
-        count = max(1, (self.max_batch_bytes - in_and_out) // each)
-        if matrices.device.type == "cpu":
-            count = min(count, cost.batch_in_cache(each))
+        rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, device)
+        count = cost.batch_size(matrices.shape, lengths, self.dtype, rows, device, self.max_batch_bytes)
+        way: dict[str, Any] = {"lengths": lengths, "rows": rows, "overwrite": overwrite}
         if matrices.size(0) <= count:
-            return newton_schulz(matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows)
+            return newton_schulz(matrices, self.coefficients, self.dtype, **way)
         directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
         for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
-            out = direction if direction.storage_offset() * self.dtype.itemsize % _ALIGNED_BYTES == 0 else None
-            result = newton_schulz(part, self.coefficients, self.dtype, lengths=lengths, rows=rows, out=out)
-            if out is None:
-                direction.copy_(result)
+            if is_aligned(direction):
+                newton_schulz(part, self.coefficients, self.dtype, out=direction, **way)
+            else:
+                direction.copy_(newton_schulz(part, self.coefficients, self.dtype, **way))
         return directions
 
 

@@ -10,7 +10,35 @@ from torch import Tensor
 
 from hf_muon.math import cost
 
-_ALIGNMENT = 128  # elements, for products that need aligned memory
+# Kernels for sums and products may add in another order where memory is not aligned.
+_ALIGNED_BYTES = 256
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins where a new one could begin."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES == 0
+
+
+class _Free:
+    """Memory to use: aligned parts of a contiguous tensor as long as there are any, then new memory.
+
+    Args:
+        tensor: is written to; None for new memory alone.
+        like: has the dtype and the device of what is taken.
+    """
+
+    def __init__(self, tensor: Tensor | None, like: Tensor) -> None:
+        self._like = like
+        self._bytes = None if tensor is None else tensor.view(-1).view(torch.uint8)
+        self._begin = 0 if tensor is None else -int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """Return a contiguous tensor of some shape."""
+        begin, nbytes = self._begin, math.prod(shape) * self._like.dtype.itemsize
+        if self._bytes is None or begin + nbytes > self._bytes.numel():
+            return self._like.new_empty(shape)
+        self._begin += math.ceil(nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return self._bytes[begin : begin + nbytes].view(self._like.dtype).view(shape)
 
 
 def symmetric_(
@@ -69,7 +97,8 @@ class Workspace:
         lengths: lengths of the segments.
         rows: rows of the blocks of symmetric products.
         low_precision: whether ``a I + P`` would lose significant bits of ``P`` in this dtype.
-        reused: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
+        into: contiguous memory like that of `x`, for the output of the first `apply`; by default other memory.
+        free: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
 
     Attributes:
         gram: ``(B, s, s)``, where ``R`` is computed.
@@ -83,22 +112,14 @@ class Workspace:
         rows: cost.BlockRows,
         *,
         low_precision: bool,
-        reused: Tensor | None = None,
+        into: Tensor | None = None,
+        free: Tensor | None = None,
     ) -> None:
-        count, size = x.size(0), min(x.shape[1:])
-        free = None if reused is None else reused.view(-1).view(x.dtype)
-        shapes = [tuple(x.shape), *[(count, size, cost.row_length(size, rows))] * cost.small_matrices(lengths)]
-        whole: list[Tensor] = []
-        for shape in shapes:
-            numel = math.prod(shape)
-            if free is not None and numel <= free.numel():
-                whole.append(free[:numel].view(shape))
-                free = free[math.ceil(numel / _ALIGNMENT) * _ALIGNMENT :]
-            else:
-                whole.append(x.new_empty(shape))
-        self._next = whole[0]
-        memory = [matrices[..., :size] for matrices in whole[1:]]
-        self.gram, self.small = memory[0], memory[1:]
+        size = min(x.shape[1:])
+        memory = _Free(free, x)
+        self._next = memory.take(x.shape) if into is None else into
+        shape = (x.size(0), size, cost.row_length(size, rows))
+        self.gram, *self.small = (memory.take(shape)[..., :size] for _ in range(cost.small_matrices(lengths)))
         self.rows = rows
         self._tall = x.size(-2) > x.size(-1)
         self._low_precision = low_precision

@@ -106,7 +106,7 @@ class MuonStep:
         """
         self._rules.gather()
         for e, executor in enumerate(self._executors):
-            executor.observer = None if watch is None else watch.orthogonalized
+            executor.observer = watch
             self._rules.attach(executor)
             with (
                 updates_for(executor, self._active, self._stored, self._grads, **self._options)
