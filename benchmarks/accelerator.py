@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.optimizer import consensus, gradients, layout
-from hf_muon.storage import early_read, host, transport
+from hf_muon.storage import host, transport
 
 META = torch.device("meta")
 
@@ -24,9 +24,7 @@ META = torch.device("meta")
 class Noted(Protocol):
     """What a `benchmarks.count.Count` notes here."""
 
-    launches: Counter[str]
-
-    def synchronized(self, launches: int) -> None: ...
+    waits: Counter[str]
 
 
 @contextlib.contextmanager
@@ -42,7 +40,7 @@ def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterato
 
     class Stream:
         def __init__(self, device: torch.device | None = None) -> None:
-            self.before = 0
+            pass
 
         def wait_stream(self, other: Stream) -> None:
             pass
@@ -51,14 +49,14 @@ def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterato
             pass
 
         def record(self, stream: Stream | None = None) -> None:
-            self.before = 0 if count is None else count.launches.total()
+            pass
 
         def query(self) -> bool:
             return True
 
         def synchronize(self) -> None:
             if count is not None:
-                count.synchronized(self.before)
+                count.waits["synchronize"] += 1
 
     module = SimpleNamespace(
         Stream=Stream,
@@ -79,7 +77,6 @@ def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterato
         mock.patch.object(layout, "model_device", return_value=META),
         mock.patch.object(host, "_HAS_NO_HOST", ("cpu",)),
         mock.patch.object(host, "zeros_like", untouched),
-        mock.patch.object(early_read, "asynchronous", asynchronous),
         mock.patch.object(transport, "asynchronous", asynchronous),
     ):
         yield

@@ -51,7 +51,6 @@ class Count(TorchDispatchMode):
         traffic: bytes that elementwise operators read and write, by name.
         waits: of the host, by name.
         host_bytes: copied between the host's memory and the device's.
-        queued: launches between asking for the first read and waiting for it, with which the device is still busy.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -61,7 +60,6 @@ class Count(TorchDispatchMode):
         self.traffic: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.host_bytes = 0
-        self.queued: int | None = None
 
     @property
     def products(self) -> int:
@@ -81,7 +79,7 @@ class Count(TorchDispatchMode):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1].rstrip("_")
         if self.device == "meta" and name == "_local_scalar_dense" and args[0].is_meta:
-            self._waits("item", self.launches.total())
+            self.waits["item"] += 1
             return answer(args[0]).item()
         if self.device == "meta" and name in _COPIES and self._crosses(name, args, kwargs):
             return self._copied(function, name, args, kwargs)
@@ -92,15 +90,6 @@ class Count(TorchDispatchMode):
             if name not in PRODUCTS:
                 self.traffic[name] += traffic_of(function, name, args, kwargs, result)
         return result
-
-    def synchronized(self, launches: int) -> None:
-        """Count a wait for a stream, or for an event that was recorded after some launches."""
-        self._waits("synchronize", launches)
-
-    def _waits(self, name: str, launches: int) -> None:
-        self.waits[name] += 1
-        if self.queued is None:
-            self.queued = self.launches.total() - launches
 
     def add(self, function: Elementwise, tensors: Sequence[Tensor]) -> None:
         """Count one call of a function that is compiled on accelerators."""
@@ -127,7 +116,7 @@ class Count(TorchDispatchMode):
         self.traffic[name] += nbytes_of(source)
         self.host_bytes += nbytes_of(source)
         if not is_free:
-            self._waits("copy to the host" if source.is_meta else "copy to the device", self.launches.total())
+            self.waits["copy to the host" if source.is_meta else "copy to the device"] += 1
         if name == "copy":
             return args[0].copy_(answer(source)) if source.is_meta and source.ndim < 2 else args[0]
         if source.is_meta:

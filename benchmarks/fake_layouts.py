@@ -122,15 +122,18 @@ def rank_of(ranks: int, rank: int, *, reads: bool = True) -> Iterator[None]:
         yield
         return
 
-    def reports(self: agreement.PendingReports) -> list[agreement.RankReport]:
-        if reads and self.read is not None:
-            self.read.tolist()
-        return [agreement.RankReport(0, 0, complains=False, flags=(0, 1))] * ranks
+    def reports(group: Any, model_device: torch.device, *numbers: Any) -> list[agreement.RankReport]:
+        *own, flags = numbers
+        bits = [flag.to(torch.int64).view(1) for flag in flags]
+        rows = agreement.gathered(group, model_device, *bits, torch.tensor([1, *map(int, own)]))
+        if reads:
+            rows.cpu()
+        return [agreement.RankReport(0, 0, complains=False, flags=(True, True))] * ranks
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with (
-            mock.patch.object(agreement.PendingReports, "reports", reports),
+            mock.patch.object(agreement, "exchange_reports", reports),
             mock.patch.object(agreement, "report_device", return_value=META),
         ):
             yield

@@ -85,7 +85,6 @@ class RankFigures:
     products: int
     collectives: int
     waits: int
-    queued: int
     traffic: int
     host: int
     peak: int
@@ -109,7 +108,6 @@ def rehearse_rank(case: Case, rank: int, make: Make = step_of) -> RankFigures:
         count.products,
         count.collectives,
         count.waits.total(),
-        count.queued or 0,
         count.traffic.total(),
         count.host_bytes,
         live.peak,
@@ -133,7 +131,6 @@ def rehearse(case: Case, make: Make = step_of) -> Figures:
         products=round(fmean(rank.products for rank in ranks), 1),
         collectives=max(rank.collectives for rank in ranks),
         waits=max(rank.waits for rank in ranks),
-        queued=min(rank.queued for rank in ranks),
         traffic=round(sum(rank.traffic for rank in ranks) / stored, 1),
         host=round(sum(rank.host for rank in ranks) / stored, 1),
         peak=round(max(rank.peak for rank in ranks) / 1e6, 1),

@@ -58,7 +58,6 @@ class Figures:
         products: of the launches, matrix products.
         collectives: of the launches, on the rank with most.
         waits: of the host for the device, on the rank with most.
-        queued: launches between asking for the first wait's answer and looking at it, on the rank with least.
         traffic: elementwise, in bytes for each weight that a rank stores.
         host: bytes copied between both memories, for each weight that a rank stores.
         peak: temporary memory of the device in MB, on the rank with most.
@@ -69,7 +68,6 @@ class Figures:
     products: float
     collectives: int
     waits: int
-    queued: int
     traffic: float
     host: float
     peak: float
@@ -174,12 +172,11 @@ def readme_lines(table: Mapping[Case, Figures]) -> list[str]:
             "launches",
             "of them products",
             "waits",
-            "queued",
             "traffic",
             "peak MB",
         ],
         (
-            (c.model, c.momentum, c.ns_dtype, f.most, f.products, f.waits, f.queued, f.traffic, f.peak)
+            (c.model, c.momentum, c.ns_dtype, f.most, f.products, f.waits, f.traffic, f.peak)
             for c, f in table.items()
             if _alone(c)
         ),
@@ -192,7 +189,6 @@ def readme_lines(table: Mapping[Case, Figures]) -> list[str]:
             "most",
             "of them collectives",
             "waits",
-            "queued",
             "traffic",
             "peak MB",
         ],
@@ -204,7 +200,6 @@ def readme_lines(table: Mapping[Case, Figures]) -> list[str]:
                 f.most,
                 f.collectives,
                 f.waits,
-                f.queued,
                 f.traffic,
                 f.peak,
             )

@@ -41,7 +41,7 @@ FLOORS = {
     "storage": [
         "blocks tensors",
         "factors host views",
-        "early_read transport",
+        "transport",
         "regions",
         "dtensor shared",
         "partitions",

@@ -1,7 +1,7 @@
 """What ranks report to one another before a step, so that all of them take it or all refuse it.
 
-Nothing of variable length is sent before all ranks have agreed on its length. A step begins with `PendingReports`, one
-collective of five numbers per rank; more follows only if something is wrong or a gradient is missing on some rank.
+Nothing of variable length is sent before all ranks have agreed on its length. A step begins with `exchange_reports`,
+one collective of five numbers per rank; more follows only if something is wrong or a gradient is missing on some rank.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from hf_muon.math.elementwise import is_accelerator
-from hf_muon.storage.early_read import EarlyRead
 
 _BITS = 62  # in an int64, clear of its sign
 # torch 2.13 renamed it and deprecates the old name.
@@ -29,17 +26,24 @@ class RankReport:
         fingerprint: of options and of how parameters are stored; must be the same on all ranks.
         gradients: fingerprint of which parameters have a gradient and of how gradients are stored.
         complains: whether the rank has complaints.
-        flags: two numbers computed on the device.
+        flags: two, see `gradients.flags`.
     """
 
     fingerprint: int
     gradients: int
     complains: bool
-    flags: tuple[int, ...]
+    flags: tuple[bool, ...]
 
 
-class PendingReports:
-    """Reports of the group's ranks, in their order, under way: one collective, and one read of the device.
+def exchange_reports(
+    group: dist.ProcessGroup,
+    model_device: torch.device,
+    fingerprint: int,
+    gradients: int,
+    complains: bool,
+    flags: Sequence[Tensor],
+) -> list[RankReport]:
+    """Return the reports of the group's ranks, in their order: one collective, and one read of the device.
 
     Args:
         group: of all ranks that take part in the step.
@@ -47,41 +51,12 @@ class PendingReports:
         fingerprint: at most 62 bits.
         gradients: at most 62 bits.
         complains: whether this rank has complaints.
-        flags: ``(2,)``, int64, still on the device.
-
-    Attributes:
-        go: whether all ranks report what this one does, no complaints, and flags of 0 and 1: 0-dim bool on the model's
-            device. None if reports do not travel there.
-        read: of the reports; None if they do not travel there.
+        flags: one or two, 0-dim, still on the device; a second one that is not there is true.
     """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        model_device: torch.device,
-        fingerprint: int,
-        gradients: int,
-        complains: bool,
-        flags: Tensor,
-    ) -> None:
-        device = report_device(group, model_device)
-        numbers = torch.tensor([0, 1, fingerprint, gradients, 0, int(complains)], dtype=torch.int64)
-        numbers = numbers.to(device, non_blocking=True)
-        own = torch.cat([flags.to(device), numbers[2:4], numbers[5:]])
-        self._gathered = torch.empty(group.size(), len(own), dtype=torch.int64, device=device)
-        self._work = all_gather(self._gathered.view(-1), own, group=group, async_op=True)
-        self.go: Tensor | None = None
-        if is_accelerator(device) and device == model_device:
-            self._work.wait()  # which the device does, and not the host
-            self.go = (self._gathered == numbers[:5]).all()
-        self.read: EarlyRead | None = EarlyRead(self._gathered) if self.go is not None else None
-
-    def reports(self) -> list[RankReport]:
-        """Wait for the reports and return them."""
-        if self.read is None:
-            self._work.wait()
-        rows = (self.read or self._gathered).tolist()
-        return [RankReport(row[2], row[3], bool(row[4]), tuple(row[:2])) for row in rows]
+    second = [1] * (2 - len(flags))
+    numbers = torch.tensor([*second, fingerprint, gradients, int(complains)], dtype=torch.int64)
+    rows = gathered(group, model_device, *(flag.to(torch.int64).view(1) for flag in flags), numbers).tolist()
+    return [RankReport(row[2], row[3], bool(row[4]), tuple(map(bool, row[:2]))) for row in rows]
 
 
 def exchange_bits(group: dist.ProcessGroup, model_device: torch.device, bits: Sequence[bool]) -> list[list[bool]]:
@@ -99,12 +74,17 @@ def exchange_texts(group: dist.ProcessGroup, texts: Sequence[str]) -> list[list[
 
 def gather(group: dist.ProcessGroup, model_device: torch.device, *tensors: Tensor) -> list[list[int]]:
     """Gather int64 tensors ``(n,)``, concatenated, as a list of numbers for each rank."""
-    device = report_device(group, model_device)
-    own = torch.cat([tensor.to(device) for tensor in tensors])
-    gathered = torch.empty(group.size() * len(own), dtype=torch.int64, device=device)
-    all_gather(gathered, own, group=group)
-    rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
+    rows: list[list[int]] = gathered(group, model_device, *tensors).tolist()
     return rows
+
+
+def gathered(group: dist.ProcessGroup, model_device: torch.device, *tensors: Tensor) -> Tensor:
+    """Gather int64 tensors ``(n,)``, concatenated, as a row for each rank, on the device on which they travel."""
+    device = report_device(group, model_device)
+    own = torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
+    rows = torch.empty(group.size() * len(own), dtype=torch.int64, device=device)
+    all_gather(rows, own, group=group)
+    return rows.view(group.size(), -1)
 
 
 def maxima(group: dist.ProcessGroup, model_device: torch.device, values: Tensor) -> Tensor:

@@ -83,18 +83,16 @@ class Exchange:
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
     def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
-        """Return pieces and their directions, bucket by bucket; see `Executor`. The iteration sends.
+        """Yield pieces and their directions, bucket by bucket; see `Executor`.
 
         Raises:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
-        rounds = self.rounds(frozenset(active))
-        first = [self._outgoing(current.buckets[0], updates_of) for current in rounds[:1]]
 
         def flat_of(bucket: Bucket) -> Tensor:
-            return first.pop() if first else self._outgoing(bucket, updates_of)
+            return self._outgoing(bucket, updates_of)
 
-        return self._in_rounds(rounds, flat_of, newton_schulz)
+        return self._in_rounds(self.rounds(frozenset(active)), flat_of, newton_schulz)
 
     def _in_rounds(
         self, rounds: Sequence[Round], flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz

@@ -110,17 +110,14 @@ class Executor(Protocol):
     def device(self) -> torch.device: ...
 
     def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
-        """Compute directions for this rank's pieces of the active matrices, bucket by bucket.
-
-        The call asks for the updates of the first bucket, and may compute with them, but sends nothing. The rest takes
-        place in the iteration.
+        """Yield directions for this rank's pieces of the active matrices, bucket by bucket.
 
         Args:
             active: positions of the matrices to step; the same on all ranks.
             updates_of: called once for each piece of an active matrix.
             newton_schulz: called on whole matrices, on their owner only.
 
-        Returns:
+        Yields:
             Pieces, and for each of them a direction of its shape. The directions may be written to.
         """
         ...

@@ -68,17 +68,9 @@ class LocalExecutor:
         self._planned: tuple[frozenset[int] | None, list[Bucket]] = (None, [])
 
     def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
-        """Return the directions of one bucket at a time, see `Executor`; no tensor of a bucket outlives its turn."""
-        buckets = self.buckets(frozenset(active))
-        first = [self._of_bucket(bucket, updates_of, newton_schulz) for bucket in buckets[:1]]
-
-        def rest() -> Directions:
-            while first:
-                yield first.pop()
-            for bucket in buckets[1:]:
-                yield self._of_bucket(bucket, updates_of, newton_schulz)
-
-        return rest()
+        """Yield the directions of one bucket at a time, see `Executor`; no tensor of a bucket outlives its turn."""
+        for bucket in self.buckets(frozenset(active)):
+            yield self._of_bucket(bucket, updates_of, newton_schulz)
 
     def order(self, active: Collection[int]) -> list[list[Piece]]:
         """Return the pieces of one bucket after the other, see `Executor`."""

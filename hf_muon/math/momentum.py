@@ -28,25 +28,17 @@ def update_dtype(param: Tensor, momentum_dtype: str = "auto") -> torch.dtype:
     return torch.float32
 
 
-def _move(
-    buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt: Tensor, go: Tensor, *, nesterov: bool
-) -> None:
-    """Move a buffer towards a gradient by `rate`, in the dtype of the update; without `go` the buffer stays."""
+def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt: Tensor, *, nesterov: bool) -> None:
+    """Move a buffer towards a gradient by `rate`, in the dtype of the update."""
     grad = grad.to(update.dtype)
     moved = buffer.to(update.dtype)
     moved = moved + (grad - moved) * rate
     update.copy_(moved - (moved - grad) * rate if nesterov else moved)
-    moved = salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved
-    buffer.copy_(torch.where(go, moved, buffer))
+    buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
 
 
-def _move_codes(
-    codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, go: Tensor, *, nesterov: bool
-) -> None:
-    """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored.
-
-    Without `go` the buffer stays.
-    """
+def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool) -> None:
+    """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
     scale = scales.unsqueeze(-1)
     grad = grad.float()
     exact = SQUARES.fractions(codes) * scale
@@ -57,8 +49,8 @@ def _move_codes(
     nearest = SQUARES.exact_codes(fractions).round().copysign(moved)
     stored = SQUARES.fractions(nearest) * largest
     update.copy_(stored - (stored - grad) * rate if nesterov else stored)
-    codes.copy_(torch.where(go, nearest.to(codes.dtype), codes))
-    scales.copy_(torch.where(go, largest.squeeze(-1), scales))
+    codes.copy_(nearest)
+    scales.copy_(largest.squeeze(-1))
 
 
 MOVE = Elementwise(_move, reads=(0, 1), writes=(0, 2))
@@ -81,7 +73,6 @@ class MomentumBuffers:
         nesterov: whether to look one step ahead.
         step: number of the step, which seeds stochastic rounding.
         moved: positions of int8 matrices whose momentum has moved in this step already.
-        go: whether momentum moves at all, 0-dim bool on its device; see `waits_for`.
     """
 
     def __init__(
@@ -93,7 +84,6 @@ class MomentumBuffers:
         nesterov: bool,
         step: int = 0,
         moved: Collection[int] = (),
-        go: Tensor | None = None,
     ) -> None:
         self._buffers = {k: tensors[BUFFER] for k, tensors in state.items()}
         self._blocks = {
@@ -103,7 +93,6 @@ class MomentumBuffers:
         self._momentum = momentum
         self._nesterov = nesterov
         self._step = step
-        self._go = number(True, torch.bool) if go is None else go
         self._unmoved = {blocks.codes for k, blocks in self._blocks.items() if k not in moved}
 
     def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -115,12 +104,6 @@ class MomentumBuffers:
         for rule, alike in itertools.groupby(pieces, key=self._rule):
             updates += rule(list(alike))
         return updates
-
-    def waits_for(self, go: Tensor, pieces: Sequence[Piece]) -> bool:
-        """Return whether `updates` leaves the momentum of some pieces as it is unless `go` is true on their device."""
-        rules = {self._rule(piece) for piece in pieces}
-        tensors = (of[piece.matrix] for piece in pieces for of in (self._buffers, self._grads))
-        return rules <= {self._together, self._codes_together} and all(tensor.device == go.device for tensor in tensors)
 
     def values(self, matrix: int) -> Tensor:
         """Return the momentum of a matrix, decoded."""
@@ -143,14 +126,14 @@ class MomentumBuffers:
         dtype = torch.promote_types(buffers[0].dtype, torch.float32)
         flat = torch.empty(sum(buffer.numel() for buffer in buffers), dtype=dtype, device=buffers[0].device)
         updates = shaped_like(flat, buffers)
-        numbers = number(1 - self._momentum), number(salt(self._step), torch.int32), self._go
+        numbers = number(1 - self._momentum), number(salt(self._step), torch.int32)
         over(MOVE, [buffers, grads, updates], *numbers, into={1: 2}, nesterov=self._nesterov)
         return updates
 
     def _codes_together(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Step int8 buffers on an accelerator, of which the pieces have whole rows; see `_together`."""
         blocks = [self._blocks[piece.matrix] for piece in pieces]
-        numbers = number(1 - self._momentum), self._go
+        rate = number(1 - self._momentum)
         columns = [
             [piece.of(own.codes) for piece, own in zip(pieces, blocks, strict=True)],
             [piece.of(own.scales) for piece, own in zip(pieces, blocks, strict=True)],
@@ -163,14 +146,14 @@ class MomentumBuffers:
         if has_gaps and not in_blocks[0].has_padding:  # copies would have launches of their own
             for own, own_scales, grad, update in zip(*columns, updates, strict=True):
                 parts = [tensor.unflatten(-1, (-1, BLOCK)) for tensor in (own, grad, update)]
-                MOVE_CODES(parts[0], own_scales, *parts[1:], *numbers, nesterov=self._nesterov)
+                MOVE_CODES(parts[0], own_scales, *parts[1:], rate, nesterov=self._nesterov)
             return updates
         codes, scales = in_blocks[0].gathered(), padded_rows(columns[1], 1).gathered()
         aligned = not in_blocks[0].has_padding
         values = flat if aligned else torch.zeros(codes.numel(), device=flat.device)
         in_blocks[1].gathered(into=values)
         both = values.view(-1, BLOCK)
-        MOVE_CODES(codes.view(-1, BLOCK), scales, both, both, *numbers, nesterov=self._nesterov)
+        MOVE_CODES(codes.view(-1, BLOCK), scales, both, both, rate, nesterov=self._nesterov)
         in_blocks[0].scatter(codes)
         padded_rows(columns[1], 1).scatter(scales)
         if not aligned:

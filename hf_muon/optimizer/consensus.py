@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from hf_muon.optimizer.groups import held_options
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
-from hf_muon.storage.early_read import EarlyRead
 from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
@@ -50,31 +49,15 @@ def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None)
     return [line if len(of) == len(texts) else f"{line} [rank {_listed(of)}]" for line, of in origins.items()]
 
 
-class Agreement(NamedTuple):
-    """What this rank expects the ranks to agree on, and how to learn whether they do.
-
-    Attributes:
-        expected: indices of the parameters of each group to step, if nothing is wrong and all ranks have the same
-            gradients. None where that alone does not decide, or where gradients must be redistributed first.
-        go: whether that is so, 0-dim bool on the device, which knows it before the host does. None where it does not.
-        result: waits; returns the indices of the parameters of each group to step, or None for an idle step. Raises
-            RuntimeError, the same on all ranks, with every complaint of every rank.
-    """
-
-    expected: list[list[int]] | None
-    go: Tensor | None
-    result: Callable[[], list[list[int]] | None]
-
-
-def begin(
+def agree(
     groups: Sequence[Group],
     layout: StepLayout,
     complaints: Sequence[str],
     *,
     may_be_idle: bool = False,
     refusal: str = REFUSED,
-) -> Agreement:
-    """Ask all ranks for the parameters of each group to step, or for errors, without waiting for an answer.
+) -> list[list[int]] | None:
+    """Ask all ranks for the parameters of each group to step, or for errors.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
     If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
@@ -86,13 +69,16 @@ def begin(
         may_be_idle: whether to look for gradients that are all zero.
         refusal: how the error begins.
 
+    Returns:
+        The indices of the parameters of each group to step, or None for an idle step.
+
     Raises:
-        RuntimeError: the complaints, in a process that is alone with its parameters.
+        RuntimeError: every complaint of every rank, the same on all of them.
     """
     stop = functools.partial(refuse, head=refusal)
     if not layout.process_groups:
         stop(complaints)
-        return _begin_alone(groups, stop, may_be_idle=may_be_idle)
+        return _agree_alone(groups, stop, may_be_idle=may_be_idle)
 
     from hf_muon.distributed import agreement
 
@@ -111,7 +97,7 @@ def begin(
     root = layout.root
     assert root is not None
     model_device = local_of(params[0]).device
-    pending = agreement.PendingReports(
+    reports = agreement.exchange_reports(
         root, model_device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
     )
     ranks = _ranks(root)
@@ -119,24 +105,19 @@ def begin(
     def of_all_ranks(texts: Sequence[str]) -> list[str]:
         return together(agreement.exchange_texts(root, texts), ranks)
 
-    def result() -> list[list[int]] | None:
-        reports = pending.reports()
-        if any(report.complains for report in reports):
-            stop(of_all_ranks(complaints))
-        if len({report.fingerprint for report in reports}) > 1:
-            stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
-        if any(report.flags[0] for report in reports):
-            names = gradients.bad_names(groups) if flags[0].item() else []
-            stop(of_all_ranks(names), gradients.NOT_FINITE)
-        has = bits
-        if len({report.gradients for report in reports}) > 1:
-            # All ranks have as many parameters: the layouts that they agree on have a line for each.
-            rows = agreement.exchange_bits(root, model_device, [*bits, *map(_needs_others, stored)])
-            has = _of_any_rank(groups, layout, bits, dict(zip(ranks, rows, strict=True)), stored, of_all_ranks, stop)
-        return _by_group(groups, has) if any(report.flags[1] for report in reports) else None
-
-    decided = not (complaints or may_be_idle or any(map(_needs_others, stored)))
-    return Agreement(_by_group(groups, bits) if decided else None, pending.go if decided else None, result)
+    if any(report.complains for report in reports):
+        stop(of_all_ranks(complaints))
+    if len({report.fingerprint for report in reports}) > 1:
+        stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
+    if not all(report.flags[0] for report in reports):
+        names = [] if bool(flags[0]) else gradients.bad_names(groups)
+        stop(of_all_ranks(names), gradients.NOT_FINITE)
+    has = bits
+    if len({report.gradients for report in reports}) > 1:
+        # All ranks have as many parameters: the layouts that they agree on have a line for each.
+        rows = agreement.exchange_bits(root, model_device, [*bits, *map(_needs_others, stored)])
+        has = _of_any_rank(groups, layout, bits, dict(zip(ranks, rows, strict=True)), stored, of_all_ranks, stop)
+    return _by_group(groups, has) if any(report.flags[1] for report in reports) else None
 
 
 def _of_any_rank(
@@ -176,21 +157,15 @@ def _of_any_rank(
     ]
 
 
-def _begin_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> Agreement:
-    """Do what `begin` does in a process that is alone with its parameters and has no complaints."""
-    expected = _by_group(groups, [param.grad is not None for group in groups for param in group["params"]])
-    flags = gradients.flags(groups, may_be_idle=True) if may_be_idle else gradients.steppable(groups)
-    if not has_data(flags):  # of fake tensors, by which memory is estimated
-        return Agreement(expected, None, lambda: expected)
-    read = EarlyRead(flags)
-
-    def result() -> list[list[int]] | None:
-        bad, moves = read.tolist() if may_be_idle else (not read.tolist(), True)
-        if bad:
-            stop(gradients.bad_names(groups), gradients.NOT_FINITE)
-        return expected if moves else None
-
-    return Agreement(None, None, result) if may_be_idle else Agreement(expected, flags, result)
+def _agree_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> list[list[int]] | None:
+    """Do what `agree` does in a process that is alone with its parameters and has no complaints."""
+    indices = _by_group(groups, [param.grad is not None for group in groups for param in group["params"]])
+    flags = gradients.flags(groups, may_be_idle=may_be_idle)
+    if not has_data(flags[0]):  # of fake tensors, by which memory is estimated
+        return indices
+    if not bool(flags[0]):
+        stop(gradients.bad_names(groups), gradients.NOT_FINITE)
+    return indices if len(flags) == 1 or bool(flags[1]) else None
 
 
 def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:

@@ -62,26 +62,18 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def flags(groups: Sequence[Group], *, may_be_idle: bool) -> Tensor:
-    """Return two flags, ``(2,)`` int64, still on the device: any entry that cannot be stepped; any that is not zero.
+def flags(groups: Sequence[Group], *, may_be_idle: bool) -> list[Tensor]:
+    """Return flags, 0-dim bool, still on the device: whether all entries can be stepped; whether any is not zero.
 
     Args:
         groups: param groups.
-        may_be_idle: whether to compute the second flag, which is 1 otherwise.
+        may_be_idle: whether to compute the second flag; without it there is one.
     """
     buckets, unread = _buckets(groups)
-    bad = _any([_all_small(grads, limits).logical_not() for grads, limits in buckets.values()])
+    steppable = _together([_all_small(grads, limits) for grads, limits in buckets.values()]).all()
     if unread or not may_be_idle:
-        return torch.cat([bad, torch.ones_like(bad)])
-    return torch.cat([bad, _any([grad.any() for grads, _ in buckets.values() for grad in grads])])
-
-
-def steppable(groups: Sequence[Group]) -> Tensor:
-    """Return whether all entries can be stepped, 0-dim bool, still on the device."""
-    small = [_all_small(grads, limits) for grads, limits in _buckets(groups)[0].values()]
-    if len(small) > 1:
-        return torch.stack([flag.to(small[0].device) for flag in small]).all()
-    return small[0] if small else torch.ones((), dtype=torch.bool)
+        return [steppable]
+    return [steppable, _together([grad.any() for grads, _ in buckets.values() for grad in grads]).any()]
 
 
 def _buckets(
@@ -137,10 +129,10 @@ def _all_within(grads: list[Tensor], limits: list[float], order: float) -> Tenso
     return (torch.stack(norms) <= 1).all()  # false for NaN
 
 
-def _any(bits: Sequence[Tensor]) -> Tensor:
-    if not bits:
-        return torch.zeros(1, dtype=torch.int64)
-    return torch.stack([bit.to(bits[0].device) for bit in bits]).any().to(torch.int64).reshape(1)
+def _together(bits: Sequence[Tensor]) -> Tensor:
+    if len(bits) == 1:
+        return bits[0]
+    return torch.stack([bit.to(bits[0].device) for bit in bits]) if bits else torch.empty(0, dtype=torch.bool)
 
 
 def bad_names(groups: Sequence[Group]) -> list[str]:

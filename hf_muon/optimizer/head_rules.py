@@ -18,7 +18,6 @@ from hf_muon.routing.parameters import unwrapped
 from hf_muon.rules import registry
 from hf_muon.rules.heads import Attention, LogitSource, source_of
 from hf_muon.rules.rule import Rule
-from hf_muon.storage.early_read import EarlyRead
 from hf_muon.storage.partitions import Partitions
 from hf_muon.storage.rows import scale_rows_, scale_rows_of_slice_
 from hf_muon.storage.tensors import has_data, local_of
@@ -68,7 +67,7 @@ class HeadRules:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
-        self._read: EarlyRead | None = None
+        self._logits: Tensor | None = None  # of this step, on the host
         self._has_measured = False
 
     @staticmethod
@@ -134,7 +133,7 @@ class HeadRules:
             RuntimeError: nothing was measured before the first step, on any rank; raised on all of them.
         """
         names = _names(groups)
-        if self._known is None or not names or self._read is not None:
+        if self._known is None or not names or self._logits is not None:
             return
         device = local_of(next(param for group in groups for param in group["params"])).device
         own = []
@@ -146,12 +145,11 @@ class HeadRules:
             from hf_muon.distributed.agreement import maxima
 
             logits = maxima(layout.root, device, logits)
-        self._read = EarlyRead(logits)
+        logits = logits.cpu()
+        self._has_measured = self._has_measured or float(logits.max()) > -math.inf
         if not self._has_measured:
-            self._has_measured = max(self._read.tolist()) > -math.inf
-            if not self._has_measured:
-                self._read = None
-                refuse([UNMEASURED.format(rules=names)])
+            refuse([UNMEASURED.format(rules=names)])
+        self._logits = logits
 
     def finish(
         self, groups: Sequence[Group], partitions: Partitions | None, *, complete: bool = True
@@ -166,11 +164,11 @@ class HeadRules:
         Returns:
             The largest logit of each attention, by its name, and the number of query heads that were rescaled.
         """
-        if self._known is None or self._read is None:
+        if self._known is None or self._logits is None:
             return {}, 0
-        values = torch.tensor(self._read.tolist())
+        values = self._logits
         if complete:
-            self._read = None
+            self._logits = None
         sizes = [attention.heads.queries for attention in self._known.attentions]
         largest, count = {}, 0
         for attention, logits in zip(self._known.attentions, torch.split(values, sizes), strict=True):

@@ -16,7 +16,6 @@ from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.select import accelerator
 from hf_muon.math.elementwise import first_compilation, pop_failure
 from hf_muon.optimizer import consensus, copies, load_notices, loading, preflight, rule_state
-from hf_muon.optimizer.consensus import Agreement
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
@@ -24,7 +23,7 @@ from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
-from hf_muon.optimizer.state import complete_state_, is_complete, state_complaints
+from hf_muon.optimizer.state import complete_state_, state_complaints
 from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
@@ -195,15 +194,12 @@ class Muon(Optimizer):
             self.init_state()
             return loss
         layout = self._layout()
-        agreement, watch = self._preflight(layout)
         if (kind := first_compilation(layout.devices)) and log.is_rank_zero():
             log.logger().info("compiling elementwise functions for %s: the first step takes longer", kind)
-        early = self._begin_early(layout, agreement, watch)
-        indices_of_groups = self._agreed(agreement, layout)
+        indices_of_groups, watch = self._agreed(layout)
         for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
             if indices:
-                begun = early if early and early.group is group and early.indices == indices else None
-                self._step_group(group, work, indices, watch, begun)
+                self._step_group(group, work, indices, watch)
         self._lost_updates.log()
         if (failure := pop_failure()) and log.is_rank_zero():
             log.logger().warning("Elementwise functions are not compiled, which makes steps slower: %s", failure)
@@ -225,14 +221,14 @@ class Muon(Optimizer):
             max_batch_bytes=self.max_batch_bytes,
         )
 
-    def _preflight(self, layout: StepLayout) -> tuple[Agreement, StepWatch | None]:
-        """Check a step before it changes anything, and ask the other ranks.
+    def _agreed(self, layout: StepLayout) -> tuple[list[list[int]], StepWatch | None]:
+        """Check a step before it changes anything, and agree with the other ranks on it.
 
         Returns:
-            What is to be agreed on, and what watches the step.
+            For each group the indices of the parameters to step on all ranks, and what watches the step.
 
         Raises:
-            RuntimeError: every complaint of a process that is alone, before weights or moments are touched.
+            RuntimeError: every complaint of every rank at once; weights and moments are as they were.
         """
         groups, watch = self.param_groups, None
         complaints = list(layout.complaints)
@@ -248,53 +244,27 @@ class Muon(Optimizer):
                 watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
         with self._report.ends_if_refused():
             refusal = self.partitioned.refusal
-            return consensus.begin(groups, layout, complaints, may_be_idle=may_be_idle, refusal=refusal), watch
-
-    def _begin_early(self, layout: StepLayout, agreement: Agreement, watch: StepWatch | None) -> MuonStep | None:
-        """Begin the step of the first group before all ranks have agreed on it, as far as that changes nothing."""
-        for group, work, indices in zip(self.param_groups, layout.works, agreement.expected or [], strict=False):
-            if indices:
-                if not group["use_muon"] or (watch and watch.measures) or not is_complete(group, self.state):
-                    return None
-                number = group["step"] + 1
-                early = MuonStep(group, work, indices, self.state, number, self.max_batch_bytes, agreement.go)
-                early.begin()
-                return early
-        return None
-
-    def _agreed(self, agreement: Agreement, layout: StepLayout) -> list[list[int]]:
-        """Wait for the agreement, and return for each group the indices of the parameters to step on all ranks.
-
-        Raises:
-            RuntimeError: every complaint of every rank at once; weights and moments are as they were.
-        """
-        groups = self.param_groups
-        with self._report.ends_if_refused():
-            indices = agreement.result()
+            indices = consensus.agree(groups, layout, complaints, may_be_idle=may_be_idle, refusal=refusal)
             if indices is None:
                 self.init_state()
-                return [[] for _ in groups]
+                return [[] for _ in groups], watch
             self.head_rules.begin(groups, layout)
         if not any(indices) and self.partitioned.partitions is None and not self._warned_of_empty_step:
             self._warned_of_empty_step = True
             warn_of_empty_step([param for group in groups for param in group["params"]])
-        return indices
+        return indices, watch
 
-    def _step_group(
-        self, group: Group, work: GroupWork, indices: list[int], watch: StepWatch | None, begun: MuonStep | None
-    ) -> None:
-        """Step some parameters of a group, or finish the step of it that has begun."""
-        if begun is None:
-            complete_state_(group, self.state)
-            rule_state.complete_(group, self.state)
+    def _step_group(self, group: Group, work: GroupWork, indices: list[int], watch: StepWatch | None) -> None:
+        """Step some parameters of a group."""
+        complete_state_(group, self.state)
+        rule_state.complete_(group, self.state)
         number = group["step"] + 1  # the same for all partitions of a group
         if self.partitioned.completes_group(group):
             group["step"] = number
         group_watch = None if watch is None else watch.of_group(group, work)
         observer = self._lost_updates.observer(group)
         if group["use_muon"]:
-            step = begun or MuonStep(group, work, indices, self.state, number, self.max_batch_bytes)
-            step.finish(group_watch, observer)
+            MuonStep(group, work, indices, self.state, number, self.max_batch_bytes).take(group_watch, observer)
         else:
             adamw_step(group, indices, self.state, number, group_watch, observer, work)
 

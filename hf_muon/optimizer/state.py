@@ -133,19 +133,6 @@ def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     return dtensor.stored_like(param, local, shape)  # type: ignore[arg-type]
 
 
-def is_complete(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
-    """Return whether `complete_state_` has nothing to do for a Muon group."""
-    return all(
-        param in state
-        and state[param].keys() == set(state_keys(group, param))  # not so with state of rules
-        and all(
-            value.dtype == state_dtype(param, key, group) and value.device == device_of_moments(group, param)
-            for key, value in state[param].items()
-        )
-        for param in group["params"]
-    )
-
-
 def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Give every parameter of a group the state that a step needs: all keys, on the device and in the dtype it needs.
 

@@ -42,7 +42,6 @@ class MuonStep:
         state: of its parameters; complete.
         number: of the step, from one.
         max_batch_bytes: as of `Muon`.
-        go: whether the step is taken, 0-dim bool on the device; None where the host knows that it is.
     """
 
     def __init__(
@@ -53,14 +52,12 @@ class MuonStep:
         state: State,
         number: int,
         max_batch_bytes: int,
-        go: Tensor | None = None,
     ) -> None:
         self.group = group
         self.indices = indices
         self._executors = work.executors
         self._number = number
         self._max_batch_bytes = max_batch_bytes
-        self._go = go
         params = {i: group["params"][i] for i in indices}
         self._active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
         local = {i: local_of(param) for i, param in params.items()}
@@ -82,30 +79,17 @@ class MuonStep:
         rule, rms = group["adjust_lr_fn"], group["update_rms"]
         self._scales = {k: lr_scale(rule, self._rules.out_in(k), rms) for k in self._active}
         self._options = {"momentum": self._hyper["momentum"], "nesterov": self._hyper["nesterov"], "step": number}
-        self._momentum = MomentumBuffers(self._stored, self._grads, **self._options, go=go)
-        self._begun: dict[int, Directions] = {}
+        self._momentum = MomentumBuffers(self._stored, self._grads, **self._options)
 
-    def begin(self) -> None:
-        """Launch what changes nothing unless `go` is true, as far as a device can do so; nothing is sent.
-
-        The device has something to compute while the host waits for the agreement of all ranks.
-        """
-        if self._go is None or self._offloads or not self._executors or self._rules.change_directions:
-            return
-        first = self._executors[0]
-        first.observer = first.around = first.rule = None
-        if any(self._momentum.waits_for(self._go, pieces) for pieces in first.order(self._active)[:1]):
-            self._begun[0] = self._directions(first, self._momentum.updates)
-
-    def finish(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
-        """Take the step, or the rest of it; all ranks have agreed that they do.
+    def take(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
+        """Take the step; all ranks have agreed that they do.
 
         Args:
-            watch: measures this step, of which nothing has begun; None where nothing does.
+            watch: measures this step; None where nothing does.
             observer: of weights that are rounded.
         """
         self._rules.gather()
-        for e, executor in enumerate(self._executors):
+        for executor in self._executors:
             executor.observer = watch
             self._rules.attach(executor)
             with (
@@ -114,7 +98,7 @@ class MuonStep:
                 else contextlib.nullcontext(self._momentum.updates)
             ) as updates_of:
                 changed = self._rules.updates_of(updates_of)
-                for pieces, directions in self._begun.pop(e, None) or self._directions(executor, changed):
+                for pieces, directions in self._directions(executor, changed):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
             self._rules.share(executor)

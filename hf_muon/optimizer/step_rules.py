@@ -84,11 +84,6 @@ class StepRules:
                     own = local_of(state[group["params"][matrix.param]][key])
                     self._stored.setdefault(k, {})[key] = matrix.of(own)
 
-    @property
-    def change_directions(self) -> bool:
-        """Whether a rule sees updates or directions before they are applied."""
-        return bool(self._on_updates or self._on_directions or self._paired)
-
     def decays(self, matrix: int) -> bool:
         """Return whether a rule takes care of the weight decay of a matrix."""
         return any(self._follows(rule, matrix) for rule in self._decaying)

@@ -112,7 +112,7 @@ def _peak_of_units(group: Mapping[str, Any], work: GroupWork, executor: LocalExe
     live = LiveBytes()
     with live:
         of_units = replace(work, executors=[executor])
-        MuonStep(own, of_units, indices, state, 1, max_batch_bytes).finish()
+        MuonStep(own, of_units, indices, state, 1, max_batch_bytes).take()
     return live.peak - pairs.copied_bytes(work, indices)
 
 

@@ -113,7 +113,7 @@ def record_step(
                     if group["use_muon"]:
                         calls.calls += own
                         work = replace(work, gather=pairs.without_values(work, products_on))
-                        MuonStep(group, work, indices, state, 2, config.max_batch_bytes).finish()
+                        MuonStep(group, work, indices, state, 2, config.max_batch_bytes).take()
                     else:
                         adamw_step(group, indices, state, 2, work=work)
     return RecordedStep(calls.calls, turns)

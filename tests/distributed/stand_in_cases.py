@@ -14,7 +14,6 @@ from hf_muon import build_optimizer
 from hf_muon.distributed import agreement, groups, select
 from hf_muon.math import elementwise, newton_schulz, rounding
 from hf_muon.storage import host, tensors, transport
-from hf_muon.storage.early_read import EarlyRead
 from tests.accelerated import uncomputed
 from tests.distributed.cases import given_gradients
 
@@ -173,31 +172,3 @@ def failing(rank):
                     value.sum()
             return device.races
     return ["no failure"]
-
-
-def read_early(rank, ordered=True):
-    """Ask for numbers on the device, go on computing with them, and look at them.
-
-    Args:
-        ordered: whether the look waits.
-
-    Returns:
-        What was read, races, and the numbers of the operations after which the host asked, for which it waited, and
-        that were launched.
-    """
-    from tests import stand_in
-
-    device = stand_in.DEVICE
-    numbers = torch.arange(3).to("standin")
-    device.reset()
-    device.host = {}
-    with stand_in.HostAccesses():
-        early = EarlyRead(numbers)
-        before = device.stream.clock[device.stream.name]
-        for _ in range(5):
-            numbers = numbers + 1
-        if not ordered:
-            early._arrived = None
-        values = early.tolist()
-        early._numbers.sum()  # an access of the host that the stand-in sees
-    return values, device.races, before, device.host.get(device.stream.name, 0), device.stream.clock[device.stream.name]

@@ -154,7 +154,7 @@ def homes(rank):
 
     from hf_muon import Muon
 
-    devices, original = [], agreement.PendingReports
+    devices, original = [], agreement.exchange_reports
     param = torch.nn.Parameter(torch.ones(3, 4))
     param.grad = torch.ones(3, 4)
 
@@ -162,9 +162,9 @@ def homes(rank):
         devices.append(home)
         return original(group, home, *rest)
 
-    agreement.PendingReports = exchange
+    agreement.exchange_reports = exchange
     try:
         Muon([param], replicate_group=dist.group.WORLD).step()
     finally:
-        agreement.PendingReports = original
+        agreement.exchange_reports = original
     return devices

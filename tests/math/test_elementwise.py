@@ -98,16 +98,15 @@ def cases():
         return (torch.randn(count, generator=generator) * torch.logspace(-6, largest, count)).to(dtype)
 
     for buffer, grad, nesterov in itertools.product([torch.float32, torch.bfloat16], HALVES, [True, False]):
-        arguments = [values(buffer), values(grad), torch.empty(1001), number(0.05), salt, torch.tensor(True)]
+        arguments = [values(buffer), values(grad), torch.empty(1001), number(0.05), salt]
         yield momentum.MOVE, arguments, {"nesterov": nesterov}
     for nesterov in (True, False):
-        go = torch.tensor(nesterov)
         gathered = values(torch.float32)  # gradients, where updates will be
-        yield momentum.MOVE, [values(torch.float32), gathered, gathered, number(0.05), salt, go], {"nesterov": nesterov}
+        yield momentum.MOVE, [values(torch.float32), gathered, gathered, number(0.05), salt], {"nesterov": nesterov}
         codes = torch.randint(-127, 128, (30, 64), generator=generator, dtype=torch.int8)
         grads = torch.randn(30, 64, generator=generator)
         scales = torch.rand(30, generator=generator)
-        yield momentum.MOVE_CODES, [codes, scales, grads, grads, number(0.05), go], {"nesterov": nesterov}
+        yield momentum.MOVE_CODES, [codes, scales, grads, grads, number(0.05)], {"nesterov": nesterov}
     for direction in HALVES:
         yield update.APPLY, [values(torch.float32), values(direction), *numbers(0.99, -0.01)], {}
         for weights, stochastic in itertools.product(HALVES[1:], [True, False]):

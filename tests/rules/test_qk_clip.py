@@ -182,7 +182,7 @@ def test_off_hooks_nothing():
     backward(model, tokens(1))
     assert optimizer.head_rules._known is None
     optimizer.step()
-    assert optimizer.head_rules._read is None
+    assert optimizer.head_rules._logits is None
 
 
 class TestRefused:
