@@ -195,10 +195,10 @@ class MuonConfig(RuleOptions, ScaleOptions):
     )
     per_head: bool = option(False, types.flag(), "Orthogonalize query, key and value projections head by head.")
     max_bucket_bytes: int = option(
-        256 * 2**20,
+        2**31,
         types.integer("a positive number of bytes", 1),
-        "Upper limit, per rank, for the bytes of updates and directions in flight during a distributed step, without "
-        "the temporary memory of Newton-Schulz. Matrices that exceed it are communicated without overlap.",
+        "Upper limit, per rank, for the bytes of updates and directions that travel at once during a distributed step. "
+        "Matrices that exceed it are communicated without overlap.",
         scope="optimizer",
     )
     max_batch_bytes: int = option(

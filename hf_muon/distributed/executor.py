@@ -47,28 +47,39 @@ class Piece(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What one step of all matrices of an executor costs.
+    """What one step of all matrices of an executor costs; of ranks, the largest of all.
 
     Attributes:
         flops: of Newton-Schulz, for each rank of the executor's group; one entry if the executor has no group, in
             which case every process that has such an executor does the same.
         sent_bytes: of updates and directions that each rank sends to others.
-        in_flight_bytes: of the updates and directions that a rank would have in flight at once if nothing limited them;
-            the largest of all ranks.
+        in_flight_bytes: of the updates and directions that a rank has in flight at once.
         unit_bytes: of the buffers for the largest unit on its owner.
+        turn: elements of the updates that a rank computes at once, to send them.
     """
 
     flops: list[int]
     sent_bytes: list[int]
     in_flight_bytes: int
     unit_bytes: int
+    turn: int = 0
 
 
 Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 """Pieces, and for each of them a direction of its shape."""
 
-UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
-"""Moves the momentum of some pieces and returns their updates, memory of their own that may be overwritten."""
+
+class UpdatesOf(Protocol):
+    """Moves momentum, and computes updates."""
+
+    def __call__(self, pieces: Sequence[Piece], others: Sequence[Piece] = (), /) -> list[Tensor]:
+        """Move the momentum of some pieces and return their updates, memory of their own that may be overwritten.
+
+        Args:
+            pieces: whose updates are returned.
+            others: whose momentum moves, too.
+        """
+        ...
 
 
 class Observer(Protocol):

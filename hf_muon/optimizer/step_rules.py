@@ -114,8 +114,10 @@ class StepRules:
         if not self._on_updates:
             return updates_of
 
-        def changed(pieces: Sequence[Piece]) -> list[Tensor]:
-            return [self._changed(piece, update) for piece, update in zip(pieces, updates_of(pieces), strict=True)]
+        def changed(pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
+            every = [*pieces, *others]  # a rule may have state that moves with every update
+            updates = [self._changed(piece, update) for piece, update in zip(every, updates_of(every), strict=True)]
+            return updates[: len(pieces)]
 
         return changed
 

@@ -58,7 +58,7 @@ def step_cost(
         return unit.count * cost.flops(unit.shape, cost.segments(unit.shape, ns_steps, ns_dtype), rows)
 
     flops, sent = [0] * ranks, [0] * ranks
-    in_flight = largest = 0
+    in_flight = largest = turn = 0
     of_groups = list(zip(groups, layout.works, strict=True))
     for group, work, executor in [(group, own, executor) for group, own in of_groups for executor in own.executors]:
         more = pairs.flops_of(group, work, config)
@@ -69,12 +69,12 @@ def step_cost(
         of_rules = _sent_by_rules(group, work, executor, len(own.sent_bytes))
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
         sent = [total + own.sent_bytes[k] + of_rules[k] for total, k in zip(sent, places, strict=True)]
-        in_flight += own.in_flight_bytes
-        largest = max(largest, own.unit_bytes)
+        in_flight = max(in_flight, own.in_flight_bytes)  # executors step one after the other
+        largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
     for group, work in of_groups:
         gathered = pairs.gathering(group, work).sent_bytes
         sent = [total + gathered for total in sent]
-    return StepCost(flops, sent, in_flight, largest)
+    return StepCost(flops, sent, in_flight, largest, turn)
 
 
 def _sum(one: Callable[[Unit], int], other: Callable[[Unit], int]) -> Callable[[Unit], int]:

@@ -1,6 +1,7 @@
 """On a GPU all ranks together orthogonalize the batches of one process, in every layout: counted, on the meta device.
 
-Products round differently in batches of other sizes, so this is what equal bits rest on. Nothing is computed here: the
+Products round differently in batches of other sizes, so this is what equal bits rest on. And while they do so, the next
+updates travel. Nothing is computed here: the
 step's own code runs for every rank of a fake process group, with real models, and Newton-Schulz notes what it is given.
 """
 
@@ -19,7 +20,9 @@ from benchmarks.count import counting
 from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import watch
+from hf_muon.distributed.exchange import Exchange
 from hf_muon.optimizer import watching
+from tests.distributed.work_cases import logged
 
 DENSE, EXPERTS, LLAMA = "Qwen3-0.6B", "Qwen3-30B-A3B, 2 layers", "Llama-3.1-8B, 4 layers"
 LAYOUTS = ["DDP", "FSDP2", "HSDP", "FSDP2 and TP", "ZeRO-1 or 2", "ZeRO-3"]
@@ -75,6 +78,22 @@ def calls_of_rank(model, layout, ranks, rank, options):
 def calls(model, layout, ranks, options, file):
     options = {"lr": 1e-3, "ns_dtype": "fp16", "diagnostics_file": str(file), **options}
     return sum((calls_of_rank(model, layout, ranks, rank, options) for rank in range(ranks)), Counter())
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("layout", ["FSDP2", "HSDP", "ZeRO-3"])
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_the_next_updates_travel_while_batches_are_orthogonalized(model, layout, ranks):
+    with logged(Exchange) as log:
+        calls_of_rank(model, layout, ranks, 0, {"lr": 1e-3, "ns_dtype": "fp16"})
+    last = {call: i for i, call in enumerate(log)}
+    rounds = 1 + max(k for _, k in log)
+    gathered = [k for what, k in log if what == "gather" and k]
+    assert len(gathered) > 1 or ranks == 8 or layout == "HSDP"
+    for k in gathered:  # others need no data of other ranks
+        assert last["gather", k] < last["orthogonalize", k - 1]
+    for k in range(rounds - 1):
+        assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
 
 
 @functools.cache
