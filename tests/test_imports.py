@@ -87,7 +87,7 @@ FLOORS = {
     "integrations": [
         "names archives replicas",
         "axolotl lightning other_muons torch_states",
-        "timm ulysses.layout",
+        "timm",
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
         "deepspeed.files deepspeed.index deepspeed.partitions",

@@ -1,4 +1,4 @@
-"""Sequence parallelism: refused models, padded batches, and the measured gradient factor."""
+"""Sequence parallelism: refused models, padded batches, packed texts, and what DeepSpeed divides gradients by."""
 
 from __future__ import annotations
 
@@ -105,39 +105,46 @@ def test_texts_stay_apart():
     assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
 
 
-# --- the factor
+# --- gradients
 
 
-@pytest.fixture
-def trainer():
-    return SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=4)))
-
-
-@pytest.fixture
-def versions(monkeypatch):
-    monkeypatch.setattr(gradients.importlib.metadata, "version", lambda name: "9")
-
-
-@pytest.mark.parametrize(("measured", "factor"), [([1.0, 1.001], 1), ([4.0, 3.99], 4), ([0.25, 0.25], 0.25)])
-def test_known_factors(trainer, versions, monkeypatch, measured, factor):
-    monkeypatch.setattr(gradients, "_measure", lambda *_: measured)
-    assert gradients.factor_of(trainer, print) == factor
-
-
-@pytest.mark.parametrize("measured", [[2.0, 2.0], [1.0, 4.0], [0.0, 0.0], [float("nan")] * 2])
-def test_unknown_factors_are_refused(trainer, versions, monkeypatch, measured):
-    monkeypatch.setattr(gradients, "_measure", lambda *_: measured)
-    with pytest.raises(RuntimeError, match="which nothing known explains"):
-        gradients.factor_of(trainer, print)
-
-
-def test_a_measurement_that_fails_is_refused(trainer, versions):
-    with pytest.raises(RuntimeError, match="could not be measured"):
-        gradients.factor_of(trainer, print)
-
-
-def test_a_loop_of_ones_own_is_refused():
+def engine_of(**attributes):
     mpu = SimpleNamespace(initialize_sequence_parallel=None)
-    with pytest.raises(RuntimeError, match="through transformers' Trainer only"):
-        refusals.refuse_uncorrected(mpu, object())
-    refusals.refuse_uncorrected(None, object())
+    zero = SimpleNamespace(sequence_parallel_size=2)
+    values = {"mpu": mpu, "optimizer": zero, "sequence_parallel_size": 2, "zero_optimization": lambda: True}
+    return SimpleNamespace(**{**values, **attributes})
+
+
+@pytest.fixture
+def optimizer():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.SGD([weight], lr=1.0)
+
+
+def test_a_loss_that_no_trainer_gathers_is_refused_before_weights_move(optimizer):
+    engine = engine_of()
+    gradients.average_over_all_ranks(engine, optimizer)
+    assert engine.sequence_parallel_size == engine.optimizer.sequence_parallel_size == 1
+    with pytest.raises(RuntimeError, match="it was not called"):
+        optimizer.step()
+    weight = optimizer.param_groups[0]["params"][0]
+    assert weight.tolist() == [1, 1]
+    setattr(engine, gradients.GATHERED, True)
+    optimizer.step()
+    assert weight.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("holder", ["engine", "optimizer"])
+def test_a_deepspeed_that_divides_by_something_else_is_refused(optimizer, holder):
+    engine = engine_of()
+    delattr(engine if holder == "engine" else engine.optimizer, "sequence_parallel_size")
+    with pytest.raises(RuntimeError, match="has no sequence_parallel_size"):
+        gradients.average_over_all_ranks(engine, optimizer)
+
+
+def test_engines_without_sequence_parallel_stay_as_they_are(optimizer):
+    engine = engine_of(mpu=None)
+    gradients.average_over_all_ranks(engine, optimizer)
+    assert engine.sequence_parallel_size == 2
+    optimizer.step()
