@@ -88,7 +88,7 @@ FLOORS = {
         "names archives replicas",
         "axolotl lightning other_muons torch_states",
         "timm",
-        "ulysses.batches ulysses.gradients ulysses.refusals",
+        "ulysses.batches ulysses.gradients ulysses.packed_texts ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
         "deepspeed.files deepspeed.index deepspeed.partitions",
         "deepspeed.order deepspeed.saving deepspeed.stored deepspeed.refusals",

@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_muon.integrations.names import is_ours, mark
 from hf_muon.integrations.ulysses import gradients
 from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
 from hf_muon.integrations.ulysses.refusals import model_complaints
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
+@contextlib.contextmanager
+def preparing(accelerator: Any, models: list[Any]) -> Iterator[None]:
+    """Check the models before DeepSpeed wraps them, and have sdpa keep packed texts apart.
 
-def before_prepare(accelerator: Any, models: list[Any]) -> None:
-    """Check the models, and patch sdpa attention to separate packed texts, before DeepSpeed patches attention.
-
-    The patch stays until the process ends: it does nothing but for rows that hold several texts and no mask.
+    sdpa stays so until the process ends, which changes nothing but rows that hold several texts and have no mask.
 
     Raises:
         RuntimeError: what does not work with sequence parallelism.
     """
     size = size_of(accelerator)
     if size == 1:
+        yield
         return
     implementation = accelerator.parallelism_config.sp_handler.sp_attn_implementation
     complaints = [c for model in models for c in model_complaints(model.config, size, implementation)]
     if complaints:
         raise RuntimeError("Muon does not run with sequence parallel here:\n  - " + "\n  - ".join(complaints))
-    if implementation == "sdpa":
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    if implementation != "sdpa":
+        yield
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if not is_ours(attend):
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = within_texts(attend)
+    from hf_muon.integrations.ulysses.packed_texts import TextByText
+
+    texts = TextByText()
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = texts.inside(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    yield  # where DeepSpeed wraps it
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = texts.outside(ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def size_of(accelerator: Any) -> int:
     """Return the ranks that share a sequence."""
     return int(getattr(accelerator.parallelism_config, "sp_size", None) or 1)
-
-
-def within_texts(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention that masks other texts of a packed row, in which `position_ids` restart with each text.
-
-    DeepSpeed drops the mask that would do so; flash attention reads the positions itself, sdpa does not.
-    """
-
-    @functools.wraps(attend)
-    def attend_within_texts(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        positions = kwargs.get("position_ids")
-        if attention_mask is None and positions is not None and positions.shape[-1] == query.shape[2]:
-            starts = positions[:, 1:] != positions[:, :-1] + 1
-            if starts.any():
-                import torch
-
-                text = torch.nn.functional.pad(starts.cumsum(1), (1, 0))
-                same = text[:, None, :, None] == text[:, None, None, :]
-                attention_mask = same.tril()  # (batch, 1, length, length)
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
-
-    return mark(attend_within_texts)
 
 
 def patch_adapter(accelerator: Any) -> Callable[[], None] | None:
