@@ -85,8 +85,8 @@ FLOORS = {
     "integrations": [
         "names archives replicas",
         "axolotl lightning other_muons torch_states",
-        "timm ulysses.layout",
-        "ulysses.batches ulysses.gradients ulysses.refusals",
+        "timm",
+        "ulysses.batches ulysses.gradients ulysses.packed_texts ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
         "deepspeed.files deepspeed.index deepspeed.partitions",
         "deepspeed.order deepspeed.saving deepspeed.stored deepspeed.refusals",
