@@ -100,14 +100,17 @@ def group_of(
     Args:
         routes: at least one.
         config: the options.
-        lr: the learning rate of a ready-made group, multiplied by `muon_lr / lr` or `adamw_lr / lr` of `config`.
+        lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it, or multiplies it
+            by its proportion to the `lr` of `config` if that is set.
         weight_decay: the weight decay of a ready-made group; `adamw_weight_decay` replaces it unless it is 0.
     """
     use_muon = routes[0].use_muon
     optimizer_lr = config.muon_lr if use_muon else config.adamw_lr
-    if lr is None or lr == config.lr:
-        lr = config.lr if optimizer_lr is None else optimizer_lr
-    elif optimizer_lr is not None and config.lr:
+    if optimizer_lr is None:
+        lr = config.value_of("lr") if lr is None else lr
+    elif lr is None or not config.lr or lr == config.lr:
+        lr = optimizer_lr
+    else:
         lr = lr * optimizer_lr / config.lr
     optimizer_decay = None if use_muon else config.adamw_weight_decay
     if weight_decay is None:

@@ -56,8 +56,14 @@ class MuonConfig(RuleOptions, ScaleOptions):
         ValueError: a value is not valid; the message names the option and its valid values.
     """
 
-    lr: float = option(
-        1e-3, types.learning_rate(), "Learning rate.", scope="group", fallback="`learning_rate`", source="torch"
+    lr: float | None = option(
+        1e-3,
+        types.learning_rate(),
+        "Learning rate.",
+        scope="group",
+        fallback="`learning_rate`",
+        source="torch",
+        may_be_unset=True,
     )
     weight_decay: float = option(
         0.0,
@@ -255,7 +261,9 @@ class MuonConfig(RuleOptions, ScaleOptions):
 
     def __post_init__(self) -> None:
         for name, own in options_of(self).items():
-            object.__setattr__(self, name, check_value(name, own, getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None or not own.may_be_unset:
+                object.__setattr__(self, name, check_value(name, own, value))
         rules = {name: check_option(name, value) for name, value in self.rules.items()}
         object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
@@ -269,8 +277,9 @@ class MuonConfig(RuleOptions, ScaleOptions):
         return tuple(OPTIONS)
 
     def value_of(self, name: str) -> Any:
-        """Return the value of an option, also of one that a registered rule declares."""
-        return self.rules.get(name, OPTIONS[name].default) if name in registry.OTHERS_OPTIONS else getattr(self, name)
+        """Return the value of an option, also of one that a registered rule declares; the default if it is not set."""
+        value = self.rules.get(name) if name in registry.OTHERS_OPTIONS else getattr(self, name)
+        return OPTIONS[name].default if value is None else value
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> MuonConfig:

@@ -23,7 +23,7 @@ from tests import option_table
 
 def test_defaults():
     config = MuonConfig()
-    assert (config.lr, config.weight_decay, config.momentum, config.nesterov) == (1e-3, 0.0, 0.95, True)
+    assert (config.value_of("lr"), config.weight_decay, config.momentum, config.nesterov) == (1e-3, 0.0, 0.95, True)
     assert (config.ns_coefficients, config.ns_steps, config.adjust_lr_fn) == (
         "polar_express",
         "auto",
@@ -65,7 +65,7 @@ def test_arguments_of_muon_are_the_options_that_it_holds():
     wider = {"lr": "float | Tensor"}
     types = {field.name: field.type for field in dataclasses.fields(MuonConfig)}
     for name in set(MUON_OPTIONS) - set(registry.option_names()):
-        assert arguments[name].default == OPTIONS[name].default == getattr(MuonConfig, name)
+        assert arguments[name].default == OPTIONS[name].default == MuonConfig().value_of(name)
         assert arguments[name].annotation == wider.get(name, types[name])
     assert all(Muon.__annotations__[name] == types[name] for name in OPTIMIZER_OPTIONS)
 

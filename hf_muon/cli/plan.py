@@ -12,13 +12,8 @@ from rich.table import Table
 
 from hf_muon.cli.console import console, fail, print_json
 from hf_muon.cli.inspect import DEQUANTIZE_HELP, SOURCE_HELP, TRUST_HELP, refuse
-from hf_muon.cli.seconds import DEVICE_HELP, GPU, Timing, named_device, products_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from hf_muon.cli.model_source import Source
-    from hf_muon.plan.devices import Device
     from hf_muon.plan.memory import Memory, Training
     from hf_muon.plan.step_plan import Plan
 
@@ -62,14 +57,6 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = GPU,
-    utilization: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the device's rate that forward and backward pass reach, for the time of a training step.",
-            show_default=".4, or .5 of this CPU's",
-        ),
-    ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.", show_default=False),
@@ -90,7 +77,7 @@ def plan(
     ] = "none",
     memory: Annotated[
         float | None,
-        typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits. Default: --device's."),
+        typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False),
     ] = None,
     optim_args: Annotated[
         str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
@@ -104,8 +91,6 @@ def plan(
     try:
         if dtype is not None:
             _check("dtype", dtype, _DTYPES)
-        if utilization is not None and not 0 < utilization <= 1:
-            raise ValueError(f"--utilization={utilization} is not valid: expected more than 0 and at most 1")
         counts = {"tokens": tokens, "batch-size": batch_size, "sequence-length": sequence_length, "memory": memory}
         for name, number in counts.items():
             if number is not None and not (number >= 1 or (name == "memory" and number > 0)):
@@ -119,9 +104,6 @@ def plan(
         from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
 
-        known = named_device(device)
-        if known is not None and memory is None:
-            memory = known.memory
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
         refuse(source, described.refusals)
         sizes = sizes_of(
@@ -146,46 +128,17 @@ def plan(
                 tp_size=tp_size,
                 ep_size=ep_size,
                 dtype=stored,
-                ns_dtype=products_of(device, known),
                 training=training,
             )
-            timing = None
-            if device.lower() != GPU:
-                timing = _timing(described, step, known, training, replicas, stored, tokens, utilization)
     except (ValueError, RuntimeError) as error:
         fail(_OPTIONS.sub(lambda option: f"--{option[1].replace('_', '-')}={option[3]}", str(error)))
     except OSError as error:
         fail(error)
     shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print_json(_as_json(source, step, shares, memory) | ({"seconds": timing.as_json()} if timing else {}))
+        print_json(_as_json(source, step, shares, memory))
     else:
         _show(source, step, shares, training, memory, described.notes)
-        if timing:
-            timing.show(console())
-
-
-def _timing(
-    described: Source,
-    step: Plan,
-    device: Device | None,
-    training: Training,
-    replicas: int,
-    dtype: torch.dtype,
-    tokens: int | None,
-    utilization: float | None,
-) -> Timing:
-    """Return the seconds of a step on a device; None is this CPU."""
-    from hf_muon.plan.seconds import plan_seconds, training_seconds
-
-    model = described.model
-    seconds, rates = plan_seconds(
-        model, described.config, step, device, replicas=replicas, dtype=dtype, offload=training.offload
-    )
-    if utilization is not None:
-        rates = dataclasses.replace(rates, utilization=utilization)
-    counts = [tokens] if tokens else _TOKENS
-    return Timing(rates, seconds, {n: training_seconds(model, step, rates, n, training) for n in counts})
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:
@@ -273,7 +226,7 @@ def _words(plan: Plan, training: Training) -> dict[str, str]:
     words |= {
         "in a peak": "gradients of earlier micro-batches, gathered layers, buckets of gradients",
         "share": "FLOPs of the busiest rank, relative to the model's products with weights on as many ranks at the "
-        "same speed; attention scores, lookups and communication are not in it (--device gives seconds)",
+        "same speed; attention scores, lookups and communication are not in it",
         "not counted": "the CUDA context, fragmentation, libraries' workspaces, buffers of collectives",
         "not planned": "context and pipeline parallel; a run with them may need less memory a rank",
     }

@@ -38,9 +38,9 @@ def patch_accelerator(module: ModuleType) -> Callable[[], None] | None:
             raise RuntimeError(f"Accelerator.prepare was given {len(optimizers)} Muon optimizers; DeepSpeed takes one")
         from hf_muon.integrations.deepspeed import engine as deepspeed
 
-        ulysses.before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
         with deepspeed.wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):
-            result = prepare(self, *args, **kwargs)
+            with ulysses.preparing(self, [arg for arg in args if hasattr(arg, "config")]):
+                result = prepare(self, *args, **kwargs)
             deepspeed.attach_one_of(result if isinstance(result, tuple) else (result,), optimizers[0])
         return result
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # timm reads what stands after the last underscore of a name and knows a muon of its own, so hf_muon would be that one.
 _REGISTERED = OWN_NAME.replace("_", "")
-# timm's names of options, and ours.
-_RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps"}
 # What timm.optim._optim_factory must have.
 _NEEDED = ("OptimInfo", "OptimizerRegistry", "default_registry")
 
@@ -28,18 +26,13 @@ def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
         params: param groups or parameters. A group that timm marks for the second optimizer of a hybrid one
             (`use_fallback`, from `fallback_list`) goes to AdamW. Other keys are kept, among them the `lr_scale` of
             layer-wise decay, which timm's schedulers read.
-        **options: those of :class:`hf_muon.MuonConfig`; `betas` and `eps` are `adamw_betas` and `adamw_eps`.
+        **options: of :class:`hf_muon.MuonOfGroups`.
 
     Raises:
-        ValueError: an option twice, under both names, and whatever `MuonOfGroups` refuses.
+        ValueError: whatever `MuonOfGroups` refuses.
     """
     from hf_muon.ready_groups import MuonOfGroups
 
-    for theirs, ours in _RENAMED.items():
-        if theirs in options:
-            if ours in options:
-                raise ValueError(f"{theirs} and {ours} are the same option of Muon in timm: set one of the two")
-            options[ours] = options.pop(theirs)
     groups = [_with_flag(group) if isinstance(group, Mapping) else group for group in params]
     return MuonOfGroups(groups, **options)
 

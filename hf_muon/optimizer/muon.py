@@ -99,7 +99,7 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = MuonConfig.lr,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = MuonConfig.weight_decay,
         momentum: float = MuonConfig.momentum,
         nesterov: bool = MuonConfig.nesterov,

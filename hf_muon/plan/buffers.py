@@ -154,7 +154,7 @@ def _peak_of_group(params: Sequence[Tensor], group: Mapping[str, Any], config: M
     with live:
         adamw_(
             stepped,
-            lr=config.lr,
+            lr=config.value_of("lr"),
             betas=config.adamw_betas,
             eps=config.adamw_eps,
             weight_decay=config.weight_decay,

@@ -200,24 +200,6 @@ def model_flops(model: nn.Module) -> int:
     return total
 
 
-def attention_flops(model: nn.Module, sequence_length: int) -> int:
-    """Return the FLOPs of causal attention scores and what they weight, for one token, forward and backward.
-
-    Two products of 2 FLOPs for each of the earlier tokens, half of the sequence on average, and twice that backward:
-    ``6 L q s`` for L layers with queries of width q. 0 if the model's configuration does not say them.
-
-    Source: Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B, which counts all pairs of tokens.
-    """
-    config = text_config_of(getattr(model, "config", None))
-    layers, heads, width = (
-        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
-    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)):
-        return 0
-    queries = heads * (getattr(config, "head_dim", None) or width // heads)
-    return int(6 * layers * queries * sequence_length)
-
-
 def experts_per_token(model: nn.Module) -> int:
     """Return the number of experts that a token is routed to; 0 if the model's configuration does not say."""
     config = text_config_of(getattr(model, "config", None))

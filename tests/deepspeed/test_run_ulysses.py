@@ -58,8 +58,7 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_trains_by_the_script(straight):
-    printed, folder = straight
-    assert "gradients 2 times as large as they are" in printed
+    _, folder = straight
     logged, _ = losses(folder)
     assert logged[-1]["loss"] < logged[0]["loss"]
 

@@ -33,7 +33,6 @@ NO_MESSAGES = {
     "hf_muon/optimizer/layout_lines.py": "values in `the ranks disagree`",
     "hf_muon/options/declaration.py::quoted": "a value in a message",
     "hf_muon/options/types.py": "what is valid, behind `Valid:`",
-    "hf_muon/plan/devices.py::_device": "the package's own devices.yaml",
     "hf_muon/ready_groups.py::__init__": "the name of a model in a message",
     "hf_muon/routing/kinds.py": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/parameters.py": "reasons in the table of routes: docs/weights.md",

@@ -13,7 +13,6 @@ from hf_muon.integrations.transformers.refusals import (
     refuse_unsupported,
     warn_of_fsdp,
 )
-from hf_muon.integrations.ulysses.layout import CORRECTED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,12 +48,8 @@ class MuonFactory:
         for key in _GROUPS:
             if key in options:
                 groups = options.pop(key)
-                optimizer = _build_of_groups(groups, model if routing_model is None else routing_model, **options)
-                break
-        else:
-            optimizer = build_optimizer(model, **options)
-        CORRECTED.add(optimizer)
-        return optimizer
+                return _build_of_groups(groups, model if routing_model is None else routing_model, **options)
+        return build_optimizer(model, **options)
 
 
 def _build_of_groups(groups: Any, routing_model: nn.Module | None = None, **options: Any) -> Muon:

@@ -105,9 +105,9 @@ def patch_trainer_optimizer(module: ModuleType) -> Callable[[], None] | str | No
 
 
 def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
-    """Patch Trainer to name damaged checkpoints, to convert sharded ones, to log metrics, and to correct gradients.
+    """Patch Trainer to name damaged checkpoints, to convert sharded ones, and to log metrics.
 
-    Gradients are corrected under sequence parallelism only. Models that were sharded while loading get checkpoints.
+    Models that were sharded while loading get checkpoints.
     """
     trainer = module.Trainer
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)

@@ -1,28 +1,9 @@
-"""What Muon refuses of a run with sequence parallelism: models, arguments, and loops without a Trainer."""
+"""What Muon refuses of a run with sequence parallelism: models and arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-
-from hf_muon.integrations.ulysses.layout import CORRECTED
-
-
-def refuse_uncorrected(mpu: Any, optimizer: Any) -> None:
-    """Raise where gradients under sequence parallelism reach a Muon that no Trainer has made.
-
-    Args:
-        mpu: the engine's.
-        optimizer: the engine's `Muon`.
-
-    Raises:
-        RuntimeError: nothing shows whether the loop scales them correctly.
-    """
-    if hasattr(mpu, "initialize_sequence_parallel") and optimizer not in CORRECTED:
-        raise RuntimeError(
-            "Muon runs with DeepSpeed's sequence parallel through transformers' Trainer only (optim: muon), which has "
-            "its gradients measured and corrected; a loop of your own may get them sp_size times too large"
-        )
 
 
 def refuse_arguments(args: Any) -> None:
