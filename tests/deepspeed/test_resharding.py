@@ -16,7 +16,7 @@ import torch
 
 from hf_muon.integrations.deepspeed.index import Index, StoredParameter, StoredPartition, copies_of
 from hf_muon.storage.partitions import Division
-from tests.deepspeed.loading_cases import damage, load_error, mix
+from tests.deepspeed.loading_cases import Planted, damage, load_error, mix
 from tests.deepspeed.resharding_cases import chain, straight
 from tests.distributed.pool import Pool
 
@@ -185,6 +185,18 @@ def test_files_of_all_ranks_are_checked_first(ranks, saved, how, words, tmp_path
     assert one == other
     assert re.search(words, one)
     assert not (tmp_path / "copy code ran").exists()
+
+
+def test_objects_in_other_ranks_files_are_not_unpickled(ranks, saved, tmp_path):
+    """Load files of ZeRO-3 in ZeRO-2; `client_state` of a rank holds an object of some class."""
+    folder = shutil.copytree(saved[3], tmp_path / "copy")
+    (file,) = folder.glob("*/zero_pp_rank_1_*_model_states.pt")
+    content = torch.load(file, weights_only=False)
+    torch.save({**content, "mine": Planted(str(tmp_path / "code ran"))}, file)
+    one, other = ranks.run(load_error, stage=2, load=str(folder), dtype="bfloat16")
+    assert one == other
+    assert re.search(r"zero_pp_rank_1_mp_rank_00_model_states.pt holds an object of \S*mkdir, ", one)
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_masters_of_another_model_are_refused_before_anything_changes(ranks, saved, tmp_path):
