@@ -103,12 +103,12 @@ def agree(
     ranks = _ranks(root)
 
     def of_all_ranks(texts: Sequence[str]) -> list[str]:
-        return together(agreement.exchange_texts(root, texts), ranks)
+        return together(agreement.exchange_texts(root, model_device, texts), ranks)
 
     if any(report.complains for report in reports):
         stop(of_all_ranks(complaints))
     if len({report.fingerprint for report in reports}) > 1:
-        stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
+        stop([_difference(agreement.exchange_texts(root, model_device, [*layout.lines, *options]), ranks)])
     if not all(report.flags[0] for report in reports):
         names = [] if bool(flags[0]) else gradients.bad_names(groups)
         stop(of_all_ranks(names), gradients.NOT_FINITE)
@@ -146,7 +146,8 @@ def _of_any_rank(
     differences = list(_diverging(groups, layout, has))
     if any(any(row[len(bits) :]) for row in rows.values()):
         assert layout.root is not None
-        texts = dict(zip(rows, agreement.exchange_texts(layout.root, stored), strict=True))
+        device = next(local_of(param).device for group in groups for param in group["params"])
+        texts = dict(zip(rows, agreement.exchange_texts(layout.root, device, stored), strict=True))
         differences += _stored_differently(groups, layout, texts)
     stop(of_all_ranks(differences))
     return [
@@ -170,14 +171,14 @@ def _agree_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_i
 
 def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:
     """Return the complaints of all ranks that store DTensors together; without DTensors, this rank's own."""
-    meshes = [param.device_mesh for group in groups for param in group["params"] if is_dtensor(param)]
-    if not meshes:
+    params = [param for group in groups for param in group["params"] if is_dtensor(param)]
+    if not params:
         return list(complaints)
     from hf_muon.distributed.agreement import exchange_texts
     from hf_muon.distributed.groups import mesh_groups, root_group
 
-    root = root_group(mesh_groups(meshes))
-    return together(exchange_texts(root, complaints), _ranks(root))
+    root = root_group(mesh_groups([param.device_mesh for param in params]))
+    return together(exchange_texts(root, local_of(params[0]).device, complaints), _ranks(root))
 
 
 def _ranks(group: ProcessGroup) -> list[int]:
