@@ -187,6 +187,7 @@ def test_wrong_options(options, message):
         ({"dist_config": None, "cp_size": 2}, ValueError, r"cp_size: 2 needs dist_config: \{name: fsdp2\}"),
         ({"dist_config": {"name": "other", "cp_size": 4}}, ValueError, "cp_size: 4 needs dist_config"),
         ({"dist_config": {"name": "deepspeed"}}, RuntimeError, "dist_config: deepspeed in this version"),
+        ({"dist_config": {"name": "fsdp2", "cp_size": 2}, "cp_size": 1}, ValueError, "from the top level only"),
         ({"dist_config": {"name": "fsdpturbo"}, "cp_size": 1}, RuntimeError, "dist_config: fsdpturbo in this version"),
     ],
 )

@@ -33,6 +33,22 @@ def test_models(config, implementation, size, sentence):
     assert (lines == []) if sentence is None else any(sentence in line for line in lines)
 
 
+def test_groups_that_would_hang_are_refused():
+    cpu = torch.device("cpu")
+    refusals.refuse_groups_of_gloo(cpu, 2, 2)
+    refusals.refuse_groups_of_gloo(torch.device("cuda"), 4, 2)
+    with pytest.raises(RuntimeError, match="hangs under gloo"):
+        refusals.refuse_groups_of_gloo(cpu, 4, 2)
+
+
+def test_a_size_that_accelerate_ignores_is_refused(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    refusals.refuse_ignored_size()
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(RuntimeError, match="PARALLELISM_CONFIG_SP_SIZE=2 is ignored"):
+        refusals.refuse_ignored_size()
+
+
 # --- batches
 
 

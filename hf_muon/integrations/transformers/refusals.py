@@ -67,6 +67,8 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         if sequence == ["sp"]:
             ulysses.refuse_arguments(args)
             sequence = []
+    if state is not None and axis_size(args, "sp") == 1:
+        ulysses.refuse_ignored_size()
     if sequence == ["cp"]:
         refuse_context_parallel(args)
         sequence = []

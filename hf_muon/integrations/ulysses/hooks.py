@@ -11,7 +11,7 @@ from typing import Any
 from hf_muon.integrations.names import is_ours, mark
 from hf_muon.integrations.ulysses import gradients
 from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
-from hf_muon.integrations.ulysses.refusals import model_complaints
+from hf_muon.integrations.ulysses.refusals import model_complaints, refuse_groups_of_gloo
 
 
 @contextlib.contextmanager
@@ -27,6 +27,7 @@ def preparing(accelerator: Any, models: list[Any]) -> Iterator[None]:
     if size == 1:
         yield
         return
+    refuse_groups_of_gloo(accelerator.device, accelerator.num_processes, size)
     implementation = accelerator.parallelism_config.sp_handler.sp_attn_implementation
     complaints = [c for model in models for c in model_complaints(model.config, size, implementation)]
     if complaints:

@@ -19,7 +19,7 @@ def refuse_unsupported(args: Any) -> None:
         args: v1's TrainingArguments, of 0.9.5 (context parallel keys in `dist_config`) or newer (at the top level).
 
     Raises:
-        ValueError: context parallelism without FSDP2, or with a size that is no number of ranks.
+        ValueError: context parallelism without FSDP2, where it is not read, or with a size that is no number of ranks.
         RuntimeError: a `dist_config` in which this version has not been shown to step.
     """
     dist_config = args.dist_config or {}
@@ -28,6 +28,11 @@ def refuse_unsupported(args: Any) -> None:
     for size in sizes:
         if not str(size).isdigit():
             raise ValueError(f"cp_size: {size} is no number of ranks")
+    if (ignored := {"cp_size", "cp_mode"} & dist_config.keys()) and hasattr(args, "cp_size"):
+        raise ValueError(
+            f"{' and '.join(sorted(ignored))} in dist_config: this LLaMA-Factory reads cp_size and cp_mode from the "
+            "top level only. Move them there"
+        )
     ranks = max(map(int, sizes))
     if ranks > 1 and name != "fsdp2":
         raise _partial_gradients(ranks)
