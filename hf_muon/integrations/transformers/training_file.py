@@ -31,6 +31,8 @@ Settings = Mapping[str, Any]
 
 # Keys by which a YAML of LLaMA-Factory v0 is recognized. Its default is LoRA, that of other scripts is not.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
+# Keys that TRL's `sft` has and its other commands, and scripts of transformers, have not.
+_TRL_SFT = ("dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy", "eos_token")
 # The fields of TrainingArguments that decide about Muon. Others, such as bf16 or tf32, may fail on this machine.
 _OPTIONS = (
     "learning_rate",
@@ -73,6 +75,11 @@ def is_llamafactory(settings: Settings) -> bool:
 def is_llamafactory_v1(settings: Settings) -> bool:
     """Return whether a file is of LLaMA-Factory v1, which names its model and its optimizer by other keys."""
     return "optim_config" in settings or ("model" in settings and "model_name_or_path" not in settings)
+
+
+def is_trl_sft(settings: Settings) -> bool:
+    """Return whether a file is of TRL's `sft`."""
+    return any(key in settings for key in _TRL_SFT)
 
 
 def optimizer_of(settings: Settings) -> str | None:
