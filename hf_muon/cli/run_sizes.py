@@ -12,6 +12,7 @@ from hf_muon.integrations.transformers.training_file import (
     is_trl_sft,
     read_training_file,
 )
+from hf_muon.routing.model_facts import text_config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ def _stored_dtype(settings: Mapping[str, Any], model: nn.Module, layout: str) ->
     if is_trl_sft(settings) and "dtype" not in settings:
         return "fp32"  # the default of its command line
     config: Any = model.config
-    return _named(config.dtype or config.get_text_config().dtype or "float32")
+    return _named(config.dtype or text_config_of(config).dtype or "float32")
 
 
 def _named(dtype: Any) -> str:

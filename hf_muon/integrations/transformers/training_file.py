@@ -52,7 +52,7 @@ def read_training_file(path: Path) -> dict[str, Any]:
     """Return the keys and values of a file.
 
     Raises:
-        ValueError: a file that cannot be read, holds something else, or names no model.
+        ValueError: a file that cannot be read, holds something else, names no model, or mixes two programs.
     """
     import yaml
 
@@ -64,6 +64,11 @@ def read_training_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not hold keys and values")
     if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
         raise ValueError(f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model")
+    if "optim_config" in settings and not is_llamafactory_v1(settings):
+        raise ValueError(
+            f"{path}: optim_config is for LLaMA-Factory v1, which names its model by model. Beside model_name_or_path "
+            "write optim: muon, and options into optim_args"
+        )
     return settings
 
 
@@ -74,7 +79,7 @@ def is_llamafactory(settings: Settings) -> bool:
 
 def is_llamafactory_v1(settings: Settings) -> bool:
     """Return whether a file is of LLaMA-Factory v1, which names its model and its optimizer by other keys."""
-    return "optim_config" in settings or ("model" in settings and "model_name_or_path" not in settings)
+    return "model" in settings and "model_name_or_path" not in settings
 
 
 def is_trl_sft(settings: Settings) -> bool:
