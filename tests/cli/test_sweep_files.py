@@ -105,9 +105,8 @@ class TestTooCloseToTell:
     def test_the_sentence_names_the_lowest_loss_and_takes_no_rate(self):
         level = [0.0] * 100
         swinging = [0.1 * (-1) ** k for k in range(100)]
-        text = recommendation([trial(0.5, [1.0] * 100), trial(1, level), trial(2, [0.01 + g for g in swinging])])[
-            "text"
-        ]
+        near = [0.01 + gap for gap in swinging]
+        text = recommendation([trial(0.5, [1.0] * 100), trial(1, level), trial(2, near)])["text"]
         assert text.startswith("Lowest loss: 2.031 at learning_rate 1, 1 below that at 0.5, 0.01 below that at 2; ")
         assert "too close to tell from it: 2; but short runs favour higher rates than long ones" in text
 
