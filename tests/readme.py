@@ -77,7 +77,7 @@ COMMANDS = {
         "deepspeed/test_training.py::test_a_plan_foretells_bytes_memory_and_flops",
     ],
     "sweep": [
-        "cli/test_sweep.py::TestResults::test_the_recommended_rate_is_the_minimum_of_the_loss",
+        "cli/test_sweep.py::TestResults::test_the_rate_with_the_lowest_loss",
         "cli/test_sweep.py::TestContinuing::test_an_interrupted_sweep_ends_as_an_uninterrupted_one",
     ],
     "report": ["diagnostics/test_page.py::test_as_a_process", "diagnostics/test_browser.py::test_in_a_browser"],

@@ -233,7 +233,7 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{text}: its constructor computes with weights, which are not allocated here ({_first_line(error)}). "
-            "Build the model in Python and pass it to hf_muon.route_parameters(model)"
+            "Build the model in Python and pass it to hf_muon.route_parameters or hf_muon.convert.convert_state_dict"
         ) from error
     except Exception as error:  # as above
         raise _no_model(text, error) from error

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_muon.plan.step_plan import Plan
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
-_DTYPES = ("fp32", "bf16")
+_DTYPES = ("fp32", "bf16", "fp16")
 _OPTIONS = re.compile(r"(?<!-)\b(layout|ranks|replicas|offload|tp_size|ep_size)=('?)([^\s',]*)\2")
 """Arguments of `plan_step` in its errors, which are options here."""
 
@@ -52,8 +52,7 @@ def plan(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of the stored weights, fp32 or bf16; mixed precision (bf16: true) stores fp32. Default: bf16 "
-            "if SOURCE says pure_bf16, else fp32.",
+            help="Dtype of the stored weights: fp32, bf16 or fp16. Default: that in which a run of SOURCE stores them.",
             show_default=False,
         ),
     ] = None,
@@ -106,15 +105,13 @@ def plan(
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
         refuse(source, described.refusals)
-        sizes = sizes_of(
-            source,
-            {
-                "batch_size": batch_size,
-                "sequence_length": sequence_length,
-                "gradient_checkpointing": gradient_checkpointing,
-                "dtype": dtype,
-            },
-        )
+        options = {
+            "batch_size": batch_size,
+            "sequence_length": sequence_length,
+            "gradient_checkpointing": gradient_checkpointing,
+            "dtype": dtype,
+        }
+        sizes = sizes_of(source, described.model, layout, options)
         stored = NS_DTYPES[sizes.dtype]
         assert stored is not None
         training = Training(*sizes[:3], offload=offload)
@@ -136,9 +133,9 @@ def plan(
         fail(error)
     shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print_json(_as_json(source, step, shares, memory))
+        print_json(_as_json(source, step, shares, memory, sizes.dtype))
     else:
-        _show(source, step, shares, training, memory, described.notes)
+        _show(source, step, shares, training, memory, described.notes, sizes.dtype)
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:
@@ -146,10 +143,11 @@ def _check(name: str, value: str, valid: Sequence[str]) -> None:
         raise ValueError(f"--{name}={value} is not valid. Valid: {', '.join(valid)}")
 
 
-def _as_json(source: str, plan: Plan, shares: dict[int, float], memory: float | None) -> dict[str, Any]:
+def _as_json(source: str, plan: Plan, shares: dict[int, float], memory: float | None, dtype: str) -> dict[str, Any]:
     sides = {"memory": plan.memory, "adamw_memory": plan.adamw_memory}
     return {
         "source": source,
+        "dtype": dtype,
         **dataclasses.asdict(plan),
         **{name: {**dataclasses.asdict(side), **_peaks(side, memory)} for name, side in sides.items()},
         "adamw_sent_bytes": [0] * plan.ranks,
@@ -170,6 +168,7 @@ def _show(
     training: Training,
     memory: float | None,
     notes: Sequence[str],
+    dtype: str,
 ) -> None:
     from hf_muon.plan.step_plan import LAYOUTS
 
@@ -185,7 +184,7 @@ def _show(
     for heading in ("", "Muon", "AdamW for everything"):
         table.add_column(heading, justify="left" if not heading else "right")
     sides = (plan.memory, plan.adamw_memory)
-    _add_memory(table, plan, sides, training)
+    _add_memory(table, plan, sides, training, dtype)
     table.add_section()
     table.add_row("sent per optimizer step", _spread(plan.sent_bytes), "0 B")
     table.add_row("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP")
@@ -240,12 +239,12 @@ def _words(plan: Plan, training: Training) -> dict[str, str]:
     return words
 
 
-def _add_memory(table: Table, plan: Plan, sides: Sequence[Memory], training: Training) -> None:
+def _add_memory(table: Table, plan: Plan, sides: Sequence[Memory], training: Training, dtype: str) -> None:
     """Add the rows on memory: those that are zero on both sides only where they always matter."""
     of_state = (plan.state_bytes, plan.adamw_state_bytes)
     checkpointed = ", checkpointed" if training.gradient_checkpointing else ""
     tokens = f"{training.batch_size} x {training.sequence_length:,} tokens{checkpointed}"
-    table.add_row("weights", *(_spread(side.weights) for side in sides))
+    table.add_row(f"weights, trained in {dtype}", *(_spread(side.weights) for side in sides))
     table.add_row("gradients", *(_spread(side.gradients) for side in sides))
     on_host = "" if max(map(sum, (side.state for side in sides))) else ", on the host"
     table.add_row(f"optimizer state{on_host}", *map(_spread, of_state))

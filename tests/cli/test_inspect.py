@@ -191,6 +191,11 @@ class TestInspect:
             ("run.yaml", "a: [", "run.yaml cannot be read as YAML"),
             ("run.yaml", "- a", "run.yaml does not hold keys and values"),
             ("run.yaml", "optim: muon", "run.yaml names no model"),
+            (
+                "run.yaml",
+                "model_name_or_path: SMALL\noptim_config: {name: muon}",
+                "optim_config is for LLaMA-Factory v1",
+            ),
             ("run.yaml", "model_name_or_path: ./lost", r"run.yaml, its model: ./lost does not exist"),
             ("run.yaml", "model_name_or_path: SMALL\noptim_args: ns_step=3", "'ns_step' is not an option of muon"),
             ("run.yaml", "model_name_or_path: SMALL\noptim: muon\nuse_muon: true", "two different optimizers"),

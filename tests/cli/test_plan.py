@@ -96,10 +96,50 @@ class TestPlan:
         assert report["activations"] == plan.memory.activations
         assert report["weights"] == plan.memory.weights
 
+    @pytest.mark.parametrize(
+        ("of_config", "text", "layout", "dtype"),
+        [
+            ("bfloat16", "", "single", "bf16"),
+            ("float32", "", "single", "fp32"),
+            (None, "", "single", "fp32"),
+            ("float32", "dtype: bfloat16", "single", "bf16"),
+            ("float32", "torch_dtype: bfloat16", "fsdp", "bf16"),
+            ("float32", "model_init_kwargs: {dtype: bfloat16}", "ddp", "bf16"),
+            ("float32", "model_init_kwargs: {torch_dtype: float16}", "ddp", "fp16"),
+            ("bfloat16", "dtype: float32", "single", "fp32"),
+            ("bfloat16", "dtype: auto", "single", "bf16"),
+            ("bfloat16", "bf16: true", "single", "bf16"),
+            ("bfloat16", "bf16: true", "fsdp", "fp32"),
+            ("bfloat16", "dtype: bfloat16\nuse_peft: true\noptim_args: lora=muon", "single", "fp32"),
+            ("bfloat16", "dataset_text_field: text", "single", "fp32"),
+            ("bfloat16", "dataset_text_field: text\ndtype: auto", "single", "bf16"),
+            ("bfloat16", "finetuning_type: full\nbf16: true", "single", "fp32"),
+            ("float32", "finetuning_type: full\npure_bf16: true", "fsdp", "bf16"),
+        ],
+    )
+    def test_weights_are_planned_in_the_dtype_in_which_the_run_stores_them(
+        self, small, tmp_path, of_config, text, layout, dtype
+    ):
+        """transformers 5 loads in the checkpoint's dtype; accelerate's FSDP2 raises it under mixed precision."""
+        config = json.loads((small[1] / "config.json").read_text()) | {"dtype": of_config}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        file = tmp_path / "run.yaml"
+        file.write_text(f"model_name_or_path: {tmp_path}\noptim: muon\noutput_dir: out\n{text}\n")
+        for source in [file, *([tmp_path] if not text else [])]:
+            ranks = 1 if layout == "single" else 2
+            result = call("plan", source, "--layout", layout, "--ranks", ranks, "--json")
+            assert result.exit_code == 0, result.output
+            assert json.loads(result.stdout)["dtype"] == dtype
+
+    def test_a_named_dtype_is_one_that_can_be_trained(self, small, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text(f"model_name_or_path: {small[1]}\noptim: muon\ndtype: int8\n")
+        assert "dtype: int8 is not a dtype of trained weights. Valid: float32" in call("plan", file).stderr
+
     def test_offload(self, small):
         result = call("plan", small[1], "--layout", "fsdp", "--offload", "params", "--ranks", 2)
         assert result.exit_code == 0, result.output
-        assert re.search(r"weights +│ +0 B", result.stdout)
+        assert re.search(r"weights, trained in fp32 +│ +0 B", result.stdout)
         assert re.search(r"bus, to the device per step +│ +[\d.]+ kB", result.stdout)
 
     def test_a_known_model_by_its_name_on_the_hub(self, monkeypatch):
@@ -132,7 +172,7 @@ class TestPlan:
             ),
             (["qwen3-0.6b", "--ranks", "0"], "--ranks=0 is not valid"),
             (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "--replicas=3 do not divide --ranks=8"),
-            (["qwen3-0.6b", "--dtype", "fp8"], "--dtype=fp8 is not valid. Valid: fp32, bf16"),
+            (["qwen3-0.6b", "--dtype", "fp8"], "--dtype=fp8 is not valid. Valid: fp32, bf16, fp16"),
             (["qwen3-0.6b", "--tokens", "0"], "--tokens=0 is not valid"),
             (["qwen3-0.6b", "--batch-size", "0"], "--batch-size=0 is not valid: expected at least 1"),
             (["qwen3-0.6b", "--memory", "0"], "--memory=0.0 is not valid: expected more than 0"),
