@@ -69,6 +69,7 @@ FLOORS = {
         "state_check layout",
         "preflight first_step_report step_rules watching",
         "consensus head_rules partitioned step",
+        "prepared_steps",
         "load_notices sharded_checkpoints",
         "loading",
         "muon",

@@ -14,11 +14,11 @@ from hf_muon.math.elementwise import compiles_on, is_accelerator
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import held_options
-from hf_muon.optimizer.layout import StepLayout
+from hf_muon.optimizer.layout import StepLayout, process_groups_of
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.shared import SharedStorage
-from hf_muon.storage.tensors import has_data, is_dtensor, local_of
+from hf_muon.storage.tensors import has_data, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +53,7 @@ def agree(
     groups: Sequence[Group],
     layout: StepLayout,
     complaints: Sequence[str],
+    prepare: Callable[[list[list[int]]], None],
     *,
     may_be_idle: bool = False,
     refusal: str = REFUSED,
@@ -66,6 +67,7 @@ def agree(
         groups: param groups.
         layout: of these groups.
         complaints: why this rank cannot take the step.
+        prepare: called with the indices that may be returned, once or twice; an error of it is one of this rank.
         may_be_idle: whether to look for gradients that are all zero.
         refusal: how the error begins.
 
@@ -78,27 +80,27 @@ def agree(
     stop = functools.partial(refuse, head=refusal)
     if not layout.process_groups:
         stop(complaints)
-        return _agree_alone(groups, stop, may_be_idle=may_be_idle)
+        return _agree_alone(groups, prepare, stop, may_be_idle=may_be_idle)
 
     from hf_muon.distributed import agreement
 
-    params = [param for group in groups for param in group["params"]]
-    bits = [param.grad is not None for param in params]
-
     complaints = list(complaints)
+    bits: list[bool] = []
     options: list[str] = []
     stored: list[str] = []
     flags = gradients.flags([], may_be_idle=False)
     with layout.guarded(complaints):
         if not complaints:
+            params = [param for group in groups for param in group["params"]]
+            bits = [param.grad is not None for param in params]
             options = _option_lines(groups, layout)
             stored = [_stored(param) for param in params]
             flags = gradients.flags(groups, may_be_idle=may_be_idle)
-    root = layout.root
+            prepare(_by_group(groups, bits))
+    root, device = layout.root, layout.first_device
     assert root is not None
-    model_device = local_of(params[0]).device
     reports = agreement.exchange_reports(
-        root, model_device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
+        root, device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
     )
     ranks = _ranks(root)
 
@@ -115,8 +117,12 @@ def agree(
     has = bits
     if len({report.gradients for report in reports}) > 1:
         # All ranks have as many parameters: the layouts that they agree on have a line for each.
-        rows = agreement.exchange_bits(root, model_device, [*bits, *map(_needs_others, stored)])
+        rows = agreement.exchange_bits(root, device, [*bits, *map(_needs_others, stored)])
         has = _of_any_rank(groups, layout, bits, dict(zip(ranks, rows, strict=True)), stored, of_all_ranks, stop)
+        with layout.guarded(complaints):
+            prepare(_by_group(groups, has))
+        if any(itertools.chain(*agreement.exchange_bits(root, device, [bool(complaints)]))):
+            stop(of_all_ranks(complaints))
     return _by_group(groups, has) if any(report.flags[1] for report in reports) else None
 
 
@@ -158,10 +164,17 @@ def _of_any_rank(
     ]
 
 
-def _agree_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_idle: bool) -> list[list[int]] | None:
+def _agree_alone(
+    groups: Sequence[Group],
+    prepare: Callable[[list[list[int]]], None],
+    stop: Callable[..., None],
+    *,
+    may_be_idle: bool,
+) -> list[list[int]] | None:
     """Do what `agree` does in a process that is alone with its parameters and has no complaints."""
     indices = _by_group(groups, [param.grad is not None for group in groups for param in group["params"]])
     flags = gradients.flags(groups, may_be_idle=may_be_idle)
+    prepare(indices)
     if not has_data(flags[0]):  # of fake tensors, by which memory is estimated
         return indices
     if not bool(flags[0]):
@@ -169,16 +182,19 @@ def _agree_alone(groups: Sequence[Group], stop: Callable[..., None], *, may_be_i
     return indices if len(flags) == 1 or bool(flags[1]) else None
 
 
-def complaints_of_all(groups: Sequence[Group], complaints: Sequence[str]) -> list[str]:
-    """Return the complaints of all ranks that store DTensors together; without DTensors, this rank's own."""
-    params = [param for group in groups for param in group["params"] if is_dtensor(param)]
-    if not params:
+def complaints_of_all(
+    groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
+) -> list[str]:
+    """Return the complaints of all ranks that store DTensors or replicas together; without those, this rank's own."""
+    process_groups = process_groups_of(groups, replicate_group)
+    if not process_groups:
         return list(complaints)
     from hf_muon.distributed.agreement import exchange_texts
-    from hf_muon.distributed.groups import mesh_groups, root_group
+    from hf_muon.distributed.groups import root_group
 
-    root = root_group(mesh_groups([param.device_mesh for param in params]))
-    return together(exchange_texts(root, local_of(params[0]).device, complaints), _ranks(root))
+    root = root_group(process_groups)
+    model_device = next(local_of(param).device for group in groups for param in group["params"])
+    return together(exchange_texts(root, model_device, complaints), _ranks(root))
 
 
 def _ranks(group: ProcessGroup) -> list[int]:

@@ -151,6 +151,10 @@ class HeadRules:
             refuse([UNMEASURED.format(rules=names)])
         self._logits = logits
 
+    def forget(self) -> None:
+        """Drop what was measured for a step that has failed."""
+        self._logits = None
+
     def finish(
         self, groups: Sequence[Group], partitions: Partitions | None, *, complete: bool = True
     ) -> tuple[dict[str, float], int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
 from hf_muon.storage.shared import SharedStorage, unshared_parts
-from hf_muon.storage.tensors import is_dtensor, shape_of, storage_complaint, unattached_complaint
+from hf_muon.storage.tensors import is_dtensor, local_of, shape_of, storage_complaint, unattached_complaint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,6 +102,7 @@ class StepLayout:
         key: of the storage that the layout was made for, as by `storage_key`.
         process_groups: over which parameters are stored; none where this process stores all parameters alone.
         devices: on which this rank stores parameters.
+        first_device: the device of the first parameter that has one.
         works: for each group, what its step works on. Empty where `complaints` came too early.
         complaints: why parameters cannot be stepped as they are stored.
         lines: what must be the same on all ranks, in words.
@@ -119,14 +120,18 @@ class StepLayout:
         max_batch_bytes: int = MAX_BATCH_BYTES,
         products_on: torch.device | None = None,
     ) -> None:
-        self.key = storage_key(groups, replicate_group, partitions)
-        partitions = partitions or {}
-        self.process_groups = _process_groups(groups, replicate_group, partitions)
-        self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
+        # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
+        self.process_groups = process_groups_of(groups, replicate_group, partitions)
+        self.first_device = _first_device(groups)
+        self.key: list[Any] | None = None
+        self.devices: list[torch.device] = []
         self.works: list[GroupWork] = []
         self.complaints: list[str] = []
         self.lines: list[str] = []
         with self.guarded(self.complaints):
+            self.key = storage_key(groups, replicate_group, partitions)
+            partitions = partitions or {}
+            self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
             stored = [_who_stores(group, replicate_group, partitions, self.complaints) for group in groups]
             for group, ranks in zip(groups, stored, strict=True):
                 work = GroupWork(ranks)
@@ -158,7 +163,7 @@ class StepLayout:
 
         return root_group(self.process_groups)
 
-    @contextmanager
+    @contextlib.contextmanager
     def guarded(self, complaints: list[str]) -> Iterator[None]:
         """Turn an error into a complaint where other ranks wait for this one."""
         try:
@@ -190,9 +195,9 @@ class Layouts:
             partitions: flat partitions that stand in the place of parameters; None where there are none.
             **options: of `StepLayout`.
         """
-        ids = tuple(id(param) for group in groups for param in group["params"])
+        ids = tuple(map(id, _params_of(groups)))
         layout = self._layouts.get(ids)
-        if layout is None or layout.key != storage_key(groups, replicate_group, partitions):
+        if layout is None or not _stands(layout, groups, replicate_group, partitions):
             if partitions is None:
                 self._layouts.clear()
             layout = StepLayout(groups, replicate_group, partitions=partitions, **options)
@@ -223,17 +228,44 @@ def storage_key(
     return [id(replicate_group), id(partitions), *texts, *params]
 
 
-def _process_groups(
-    groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions
+def _stands(
+    layout: StepLayout, groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions | None
+) -> bool:
+    """Return whether a layout is still that of these groups."""
+    try:
+        key = storage_key(groups, replicate_group, partitions)
+    except Exception:  # noqa: BLE001  the layout that is made instead has it as its complaint
+        return False
+    return layout.key == key
+
+
+def _params_of(groups: Sequence[Group]) -> list[Tensor]:
+    """Return all parameters, also of groups of which one has lost its own."""
+    return [param for group in groups for param in group.get("params", ())]
+
+
+def _first_device(groups: Sequence[Group]) -> torch.device:
+    """Return the device of the first parameter that has one; the CPU where none has."""
+    for param in _params_of(groups):
+        with contextlib.suppress(Exception):
+            return local_of(param).device
+    return torch.device("cpu")
+
+
+def process_groups_of(
+    groups: Sequence[Group], replicate_group: ProcessGroup | None = None, partitions: Partitions | None = None
 ) -> list[ProcessGroup]:
-    """Return the process groups over which parameters are stored, each once, in the same order on all ranks."""
-    params = [param for group in groups for param in group["params"]]
+    """Return the process groups over which parameters are stored, each once, in the same order on all ranks.
+
+    A rank of which all parameters are gone has those of replicas.
+    """
+    params, partitions = _params_of(groups), partitions or {}
     process_groups = [partitions[param].group for param in params if param in partitions]
     if any(map(is_dtensor, params)):
         from hf_muon.distributed.groups import mesh_groups
 
-        process_groups += mesh_groups([param.device_mesh for param in params if is_dtensor(param)])
-    has_plain = any(param not in partitions and not is_dtensor(param) for param in params)
+        process_groups += mesh_groups([param.device_mesh for param in params if is_dtensor(param)])  # type: ignore[attr-defined]
+    has_plain = not params or any(param not in partitions and not is_dtensor(param) for param in params)
     if has_plain and replicate_group is not None and replicate_group.size() > 1:
         process_groups.append(replicate_group)
     return list(dict.fromkeys(process_groups))

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer import consensus, rule_state
-from hf_muon.optimizer.groups import check_written_option
+from hf_muon.optimizer.groups import check_written_option, hyperparameter_complaint
 from hf_muon.optimizer.load_notices import Notice, changes, own_options
 from hf_muon.optimizer.state import (
     ALL_STATE_KEYS,
@@ -36,6 +36,9 @@ from hf_muon.rules import registry
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 from hf_muon.storage.views import views_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
 
@@ -53,7 +56,9 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
             result = hook(optimizer, state_dict)
             state_dict = state_dict if result is None else result
     except Exception as error:
-        consensus.complaints_of_all(optimizer.param_groups, [f"a hook failed: {type(error).__name__}: {error}"])
+        complaint = f"a hook failed: {type(error).__name__}: {error}"
+        replicate_group = getattr(optimizer, "replicate_group", None)
+        consensus.complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
         raise
     return state_dict
 
@@ -64,13 +69,20 @@ def run_post_hooks(optimizer: Optimizer) -> None:
         hook(optimizer)
 
 
-def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) -> tuple[dict[str, Any], list[Notice]]:
+def check(
+    groups: Sequence[Group],
+    state_dict: Any,
+    *,
+    accept_rerouted: bool,
+    replicate_group: ProcessGroup | None = None,
+) -> tuple[dict[str, Any], list[Notice]]:
     """Check a state dict on all ranks that store parameters together.
 
     Args:
         groups: the param groups that it is to be loaded into.
         state_dict: anything.
         accept_rerouted: whether parameters may have moved between Muon and AdamW; their moments are zero then.
+        replicate_group: over which plain parameters are replicated.
 
     Returns:
         The state of these parameters and nothing else, with every option that the param groups need; and what to log.
@@ -92,12 +104,14 @@ def check(groups: Sequence[Group], state_dict: Any, *, accept_rerouted: bool) ->
             notices += reroute_notices
         complaints = complaints or list(fit_complaints(groups, state_dict))
         if not complaints:
+            state_dict = _completed(groups, state_dict, notices)
+            complaints = list(_option_complaints(groups, state_dict))
+        if not complaints:
             transfers = list(_transfers(groups, state_dict))
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         complaints = [f"it cannot be read: {type(error).__name__}: {error}"]
-    refuse_load(consensus.complaints_of_all(groups, complaints))
+    refuse_load(consensus.complaints_of_all(groups, complaints, replicate_group))
     _agree(groups, transfers)
-    state_dict = _completed(groups, state_dict, notices)
     return state_dict, notices + list(changes(groups, state_dict))
 
 
@@ -174,6 +188,13 @@ def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterat
                 moments = {name: moments[name] for name in keys if name in moments}
                 kinds = {name: str(moments[name].placements) for name in moments if is_dtensor(moments[name])}
                 yield f"{describe(group, i)} with {sorted(moments)}, {f'stored as {kinds}' if kinds else 'whole'}"
+
+
+def _option_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:
+    """Say which options a step would refuse: those of the checkpoint together with those that stay this run's."""
+    for k, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+        if complaint := hyperparameter_complaint(_restored_group(group, saved)):
+            yield f"a step would refuse param group {k}: {complaint}"
 
 
 def _agree(groups: Sequence[Group], transfers: Sequence[str]) -> None:

@@ -20,11 +20,11 @@ from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
-from hf_muon.optimizer.layout import GroupWork, Layouts, StepLayout
+from hf_muon.optimizer.layout import Layouts, StepLayout
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
+from hf_muon.optimizer.prepared_steps import PreparedSteps
 from hf_muon.optimizer.state import complete_state_, state_complaints
-from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
@@ -53,7 +53,7 @@ class Muon(Optimizer):
     text for each parameter, as :mod:`hf_muon.storage.views` describes.
 
     Moments are stored in fp32, also for bf16 and fp16 parameters, unless `momentum_dtype` or `adamw_state_dtype` is
-    set. State is stored like its parameter. A group has the state of all of its parameters or of none.
+    set. State is stored like its parameter; the first step with any gradient makes that of all parameters.
 
     A step of bf16 and fp16 parameters computes in fp32 and rounds once, up or down at random, so that updates smaller
     than a unit in the last place are not lost; see `weight_rounding`.
@@ -145,6 +145,7 @@ class Muon(Optimizer):
         self.head_rules = HeadRules()
         self._warned_of_empty_step = False
         self._layouts = Layouts()
+        self._kept = rule_state.Kept()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group, as in torch, unless a check of it fails.
@@ -193,13 +194,27 @@ class Muon(Optimizer):
             self.partitioned.check_creates_state_only(self.param_groups)
             self.init_state()
             return loss
+        try:
+            self._step()
+        except BaseException:
+            self.head_rules.forget()
+            raise
+        return loss
+
+    def _step(self) -> None:
         layout = self._layout()
         if (kind := first_compilation(layout.devices)) and log.is_rank_zero():
             log.logger().info("compiling elementwise functions for %s: the first step takes longer", kind)
-        indices_of_groups, watch = self._agreed(layout)
-        for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
-            if indices:
-                self._step_group(group, work, indices, watch)
+        steps = PreparedSteps(self.param_groups, layout, self.state, self.max_batch_bytes)
+        indices_of_groups, watch = self._agreed(layout, steps)
+        counts = any(indices_of_groups) or (indices_of_groups and self.state)
+        for k, (group, work) in enumerate(zip(self.param_groups, layout.works, strict=True)):
+            if indices_of_groups and indices_of_groups[k]:
+                group_watch = None if watch is None else watch.of_group(group, work)
+                steps.take(k, group_watch, self._lost_updates.observer(group))
+            if counts and self.partitioned.completes_group(group):
+                group["step"] += 1  # last, so that a step which fails here and is taken again counts once
+        self._kept.note(self.param_groups, self.state, forgets_others=self.partitioned.partitions is None)
         self._lost_updates.log()
         if (failure := pop_failure()) and log.is_rank_zero():
             log.logger().warning("Elementwise functions are not compiled, which makes steps slower: %s", failure)
@@ -207,7 +222,6 @@ class Muon(Optimizer):
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
-        return loss
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that now stand in the param groups are stored."""
@@ -221,11 +235,12 @@ class Muon(Optimizer):
             max_batch_bytes=self.max_batch_bytes,
         )
 
-    def _agreed(self, layout: StepLayout) -> tuple[list[list[int]], StepWatch | None]:
-        """Check a step before it changes anything, and agree with the other ranks on it.
+    def _agreed(self, layout: StepLayout, steps: PreparedSteps) -> tuple[list[list[int]], StepWatch | None]:
+        """Check and prepare a step before it changes anything, and agree with the other ranks on it.
 
         Returns:
-            For each group the indices of the parameters to step on all ranks, and what watches the step.
+            For each group the indices of the parameters to step on all ranks, nothing at all for a step that only
+            creates state; and what watches the step.
 
         Raises:
             RuntimeError: every complaint of every rank at once; weights and moments are as they were.
@@ -233,40 +248,35 @@ class Muon(Optimizer):
         groups, watch = self.param_groups, None
         complaints = list(layout.complaints)
         may_be_idle = False
-        with layout.guarded(complaints):
-            self.partitioned.clear_stale_gradients(groups)
-            complaints += dict.fromkeys(preflight.step_complaints(groups, self.state, layout))  # groups may agree
-            complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
-            may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
-            if not may_be_idle:
-                self._report.add(groups, layout, self.partitioned.partitions)
-            if self.metrics is not None and can_watch(groups):
-                watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
-        with self._report.ends_if_refused():
-            refusal = self.partitioned.refusal
-            indices = consensus.agree(groups, layout, complaints, may_be_idle=may_be_idle, refusal=refusal)
-            if indices is None:
-                self.init_state()
-                return [[] for _ in groups], watch
-            self.head_rules.begin(groups, layout)
+        try:
+            with layout.guarded(complaints):
+                self.partitioned.clear_stale_gradients(groups)
+                complaints += preflight.step_complaints(groups, self.state, layout)
+                complaints += self._kept.complaints(groups, self.state)
+                complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
+                may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
+                if not may_be_idle:
+                    self._report.add(groups, layout, self.partitioned.partitions)
+                if self.metrics is not None and can_watch(groups):
+                    watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
+            complaints = list(dict.fromkeys(complaints))  # groups may agree
+            with self._report.ends_if_refused():
+                refusal = self.partitioned.refusal
+                indices = consensus.agree(
+                    groups, layout, complaints, steps.prepare, may_be_idle=may_be_idle, refusal=refusal
+                )
+                if indices is not None:
+                    self.head_rules.begin(groups, layout)
+        except BaseException:
+            steps.undo()
+            raise
+        if indices is None:
+            self.init_state()
+            return [], watch
         if not any(indices) and self.partitioned.partitions is None and not self._warned_of_empty_step:
             self._warned_of_empty_step = True
             warn_of_empty_step([param for group in groups for param in group["params"]])
         return indices, watch
-
-    def _step_group(self, group: Group, work: GroupWork, indices: list[int], watch: StepWatch | None) -> None:
-        """Step some parameters of a group."""
-        complete_state_(group, self.state)
-        rule_state.complete_(group, self.state)
-        number = group["step"] + 1  # the same for all partitions of a group
-        if self.partitioned.completes_group(group):
-            group["step"] = number
-        group_watch = None if watch is None else watch.of_group(group, work)
-        observer = self._lost_updates.observer(group)
-        if group["use_muon"]:
-            MuonStep(group, work, indices, self.state, number, self.max_batch_bytes).take(group_watch, observer)
-        else:
-            adamw_step(group, indices, self.state, number, group_watch, observer, work)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch.
@@ -285,15 +295,20 @@ class Muon(Optimizer):
         """Load a state, as in torch, after checking all of it.
 
         Moments are converted to this run's `momentum_dtype` and `adamw_state_dtype`. Whole tensors are sharded like
-        their parameters, so that the state of a single process loads under FSDP2. With DTensor parameters all ranks
-        must load together.
+        their parameters, so that the state of a single process loads under FSDP2. With DTensor parameters, or with a
+        `replicate_group`, all ranks must load together.
 
         Raises:
             ValueError: the state of another optimizer, of other parameters or of another routing, or one that lacks
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         state_dict = loading.run_pre_hooks(self, state_dict)
-        checked, notices = loading.check(self.param_groups, state_dict, accept_rerouted=self.accept_rerouted)
+        checked, notices = loading.check(
+            self.param_groups,
+            state_dict,
+            accept_rerouted=self.accept_rerouted,
+            replicate_group=self.replicate_group,
+        )
         previous = {"state": self.state, "param_groups": self.param_groups}
         try:
             loading.restore_(self, checked)
@@ -301,6 +316,7 @@ class Muon(Optimizer):
         except BaseException:
             self.__dict__.update(previous)
             raise
+        self._kept = rule_state.Kept()
         load_notices.log(notices)
 
     def __getstate__(self) -> dict[str, Any]:

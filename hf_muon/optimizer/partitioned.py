@@ -78,7 +78,10 @@ class PartitionedStep:
 
     def completes_group(self, group: Group) -> bool:
         """Return whether a whole group has been stepped when its partitions that stand in it now have been."""
-        return all(partition.last for _, partition in self._standing([group]))
+        if not self.partitions:
+            return True
+        standing = self._standing([group])  # nothing in the groups whose turn it is not
+        return bool(standing) and all(partition.last for _, partition in standing)
 
     def completes_step(self, groups: Sequence[Group]) -> bool:
         """Count the partitions in the groups as stepped, and return whether now all of this step's are."""

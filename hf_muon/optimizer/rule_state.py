@@ -8,13 +8,13 @@ to all of them after a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_muon.optimizer.state import stored_like
+from hf_muon.optimizer.state import describe, stored_like
 from hf_muon.rules import registry
 from hf_muon.rules.rule import StateKind
 from hf_muon.storage import views
@@ -104,6 +104,45 @@ def complete_(group: Group, state: MutableMapping[Tensor, dict[str, Any]]) -> No
         for key in keys:
             if key not in own and not (is_reduced(key) and is_partition(group, param)):
                 own[key] = zeros(group, i, key)
+
+
+class Kept:
+    """The shapes of the state of rules, as steps of this process have left it: it must be there later."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[Tensor, dict[str, torch.Size]] = {}
+
+    def note(self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]], *, forgets_others: bool) -> None:
+        """Note the state of the parameters that stand in the groups, after a step.
+
+        Args:
+            groups: param groups.
+            state: of their parameters.
+            forgets_others: whether there are no other parameters.
+        """
+        if forgets_others:
+            self._shapes.clear()
+        for group in groups:
+            keys = rule_keys(group)
+            for param in group["params"] if keys else ():
+                own = state.get(param, {})
+                self._shapes[param] = {key: own[key].shape for key in keys if key in own}
+
+    def complaints(self, groups: Sequence[Group], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[str]:
+        """Say which state of rules is gone, or does not have its shape any more."""
+        for group in groups:
+            needed = rule_keys(group)
+            for i, param in enumerate(group["params"] if needed else ()):
+                own = state.get(param, {})
+                for key, shape in self._shapes.get(param, {}).items():
+                    if key in needed and (key not in own or own[key].shape != shape):
+                        text = (
+                            f"has shape {tuple(own[key].shape)}, no longer {tuple(shape)}" if key in own else "is gone"
+                        )
+                        yield (
+                            f"{describe(group, i)}: its {key} {text}. "
+                            "It was dropped or resized on the way; load a checkpoint that has it"
+                        )
 
 
 def loaded(group: Group, index: int, saved: Mapping[str, Any]) -> dict[str, Tensor]:

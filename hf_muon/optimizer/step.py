@@ -61,7 +61,6 @@ class MuonStep:
         params = {i: group["params"][i] for i in indices}
         self._active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
         local = {i: local_of(param) for i, param in params.items()}
-        grads = {i: gradients.local_grad(param) for i, param in params.items()}
         moments = {
             i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
             for i, param in params.items()
@@ -72,14 +71,12 @@ class MuonStep:
             k: {key: matrix.of(value) for key, value in moments[matrix.param].items()}
             for k, matrix in self._active.items()
         }
-        self._grads = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
         self._offloads = any(is_offloaded(group, param) for param in params.values())
         self._hyper = hyperparameters(group, number)
         self._rules = StepRules(group, work, self._active, self._weights, state, self._hyper, number)
         rule, rms = group["adjust_lr_fn"], group["update_rms"]
         self._scales = {k: lr_scale(rule, self._rules.out_in(k), rms) for k in self._active}
         self._options = {"momentum": self._hyper["momentum"], "nesterov": self._hyper["nesterov"], "step": number}
-        self._momentum = MomentumBuffers(self._stored, self._grads, **self._options)
 
     def take(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
         """Take the step; all ranks have agreed that they do.
@@ -88,14 +85,17 @@ class MuonStep:
             watch: measures this step; None where nothing does.
             observer: of weights that are rounded.
         """
+        grads = {i: gradients.local_grad(self.group["params"][i]) for i in self.indices}  # which may communicate
+        of_matrices = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
+        momentum = MomentumBuffers(self._stored, of_matrices, **self._options)
         self._rules.gather()
         for executor in self._executors:
             executor.observer = watch
             self._rules.attach(executor)
             with (
-                updates_for(executor, self._active, self._stored, self._grads, **self._options)
+                updates_for(executor, self._active, self._stored, of_matrices, **self._options)
                 if self._offloads
-                else contextlib.nullcontext(self._momentum.updates)
+                else contextlib.nullcontext(momentum.updates)
             ) as updates_of:
                 changed = self._rules.updates_of(updates_of)
                 for pieces, directions in self._directions(executor, changed):
@@ -105,7 +105,7 @@ class MuonStep:
         self._rules.release(self._executors)
         if watch is not None:
             for k in self._active:
-                watch.momentum(k, self._momentum.values(k))
+                watch.momentum(k, momentum.values(k))
             watch.rules(self._hyper, self._rules.states())
 
     def _directions(self, executor: Executor, updates_of: UpdatesOf) -> Directions:
@@ -153,6 +153,7 @@ def adamw_step(
     watch: GroupWatch | None = None,
     observer: Observer | None = None,
     work: GroupWork | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     """Step an AdamW group.
 
@@ -164,7 +165,9 @@ def adamw_step(
         watch: measures this step; None where nothing does.
         observer: of weights that are rounded.
         work: of the group; None where no parameter has factors.
+        options: of this step, from `hyperparameters`; None to ask for them.
     """
+    options = options or hyperparameters(group, number)
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
     states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
@@ -181,7 +184,7 @@ def adamw_step(
             lr=rate_of(group) * factors.lr,
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
             eps=group["adamw_eps"],
-            weight_decay=hyperparameters(group, number)["weight_decay"] * factors.wd,
+            weight_decay=options["weight_decay"] * factors.wd,
             step=number,
             rounding=group["weight_rounding"],
             observer=observer,

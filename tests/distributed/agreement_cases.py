@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,8 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_muon import Muon
+from hf_muon.optimizer import prepared_steps
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from tests.distributed.cases import SHAPES, VECTORS, Counted, make, muon_over, placements_of, store, whole_state
+
+
+def _fail(*_, **__):
+    raise OSError("no space left on device")
+
+
+def _allocate(*_):
+    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+# What is broken on one rank, before anything moves.
+BROKEN = {
+    "report": (FirstStepReport, "add", _fail),
+    "placements of a parameter": (DTensor, "placements", property(_fail)),
+    "memory": (prepared_steps, "complete_state_", _allocate),
+    "options": (prepared_steps, "hyperparameters", _fail),
+}
 
 
 def complaint(rank, layout, fault):
@@ -51,8 +72,8 @@ def complaint(rank, layout, fault):
             optimizer.param_groups[0]["views"] = 5
         elif fault == "step":
             optimizer.param_groups[1]["step"] = 7
-        elif fault == "report":
-            FirstStepReport.add, add = _fail, FirstStepReport.add
+        elif fault == "no params":
+            lost = optimizer.param_groups[1].pop("params")
     if fault == "partial":  # some tensor parallel backward passes leave such gradients
         if rank == 1:
             params[1].grad = None
@@ -64,24 +85,23 @@ def complaint(rank, layout, fault):
         swapped.grad = torch.zeros_like(swapped)
         optimizer.state[swapped] = optimizer.state.pop(params[0])
         optimizer.param_groups[0]["params"][0] = swapped
+    broken = contextlib.nullcontext()
+    if rank == 1 and fault in BROKEN:
+        broken = mock.patch.object(*BROKEN[fault])
     try:
-        optimizer.step()
+        with broken:
+            optimizer.step()
     except RuntimeError as error:
         text = str(error)
     else:
         return None, True
-    finally:
-        if rank == 1 and fault == "report":
-            FirstStepReport.add = add
+    if rank == 1 and fault == "no params":
+        optimizer.param_groups[1]["params"] = lost
     if fault in ("state", "placements"):
         return text, True
     after = whole_state(params, optimizer)
     same = all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
     return text, same
-
-
-def _fail(*_):
-    raise OSError("no space left on device")
 
 
 def unequal(rank, what):
@@ -158,14 +178,15 @@ def gradients_missing_on_one_rank(rank, layout, steps=3):
 
 
 def idle(rank, layout):
-    """Count collectives of a step without gradients, and of one with gradients for AdamW's parameters alone."""
+    """Count collectives and states of a step without gradients, and of one with those of AdamW alone."""
     mesh = init_device_mesh("cpu", placements_of(layout, 2)[0])
     params = [nn.Parameter(store(w, mesh, placements_of(layout, w.ndim)[1])) for w in make(SHAPES + VECTORS, 0)]
     optimizer = muon_over(params, torch.float32)
     with Counted() as nothing:
         optimizer.step()
+    before = len(optimizer.state)
     for param in params[len(SHAPES) :]:
         param.grad = torch.ones_like(param)
     with Counted() as vectors:
         optimizer.step()
-    return nothing.calls, vectors.calls, len(optimizer.state)
+    return nothing.calls, vectors.calls, before, len(optimizer.state) == len(params)

@@ -63,7 +63,7 @@ def load_on_one_rank(rank, wrong):
 @pytest.mark.parametrize("use_muon", [True, False])
 def test_a_ranks_own_parameters_are_stepped_when_it_has_gradients(pools, use_muon):
     """Step an expert that no other rank holds, and compare it with the same parameter stepped alone."""
-    assert pools[2].run(own_experts, use_muon=use_muon) == [([3, 3], True), ([3, 2], True)]
+    assert pools[2].run(own_experts, use_muon=use_muon) == [([3, 3], True)] * 2
 
 
 def own_experts(rank, use_muon):

@@ -28,6 +28,11 @@ CASES = [
     ("fsdp", 2, "views", r"TypeError: .*int.*rank 1"),
     ("ddp", 2, "step", r"rank 0 has step=1 in param group 1, rank 1 has step=7"),
     ("ddp", 2, "report", r"OSError: no space left on device \[rank 1\]"),
+    ("fsdp", 2, "placements of a parameter", r"OSError: no space left on device \[rank 1\]"),
+    ("ddp", 2, "no params", r"KeyError: 'params' \[rank 1\]"),
+    ("fsdp", 2, "no params", r"KeyError: 'params' \[rank 1\]"),
+    ("ddp", 2, "memory", r"OutOfMemoryError: tried to allocate 2 GiB \[rank 1\]"),
+    ("fsdp", 2, "options", r"OSError: no space left on device \[rank 1\]"),
     ("fsdp", 2, "partial", r"parameter 1 \(10, 16\) has a gradient that is stored as .*Partial.* rank 0, .* rank 1"),
     ("fsdp", 2, "placements", r"its momentum_buffer is stored as .*Shard.*, the parameter stored as .*Replicate"),
 ]
@@ -70,5 +75,5 @@ def test_a_part_without_a_gradient_is_a_part_that_is_zero(pools, layout, ranks):
         )
 
 
-def test_a_group_without_gradients_costs_nothing(pools):
-    assert pools[2].run(idle, layout="fsdp") == [(0, 0, 3)] * 2
+def test_a_group_without_gradients_sends_nothing(pools):
+    assert pools[2].run(idle, layout="fsdp") == [(0, 0, 0, True)] * 2

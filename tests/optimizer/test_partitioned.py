@@ -39,7 +39,7 @@ def test_until_partitions_are_attached_steps_create_state_only(optimizer):
     assert [group["step"] for group in optimizer.param_groups] == [0, 0]
     attach_partitions(optimizer, None)
     optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [0, 1]
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
 
 
 def test_a_step_is_complete_when_all_partitions_have_been_stepped(optimizer):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -56,6 +57,55 @@ def test_state_that_is_lost_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=re.escape(message)):
             other.load_state_dict(damaged)
         assert not other.state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop(SECOND_MOMENT), "is gone"),
+        (lambda state: state.update({SECOND_MOMENT: torch.zeros(5)}), "has shape (5,), no longer"),
+    ],
+    ids=["gone", "resized"],
+)
+def test_state_that_changes_during_a_run_is_refused(change, message):
+    weights, grads = parameters(), gradients(steps=2)
+    optimizer = Muon(weights, **ROWS)
+    steps_of(optimizer, weights, grads)
+    before = [weight.detach().clone() for weight in weights]
+    change(optimizer.state[weights[1]])
+    with pytest.raises(RuntimeError, match=re.escape(f"its {SECOND_MOMENT} {message}")):
+        steps_of(optimizer, weights, grads)
+    assert all(map(torch.equal, weights, before))
+
+
+def test_a_state_that_the_next_step_would_refuse_is_not_loaded():
+    weights = parameters()
+    optimizer = Muon(weights, momentum=0.5)
+    steps_of(optimizer, weights, gradients(steps=1))
+    other = Muon(parameters(), momentum_warmup=3, momentum_min=0.8)
+    with pytest.raises(ValueError, match=r"a step would refuse param group 0: momentum_min=0.8 is above momentum=0.5"):
+        other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["momentum"] == 0.95
+
+
+def damaged_on_rank_1(rank):
+    """Return the error of loading a state of replicas, in which a number of a rule is NaN on one rank."""
+    weights = parameters()
+    optimizer = Muon(weights, replicate_group=dist.group.WORLD, **ROWS)
+    steps_of(optimizer, weights, gradients(steps=1))
+    saved = optimizer.state_dict()
+    if rank == 1:
+        saved["state"][1][SECOND_MOMENT].fill_(torch.nan)
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_state_that_one_replica_refuses_is_refused_by_all(pools):
+    one, other = pools[2].run(damaged_on_rank_1)
+    assert one == other
+    assert re.search(rf"its {SECOND_MOMENT} is not finite \[rank 1\]", one)
 
 
 @pytest.mark.parametrize(("before", "after"), [(ROWS, {}), ({}, ROWS)], ids=["off", "on"])
