@@ -52,7 +52,14 @@ FLOORS = {
         *("heads", "rule", "cautious decay_schedule lora_product momentum_schedule normalize qk_clip"),
         *("registry", "fields"),
     ],
-    "distributed": ["agreement units", "groups executor", "holdings local transfers", "schedule", "exchange", "select"],
+    "distributed": [
+        "agreement units",
+        "groups executor",
+        "ddp holdings local transfers",
+        "schedule",
+        "exchange",
+        "select",
+    ],
     "routing": [
         "parameters parts",
         "fused_rules model_facts",
@@ -85,8 +92,8 @@ FLOORS = {
         "seconds",
     ],
     "integrations": [
-        "names archives replicas",
-        "axolotl lightning other_muons torch_states",
+        "names archives",
+        "axolotl other_muons torch_states",
         "timm ulysses.layout",
         "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
