@@ -36,8 +36,7 @@ def build_optimizer(
     Args:
         model: any module: plain, wrapped in DDP, or with DTensor parameters (`fully_shard`, tensor parallel).
         config: a `MuonConfig`, or a mapping of its options as a YAML file holds them.
-        replicate_group: the process group over which plain parameters are replicated; its ranks share the work. The
-            default is the process group of DDP if it wraps the model.
+        replicate_group: as in :class:`Muon`.
         **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
@@ -55,8 +54,6 @@ def build_optimizer(
     if complaint := no_decay_complaint(config, {route.name: route.decay for route in routes}):
         raise ValueError(complaint)
     groups = groups_of(routes, config)
-    if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
-        replicate_group = model.process_group
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, model)
     if optimizer.metrics is not None:

@@ -13,6 +13,5 @@ The same file names mean the same thing in each folder:
 - `layout`: how the other package lays a run out over processes.
 
 A folder has those of them that it needs. Its other files are named for what they hold (`ulysses/batches`,
-`transformers/training_file`). At this level stand `names`, which every integration shares, `archives`, and
-`replicas`, which shares a step's work under DDP.
+`transformers/training_file`). At this level stand `names`, which every integration shares, and `archives`.
 """

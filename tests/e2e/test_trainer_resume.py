@@ -123,3 +123,17 @@ def test_whole_state_that_lacks_a_moment_is_refused(stages: Stages) -> None:
 @pytest.mark.extended
 def test_checkpoint_before_a_damaged_one_resumes(get: Get) -> None:
     assert_identical(get("undamaged"), get("fsdp"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ddp_to_fsdp", "has no state dict of FSDP, and a run with FSDP and FULL_STATE_DICT cannot resume from it"),
+        ("fsdp_to_ddp", "has a FULL_STATE_DICT of FSDP, and a run without FSDP cannot resume from it"),
+        ("shards_to_whole", "has a SHARDED_STATE_DICT of FSDP, and a run with FSDP and FULL_STATE_DICT cannot resume"),
+    ],
+)
+def test_checkpoints_of_another_kind_are_refused_on_all_ranks(name: str, message: str, stages: Stages) -> None:
+    """If one rank raised this alone, the other would wait, and the cases after this one could not run."""
+    assert message in stages.result("two", name)["error"]

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.transformers.layout import replicate_group
 from hf_muon.integrations.transformers.refusals import (
     refuse_parts_of_sequences,
     refuse_plain_shards,
@@ -77,7 +76,6 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
         "lr": config.lr,
         "weight_decay": config.weight_decay,
         "config": config,
-        "replicate_group": replicate_group(context.model),
         "routing_model": context.model,
     }
 

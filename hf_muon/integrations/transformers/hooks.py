@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_muon.diagnostics.log import logger
 from hf_muon.integrations.accelerate import patch_sharded_loading
 from hf_muon.integrations.names import NAME, NAMES, OWN_NAME, TRAINER_LOG, is_muon, is_ours, mark
-from hf_muon.integrations.transformers import context_parallel
+from hf_muon.integrations.transformers import changed_layouts, context_parallel
 from hf_muon.integrations.transformers.checkpoint_files import explain_damage, muon_inside, warn_of_fresh_moments
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
@@ -148,8 +148,11 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
     undo_console = _patch_console(module)
     undo_ulysses = ulysses.patch_trainer(module)
     undo_context_parallel = context_parallel.patch_trainer(module)
+    undo_layouts = changed_layouts.patch_trainer(module)
 
     def undo() -> None:
+        if callable(undo_layouts):
+            undo_layouts()
         trainer._load_optimizer_and_scheduler = load
         trainer.log = log
         undo_console()
