@@ -96,7 +96,7 @@ FLOORS = {
         "deepspeed.loading",
         "deepspeed.engine",
         "accelerate transformers.attention transformers.checkpoint_files transformers.layout",
-        "transformers.context_parallel transformers.overrides transformers.schedules transformers.sharded_models",
+        "transformers.callback transformers.context_parallel transformers.overrides transformers.sharded_models",
         "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
         "llamafactory.v1.handler transformers.handler",
         "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",

@@ -6,45 +6,33 @@ Both take optimizers of the bare model, whose parameters do not know of DDP.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from hf_muon.integrations.names import is_ours, mark
+from hf_muon._autoload import Change
 from hf_muon.integrations.replicas import add_wrapped, share_work
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
+def patch_trainer(module: ModuleType) -> Iterator[Change]:
     """Patch `DDPStrategy.setup_optimizers` of Lightning's Trainer."""
-    kind = module.DDPStrategy
-    if is_ours(kind.setup_optimizers):
-        return None
 
     def share(strategy: Any, _: Any) -> None:
         add_wrapped([strategy.model])
         share_work(strategy.optimizers)
 
-    return _call_after(kind, "setup_optimizers", share)
+    yield _call_after(module.DDPStrategy, "setup_optimizers", share)
 
 
-def patch_fabric(module: ModuleType) -> Callable[[], None] | None:
+def patch_fabric(module: ModuleType) -> Iterator[Change]:
     """Patch `setup_module` and `setup_optimizer` of Fabric's `DDPStrategy`."""
-    kind = module.DDPStrategy
-    if is_ours(kind.setup_module):
-        return None
-    undo_module = _call_after(kind, "setup_module", lambda _, wrapped: add_wrapped([wrapped]))
-    undo_optimizer = _call_after(kind, "setup_optimizer", lambda _, optimizer: share_work([optimizer]))
-
-    def undo() -> None:
-        undo_optimizer()
-        undo_module()
-
-    return undo
+    yield _call_after(module.DDPStrategy, "setup_module", lambda _, wrapped: add_wrapped([wrapped]))
+    yield _call_after(module.DDPStrategy, "setup_optimizer", lambda _, optimizer: share_work([optimizer]))
 
 
-def _call_after(kind: type, name: str, then: Callable[[Any, Any], None]) -> Callable[[], None]:
-    """Have a method, the class's own or an inherited one, followed by `then(self, result)`; return how to undo that."""
-    own, original = kind.__dict__.get(name), getattr(kind, name)
+def _call_after(kind: type, name: str, then: Callable[[Any, Any], None]) -> Change:
+    """Have a method, the class's own or an inherited one, followed by `then(self, result)`."""
+    original = getattr(kind, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,12 +40,4 @@ def _call_after(kind: type, name: str, then: Callable[[Any, Any], None]) -> Call
         then(self, result)
         return result
 
-    setattr(kind, name, mark(method))
-
-    def undo() -> None:
-        if own is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, own)
-
-    return undo
+    return kind, name, method

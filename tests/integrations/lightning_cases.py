@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_muon import build_optimizer
+from hf_muon._autoload import apply
 from hf_muon.integrations.lightning import patch_fabric, patch_trainer
 from tests.integrations.accelerate_cases import batches, counted, network
 
@@ -70,7 +71,8 @@ def loop(rank: int, order: str, patched: bool = True, way: str = "plain") -> tup
         The weights, the number of matrices that this rank has orthogonalized, and whether ranks have shared a step.
     """
     module = stand_in()
-    undo = (patch_trainer if order == "trainer" else patch_fabric)(module) if patched else None
+    if patched:
+        apply(patch_trainer if order == "trainer" else patch_fabric, module)
     strategy, bare = module.DDPStrategy(), network()
     if order == "trainer":
         strategy.setup(bare)
@@ -82,8 +84,6 @@ def loop(rank: int, order: str, patched: bool = True, way: str = "plain") -> tup
         if way == "outside":
             optimizer.add_param_group({"params": [("outside", nn.Parameter(torch.ones(3)))], "use_muon": False})
         optimizer = strategy.setup_optimizer(optimizer)
-    if undo:
-        undo()
     if way == "hook":
         model.register_comm_hook(None, own_gradients)
     shared = []

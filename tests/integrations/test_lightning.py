@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_muon.integrations.lightning import patch_fabric, patch_trainer
-from tests.integrations.lightning_cases import loop, stand_in
+from tests.integrations.lightning_cases import loop
 
 ORDERS = ["trainer", "module first", "optimizer first"]
 
@@ -45,15 +44,3 @@ def test_ranks_do_not_share_other_steps(pools, order, way):
     assert_equal(results, alone)
     if way in ("no_sync", "hook"):
         assert not torch.equal(results[0][0][1], results[1][0][1])
-
-
-@pytest.mark.parametrize("patch", [patch_trainer, patch_fabric])
-def test_undo_restores_the_class(patch):
-    module = stand_in()
-    before = dict(vars(module.DDPStrategy))
-    undo = patch(module)
-    assert patch(module) is None
-    optimizer = object()
-    assert module.DDPStrategy().setup_optimizer(optimizer) is optimizer
-    undo()
-    assert dict(vars(module.DDPStrategy)) == before

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_muon._autoload import Change
 from hf_muon.integrations.names import is_ours, mark
 from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
 from hf_muon.integrations.ulysses.gradients import factor_of
@@ -64,50 +65,43 @@ def within_texts(attend: Callable[..., Any]) -> Callable[..., Any]:
     return mark(attend_within_texts)
 
 
-def patch_adapter(accelerator: Any) -> Callable[[], None] | None:
+def patch_adapter(module: ModuleType) -> Iterator[Change]:
     """Patch `Accelerator.deepspeed_ulysses_dl_adapter` to give complete batches that can be skipped, for Muon."""
-    adapter = getattr(accelerator, "deepspeed_ulysses_dl_adapter", None)
-    if adapter is None or is_ours(adapter):
-        return None
+    if not hasattr(module.ParallelismConfig, "sp_size"):
+        return  # an accelerate without sequence parallel
+    adapter = module.Accelerator.deepspeed_ulysses_dl_adapter
 
     @functools.wraps(adapter)
-    def adapted(self: Any, dl: Any, model: Any) -> Any:
-        size = size_of(self.parallelism_config)
-        if size == 1 or not is_corrected(model):
-            return adapter(self, dl, model)
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(("dl", "model"), args, strict=False)) | kwargs
+        if not is_corrected(call.get("model")) or size_of(self.parallelism_config) == 1:
+            return adapter(self, *args, **kwargs)
 
         def adapt(loader: Any, skip: int) -> Any:
-            return adapter(self, CompletedBatches(loader, self.device, skip), model)
+            return adapter(self, CompletedBatches(loader, self.device, skip), call["model"])
 
-        return ShardedLoader(dl, adapt, size)
+        return ShardedLoader(call["dl"], adapt, size_of(self.parallelism_config))
 
-    accelerator.deepspeed_ulysses_dl_adapter = mark(adapted)
-
-    def undo() -> None:
-        accelerator.deepspeed_ulysses_dl_adapter = adapter
-
-    return undo
+    yield module.Accelerator, "deepspeed_ulysses_dl_adapter", adapted
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
+def patch_trainer(module: ModuleType) -> Iterator[Change]:
     """Patch `Trainer.compute_loss` to divide gradients by the measured factor, and Trainer's skipping, for Muon."""
     trainer = module.Trainer
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
-    skip_first_batches = getattr(module, "skip_first_batches", None)
-    if is_ours(compute_loss):
-        return None
+    skip_first_batches = module.skip_first_batches
 
     @functools.wraps(compute_loss)
-    def corrected(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def corrected(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_concerned(self) or not self.model.training:
-            return compute_loss(self, model, inputs, *args, **kwargs)
+            return compute_loss(self, *args, **kwargs)
         if self.compute_loss_func is not None:
             raise RuntimeError("compute_loss_func is ignored under sequence parallel. Override compute_loss")
         notes = vars(self)
         if "_hf_muon_factor" not in notes:
             notes["_hf_muon_factor"] = factor_of(self, compute_loss)
         factor = notes["_hf_muon_factor"]
-        result = compute_loss(self, model, inputs, *args, **kwargs)
+        result = compute_loss(self, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if factor != 1 and loss.requires_grad:
             loss.register_hook(lambda grad: grad / factor)
@@ -127,18 +121,12 @@ def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
             )
         return loss
 
-    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+    @functools.wraps(skip_first_batches)
+    def skip(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataloader, ShardedLoader):
-            return dataloader.skipping(num_batches)
-        return skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
+            return dataloader.skipping(*args, *kwargs.values())  # the number of batches alone
+        return skip_first_batches(dataloader, *args, **kwargs)
 
-    trainer.compute_loss, trainer.training_step = mark(corrected), checked
-    if skip_first_batches is not None:
-        vars(module)["skip_first_batches"] = skip
-
-    def undo() -> None:
-        trainer.compute_loss, trainer.training_step = compute_loss, training_step
-        if skip_first_batches is not None:
-            vars(module)["skip_first_batches"] = skip_first_batches
-
-    return undo
+    yield trainer, "compute_loss", corrected
+    yield trainer, "training_step", checked
+    yield module, "skip_first_batches", skip

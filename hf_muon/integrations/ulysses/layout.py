@@ -24,5 +24,4 @@ def is_corrected(engine: Any) -> bool:
 
 def is_concerned(trainer: Any) -> bool:
     """Return whether a Trainer's ranks share sequences, with Muon as its optimizer."""
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    return size_of(parallelism) > 1 and is_muon(trainer.args.optim)
+    return is_muon(trainer.args.optim) and size_of(getattr(trainer.accelerator, "parallelism_config", None)) > 1
