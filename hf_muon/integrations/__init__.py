@@ -2,7 +2,8 @@
 
 Only this room names those packages; it may import every room below it, and only `cli` imports it. A module of another
 package is patched right after its own import: `hf_muon._autoload.HOOKS` lists each feature with its module and the
-function here that patches it, and is the one place to add an integration to. What users call here is `deepspeed.initialize`.
+function here that patches it, and is the one place to add an integration to. What users call here is
+`deepspeed.initialize`.
 
 The same file names mean the same thing in each folder:
 
