@@ -103,7 +103,7 @@ FLOORS = {
         "deepspeed.engine",
         "accelerate transformers.attention transformers.changed_layouts transformers.checkpoint_files",
         "transformers.layout",
-        "transformers.context_parallel transformers.schedules transformers.sharded_models",
+        "transformers.callback transformers.context_parallel transformers.sharded_models",
         "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
         "llamafactory.v1.handler transformers.handler",
         "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",

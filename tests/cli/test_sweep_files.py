@@ -12,7 +12,7 @@ import pytest
 
 from hf_muon.cli.sweep_files import default_command, trial_settings
 from hf_muon.cli.sweep_scores import Trial, is_close, judge, read_losses, recommendation
-from hf_muon.integrations.transformers.hooks import append_to_trainer_log
+from hf_muon.integrations.transformers.callback import append_to_trainer_log
 
 
 class TestFiles:
@@ -52,10 +52,7 @@ class TestFiles:
 
     def test_trainers_log_is_appended_by_the_first_rank(self, tmp_path, monkeypatch):
         file = tmp_path / "losses.jsonl"
-        first, second = (
-            SimpleNamespace(is_world_process_zero=lambda first=first: first, state=SimpleNamespace(global_step=3))
-            for first in (True, False)
-        )
+        first, second = (SimpleNamespace(is_world_process_zero=first, global_step=3) for first in (True, False))
         append_to_trainer_log(first, {"loss": 1.0})
         assert not file.exists()
         monkeypatch.setenv("HF_MUON_TRAINER_LOG", str(file))

@@ -225,7 +225,6 @@ def damaged() -> list[Case]:
     checkpoint = f"checkpoint-{worker.SAVE_STEP + 1}"
     return [
         case("damaged_ddp", resume=f"damaged_ddp/{checkpoint}"),
-        case("damaged_sharded", "fsdp2", arguments=SHARDED, resume=f"damaged_sharded/{checkpoint}"),
         resumed(case("fsdp", "fsdp2"), name="undamaged", source="damaged_fsdp"),
         case("lacking_fsdp", "fsdp2", resume=f"lacking_fsdp/checkpoint-{worker.SAVE_STEP}"),
         case("damaged_fsdp", "fsdp2", resume=f"damaged_fsdp/{checkpoint}", alone=True),

@@ -7,12 +7,13 @@ kind, it fails on the rank that reads them, and the others wait.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_muon.integrations.names import is_muon, is_ours, mark
+from hf_muon._autoload import Change
+from hf_muon.integrations.names import is_muon
 
 # accelerate's names. `_MODEL` is a file of FULL_STATE_DICT, and begins the name of a folder of SHARDED_STATE_DICT.
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer.bin"
@@ -20,27 +21,21 @@ _WITHOUT_FSDP = ("model.safetensors", "pytorch_model.bin", "optimizer.pt")
 _KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None] | str | None:
+def patch_loading(module: ModuleType) -> Iterator[Change]:
     """Patch `Trainer._load_from_checkpoint`, the first to read a checkpoint, to refuse kinds that it cannot load."""
     trainer = module.Trainer
-    load = getattr(trainer, "_load_from_checkpoint", None)
-    if load is None:
-        return "not patched: Trainer has no _load_from_checkpoint; checkpoints of other layouts are not explained"
-    if is_ours(load):
-        return None
+    load = trainer._load_from_checkpoint
 
     @functools.wraps(load)
-    def load_own_kind(self: Any, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if is_muon(self.args.optim) and (complaint := kind_complaint(self, Path(resume_from_checkpoint))):
-            raise ValueError(complaint)
-        load(self, resume_from_checkpoint, *args, **kwargs)
+    def load_own_kind(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = next(iter((*args, *kwargs.values())), None)
+        if is_muon(self.args.optim) and isinstance(checkpoint, (str, Path)):
+            complaint = kind_complaint(self, Path(checkpoint))
+            if complaint:
+                raise ValueError(complaint)
+        return load(self, *args, **kwargs)
 
-    trainer._load_from_checkpoint = mark(load_own_kind)
-
-    def undo() -> None:
-        trainer._load_from_checkpoint = load
-
-    return undo
+    yield trainer, "_load_from_checkpoint", load_own_kind
 
 
 def kind_complaint(trainer: Any, checkpoint: Path) -> str | None:

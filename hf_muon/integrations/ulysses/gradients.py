@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from hf_muon.integrations.names import is_ours, mark
 
 if TYPE_CHECKING:
     from hf_muon.optimizer.muon import Muon
@@ -49,24 +46,16 @@ def average_over_all_ranks(engine: Any, optimizer: Muon) -> None:
     optimizer.register_step_pre_hook(refuse_other_losses)
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
-    """Patch `Trainer.compute_loss` to note that an engine's losses are gathered."""
-    trainer = module.Trainer
-    compute_loss = trainer.compute_loss
-    if is_ours(compute_loss):
-        return None
+def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Trainer.compute_loss`, which notes that an engine's losses are gathered."""
 
     @functools.wraps(compute_loss)
-    def noted(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(model, GATHERED, None) is not None and self.model.training:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model")
+        if hasattr(model, GATHERED) and self.model.training:
             if self.compute_loss_func is not None:
                 raise RuntimeError("compute_loss_func is ignored under sequence parallel. Override compute_loss")
             setattr(model, GATHERED, True)
-        return compute_loss(self, model, *args, **kwargs)
+        return compute_loss(self, *args, **kwargs)
 
-    trainer.compute_loss = mark(noted)
-
-    def undo() -> None:
-        trainer.compute_loss = compute_loss
-
-    return undo
+    return noted

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from hf_muon.integrations.names import is_ours, mark
+from hf_muon._autoload import Change
 from hf_muon.integrations.ulysses import gradients
 from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
 from hf_muon.integrations.ulysses.refusals import model_complaints, refuse_groups_of_gloo
@@ -50,48 +50,36 @@ def size_of(accelerator: Any) -> int:
     return int(getattr(accelerator.parallelism_config, "sp_size", None) or 1)
 
 
-def patch_adapter(accelerator: Any) -> Callable[[], None] | None:
+def patch_adapter(module: ModuleType) -> Iterator[Change]:
     """Patch `Accelerator.deepspeed_ulysses_dl_adapter` to give complete batches that can be skipped, for Muon."""
-    adapter = getattr(accelerator, "deepspeed_ulysses_dl_adapter", None)
-    if adapter is None or is_ours(adapter):
-        return None
+    if not hasattr(module.ParallelismConfig, "sp_size"):
+        return  # an accelerate without sequence parallel
+    adapter = module.Accelerator.deepspeed_ulysses_dl_adapter
 
     @functools.wraps(adapter)
-    def adapted(self: Any, dl: Any, model: Any) -> Any:
-        if not hasattr(model, gradients.GATHERED):  # an engine without Muon, or whose ranks do not share sequences
-            return adapter(self, dl, model)
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(("dl", "model"), args, strict=False)) | kwargs
+        if not hasattr(call.get("model"), gradients.GATHERED):  # no Muon, or ranks do not share sequences
+            return adapter(self, *args, **kwargs)
 
         def adapt(loader: Any, skip: int) -> Any:
-            return adapter(self, CompletedBatches(loader, self.device, skip), model)
+            return adapter(self, CompletedBatches(loader, self.device, skip), call["model"])
 
-        return ShardedLoader(dl, adapt, size_of(self))
+        return ShardedLoader(call["dl"], adapt, size_of(self))
 
-    accelerator.deepspeed_ulysses_dl_adapter = mark(adapted)
-
-    def undo() -> None:
-        accelerator.deepspeed_ulysses_dl_adapter = adapter
-
-    return undo
+    yield module.Accelerator, "deepspeed_ulysses_dl_adapter", adapted
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
+def patch_trainer(module: ModuleType) -> Iterator[Change]:
     """Patch Trainer's loss to be noted, and its skipping to know loaders of parts of sequences."""
-    undo_loss = gradients.patch_trainer(module)
-    if undo_loss is None:
-        return None
-    skip_first_batches = getattr(module, "skip_first_batches", None)
-    if skip_first_batches is None:
-        return undo_loss
+    trainer = module.Trainer
+    skip_first_batches = module.skip_first_batches
 
-    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+    @functools.wraps(skip_first_batches)
+    def skip(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataloader, ShardedLoader):
-            return dataloader.skipping(num_batches)
-        return skip_first_batches(dataloader, num_batches)
+            return dataloader.skipping(*args, *kwargs.values())  # the number of batches alone
+        return skip_first_batches(dataloader, *args, **kwargs)
 
-    vars(module)["skip_first_batches"] = skip
-
-    def undo() -> None:
-        undo_loss()
-        vars(module)["skip_first_batches"] = skip_first_batches
-
-    return undo
+    yield trainer, "compute_loss", gradients.noting(trainer.compute_loss)
+    yield module, "skip_first_batches", skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,27 @@ def refuse_unsupported(args: Any) -> None:
             f"optim_config: muon does not run under dist_config: {name} in this version of hf_muon. Leave dist_config "
             "out for one process or DDP, or write dist_config: {name: fsdp2}. DeepSpeed works in v0: "
             "llamafactory-cli train without USE_V1, with optim: muon"
+        )
+
+
+def refuse_factors(peft_config: Any, optim_config: Mapping[str, Any]) -> None:
+    """Raise if a run trains LoRA factors alone and does not say that Muon shall step them, before its model is loaded.
+
+    Raises:
+        ValueError: what LLaMA-Factory trains, and both ways out.
+    """
+    choices = ("lora", "lora_product", "muon_patterns", "optim_target_modules")
+    if (
+        isinstance(peft_config, Mapping)
+        and peft_config.get("name") == "lora"
+        and not peft_config.get("modules_to_save")
+        and not any(optim_config.get(name) for name in choices)
+    ):
+        raise ValueError(
+            "optim_config: muon has nothing to step in this run, which trains LoRA factors alone (peft_config: lora), "
+            "and AdamW steps those unless you say otherwise. Leave peft_config out to train the matrices themselves, "
+            "or write lora: muon into optim_config to orthogonalize each factor, which in hf_muon's own study took "
+            "more time than AdamW and showed no difference in the loss"
         )
 
 
