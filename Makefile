@@ -1,7 +1,7 @@
 # Each target makes what it needs and can be run first.
 #   make demo      a real training run with optim: muon, beside AdamW
 #   make quick     tests of what needs torch and transformers alone, on the newest stack
-#   make test      every promise of the README, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
+#   make test      what tests/readme.py lists, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make test-all  every test
 #   make lint      ruff and mypy
 #   make docs      the documentation as pages, in build/docs; warnings are errors

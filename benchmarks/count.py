@@ -25,18 +25,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_muon.math.elementwise import Elementwise
-from hf_muon.plan.operators import (
-    ALIGNED_BYTES,
-    COLLECTIVES,
-    FREE,
-    PRODUCTS,
-    launches_of_lists,
-    nbytes_of,
-    tensors_in,
-    traffic_of,
-    uncompiled,
-)
 
+_FREE = {
+    *("view", "_unsafe_view", "t", "transpose", "unsqueeze", "squeeze", "expand", "slice", "select", "split", "unfold"),
+    *("split_with_sizes", "as_strided", "permute", "diagonal", "detach", "alias", "narrow", "reshape", "unbind"),
+    *("_reshape_alias", "empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "movedim", "set"),
+    "wait_tensor",
+}
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
+# Inductor's kernels take tensors at such addresses.
+_ALIGNED_BYTES = 16
+_COLLECTIVES = {
+    *("alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce", "broadcast"),
+    "all_gather_into_tensor",
+}
 _COPIES = {"copy", "_to_copy"}
 
 
@@ -64,12 +67,12 @@ class Count(TorchDispatchMode):
     @property
     def products(self) -> int:
         """Launches of matrix products."""
-        return sum(self.launches[name] for name in PRODUCTS)
+        return sum(self.launches[name] for name in _PRODUCTS)
 
     @property
     def collectives(self) -> int:
         """Calls of torch.distributed."""
-        return sum(self.launches[name] for name in COLLECTIVES)
+        return sum(self.launches[name] for name in _COLLECTIVES)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -84,22 +87,22 @@ class Count(TorchDispatchMode):
         if self.device == "meta" and name in _COPIES and self._crosses(name, args, kwargs):
             return self._copied(function, name, args, kwargs)
         result = function(*args, **kwargs)
-        tensors = [*tensors_in(args), *tensors_in(kwargs), *tensors_in(result)]
-        if name not in FREE and any(tensor.device.type == self.device for tensor in tensors):
-            self.launches[name] += launches_of_lists(args) if name.startswith("_foreach") else 1
-            if name not in PRODUCTS:
-                self.traffic[name] += traffic_of(function, name, args, kwargs, result)
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs), *_tensors_in(result)]
+        if name not in _FREE and any(tensor.device.type == self.device for tensor in tensors):
+            self.launches[name] += _launches_of_lists(args) if name.startswith("_foreach") else 1
+            if name not in _PRODUCTS:
+                self.traffic[name] += _traffic_of(function, name, args, kwargs, result)
         return result
 
     def add(self, function: Elementwise, tensors: Sequence[Tensor]) -> None:
         """Count one call of a function that is compiled on accelerators."""
-        odd = {k for k, t in enumerate(tensors) if t.ndim and t.storage_offset() * t.dtype.itemsize % ALIGNED_BYTES}
+        odd = {k for k, t in enumerate(tensors) if t.ndim and t.storage_offset() * t.dtype.itemsize % _ALIGNED_BYTES}
         copies = [*odd, *odd.intersection(function.writes)]
         self.launches[function.name] += 1
-        self.traffic[function.name] += sum(nbytes_of(tensors[i]) for i in (*function.reads, *function.writes))
+        self.traffic[function.name] += sum(_nbytes_of(tensors[i]) for i in (*function.reads, *function.writes))
         if copies:
             self.launches["clone"] += len(copies)
-            self.traffic["clone"] += 2 * sum(nbytes_of(tensors[i]) for i in copies)
+            self.traffic["clone"] += 2 * sum(_nbytes_of(tensors[i]) for i in copies)
 
     def _crosses(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether a copy goes from one memory to the other."""
@@ -113,8 +116,8 @@ class Count(TorchDispatchMode):
         source = args[1] if name == "copy" else args[0]
         is_free = kwargs.get("non_blocking") or (name == "copy" and len(args) > 2 and args[2])
         self.launches[name] += 1
-        self.traffic[name] += nbytes_of(source)
-        self.host_bytes += nbytes_of(source)
+        self.traffic[name] += _nbytes_of(source)
+        self.host_bytes += _nbytes_of(source)
         if not is_free:
             self.waits["copy to the host" if source.is_meta else "copy to the device"] += 1
         if name == "copy":
@@ -141,6 +144,73 @@ def answer(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def counting(device: str = "meta") -> Iterator[Count]:
     """Count the operators and the compiled functions of the `with` block, on a type of device."""
-    count = Count(device)
-    with uncompiled(count.add), count:
-        yield count
+    count, call = Count(device), Elementwise.__call__
+
+    def counted(self: Elementwise, *tensors: Tensor, **options: Any) -> None:
+        if tensors[0].device.type == "meta":
+            count.add(self, tensors)
+        else:
+            call(self, *tensors, **options)
+
+    Elementwise.__call__ = counted  # type: ignore[method-assign]
+    try:
+        with count:
+            yield count
+    finally:
+        Elementwise.__call__ = call  # type: ignore[method-assign]
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument or a result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor."""
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _traffic_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the bytes that a call reads and writes."""
+    written = {id(tensor) for tensor in _tensors_in(result)}
+    total = sum(map(_nbytes_of, {id(tensor): tensor for tensor in _tensors_in(result)}.values()))
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        # The fused AdamW kernel writes gradients only where it divides them by the scale of a GradScaler.
+        writes = argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+        for tensor in _tensors_in(value):
+            if writes and id(tensor) not in written:
+                total += _nbytes_of(tensor)  # in-place multi-tensor calls return nothing
+            if not (writes and name in _WRITES_ONLY):
+                total += _nbytes_of(tensor)
+    for key, value in kwargs.items():
+        if key != "out":
+            total += sum(map(_nbytes_of, _tensors_in(value)))
+    return total
+
+
+def _launches_of_lists(args: Sequence[Any]) -> int:
+    """Return the launches of a multi-tensor call: one if torch has a kernel for its lists, or one for each tensor."""
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
+    if not lists:
+        return 1
+    alike = all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists) and all(
+        len({tensor.stride() for tensor in row}) == 1 and _is_dense(row[0]) for row in zip(*lists, strict=True)
+    )
+    return 1 if alike else len(lists[0])
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has no gaps between its elements, in whatever order its dims are."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

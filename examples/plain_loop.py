@@ -7,7 +7,7 @@ r"""Train a causal language model in a plain loop with accelerate: `build_optimi
         examples/plain_loop.py ...
 
 The loop is the same for one process, DDP, FSDP2 and DeepSpeed. The optimizer is built before `prepare`, which
-shares its work among the ranks of DDP, swaps its parameters under FSDP2, and attaches it to DeepSpeed's engine.
+swaps its parameters under FSDP2 and attaches it to DeepSpeed's engine.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def load_model(script: ScriptArguments) -> PreTrainedModel:
 def main(argv: list[str]) -> None:
     """Train, evaluate, save."""
     script, training = parse_arguments(argv)
+    # Where sequences are shared among ranks, accelerate wants to know the attention, too.
+    os.environ.setdefault("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", script.attn_implementation)
     if training.use_cpu and training.deepspeed:
         start_deepspeed_on_cpu()
     set_seed(training.seed)  # before random weights are drawn

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from hf_muon._autoload import install, uninstall
+from hf_muon._autoload import install
 
 if TYPE_CHECKING:
     from hf_muon.build import build_optimizer
@@ -29,7 +29,6 @@ __all__ = [
     "install",
     "orthogonalize",
     "route_parameters",
-    "uninstall",
 ]
 
 _MODULES = {

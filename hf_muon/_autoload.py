@@ -1,7 +1,8 @@
 """Lazy hooks: a few modules of other packages are patched right after their own import, and not before.
 
-To add an integration, write its patch into `hf_muon/integrations` and name it in `HOOKS`. This module imports the
-standard library only. A patch that fails leaves its module as it was, and `status` says why.
+To add an integration, write its patch into `hf_muon/integrations` and name it in `HOOKS`: one hook for each feature.
+This module imports the standard library only. A hook that fails leaves its module as it was, and logs nothing that a
+user of another optimizer would see: `hf-muon doctor` shows it, and a run that needs it is refused by its name.
 """
 
 from __future__ import annotations
@@ -13,43 +14,155 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+Change = tuple[Any, Any, Any]
+"""What a patch puts where: an owner, an attribute's name and its value; or a dict or a list, a key and its item."""
+
+
+class Hook(NamedTuple):
+    """One feature that another package's module gets."""
+
+    module: str
+    patch: str
+    """The function that is called with the module and yields every `Change` of it, before any of them is made."""
+    lost: str
+    """What a run lacks where the hook has failed."""
+
+
+_TRANSFORMERS = "hf_muon.integrations.transformers"
+_V0, _V1 = "hf_muon.integrations.llamafactory.v0.hooks", "hf_muon.integrations.llamafactory.v1.hooks"
+_V1_PLUGINS = "llamafactory.v1.plugins.trainer_plugins"
 
 HOOKS = {
-    "transformers.training_args": "hf_muon.integrations.transformers.hooks:patch_training_args",
-    "transformers.trainer_optimizer": "hf_muon.integrations.transformers.hooks:patch_trainer_optimizer",
-    "transformers.trainer": "hf_muon.integrations.transformers.hooks:patch_trainer",
-    "accelerate.accelerator": "hf_muon.integrations.accelerate:patch_accelerator",
-    "torch.distributed.checkpoint.state_dict": "hf_muon.integrations.torch_states:patch_loading",
-    "axolotl.logging_config": "hf_muon.integrations.axolotl:patch_log_filter",
-    "axolotl.contribs.mit.muon": "hf_muon.integrations.other_muons:patch_axolotl",
-    "swift.optimizers.muon": "hf_muon.integrations.other_muons:patch_swift",
-    "timm.optim._optim_factory": "hf_muon.integrations.timm:patch_registry",
-    "lightning.pytorch.strategies.ddp": "hf_muon.integrations.lightning:patch_trainer",
-    "lightning.fabric.strategies.ddp": "hf_muon.integrations.lightning:patch_fabric",
-    "pytorch_lightning.strategies.ddp": "hf_muon.integrations.lightning:patch_trainer",
-    "lightning_fabric.strategies.ddp": "hf_muon.integrations.lightning:patch_fabric",
-    "llamafactory.hparams.parser": "hf_muon.integrations.llamafactory.v0.hooks:patch_parser",
-    "llamafactory.extras.ploting": "hf_muon.integrations.llamafactory.v0.hooks:patch_plots",
-    "llamafactory.v1.config.training_args": "hf_muon.integrations.llamafactory.v1.hooks:patch_training_arguments",
-    "llamafactory.v1.plugins.trainer_plugins.optimizer": "hf_muon.integrations.llamafactory.v1.hooks:patch_optimizers",
-    "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer": (
-        "hf_muon.integrations.llamafactory.v1.hooks:patch_optimizers"
+    "optim: muon": Hook(
+        "transformers.training_args", f"{_TRANSFORMERS}.hooks:patch_training_args", "TrainingArguments know no muon"
     ),
-    "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2": (
-        "hf_muon.integrations.llamafactory.v1.hooks:patch_checkpoints"
+    "optimizer of Trainer": Hook(
+        "transformers.trainer_optimizer", f"{_TRANSFORMERS}.hooks:patch_trainer_optimizer", "Trainer cannot make a Muon"
+    ),
+    "callback of Trainer": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.callback:patch_callbacks",
+        "nobody tells a run's optimizer its number of steps, logs its metrics, or sees that another optimizer runs",
+    ),
+    "console of Trainer": Hook(
+        "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_console", "the console shows all metrics, not a few"
+    ),
+    "damaged checkpoints": Hook(
+        "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_loading", "errors of damaged checkpoints name no file"
+    ),
+    "checkpoints of other layouts": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.changed_layouts:patch_loading",
+        "errors of checkpoints of another layout do not say what to do",
+    ),
+    "sharded models": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.sharded_models:patch_checkpoints",
+        "models that transformers shards while it loads them have no checkpoints",
+    ),
+    "context parallel": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.context_parallel:patch_trainer",
+        "losses and batches with wrong gradients under cp_size are not refused",
+    ),
+    "Ulysses": Hook(
+        "transformers.trainer",
+        "hf_muon.integrations.ulysses.hooks:patch_trainer",
+        "nobody sees whether losses under sp_size are gathered",
+    ),
+    "batches of Ulysses": Hook(
+        "accelerate.accelerator",
+        "hf_muon.integrations.ulysses.hooks:patch_adapter",
+        "epochs under sp_size end early, and their batches are not complete",
+    ),
+    "shards in Trainer": Hook(
+        "transformers.trainer",
+        "hf_muon.integrations.accelerate:patch_sharded_loading",
+        "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
+    ),
+    "shards in accelerate": Hook(
+        "accelerate.accelerator",
+        "hf_muon.integrations.accelerate:patch_sharded_loading",
+        "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
+    ),
+    "Accelerator.prepare": Hook(
+        "accelerate.accelerator",
+        "hf_muon.integrations.accelerate:patch_prepare",
+        "Muon is not attached to DeepSpeed's engine",
+    ),
+    "whole states": Hook(
+        "torch.distributed.checkpoint.state_dict",
+        "hf_muon.integrations.torch_states:patch_loading",
+        "moments that a whole state lacks are loaded as zeros",
+    ),
+    "log of axolotl": Hook(
+        "axolotl.logging_config",
+        "hf_muon.integrations.axolotl:patch_log_filter",
+        "axolotl hides the table of routes; LOG_LEVEL=INFO shows it",
+    ),
+    "Muon of axolotl": Hook(
+        "axolotl.contribs.mit.muon",
+        "hf_muon.integrations.other_muons:patch_axolotl",
+        "nothing warns where axolotl's own Muon runs",
+    ),
+    "Muon of ms-swift": Hook(
+        "swift.optimizers.muon",
+        "hf_muon.integrations.other_muons:patch_swift",
+        "nothing warns where ms-swift's own Muon runs",
+    ),
+    "timm": Hook(
+        "timm.optim._optim_factory",
+        "hf_muon.integrations.timm:patch_registry",
+        "timm knows no --opt hf_muon; timm 1.0.12 is the first that can",
+    ),
+    "LLaMA-Factory's parser": Hook(
+        "llamafactory.hparams.parser",
+        f"{_V0}:patch_parser",
+        "options of LLaMA-Factory that replace the optimizer in silence are not refused",
+    ),
+    "LLaMA-Factory's packages": Hook(
+        "llamafactory.hparams.parser",
+        f"{_V0}:patch_dependencies",
+        "the package of an optimizer beside optim: muon is asked for, before the optimizer is refused",
+    ),
+    "LLaMA-Factory's plots": Hook(
+        "llamafactory.extras.ploting", f"{_V0}:patch_plots", "plot_loss draws no metrics of Muon"
+    ),
+    "LLaMA-Factory v1's parser": Hook(
+        "llamafactory.v1.config.arg_parser",
+        f"{_V1}:patch_parser",
+        "LoRA without lora=muon is refused after the model is loaded, and not before",
+    ),
+    "LLaMA-Factory v1's arguments": Hook(
+        "llamafactory.v1.config.training_args",
+        f"{_V1}:patch_training_arguments",
+        "optim_config is not checked, and layouts in which Muon does not step are not refused",
+    ),
+    "LLaMA-Factory v1's optimizers": Hook(
+        f"{_V1_PLUGINS}.optimizer", f"{_V1}:patch_optimizers", "optim_config: {name: muon} is not this package's"
+    ),
+    "newer v1's optimizers": Hook(
+        f"{_V1_PLUGINS}.optimizers.optimizer",
+        f"{_V1}:patch_optimizers",
+        "optim_config: {name: muon} is not this package's",
+    ),
+    "LLaMA-Factory v1's shards": Hook(
+        f"{_V1_PLUGINS}.distributed.fsdp2",
+        f"{_V1}:patch_checkpoints",
+        "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
     ),
 }
-"""Each module to patch, and the function that patches it, which is called with the module.
+"""The hooks by name. A module that is reloaded loses its patches, and is patched again."""
 
-The function returns how to undo its patch, the reason why it did not patch, or None if the patch is in place already. A
-module that is reloaded loses its patch, and is patched again.
-"""
+_MODULES = frozenset(hook.module for hook in HOOKS.values())
+_PATCHED = "_hf_muon_hooks"
+"""Attribute of a patched module: the names of its hooks."""
 
-_undo: dict[str, Callable[[], None]] = {}
-_reasons: dict[str, str] = {}
+_states: dict[str, str] = {}
 # Nothing is imported while it is held: other threads wait for it in the middle of their imports.
 _lock = threading.RLock()
 
@@ -57,9 +170,9 @@ _lock = threading.RLock()
 def install() -> None:
     """Register `optim: muon`: patch the modules that are imported, hook the others. Repeated calls are harmless."""
     with _lock:
-        if not _is_installed():
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
-    for name in HOOKS:
+    for name in _MODULES:
         module = sys.modules.get(name)
         if module is None:
             continue
@@ -69,43 +182,43 @@ def install() -> None:
             _patch(module)
 
 
-def uninstall() -> None:
-    """Undo `install`: `optim: muon` is unknown again. Existing optimizers continue to work."""
-    with _lock:
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        for name in list(_undo):
-            _undo.pop(name)()
-        _reasons.clear()
-
-
 def status() -> dict[str, str]:
-    """Return the state of each hooked module: patched, waiting for its import, or why it is not patched."""
-    waiting = "waiting for its import" if _is_installed() else "not hooked"
-    return {name: "patched" if name in _undo else _reasons.get(name, waiting) for name in HOOKS}
+    """Return the state of each hook: patched, waiting for the import of its module, or why it has failed."""
+    return {name: _states.get(name, "waiting for its import") for name in HOOKS}
 
 
-def _is_installed() -> bool:
-    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+def failure(name: str) -> str | None:
+    """Return why a hook has failed; None where it has not, or where its module is not imported."""
+    state = _states.get(name, "")
+    return state if state.startswith("failed") else None
+
+
+def apply(patch: Callable[[ModuleType], Iterable[Change]], module: ModuleType) -> None:
+    """Make all changes of a patch, or none if it raises an error."""
+    for owner, name, value in list(patch(module)):
+        if isinstance(owner, (dict, list)):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
 
 
 def _patch(module: ModuleType) -> None:
-    name = module.__name__
-    path, _, function = HOOKS[name].partition(":")
-    result: Callable[[], None] | str | None
-    try:
-        patch = getattr(importlib.import_module(path), function)
-        with _lock:
-            result = patch(module)
-            if callable(result):
-                _undo[name] = result
-                _reasons.pop(name, None)
-    except Exception as error:  # noqa: BLE001  somebody else's import must not fail
-        result = f"failed: {type(error).__name__}: {error}"
-        logging.getLogger("hf_muon").warning("optim: muon is not available, %s: %s", name, result)
-    if isinstance(result, str):
-        with _lock:
-            _undo.pop(name, None)
-            _reasons[name] = result
+    """Apply the hooks of a module that are not in place yet."""
+    for name, hook in HOOKS.items():
+        if hook.module != module.__name__ or name in vars(module).get(_PATCHED, ()):
+            continue
+        path, _, function = hook.patch.partition(":")
+        try:
+            patch = getattr(importlib.import_module(path), function)
+            with _lock:
+                done = vars(module).get(_PATCHED, ())
+                if name not in done:
+                    apply(patch, module)
+                    vars(module)[_PATCHED] = (*done, name)
+            _states[name] = "patched"
+        except Exception as error:  # noqa: BLE001  somebody else's import must not fail
+            _states[name] = f"failed: {type(error).__name__}: {error}"
+            logging.getLogger("hf_muon").debug("hook %s: %s; lost: %s", name, _states[name], hook.lost)
 
 
 def _patch_when_ready(module: ModuleType) -> None:
@@ -119,9 +232,7 @@ def _patch_when_ready(module: ModuleType) -> None:
     def patch_now(awaited: ModuleType) -> None:
         patching.here = True
         try:
-            # uninstall() may have been called since.
-            if _is_installed():
-                _patch(awaited)
+            _patch(awaited)
         finally:
             patching.here = False
             ModuleType.__setattr__(awaited, "__class__", ModuleType)
@@ -137,7 +248,8 @@ def _patch_when_ready(module: ModuleType) -> None:
     if type(module) is ModuleType:
         module.__class__ = Awaited
     else:
-        _reasons[module.__name__] = f"failed: {type(module).__name__} is not a plain module"
+        reason = f"failed: {type(module).__name__} is not a plain module"
+        _states.update({name: reason for name, hook in HOOKS.items() if hook.module == module.__name__})
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -149,7 +261,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in HOOKS or getattr(self._busy, "name", None) == fullname:
+        if fullname not in _MODULES or getattr(self._busy, "name", None) == fullname:
             return None
         self._busy.name = fullname
         try:
@@ -179,4 +291,5 @@ class _PatchingLoader(importlib.abc.Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        vars(module).pop(_PATCHED, None)  # of a module that is reloaded
         _patch(module)

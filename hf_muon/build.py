@@ -36,8 +36,7 @@ def build_optimizer(
     Args:
         model: any module: plain, wrapped in DDP, or with DTensor parameters (`fully_shard`, tensor parallel).
         config: a `MuonConfig`, or a mapping of its options as a YAML file holds them.
-        replicate_group: the process group over which plain parameters are replicated; its ranks share the work. The
-            default is the process group of DDP if it wraps the model.
+        replicate_group: as in :class:`Muon`.
         **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
@@ -55,8 +54,6 @@ def build_optimizer(
     if complaint := no_decay_complaint(config, {route.name: route.decay for route in routes}):
         raise ValueError(complaint)
     groups = groups_of(routes, config)
-    if replicate_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
-        replicate_group = model.process_group
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, model)
     if optimizer.metrics is not None:
@@ -100,14 +97,17 @@ def group_of(
     Args:
         routes: at least one.
         config: the options.
-        lr: the learning rate of a ready-made group, multiplied by `muon_lr / lr` or `adamw_lr / lr` of `config`.
+        lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it, or multiplies it
+            by its proportion to the `lr` of `config` if that is set.
         weight_decay: the weight decay of a ready-made group; `adamw_weight_decay` replaces it unless it is 0.
     """
     use_muon = routes[0].use_muon
     optimizer_lr = config.muon_lr if use_muon else config.adamw_lr
-    if lr is None or lr == config.lr:
-        lr = config.lr if optimizer_lr is None else optimizer_lr
-    elif optimizer_lr is not None and config.lr:
+    if optimizer_lr is None:
+        lr = config.value_of("lr") if lr is None else lr
+    elif lr is None or not config.lr or lr == config.lr:
+        lr = optimizer_lr
+    else:
         lr = lr * optimizer_lr / config.lr
     optimizer_decay = None if use_muon else config.adamw_weight_decay
     if weight_decay is None:

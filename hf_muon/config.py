@@ -56,8 +56,14 @@ class MuonConfig(RuleOptions, ScaleOptions):
         ValueError: a value is not valid; the message names the option and its valid values.
     """
 
-    lr: float = option(
-        1e-3, types.learning_rate(), "Learning rate.", scope="group", fallback="`learning_rate`", source="torch"
+    lr: float | None = option(
+        1e-3,
+        types.learning_rate(),
+        "Learning rate.",
+        scope="group",
+        fallback="`learning_rate`",
+        source="torch",
+        may_be_unset=True,
     )
     weight_decay: float = option(
         0.0,
@@ -108,15 +114,15 @@ class MuonConfig(RuleOptions, ScaleOptions):
     ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = option(
         "polar_express",
         types.coefficients(),
-        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng`, `cans`, `deepseek_v4`, "
-        "`pion` or `aol`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
+        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng`, `cans` or "
+        "`deepseek_v4`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
         scope="group",
         source="[docs](docs/how-it-works.md#coefficients)",
     )
     ns_steps: int | str = option(
         AUTO,
         types.steps(1, 100),
-        "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, 4 for `aol`, those that are listed, else 5.",
+        "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, those that are listed, else 5.",
         scope="group",
         source=f"{_JORDAN}, torch",
     )
@@ -195,10 +201,10 @@ class MuonConfig(RuleOptions, ScaleOptions):
     )
     per_head: bool = option(False, types.flag(), "Orthogonalize query, key and value projections head by head.")
     max_bucket_bytes: int = option(
-        256 * 2**20,
+        2**31,
         types.integer("a positive number of bytes", 1),
-        "Upper limit, per rank, for the bytes of updates and directions in flight during a distributed step, without "
-        "the temporary memory of Newton-Schulz. Matrices that exceed it are communicated without overlap.",
+        "Upper limit, per rank, for the bytes of updates and directions that travel at once during a distributed step. "
+        "Matrices that exceed it are communicated without overlap.",
         scope="optimizer",
     )
     max_batch_bytes: int = option(
@@ -255,7 +261,9 @@ class MuonConfig(RuleOptions, ScaleOptions):
 
     def __post_init__(self) -> None:
         for name, own in options_of(self).items():
-            object.__setattr__(self, name, check_value(name, own, getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None or not own.may_be_unset:
+                object.__setattr__(self, name, check_value(name, own, value))
         rules = {name: check_option(name, value) for name, value in self.rules.items()}
         object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
@@ -269,8 +277,9 @@ class MuonConfig(RuleOptions, ScaleOptions):
         return tuple(OPTIONS)
 
     def value_of(self, name: str) -> Any:
-        """Return the value of an option, also of one that a registered rule declares."""
-        return self.rules.get(name, OPTIONS[name].default) if name in registry.OTHERS_OPTIONS else getattr(self, name)
+        """Return the value of an option, also of one that a registered rule declares; the default if it is not set."""
+        value = self.rules.get(name) if name in registry.OTHERS_OPTIONS else getattr(self, name)
+        return OPTIONS[name].default if value is None else value
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> MuonConfig:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hf_muon.build import as_config, group_of, log_routes, muon_options, require_muon
-from hf_muon.config import OPTIONS, MuonConfig
+from hf_muon.config import OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
+from hf_muon.options.declaration import quoted
 from hf_muon.routing.live_models import holder_of, routes_of
 from hf_muon.routing.route import Route
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 # What routing decides for each part of a group; every other key of a group is copied to both parts.
 _ROUTED = ("params", "param_names", "use_muon", "lr", "weight_decay")
+
+# What torch.optim.AdamW calls some options. The signature has our names only: LitGPT sets `fused` where it reads it.
+_RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps"}
+_TORCHS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
 
 
 class MuonOfGroups(Muon):
@@ -32,9 +37,13 @@ class MuonOfGroups(Muon):
     which of them are embeddings or heads. The model that holds them does: `model`, or else the live module that holds
     most of them.
 
-    A group's `lr` and `weight_decay` hold for both of its parts: `lr` as it is, or in the proportion of `muon_lr` and
-    `adamw_lr` to `lr` where these are set; `weight_decay` for norms and biases, too, unless `adamw_weight_decay` is
-    set. A group with `use_muon: False` goes to AdamW.
+    A group's `lr` and `weight_decay` hold for both of its parts. `muon_lr` and `adamw_lr` replace the `lr` of groups;
+    where `lr` is passed, too, a group's rate is multiplied by `muon_lr / lr` or `adamw_lr / lr`, so that groups keep
+    their proportions. `weight_decay` holds for norms and biases, too, unless `adamw_weight_decay` is set. A group with
+    `use_muon: False` goes to AdamW.
+
+    Arguments and groups may have the keys of torch.optim.AdamW, too: `betas` and `eps` are `adamw_betas` and
+    `adamw_eps`; `foreach`, `fused`, `capturable`, `differentiable`, `maximize` and `amsgrad` may have torch's defaults.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups; names are those of the model.
@@ -44,8 +53,8 @@ class MuonOfGroups(Muon):
         **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
-        ValueError: an option is not valid, no parameter reaches Muon, or a group asks for Muon and holds something that
-            is no hidden matrix.
+        ValueError: an option is not valid, no parameter reaches Muon, a group asks for Muon and holds something that
+            is no hidden matrix, or `muon_lr` or `adamw_lr` would make the different rates of groups equal.
         RuntimeError: a parameter that belongs to no live module.
     """
 
@@ -58,24 +67,31 @@ class MuonOfGroups(Muon):
         replicate_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        config = as_config(config).replace(options)
+        config = as_config(config).replace(_with_own_names(options))
         items: list[Any] = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
-        groups: list[Mapping[str, Any]] = items if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
+        groups = (
+            [_with_own_names(g) for g in items] if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
+        )
         members = [_tensors(group["params"]) for group in groups]
         routes = routes_of({p for group in members for p in group if p.requires_grad}, config, model)
         split = []
         reached: list[Route] = []
+        rates: dict[bool, list[Any]] = {True: [], False: []}
         for group, parameters in zip(groups, members, strict=True):
             group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
             reached += group_routes
+            lr = None if group.get("lr") is None else check_option("lr", group["lr"])
             decay = group.get("weight_decay")
+            for use_muon in {route.use_muon for route in group_routes}:
+                rates[use_muon].append(lr)
             other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
             for use_muon in (True, False):
                 for decays in (True, False) if decay is None else (None,):
                     part = [r for r in group_routes if r.use_muon is use_muon and decays in (None, r.decay)]
                     if part:
-                        split.append({**group_of(part, config, lr=group.get("lr"), weight_decay=decay), **other_keys})
+                        split.append({**group_of(part, config, lr=lr, weight_decay=decay), **other_keys})
         require_muon(reached, "the given param groups")
+        _require_one_rate(rates, config)
         super().__init__(split, replicate_group=replicate_group, **muon_options(config))
         if self.head_rules.is_asked(self.param_groups):
             trained = {p for group in self.param_groups for p in group["params"]}
@@ -95,7 +111,12 @@ def _signature() -> inspect.Signature:
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
             inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Iterable[Any]),
             *(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=types[name])
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None if option.may_be_unset else option.default,
+                    annotation=types[name],
+                )
                 for name, option in OPTIONS.items()
             ),
         ]
@@ -128,3 +149,45 @@ def _tensors(params: Any) -> list[Tensor]:
     if isinstance(params, Tensor):
         return [params]
     return [p[1] if isinstance(p, tuple) else p for p in params]
+
+
+def _with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments or a param group with our names in place of those of torch.optim.AdamW.
+
+    Raises:
+        ValueError: an option twice, under both names; or one of torch's that is not at its default.
+    """
+    own = dict(options)
+    for theirs, ours in _RENAMED.items():
+        if theirs in own:
+            if ours in own:
+                raise ValueError(f"{theirs} and {ours} are the same option of Muon: set one of the two")
+            own[ours] = own.pop(theirs)
+    for name in _TORCHS:
+        if own.pop(name, None):
+            raise ValueError(
+                f"{name}={quoted(options[name])} is of torch.optim.AdamW, and Muon has its default alone: leave it out"
+            )
+    return own
+
+
+def _require_one_rate(rates: Mapping[bool, Sequence[Any]], config: MuonConfig) -> None:
+    """Raise if `muon_lr` or `adamw_lr` would replace the different rates of groups by one.
+
+    Args:
+        rates: of the groups that have a part for Muon (True) or for AdamW (False); None where a group has no own.
+        config: the options. If it has `lr`, groups keep their proportions to it.
+
+    Raises:
+        ValueError: groups have different rates, and `lr` is not set.
+    """
+    for use_muon, name in ((True, "muon_lr"), (False, "adamw_lr")):
+        rate, own = (
+            getattr(config, name),
+            dict.fromkeys("none" if lr is None else f"{float(lr):g}" for lr in rates[use_muon]),
+        )
+        if rate is not None and not config.lr and len(own) > 1:
+            raise ValueError(
+                f"{name}={rate:g} is one rate, and param groups have several: {first_few(own, 4)}. Pass lr, too: the "
+                f"rate of a group is then its own times {name} / lr. Or leave {name} out, and set lr in each group"
+            )

@@ -18,25 +18,15 @@ def polar_factor(matrix: Tensor) -> Tensor:
     return (u * nonzero.unsqueeze(-2)) @ vh
 
 
-def almost_orthogonal(matrix: Tensor) -> Tensor:
-    """Return matrices in float64, each row of the short side divided by ``sqrt(sum_j |<row, row_j>|)``."""
-    rows = matrix.double() if matrix.shape[-2] <= matrix.shape[-1] else matrix.double().mT
-    sums = (rows.unsqueeze(-2) * rows.unsqueeze(-3)).sum(-1).abs().sum(-1, keepdim=True)
-    rows = torch.where(sums > 0, rows / sums.sqrt(), rows)
-    return rows if matrix.shape[-2] <= matrix.shape[-1] else rows.mT
-
-
-def normalized(matrix: Tensor, steps: Steps) -> Tensor:
-    """Return what the first of the steps is applied to, in float64."""
-    if steps.almost_orthogonal:
-        return almost_orthogonal(matrix)
+def normalized(matrix: Tensor) -> Tensor:
+    """Return what the first step is applied to, in float64."""
     norm = matrix.double().norm(dim=(-2, -1), keepdim=True)
     return torch.where(norm > 0, matrix.double() / norm, matrix.double())
 
 
 def newton_schulz_on_singular_values(matrix: Tensor, steps: Steps) -> Tensor:
     """Return the result of Newton-Schulz: apply the polynomials to the singular values of a float64 SVD."""
-    u, s, vh = torch.linalg.svd(normalized(matrix, steps), full_matrices=False)
+    u, s, vh = torch.linalg.svd(normalized(matrix), full_matrices=False)
     for a, b, c in steps:
         s = a * s + b * s**3 + c * s**5
     return (u * s.unsqueeze(-2)) @ vh

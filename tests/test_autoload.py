@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ import hf_muon
 import hf_muon_autoload
 from hf_muon import _autoload
 from hf_muon.diagnostics import log
+from tests import hooks
 
 STATE = """
 import json, sys
@@ -69,48 +72,20 @@ def test_import_registers_where_the_entry_point_is_off(variable):
     run(f"import hf_muon; {ORDERS['torch first']}\n{ARGUMENTS}", **{variable: "0"})
 
 
-def test_uninstall_and_install_again():
+def test_installing_again_changes_nothing():
     code = f"""
 import hf_muon
-import hf_muon_autoload
-from hf_muon import _autoload
-from hf_muon.diagnostics import log
-from transformers import TrainingArguments
-from transformers.training_args import OptimizerNames
-import transformers.trainer_optimizer as registry
-before = TrainingArguments.__post_init__
-members = list(OptimizerNames)
-{ARGUMENTS}
-hf_muon.uninstall()
-names = [*(m.value for m in OptimizerNames), *registry._OPTIMIZER_HANDLERS]
-assert "muon" not in names and "hf_muon" not in names
-assert not hasattr(OptimizerNames, "MUON") and len(list(OptimizerNames)) == len(members) - 2
-assert TrainingArguments.__post_init__ is not before
-try:
-    {ARGUMENTS}
-except ValueError as error:
-    assert "muon is not a valid OptimizerNames" in str(error)
-else:
-    raise SystemExit("accepted after uninstall")
-hf_muon.uninstall()
+from transformers.training_args import OptimizerNames, TrainingArguments
+import transformers.trainer
+before = TrainingArguments.__post_init__, transformers.trainer.Trainer.compute_loss
+callbacks = list(transformers.trainer.DEFAULT_CALLBACKS)
 hf_muon.install(); hf_muon.install()
 {ARGUMENTS}
 assert [m.value for m in OptimizerNames].count("muon") == [m.value for m in OptimizerNames].count("hf_muon") == 1
+assert (TrainingArguments.__post_init__, transformers.trainer.Trainer.compute_loss) == before
+assert transformers.trainer.DEFAULT_CALLBACKS == callbacks and len(callbacks) == 2
 """
     run(code)
-
-
-@pytest.mark.extended
-def test_uninstall_before_anything_is_imported():
-    code = f"import torch, hf_muon; hf_muon.uninstall()\nfrom transformers import TrainingArguments\n{ARGUMENTS}"
-    assert "muon is not a valid OptimizerNames" in run(code, check=False).stderr
-
-
-@pytest.mark.extended
-def test_uninstall_while_transformers_waits():
-    """Uninstall after the import of transformers.training_args and before the first attribute read patches it."""
-    code = f"import transformers.training_args as m\nimport hf_muon; hf_muon.uninstall()\n{ORDERS['torch first']}\n"
-    assert "muon is not a valid OptimizerNames" in run(code + ARGUMENTS, check=False).stderr
 
 
 def test_the_member_behaves_as_the_others():
@@ -139,51 +114,72 @@ for name in ("muon", "hf_muon"):
     run(code)
 
 
-@pytest.mark.extended
-def test_steps_aside_for_a_transformers_with_its_own_muon():
-    code = """
-import hf_muon; hf_muon.uninstall()
-from transformers.training_args import OptimizerNames, TrainingArguments
-import transformers.trainer_optimizer as registry
-from hf_muon.integrations.transformers.hooks import patch_training_args
-import transformers.training_args as module
-patch_training_args(module)
-from hf_muon.integrations.transformers.hooks import _remove_member
-_remove_member(OptimizerNames, "hf_muon")
-del OptimizerNames("muon")._from_hf_muon  # stands for the member that transformers would have
-registry._OPTIMIZER_HANDLERS["muon"] = "theirs"
-hf_muon.install()
-from hf_muon.integrations.names import is_muon
-from hf_muon.integrations.transformers.handler import optimizer_handler
-assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs" and registry._OPTIMIZER_HANDLERS["hf_muon"] is optimizer_handler
-assert not is_muon(TrainingArguments("/tmp/unused", optim="muon", optim_args="of=theirs", use_cpu=True).optim)
-assert is_muon(TrainingArguments("/tmp/unused", optim="hf_muon", optim_args="momentum=0.9", use_cpu=True).optim)
+@pytest.mark.parametrize("muon", ["a member without a handler", "a member with a handler"])
+def test_a_muon_of_transformers_own_does_not_change_what_the_name_means(muon):
+    """Give transformers a muon before it is patched: ours runs, and a warning names both, once; AdamW hears nothing."""
+    code = f"""
+import os, torch
+os.environ["HF_MUON_AUTOLOAD"] = "0"
+import transformers.training_args as module, transformers.trainer_optimizer as registry
+class Names(str, __import__("enum").Enum):
+    locals().update({{m.name: m.value for m in module.OptimizerNames}})
+    MUON = "muon"
+module.OptimizerNames = Names
+if {muon.endswith("with a handler")}:
+    registry._OPTIMIZER_HANDLERS["muon"] = "theirs"
+import hf_muon
+from transformers import Trainer, TrainingArguments
+options = dict(use_cpu=True, report_to="none")
+args = TrainingArguments("/tmp/unused", optim="adamw_torch", **options)
+print("adamw is made", file=__import__("sys").stderr)
+for _ in range(2):
+    args = {ARGUMENTS}
+assert type(args.optim) is Names and not hasattr(args.optim, "_from_hf_muon")
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+assert type(Trainer(model, args).create_optimizer()).__module__ == "hf_muon.optimizer.muon"
 try:
-    TrainingArguments("/tmp/unused", optim="hf_muon", optim_args="of=theirs", use_cpu=True)
+    TrainingArguments("/tmp/unused", optim="muon", optim_args="of=theirs", **options)
 except ValueError as error:
     assert "'of' is not an option of muon" in str(error)
 else:
     raise SystemExit("not checked")
-hf_muon.uninstall()
-assert registry._OPTIMIZER_HANDLERS["muon"] == "theirs" and OptimizerNames("muon")
-assert "hf_muon" not in {*registry._OPTIMIZER_HANDLERS, *(member.value for member in OptimizerNames)}
 """
-    assert run(code).stderr.count("hf_muon steps aside, and is optim: hf_muon") == 1
+    heard = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stderr
+    assert "hf_muon" not in heard[: heard.index("adamw is made")]
+    assert heard.count("this transformers has a Muon of that name, too") == 1
+    assert "set HF_MUON_AUTOLOAD=0 in the environment. The name hf_muon always means hf_muon's" in heard
 
 
-def test_a_failing_patch_breaks_no_import():
+def test_a_failing_hook_breaks_no_import_and_is_not_noticed_without_muon():
     code = """
 import hf_muon
-import hf_muon_autoload
 from hf_muon import _autoload
-from hf_muon.diagnostics import log
-from hf_muon import _autoload
-_autoload.HOOKS["transformers.training_args"] = "hf_muon.nowhere:patch"
+name = "optim: muon"
+_autoload.HOOKS[name] = _autoload.HOOKS[name]._replace(patch="hf_muon.nowhere:patch")
 from transformers import TrainingArguments
 TrainingArguments("/tmp/unused", use_cpu=True, report_to="none")
-assert "failed: ModuleNotFoundError" in _autoload.status()["transformers.training_args"]
+assert "failed: ModuleNotFoundError" in _autoload.status()[name]
 """
-    assert "optim: muon is not available" in run(code).stderr
+    assert "muon" not in run(code).stderr
+
+
+def test_a_patch_makes_all_its_changes_or_none():
+    module = SimpleNamespace(first=1, items=[1], names={"a": 1})
+
+    def patch(module, fails=True):
+        yield module, "first", 2
+        yield module.items, slice(1, None), [2]
+        yield module.names, "b", 2
+        if fails:
+            yield module, "missing", module.missing
+
+    with pytest.raises(AttributeError):
+        _autoload.apply(patch, module)
+    assert vars(module) == {"first": 1, "items": [1], "names": {"a": 1}}
+    changed = {"first": 2, "items": [1, 2], "names": {"a": 1, "b": 2}}
+    with hooks.patched(functools.partial(patch, fails=False), module):
+        assert vars(module) == changed
+    assert vars(module) == {"first": 1, "items": [1], "names": {"a": 1}}
 
 
 def test_a_broken_package_does_not_break_import_torch(tmp_path):
@@ -218,11 +214,10 @@ def test_the_switch_is_read_as_all_variables_are(text, monkeypatch):
     assert hf_muon_autoload.is_on()
 
 
-@pytest.mark.parametrize("hook", sorted(set(_autoload.HOOKS.values())))
+@pytest.mark.parametrize("hook", sorted({hook.patch for hook in _autoload.HOOKS.values()}))
 def test_each_hook_names_a_patch_of_an_integration(hook):
     path, _, function = hook.partition(":")
     assert path.startswith("hf_muon.integrations.")
-    assert path.endswith(".hooks") or path.count(".") == 2  # a folder, or one file
     assert function.startswith("patch_")
     assert callable(getattr(importlib.import_module(path), function))
 

@@ -46,27 +46,6 @@ def test_counted_traffic_of_a_step():
             assert launches
 
 
-@pytest.mark.extended
-def test_predictions_and_measurements_stand_side_by_side(tmp_path):
-    script, out = BENCH.with_name("predicted_seconds.py"), tmp_path / "figures.json"
-    command = [sys.executable, str(script), "--quick", "--rounds", "1", "--out", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    for row in json.loads(out.read_text())["rows"]:
-        parts = {part: seconds["median"] for part, seconds in row["predicted"].items()}
-        assert parts.pop("total") == pytest.approx(sum(parts.values()))
-        assert row["measured"]["min"] > 0
-
-
-def test_committed_predictions_are_near_what_was_measured():
-    """Read the committed figures; nothing is measured here."""
-    report = json.loads(BENCH.with_name("predicted_seconds.json").read_text())
-    assert report["rounds"] >= 3
-    assert report["machine"]["threads per rank"] == "1"
-    outside = {row["model"] for row in report["rows"] if abs(row["predicted / measured"]["median"] - 1) > 0.25}
-    assert len({row["model"] for row in report["rows"]} - outside) >= 5
-
-
 def bench(*options):
     return subprocess.run([sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=300)
 

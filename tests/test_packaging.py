@@ -34,7 +34,7 @@ def test_data_files_are_in_the_wheel():
     (patterns,) = re.findall(r"^hf_muon = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     files = [path.relative_to(ROOT / "hf_muon") for path in (ROOT / "hf_muon").rglob("*") if path.is_file()]
     data = [path for path in files if path.suffix not in (".py", ".pyc")]
-    assert {str(path) for path in data} >= {"cli/known_configs.yaml", "plan/devices.yaml"}
+    assert {str(path) for path in data} >= {"cli/known_configs.yaml"}
     assert all(any(path.match(pattern) for pattern in json.loads(patterns)) for path in data), data
 
 

@@ -229,6 +229,37 @@ ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
     "focalnet": ("FocalNetForImageClassification", "FocalNetConfig", {"depths": [1, 1, 1, 1], "num_labels": 10}),
     "wav2vec2_conformer": ("Wav2Vec2ConformerModel", "Wav2Vec2ConformerConfig", {"num_hidden_layers": 2}),
     "slanet": ("SLANetForTableRecognition", "SLANetConfig", {}),
+    # Mixtures of experts, latent attention, indexers and linear attention of 2025 and 2026.
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", {}),
+    "gemma4": ("Gemma4ForConditionalGeneration", "Gemma4Config", {}),
+    "mistral4": ("Mistral4ForCausalLM", "Mistral4Config", {"num_hidden_layers": 2}),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", {"num_hidden_layers": 4}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {"num_hidden_layers": 4}),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextConfig",
+        {"text_config": {"num_hidden_layers": 4}, "vision_config": {"depth": 2}},
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "kimi_k25": (
+        "Kimi_K25ForConditionalGeneration",
+        "Kimi_K25Config",
+        {"text_config": {"num_hidden_layers": 4}, "vision_config": {"num_hidden_layers": 2}},
+    ),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {"num_hidden_layers": 2}),
+    "longcat_flash": ("LongcatFlashForCausalLM", "LongcatFlashConfig", {"num_layers": 2}),
+    "lfm3": ("Lfm3ForCausalLM", "Lfm3Config", {"num_hidden_layers": 4}),
+    "hy_v4": ("HYV4ForCausalLM", "HYV4Config", {"num_hidden_layers": 4}),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {"num_hidden_layers": 4}),
+    "bailing_hybrid": (
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    ),
 }
 
 

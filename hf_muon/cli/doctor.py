@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from hf_muon._autoload import HOOKS
 from hf_muon.cli.console import console, print_json
 from hf_muon.diagnostics.log import CONSOLE, EVERY, OLD_REPORTS, REPORT, is_on
 
@@ -38,12 +39,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 def _examine() -> dict[str, Any]:
     """Return all findings that `doctor` shows."""
     trial = _trial()
+    lost = {name: HOOKS[name].lost for name, state in trial["states"].items() if state.startswith("failed")}
     versions = {package: _version(package) for package in PACKAGES}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "entry_point": _entry_point(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "hooks": trial["states"],
+        "lost": lost,
         "newton_schulz": trial["dtypes"],
         "name": trial["name"],
         "accepted": trial["accepted"],
@@ -58,7 +61,7 @@ def _reason(trial: dict[str, Any], transformers: str | None) -> str:
         return f"torch cannot be imported here ({error}). Repair that first"
     if stage == "transformers" and transformers is None:
         return "transformers is not installed here (pip install transformers)"
-    if stage == "transformers":
+    if stage in ("transformers", "trainer"):
         return f"transformers cannot be imported here ({error}). Repair that first; `import hf_muon` does not help"
     if stage == "registry":
         return (
@@ -87,11 +90,14 @@ def _show(findings: dict[str, Any]) -> None:
     for variable, value in findings["variables"].items():
         hooks.add_row(variable, "not set" if value is None else value)
     for name, state in findings["hooks"].items():
-        hooks.add_row(name, state + _absence(name))
+        hooks.add_row(name, state + _absence(HOOKS[name].module))
     screen.print(hooks, soft_wrap=False)
 
     dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in findings["newton_schulz"].items()) or "no dtype"
     screen.print(f"Newton-Schulz runs in {dtypes}")
+    for name, lost in findings["lost"].items():
+        sentence = f"{name} has failed: {lost}. Runs of Muon that need it are refused."
+        screen.print(sentence, style="yellow", markup=False, highlight=False)
     if findings["accepted"]:
         screen.print(f"optim: {findings['name']} is accepted without any import.", style="green")
     else:
@@ -99,11 +105,12 @@ def _show(findings: dict[str, Any]) -> None:
         screen.print(sentence, style="red", markup=False, highlight=False)
     installed = ", ".join(f"{package} {version}" for package, version in findings["versions"].items() if version)
     state = "accepted" if findings["accepted"] else f"not accepted ({findings['reason']})"
+    without = f", without {', '.join(findings['lost'])}" if findings["lost"] else ""
     odd = "".join(f", {name}={value}" for name, value in findings["variables"].items() if value is not None)
     screen.print("\nIn a bug report, send this sentence:")
     screen.print(
         f"optim: {findings['name']} is {state} with {installed} on {platform.platform()}, "
-        f"Newton-Schulz in {dtypes}{odd}.",
+        f"Newton-Schulz in {dtypes}{without}{odd}.",
         markup=False,
         highlight=False,
     )
@@ -150,11 +157,18 @@ try:
     seen["stage"] = "registry"
     from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
     seen["stage"] = "names"
-    for name in ("hf_muon", "muon"):  # the last one that is ours; transformers may come to have a muon of its own
-        member = OptimizerNames._value2member_map_.get(name)
-        if getattr(member, "_from_hf_muon", False) and name in _OPTIMIZER_HANDLERS:
+    for name in ("hf_muon", "muon"):  # the last one that is ours
+        handler = _OPTIMIZER_HANDLERS.get(name)
+        if name in OptimizerNames._value2member_map_ and getattr(handler, "_from_hf_muon", False):
             seen["accepted"], seen["name"] = True, name
+    seen["stage"] = "trainer"
+    import accelerate.accelerator, torch.distributed.checkpoint.state_dict, transformers.trainer
+    seen["stage"] = "hooks"
+    if seen["accepted"]:
+        from hf_muon.integrations.names import refuse_failed
+        refuse_failed("callback of Trainer")  # which every run needs
 except BaseException as error:
+    seen["accepted"] = False
     seen["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
 if "hf_muon._autoload" in sys.modules:
     seen["states"] = sys.modules["hf_muon._autoload"].status()

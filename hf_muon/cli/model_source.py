@@ -49,7 +49,7 @@ class Source:
 
     Attributes:
         title: where the description comes from.
-        model: without weights, on the meta device if possible.
+        model: without weights, on the meta device.
         config: options of Muon.
         notes: further lines for the user.
         refusals: why the run would be refused before training; empty if it would train.
@@ -216,7 +216,7 @@ def _no_model(text: Any, error: BaseException) -> ValueError:
 
 
 def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
-    """Return a model on the meta device, or with random weights if its constructor computes with them."""
+    """Return a model on the meta device."""
     import torch
     import transformers
 
@@ -228,12 +228,13 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     from_config = functools.partial(auto.from_config, trust_remote_code=trust_remote_code)
     try:
         make = getattr(transformers, next(iter(config.architectures or []), ""), from_config)
-        model: nn.Module
-        try:
-            with torch.device("meta"):
-                model = make(config)
-        except (NotImplementedError, RuntimeError):
-            model = make(config)
+        with torch.device("meta"):
+            model: nn.Module = make(config)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{text}: its constructor computes with weights, which are not allocated here ({_first_line(error)}). "
+            "Build the model in Python and pass it to hf_muon.route_parameters or hf_muon.convert.convert_state_dict"
+        ) from error
     except Exception as error:  # as above
         raise _no_model(text, error) from error
     return model

@@ -12,18 +12,13 @@ from rich.table import Table
 
 from hf_muon.cli.console import console, fail, print_json
 from hf_muon.cli.inspect import DEQUANTIZE_HELP, SOURCE_HELP, TRUST_HELP, refuse
-from hf_muon.cli.seconds import DEVICE_HELP, GPU, Timing, named_device, products_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from hf_muon.cli.model_source import Source
-    from hf_muon.plan.devices import Device
     from hf_muon.plan.memory import Memory, Training
     from hf_muon.plan.step_plan import Plan
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
-_DTYPES = ("fp32", "bf16")
+_DTYPES = ("fp32", "bf16", "fp16")
 _OPTIONS = re.compile(r"(?<!-)\b(layout|ranks|replicas|offload|tp_size|ep_size)=('?)([^\s',]*)\2")
 """Arguments of `plan_step` in its errors, which are options here."""
 
@@ -57,17 +52,8 @@ def plan(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of the stored weights, fp32 or bf16; mixed precision (bf16: true) stores fp32. Default: bf16 "
-            "if SOURCE says pure_bf16, else fp32.",
+            help="Dtype of the stored weights: fp32, bf16 or fp16. Default: that in which a run of SOURCE stores them.",
             show_default=False,
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = GPU,
-    utilization: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the device's rate that forward and backward pass reach, for the time of a training step.",
-            show_default=".4, or .5 of this CPU's",
         ),
     ] = None,
     batch_size: Annotated[
@@ -90,7 +76,7 @@ def plan(
     ] = "none",
     memory: Annotated[
         float | None,
-        typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits. Default: --device's."),
+        typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False),
     ] = None,
     optim_args: Annotated[
         str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
@@ -104,8 +90,6 @@ def plan(
     try:
         if dtype is not None:
             _check("dtype", dtype, _DTYPES)
-        if utilization is not None and not 0 < utilization <= 1:
-            raise ValueError(f"--utilization={utilization} is not valid: expected more than 0 and at most 1")
         counts = {"tokens": tokens, "batch-size": batch_size, "sequence-length": sequence_length, "memory": memory}
         for name, number in counts.items():
             if number is not None and not (number >= 1 or (name == "memory" and number > 0)):
@@ -119,20 +103,15 @@ def plan(
         from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
 
-        known = named_device(device)
-        if known is not None and memory is None:
-            memory = known.memory
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
         refuse(source, described.refusals)
-        sizes = sizes_of(
-            source,
-            {
-                "batch_size": batch_size,
-                "sequence_length": sequence_length,
-                "gradient_checkpointing": gradient_checkpointing,
-                "dtype": dtype,
-            },
-        )
+        options = {
+            "batch_size": batch_size,
+            "sequence_length": sequence_length,
+            "gradient_checkpointing": gradient_checkpointing,
+            "dtype": dtype,
+        }
+        sizes = sizes_of(source, described.model, layout, options)
         stored = NS_DTYPES[sizes.dtype]
         assert stored is not None
         training = Training(*sizes[:3], offload=offload)
@@ -146,46 +125,17 @@ def plan(
                 tp_size=tp_size,
                 ep_size=ep_size,
                 dtype=stored,
-                ns_dtype=products_of(device, known),
                 training=training,
             )
-            timing = None
-            if device.lower() != GPU:
-                timing = _timing(described, step, known, training, replicas, stored, tokens, utilization)
     except (ValueError, RuntimeError) as error:
         fail(_OPTIONS.sub(lambda option: f"--{option[1].replace('_', '-')}={option[3]}", str(error)))
     except OSError as error:
         fail(error)
     shares = {count: step.share(count) for count in ([tokens] if tokens else _TOKENS)}
     if as_json:
-        print_json(_as_json(source, step, shares, memory) | ({"seconds": timing.as_json()} if timing else {}))
+        print_json(_as_json(source, step, shares, memory, sizes.dtype))
     else:
-        _show(source, step, shares, training, memory, described.notes)
-        if timing:
-            timing.show(console())
-
-
-def _timing(
-    described: Source,
-    step: Plan,
-    device: Device | None,
-    training: Training,
-    replicas: int,
-    dtype: torch.dtype,
-    tokens: int | None,
-    utilization: float | None,
-) -> Timing:
-    """Return the seconds of a step on a device; None is this CPU."""
-    from hf_muon.plan.seconds import plan_seconds, training_seconds
-
-    model = described.model
-    seconds, rates = plan_seconds(
-        model, described.config, step, device, replicas=replicas, dtype=dtype, offload=training.offload
-    )
-    if utilization is not None:
-        rates = dataclasses.replace(rates, utilization=utilization)
-    counts = [tokens] if tokens else _TOKENS
-    return Timing(rates, seconds, {n: training_seconds(model, step, rates, n, training) for n in counts})
+        _show(source, step, shares, training, memory, described.notes, sizes.dtype)
 
 
 def _check(name: str, value: str, valid: Sequence[str]) -> None:
@@ -193,10 +143,11 @@ def _check(name: str, value: str, valid: Sequence[str]) -> None:
         raise ValueError(f"--{name}={value} is not valid. Valid: {', '.join(valid)}")
 
 
-def _as_json(source: str, plan: Plan, shares: dict[int, float], memory: float | None) -> dict[str, Any]:
+def _as_json(source: str, plan: Plan, shares: dict[int, float], memory: float | None, dtype: str) -> dict[str, Any]:
     sides = {"memory": plan.memory, "adamw_memory": plan.adamw_memory}
     return {
         "source": source,
+        "dtype": dtype,
         **dataclasses.asdict(plan),
         **{name: {**dataclasses.asdict(side), **_peaks(side, memory)} for name, side in sides.items()},
         "adamw_sent_bytes": [0] * plan.ranks,
@@ -217,6 +168,7 @@ def _show(
     training: Training,
     memory: float | None,
     notes: Sequence[str],
+    dtype: str,
 ) -> None:
     from hf_muon.plan.step_plan import LAYOUTS
 
@@ -232,7 +184,7 @@ def _show(
     for heading in ("", "Muon", "AdamW for everything"):
         table.add_column(heading, justify="left" if not heading else "right")
     sides = (plan.memory, plan.adamw_memory)
-    _add_memory(table, plan, sides, training)
+    _add_memory(table, plan, sides, training, dtype)
     table.add_section()
     table.add_row("sent per optimizer step", _spread(plan.sent_bytes), "0 B")
     table.add_row("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP")
@@ -273,7 +225,7 @@ def _words(plan: Plan, training: Training) -> dict[str, str]:
     words |= {
         "in a peak": "gradients of earlier micro-batches, gathered layers, buckets of gradients",
         "share": "FLOPs of the busiest rank, relative to the model's products with weights on as many ranks at the "
-        "same speed; attention scores, lookups and communication are not in it (--device gives seconds)",
+        "same speed; attention scores, lookups and communication are not in it",
         "not counted": "the CUDA context, fragmentation, libraries' workspaces, buffers of collectives",
         "not planned": "context and pipeline parallel; a run with them may need less memory a rank",
     }
@@ -287,12 +239,12 @@ def _words(plan: Plan, training: Training) -> dict[str, str]:
     return words
 
 
-def _add_memory(table: Table, plan: Plan, sides: Sequence[Memory], training: Training) -> None:
+def _add_memory(table: Table, plan: Plan, sides: Sequence[Memory], training: Training, dtype: str) -> None:
     """Add the rows on memory: those that are zero on both sides only where they always matter."""
     of_state = (plan.state_bytes, plan.adamw_state_bytes)
     checkpointed = ", checkpointed" if training.gradient_checkpointing else ""
     tokens = f"{training.batch_size} x {training.sequence_length:,} tokens{checkpointed}"
-    table.add_row("weights", *(_spread(side.weights) for side in sides))
+    table.add_row(f"weights, trained in {dtype}", *(_spread(side.weights) for side in sides))
     table.add_row("gradients", *(_spread(side.gradients) for side in sides))
     on_host = "" if max(map(sum, (side.state for side in sides))) else ", on the host"
     table.add_row(f"optimizer state{on_host}", *map(_spread, of_state))

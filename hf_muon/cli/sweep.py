@@ -59,7 +59,7 @@ def sweep(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train some steps at each of a few learning rates, and recommend one.
+    """Train some steps at each of a few learning rates, and compare their losses.
 
     Each trial runs your own command with a copy of FILE. If interrupted, run the same command again to continue.
     """
@@ -236,7 +236,7 @@ def _draw(shared: Sweep, file: Path, trials: Sequence[Trial], advice: dict[str, 
     from hf_muon.integrations.archives import complete_or_absent
 
     facts = {
-        "recommended": advice["text"],
+        "result": advice["text"],
         "trials": f"{len(trials)}, of {shared.steps} steps each",
         "command": " ".join(shared.command),
     }

@@ -12,6 +12,7 @@ from hf_muon.integrations.names import is_muon
 from hf_muon.integrations.transformers.training_file import (
     is_llamafactory,
     is_llamafactory_v1,
+    is_trl_sft,
     optimizer_of,
     options_of,
     refusals,
@@ -23,8 +24,6 @@ FILE = "{file}"
 """What stands for the training file in a command."""
 MUON, ADAMW = "muon", "adamw"
 
-# Keys that TRL's `sft` has and its other commands, and scripts of transformers, have not.
-_TRL_SFT = ("dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy", "eos_token")
 _OF_REWARDS = ("grpo", "rloo", "ppo")
 _SAVING = ("save_steps", "save_total_limit", "save_only_model", "logging_dir", "metric_for_best_model")
 _RESUMES_ITSELF = (None, False, True, "", "auto", "false", "true")
@@ -40,7 +39,7 @@ def default_command(path: Path, settings: Settings) -> list[str]:
         return ["env", "USE_V1=1", "llamafactory-cli", "sft", FILE]
     if is_llamafactory(settings):
         return ["llamafactory-cli", "train", FILE]
-    if any(key in settings for key in _TRL_SFT):
+    if is_trl_sft(settings):
         return ["trl", "sft", "--config", FILE]
     raise ValueError(
         f"{path} does not tell which program reads it. Name the command after --, with {FILE} in place of the file: "

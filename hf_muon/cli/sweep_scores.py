@@ -1,4 +1,4 @@
-"""Results of a sweep's trials: losses, scores, and the recommended rate."""
+"""Results of a sweep's trials: losses, scores, and the rate with the lowest loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 _STEPS = ("step", "current_steps", "global_step")
+_FEWEST = 10  # steps in the last half, below which nothing is known of their swing
+# The error with which Muon ends a run; other words of "not finite" may be a harmless line before another error.
+_OWN_ERROR = re.compile(r"RuntimeError: .*has a gradient that is not finite")
 _EVAL_LOSS = re.compile(r"eval_(\w+_)?loss")
 
 
@@ -134,7 +137,7 @@ def judge(trial: Trial, code: int, output: Sequence[str]) -> None:
         output: the last lines that it printed.
     """
     broken = next((step for step, loss in sorted(trial.losses.items()) if not math.isfinite(loss)), None)
-    complaint = next((line for line in reversed(output) if re.search(r"(?i)not finite|non-finite", line)), None)
+    complaint = next((line for line in reversed(output) if _OWN_ERROR.search(line)), None)
     last = max(trial.losses, default=0)
     if broken is not None:
         trial.status, trial.reason = "diverged", f"the loss is {trial.losses[broken]} at step {broken}"
@@ -187,47 +190,37 @@ def best_of(trials: Iterable[Trial]) -> Trial | None:
 
 
 def is_close(a: Trial, b: Trial) -> bool:
-    """Return whether the losses of two trials differ by less than the batches' noise.
+    """Return whether two trials are too close to tell apart: their gap is no larger than it swings from step to step.
 
-    Trials see the same batches, so the differences at equal steps are compared with zero: two standard errors of their
-    mean, over the last tenth of the steps. With fewer than three of them nothing is known, and trials count as close.
+    Trials see the same batches, so that differences at equal steps are compared: their mean over the last tenth of the
+    steps with twice their standard deviation over the last half. The gap between two curves drifts, so that
+    neighbouring steps are no independent observations, and more of them make a mean no surer.
     """
-    differences = [a.last[step] - b.last[step] for step in a.last.keys() & b.last.keys()]
-    if len(differences) < 3:
+    gaps = {step: a.losses[step] - b.losses[step] for step in a.losses.keys() & b.losses.keys() if step > a.steps // 2}
+    last = [gap for step, gap in gaps.items() if step in a.last]
+    if not last or len(gaps) < _FEWEST:
         return True
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return abs(statistics.fmean(differences)) <= 2 * error
+    return abs(statistics.fmean(last)) <= 2 * statistics.stdev(gaps.values())
 
 
 def recommendation(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return the recommended rate of Muon's trials, with `optimizer`, `score`, `close`, `edge` and the text for people.
+    """Return the rate with the lowest score of Muon's trials: `rate`, `score`, `close`, `edge` and the text for people.
 
-    `close` are the rates whose losses are within the batches' noise of the best one's; `edge` says whether no lower or
-    no higher rate was tried. Without a finished trial of Muon, `rate` is None.
+    `close` are the rates that are too close to it to tell; `edge` says whether no lower or no higher rate was tried.
+    Without a finished trial of Muon, `rate` is None.
     """
     muon = [trial for trial in trials if trial.optimizer == "muon"]
     best = best_of(muon)
     if best is None:
-        return {"rate": None, "text": "No rate can be recommended: no trial with Muon finished."}
+        return {"rate": None, "text": "No trial with Muon finished."}
     by_rate = scores(muon)
-    others = {rate: (score, trial) for rate, (score, trial) in by_rate.items() if rate != best.rate}
-    close = [rate for rate, (_, trial) in others.items() if is_close(best, trial)]
+    close = [rate for rate, (_, trial) in by_rate.items() if rate != best.rate and is_close(best, trial)]
     score = by_rate[best.rate][0]
     tried = [trial.rate for trial in muon if trial.status != "failed"]
     edge = best.rate in (min(tried), max(tried))
     measure = "evaluation loss" if evaluates(muon) else "loss"
-    few = len(best.last) < 3
-    ruler = (
-        f"too few steps to know the noise of the batches, of which the last tenth has {len(best.last)}"
-        if few
-        else "within the noise of the batches"
-    )
-    if others and len(close) == len(others):
-        text = f"No rate is significantly better than the others ({ruler}); {rate_text(best.rate)} has the lowest "
-        text += f"{measure}, {score:.4g}{_gaps(best, muon)}"
-    else:
-        text = f"Take learning_rate {rate_text(best.rate)}: its {measure} is {score:.4g}{_gaps(best, muon)}"
-        text += f" ({_listed(close)} {'is' if len(close) == 1 else 'are'} {ruler})" if close else ""
+    text = f"Lowest {measure}: {score:.4g} at learning_rate {rate_text(best.rate)}{_gaps(best, muon)}"
+    text += f"; too close to tell from it: {_listed(close)}" if close else ""
     caveats = ["short runs favour higher rates than long ones", "this is one seed"]
     if edge:
         caveats.insert(0, f"no {'higher' if best.rate == max(tried) else 'lower'} rate was tried")
@@ -241,10 +234,10 @@ def recommendation(trials: Sequence[Trial]) -> dict[str, Any]:
         ours = best.eval_loss if same else best.loss
         assert theirs is not None
         assert ours is not None
-        near = ", within the noise of the batches" if not few and is_close(best, rival) else ""
+        near = ", too close to tell" if is_close(best, rival) else ""
         side = "above" if theirs >= ours else "below"
         gap = f"{abs(theirs - ours):.2g} {side} Muon's{near}"
-        text += f" AdamW's best rate is {rate_text(rival.rate)}: {theirs:.4g}, {gap}."
+        text += f" AdamW's lowest is {theirs:.4g} at {rate_text(rival.rate)}, {gap}."
     return {"rate": best.rate, "score": score, "close": close, "edge": edge, "text": text}
 
 

@@ -197,6 +197,7 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
     """
     event = line["event"]
     if event == "start":
+        _check_facts(line)
         kinds = {str(entry["name"]): _layer_and_kind(entry) for entry in line["parameters"]}
         run.start = {key: value for key, value in line.items() if key not in ("event", "parameters")}
         run.kinds |= kinds
@@ -221,6 +222,27 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
         run.traces.setdefault(key, {})[step] = number
     run.rows[step] = (names, measures)
     return names
+
+
+_FACTS: dict[tuple[str, ...], Any] = {
+    **dict.fromkeys((("model",), ("versions",), ("options",), ("options", "muon"), ("options", "adamw")), dict),
+    **dict.fromkeys((("model", "class"), ("model", "name")), str),
+    **dict.fromkeys((("model", "muon_weights"), ("model", "adamw_weights")), int),
+    ("options", "muon", "update_rms"): (int, float),
+}
+"""The types of what a page reads of the first line, where the line has it; outer keys come first."""
+
+
+def _check_facts(start: Mapping[str, Any]) -> None:
+    for path, kind in _FACTS.items():
+        value: Any = start
+        for key in path:
+            value = value.get(key, _ABSENT) if value is not _ABSENT else value
+        if value is not _ABSENT and not isinstance(value, kind):
+            raise ValueError(f"{'.'.join(path)} is {json.dumps(value)[:40]}, which hf_muon does not write")
+
+
+_ABSENT = object()
 
 
 def _numbers(values: Sequence[float | None], step: int, names: Sequence[str]) -> array[float]:

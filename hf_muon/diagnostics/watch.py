@@ -72,21 +72,22 @@ class Watch:
         self._add("update_rms", name, sum_of_squares(piece) * scale**2, piece.numel())
         self._add("weight_rms", name, sum_of_squares(weight), weight.numel())
 
-    def orthogonalized(self, counts: Sequence[tuple[str, int]], updates: Tensor, directions: Tensor) -> None:
-        """Measure whole matrices and their directions.
+    def updates(self, counts: Sequence[tuple[str, int]], updates: Tensor) -> None:
+        """Measure whole matrices before they are orthogonalized.
 
         Args:
             counts: names, each with its number of matrices, in the order of the batch.
             updates: ``(B, m, n)``.
-            directions: ``(B, m, n)``.
         """
-        for measure, values in (
-            ("orthogonality_error", orthogonality_error(directions)),
-            ("stable_rank", stable_rank(updates)),
-        ):
-            sizes = [count for _, count in counts]
-            for (name, count), own in zip(counts, torch.split(values, sizes), strict=True):
-                self._add(measure, name, own.sum(), count)
+        self._add_batch("stable_rank", counts, stable_rank(updates))
+
+    def orthogonalized(self, counts: Sequence[tuple[str, int]], directions: Tensor) -> None:
+        """Measure directions ``(B, m, n)`` of whole matrices; see `updates`."""
+        self._add_batch("orthogonality_error", counts, orthogonality_error(directions))
+
+    def _add_batch(self, measure: str, counts: Sequence[tuple[str, int]], values: Tensor) -> None:
+        for (name, count), own in zip(counts, torch.split(values, [count for _, count in counts]), strict=True):
+            self._add(measure, name, own.sum(), count)
 
     def adamw_weight(self, name: str, weight: Tensor) -> None:
         """Measure what this rank stores of a parameter that AdamW has stepped."""

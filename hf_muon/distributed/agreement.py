@@ -6,6 +6,8 @@ one collective of five numbers per rank; more follows only if something is wrong
 
 from __future__ import annotations
 
+import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,11 +67,16 @@ def exchange_bits(group: dist.ProcessGroup, model_device: torch.device, bits: Se
     return [unpack_bits(row, len(bits)) for row in rows]
 
 
-def exchange_texts(group: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]:
-    """Gather the texts of each rank, whatever their lengths; used when a step is refused."""
-    of_ranks: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(of_ranks, list(texts), group=group)
-    return of_ranks
+def exchange_texts(group: dist.ProcessGroup, model_device: torch.device, texts: Sequence[str]) -> list[list[str]]:
+    """Gather the texts of each rank, whatever their lengths; used when a step is refused.
+
+    `all_gather_object` would gather them on the current device.
+    """
+    own = json.dumps(list(texts)).encode()
+    longest = max(length for (length,) in gather(group, model_device, torch.tensor([len(own)])))
+    own = own.ljust(-(-longest // 8) * 8)  # JSON may end in spaces
+    rows = gather(group, model_device, torch.frombuffer(bytearray(own), dtype=torch.int64))
+    return [json.loads(array("q", row).tobytes()) for row in rows]
 
 
 def gather(group: dist.ProcessGroup, model_device: torch.device, *tensors: Tensor) -> list[list[int]]:

@@ -9,8 +9,8 @@ Where all ranks store whole matrices (DDP), these are copied to all ranks, and a
 Matrices whose owner stores all of them do not travel. With N elements of b bytes on S shards, each rank sends
 ``2 (S - 1) / S^2 * N * b`` bytes, the minimum if one rank owns a matrix.
 
-A bucket of units travels in these two collectives. Rounds are pipelined in three phases: while one round is
-orthogonalized, the updates of the next one travel to their owners and the directions of the last one travel back.
+Units travel in rounds, in which every owner has one, or small ones. While one round is orthogonalized, the updates of
+the next one travel to their owners and the directions of the last one travel back.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from hf_muon.distributed.executor import (
     directions_of,
 )
 from hf_muon.distributed.holdings import BatchBox, Holdings
-from hf_muon.distributed.schedule import Bucket, OwnedUnit, Round, Schedule
-from hf_muon.distributed.transfers import Copied, Exchanged, Transfer
+from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
+from hf_muon.distributed.transfers import Copied, Exchanged, Transfer, connect
 from hf_muon.distributed.units import Unit, assign_owners
+from hf_muon.math.elementwise import adjacent, is_accelerator
+from hf_muon.math.products import is_aligned
 
 
 class Exchange:
     """Executor for parameters of which each rank of a group stores some elements, or all.
 
-    Owners, rounds and buckets are computed once, by the same arithmetic on every rank. A round of matrices so large
-    that it exceeds the bound is not pipelined, and travels in several buckets.
+    Owners and rounds are computed once, by the same arithmetic on every rank.
 
     Args:
         group: the process group.
@@ -54,9 +55,8 @@ class Exchange:
         device: on which matrices are orthogonalized. Updates may come from another device (offload); directions stay
             on this one.
         comm_device: on which data travels: `device`, or an accelerator if the group has no backend for `device`.
-        max_bucket_bytes: bound on the bytes in flight on a rank, in both directions. In addition an owner holds at
-            least one unit, which is one matrix, or small ones: up to 16 MiB on a CPU, and 0.6 of `max_batch_bytes`
-            on an accelerator.
+        max_bucket_bytes: bound on the bytes that travel at once, on any rank. A round that exceeds it does not overlap
+            with others. In addition an owner holds the unit that it orthogonalizes.
     """
 
     def __init__(
@@ -79,56 +79,49 @@ class Exchange:
         self.rule: OwnerRule | None = None
         owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
-        self.schedule = Schedule(owned, holdings, dist.get_rank(group), comm_dtype, max_bucket_bytes)
+        direction_bytes = 2 if is_accelerator(device) else 4
+        self.schedule = Schedule(owned, holdings, dist.get_rank(group), comm_dtype, max_bucket_bytes, direction_bytes)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
     def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
-        """Yield pieces and their directions, bucket by bucket; see `Executor`.
+        """Yield pieces and their directions, as they return; see `Executor`.
+
+        While a round is orthogonalized, the updates of the next one travel to their owners, and the directions of the
+        last one travel back.
 
         Raises:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
-
-        def flat_of(bucket: Bucket) -> Tensor:
-            return self._outgoing(bucket, updates_of)
-
-        return self._in_rounds(self.rounds(frozenset(active)), flat_of, newton_schulz)
-
-    def _in_rounds(
-        self, rounds: Sequence[Round], flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz
-    ) -> Directions:
-        """Yield pieces and their directions; `flat_of` returns the updates that a bucket sends, and is called once."""
+        rounds = self.rounds(frozenset(active))
+        if any(each.gathers or any(part.travels and not part.to_all for part in each.returns) for each in rounds):
+            connect(self.group, self.comm_device)
         gathering: Transfer | None = None
-        returning: tuple[Round, Transfer] | None = None
+        returning: tuple[Return, Transfer] | None = None
         for k, current in enumerate(rounds):
-            if len(current.buckets) > 1:
-                yield from self._bucket_by_bucket(current, flat_of, newton_schulz)
-                continue
-            bucket = current.buckets[0]
-            arriving = gathering or self._gather(bucket, flat_of)
-            gathering = None
             following = rounds[k + 1] if k + 1 < len(rounds) else None
-            if following is not None and len(following.buckets) == 1:
-                in_flight = current.nbytes + following.nbytes + (returning[0].nbytes if returning else 0)
-                if in_flight <= self.max_bucket_bytes:
-                    gathering = self._gather(following.buckets[0], flat_of)
+            arriving = gathering or self._gather(current, updates_of)
+            gathering = None
+            if following is not None and following.gathers and current.overlaps:
+                gathering = self._gather(following, updates_of)
             (data,) = arriving.wait()
             del arriving
-            data = self._orthogonalize(bucket, data, newton_schulz)
-            leaving = self._return(bucket, data)
+            leaving = self._orthogonalize(current, data, newton_schulz)
             del data
-            if returning is not None:
-                yield self._complete(returning[0].buckets[0], returning[1])
-            returning = current, leaving
-            if following is not None and gathering is None:
-                yield self._complete(bucket, leaving)
+            for part in current.returns:
+                started = part, self._return(part, leaving.pop(0))
+                if returning is not None:
+                    yield self._complete(*returning)
+                returning = started
+                del started
+            if returning is not None and not current.overlaps:
+                yield self._complete(*returning)
                 returning = None
         if returning is not None:
-            yield self._complete(returning[0].buckets[0], returning[1])
+            yield self._complete(*returning)
 
     def order(self, active: Collection[int]) -> list[list[Piece]]:
-        """Return the pieces of one bucket after the other, see `Executor`."""
-        return [bucket.pieces for current in self.rounds(frozenset(active)) for bucket in current.buckets]
+        """Return the pieces of one round after the other, see `Executor`."""
+        return [current.pieces for current in self.rounds(frozenset(active))]
 
     def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
         """Copy tensors of units from their owners to all ranks, see `Executor`, with one collective or a few."""
@@ -157,73 +150,80 @@ class Exchange:
             self._planned = active, self.schedule.rounds(active)
         return self._planned[1]
 
-    def _bucket_by_bucket(
-        self, current: Round, flat_of: Callable[[Bucket], Tensor], newton_schulz: NewtonSchulz
-    ) -> Directions:
-        """Step a round of several buckets: gather them one by one, so that all owners then work at the same time."""
-        data = [self._gather(bucket, flat_of).wait()[0] for bucket in current.buckets]
-        for k, bucket in enumerate(current.buckets):
-            data[k] = self._orthogonalize(bucket, data[k], newton_schulz)
-        for k, bucket in enumerate(current.buckets):
-            leaving = self._return(bucket, data[k])
-            data[k] = data[k].new_empty(0)
-            yield self._complete(bucket, leaving)
+    def _gather(self, current: Round, updates_of: UpdatesOf) -> Transfer:
+        """Move the momentum of this rank's pieces, and start to send their updates to their owners."""
+        updates = updates_of(current.sent, current.unsent)
+        flat = _flattened(updates, self.comm_dtype).to(self.comm_device if current.gathers else self.device)
+        del updates
+        return Exchanged(flat, current.send, current.receive, self.group, local=not current.gathers)
 
-    def _outgoing(self, bucket: Bucket, updates_of: UpdatesOf) -> Tensor:
-        """Return the updates of this rank's boxes, flat, ordered by owner."""
-        updates = updates_of(bucket.pieces)
-        device = self.comm_device if bucket.gathers else self.device
-        return _flattened([updates[i] for i in bucket.outgoing], self.comm_dtype).to(device)
+    def _orthogonalize(self, current: Round, received: Tensor, newton_schulz: NewtonSchulz) -> list[Tensor]:
+        """Return the directions of the units that this rank owns: for each return, flat, ordered by destination.
 
-    def _gather(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> Transfer:
-        """Start to send the updates of this rank's boxes to their owners."""
-        return Exchanged(flat_of(bucket), bucket.send, bucket.receive, self.group, local=not bucket.gathers)
-
-    def _orthogonalize(self, bucket: Bucket, received: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
-        """Return the directions of the units that this rank owns, flat, ordered by destination."""
+        Args:
+            current: the round.
+            received: its updates, flat, as they have arrived; overwritten.
+            newton_schulz: orthogonalizes.
+        """
         arrived: dict[int, list[tuple[BatchBox, Tensor]]] = {}
         received = received.to(self.device)
-        flat = _split(received, [box.numel for _, box in bucket.incoming])
-        for (k, box), data in zip(bucket.incoming, flat, strict=True):
+        flat = _split(received, [box.numel for _, box in current.incoming])
+        for (k, box), data in zip(current.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
         dtype = min(newton_schulz.dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
         if self.around is not None:  # whose directions are of any size
             dtype = self.comm_dtype
-        send = received
-        if not bucket.in_place or received.dtype != dtype:
-            send = torch.empty(sum(bucket.leave), dtype=dtype, device=self.device)
-        leaving: dict[int, list[tuple[BatchBox, Tensor]]] = {}
-        flat = _split(send, [box.numel for _, box in bucket.returned])
-        for (k, box), data in zip(bucket.returned, flat, strict=True):
-            leaving.setdefault(k, []).append((box, data.view(box.shape)))
-        for k, updates in arrived.items():
-            unit = bucket.units[k].unit
-            batch = torch.empty(unit.count, *unit.shape, dtype=self.comm_dtype, device=self.device)  # (B, m, n)
-            for box, data in updates:
-                box.write(data, batch)
-            directions = directions_of(self, unit, batch, newton_schulz)
-            for box, data in leaving[k]:
+        leaving = [torch.empty(sum(part.leave), dtype=dtype, device=self.device) for part in current.returns]
+        places: dict[int, list[tuple[BatchBox, Tensor]]] = {}
+        for part, send in zip(current.returns, leaving, strict=True):
+            flat = _split(send, [box.numel for _, box in part.boxes])
+            for (k, box), data in zip(part.boxes, flat, strict=True):
+                places.setdefault(k, []).append((box, data.view(box.shape)))
+        for k, boxes in arrived.items():
+            unit = current.units[k].unit
+            directions = directions_of(self, unit, _batch_of(unit, boxes), newton_schulz)
+            for box, data in places[k]:
                 box.read(directions, data)
-        return send.to(self.comm_device) if bucket.returns else send
+            del directions  # before the next ones are made
+        return leaving
 
-    def _return(self, bucket: Bucket, send: Tensor) -> Transfer:
+    def _return(self, part: Return, send: Tensor) -> Transfer:
         """Start to send directions back."""
-        if bucket.to_all:
-            return Copied(send, bucket.arrive, self.group)
-        return Exchanged(send, bucket.leave, bucket.arrive, self.group, local=not bucket.returns)
+        if part.travels:
+            send = send.to(self.comm_device)
+        if part.to_all:
+            return Copied(send, part.arrive, self.group)
+        return Exchanged(send, part.leave, part.arrive, self.group, local=not part.travels)
 
-    def _complete(self, bucket: Bucket, leaving: Transfer) -> tuple[list[Piece], list[Tensor]]:
+    def _complete(self, part: Return, leaving: Transfer) -> tuple[list[Piece], list[Tensor]]:
         """Wait for the directions of this rank's boxes, and return them with their pieces."""
-        pieces = [bucket.pieces[i] for i in bucket.completed]
-        shapes = [bucket.shapes[i] for i in bucket.completed]
-        flat = _unpacked(leaving.wait(), [math.prod(shape) for shape in shapes])
-        return pieces, [direction.view(shape) for direction, shape in zip(flat, shapes, strict=True)]
+        flat = _unpacked(leaving.wait(), [math.prod(shape) for shape in part.shapes])
+        return part.pieces, [direction.view(shape) for direction, shape in zip(flat, part.shapes, strict=True)]
+
+
+def _batch_of(unit: Unit, boxes: Sequence[tuple[BatchBox, Tensor]]) -> Tensor:
+    """Return the matrices of a unit ``(B, m, n)``, contiguous and aligned: where they arrived if they did so in order.
+
+    Args:
+        unit: the matrices.
+        boxes: of them, with what has arrived.
+    """
+    first, data = boxes[0]
+    rows, columns = unit.shape
+    if first.numel == unit.numel and (first.rows, first.columns) == (((0, rows),), ((0, columns),)):
+        return data if is_aligned(data) else data.clone()
+    batch = data.new_empty(unit.count, *unit.shape)
+    for box, data in boxes:
+        box.write(data, batch)
+    return batch
 
 
 def _flattened(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor of all elements, in few launches whatever the number of tensors."""
+    """Return a flat tensor of all elements, in few launches whatever the number of tensors; a view if they are one."""
     if not tensors:
         return torch.empty(0, dtype=dtype)
+    if tensors[0].dtype == dtype and (together := adjacent(tensors)) is not None:
+        return together
     flat = [tensor.reshape(-1) for tensor in tensors]
     if all(tensor.dtype == dtype for tensor in flat):
         return torch.cat(flat)

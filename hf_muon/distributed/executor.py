@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class NewtonSchulz(Protocol):
     """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`.
 
-    With `overwrite` it may write to the matrices, which are contiguous then, and return directions in their memory.
+    With `overwrite` it may write to the matrices, which are contiguous and aligned then, and return directions in their
+    memory.
     """
 
     @property
@@ -46,50 +47,67 @@ class Piece(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What one step of all matrices of an executor costs.
+    """What one step of all matrices of an executor costs; of ranks, the largest of all.
 
     Attributes:
         flops: of Newton-Schulz, for each rank of the executor's group; one entry if the executor has no group, in
             which case every process that has such an executor does the same.
         sent_bytes: of updates and directions that each rank sends to others.
-        in_flight_bytes: of the updates and directions that a rank would have in flight at once if nothing limited them;
-            the largest of all ranks.
+        in_flight_bytes: of the updates and directions that a rank has in flight at once.
         unit_bytes: of the buffers for the largest unit on its owner.
+        turn: elements of the updates that a rank computes at once, to send them.
     """
 
     flops: list[int]
     sent_bytes: list[int]
     in_flight_bytes: int
     unit_bytes: int
+    turn: int = 0
 
 
 Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 """Pieces, and for each of them a direction of its shape."""
 
-UpdatesOf = Callable[[Sequence[Piece]], list[Tensor]]
-"""Moves the momentum of some pieces and returns their updates.
 
-On an accelerator they are memory of their own, which may be overwritten; elsewhere nobody writes to them.
-"""
+class UpdatesOf(Protocol):
+    """Moves momentum, and computes updates."""
+
+    def __call__(self, pieces: Sequence[Piece], others: Sequence[Piece] = (), /) -> list[Tensor]:
+        """Move the momentum of some pieces and return their updates, memory of their own that may be overwritten.
+
+        Args:
+            pieces: whose updates are returned.
+            others: whose momentum moves, too.
+        """
+        ...
 
 
-Observer = Callable[["Unit", Tensor, Tensor], None]
-"""Receives a unit, its updates and its directions ``(B, m, n)`` on the owner; must not write to them."""
+class Observer(Protocol):
+    """Sees what is orthogonalized on its owner, before and after; must not write to it."""
+
+    def updates(self, unit: Unit, updates: Tensor, /) -> None:
+        """See the updates of a unit ``(B, m, n)``, which are overwritten next."""
+        ...
+
+    def orthogonalized(self, unit: Unit, directions: Tensor, /) -> None:
+        """See the directions of a unit ``(B, m, n)``."""
+        ...
 
 
-OwnerRule = Callable[["Unit", Tensor, Tensor], Tensor]
-"""Receives what an `Observer` does, and returns other directions in their place, of the same dtype."""
+OwnerRule = Callable[["Unit", Tensor], Tensor]
+"""Receives a unit and its directions ``(B, m, n)``, and returns others in their place, of the same dtype."""
 
 
 AroundRule = Callable[["Unit", Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""Receives a unit, its updates and what orthogonalizes matrices; returns directions ``(B, m, n)``."""
+"""Receives a unit, its updates and what orthogonalizes contiguous matrices, which it overwrites; returns directions
+``(B, m, n)``."""
 
 
 class Executor(Protocol):
     """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Attributes:
-        observer: receives what this rank orthogonalizes; None for nobody.
+        observer: sees what this rank orthogonalizes; None for nobody.
         around: makes directions in the place of Newton-Schulz alone, fp32 where Newton-Schulz's are narrower; the same
             on all ranks. None for nothing.
         rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
@@ -141,19 +159,24 @@ class Executor(Protocol):
 def directions_of(executor: Executor, unit: Unit, updates: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
     """Return the directions of a unit ``(B, m, n)`` on its owner, as rules make them.
 
+    There is no other way from updates to directions, so that every layout orthogonalizes the same batches.
+
     Args:
         executor: whose observer sees what is orthogonalized, and whose rules are called.
         unit: the matrices.
-        updates: of them ``(B, m, n)``; not written to.
+        updates: of them ``(B, m, n)``, contiguous and aligned; overwritten.
         newton_schulz: orthogonalizes.
     """
+    observer = executor.observer
 
     def orthogonalize(matrices: Tensor) -> Tensor:
-        directions = newton_schulz(matrices)
-        if executor.observer is not None:
-            executor.observer(unit, matrices, directions)
+        if observer is not None:
+            observer.updates(unit, matrices)
+        directions = newton_schulz(matrices, overwrite=True)
+        if observer is not None:
+            observer.orthogonalized(unit, directions)
         return directions
 
     around = executor.around
     directions = orthogonalize(updates) if around is None else around(unit, updates, orthogonalize)
-    return directions if executor.rule is None else executor.rule(unit, updates, directions)
+    return directions if executor.rule is None else executor.rule(unit, directions)

@@ -23,10 +23,8 @@ from hf_muon.distributed.executor import (
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.math.products import is_aligned
 from hf_muon.storage.regions import Stored
-
-# Kernels for sums and products may add in another order where memory is not aligned.
-_ALIGNED_BYTES = 256
 
 
 class Bucket(NamedTuple):
@@ -130,21 +128,15 @@ class LocalExecutor:
     def _of_unit(self, unit: Unit, updates: list[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
         shapes = [update.shape for update in updates]
         counts = [update.numel() // math.prod(unit.shape) for update in updates]
-        together = adjacent(updates) if is_accelerator(self.device) else None
+        together = adjacent(updates)
         if together is None:
-            stacks = [update.reshape(-1, *unit.shape) for update in updates]  # each (b, m, n)
-            batch = (stacks[0] if len(stacks) == 1 else torch.cat(stacks)).to(self.device)  # (B, m, n)
-            del stacks
-        else:
-            batch = together.view(-1, *unit.shape).to(self.device)
-            if batch.storage_offset() * batch.dtype.itemsize % _ALIGNED_BYTES:
-                batch = batch.clone()
-        del updates
-        has_rules = self.around is not None or self.rule is not None
-        if self.observer is not None or has_rules or not is_accelerator(self.device):
-            directions = directions_of(self, unit, batch, newton_schulz)
-        else:
-            directions = newton_schulz(batch, overwrite=batch.is_contiguous())
+            together = torch.cat([update.reshape(-1) for update in updates])
+        batch = together.view(-1, *unit.shape).to(self.device)  # (B, m, n)
+        if not is_aligned(batch):
+            batch = batch.clone()
+        del updates, together
+        directions = directions_of(self, unit, batch, newton_schulz)
+        del batch
         by_piece = torch.split(directions, counts)
         return [direction.view(shape) for direction, shape in zip(by_piece, shapes, strict=True)]
 

@@ -1,14 +1,14 @@
-"""When each unit travels: rounds and buckets, as plain data that is computed before anything is sent.
+"""When each unit travels: rounds, as plain data that is computed before anything is sent.
 
-Every rank computes the same rounds. A bucket also holds what this rank sends and receives for it.
+Every rank computes the same rounds. A round also holds what this rank sends and receives for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from torch import Tensor
 from hf_muon.distributed.executor import Piece, StepCost
 from hf_muon.distributed.holdings import BatchBox, Holdings
 from hf_muon.distributed.units import Unit
+
+# An owner takes several units in a round as long as their updates are this part of `max_bucket_bytes`.
+_SMALL = 64
+# The directions that travel back together are at most this part of it. Two such parts travel at once.
+_OF_RETURN = 8
 
 
 class OwnedUnit(NamedTuple):
@@ -26,109 +31,133 @@ class OwnedUnit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
-    """Units that travel together, and this rank's share in the two collectives that serve them.
+class Return:
+    """Units of a round whose directions travel back together, and this rank's share in the collective.
+
+    Attributes:
+        leave, arrive: elements of directions to and from each rank.
+        travels: whether any rank sends directions to another one.
+        to_all: whether all ranks store all of the units, so that directions are copied to all of them. What leaves is
+            then this rank's own directions, once.
+        boxes: position in the round's units and box of the directions that this rank sends, ordered by destination.
+            Boxes that can be copied together are one.
+        pieces: those of this rank, in the order in which their directions arrive.
+        shapes: of the pieces in storage.
+    """
+
+    leave: list[int]
+    arrive: list[int]
+    travels: bool
+    to_all: bool
+    boxes: list[tuple[int, BatchBox]] = field(repr=False)
+    pieces: list[Piece] = field(repr=False)
+    shapes: list[tuple[int, ...]] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Units that are orthogonalized at the same time, and this rank's share in the collective that gathers them.
 
     Attributes:
         units: with their owners.
         send, receive: elements of updates to and from each rank.
-        leave, arrive: elements of directions to and from each rank.
         gathers: whether any rank sends updates to another one.
-        returns: whether any rank sends directions to another one.
-        to_all: whether all ranks store all of the units, so that directions are copied to all of them. What leaves is
-            then this rank's own directions, once.
-        in_place: whether directions leave exactly as updates arrive, so that they can take over the memory.
-        pieces: all that this rank stores of the units.
-        shapes: of the pieces in storage.
-        outgoing: positions in `pieces` of the updates that this rank sends, ordered by destination.
+        sent: the pieces whose updates this rank sends, ordered by destination.
+        unsent: its other pieces, of which another rank sends the update.
         incoming: position in `units` and box of the updates that arrive, in the order of arrival. Boxes that can be
             copied together are one.
-        returned: the same of the directions that this rank sends back, ordered by destination.
-        completed: positions in `pieces` of the directions that arrive, in the order of arrival.
+        returns: how directions travel back.
+        overlaps: whether the next round's updates may travel, and the directions of this round still do, while others
+            are orthogonalized.
     """
 
     units: tuple[OwnedUnit, ...]
     send: list[int]
     receive: list[int]
-    leave: list[int]
-    arrive: list[int]
     gathers: bool
-    returns: bool
-    to_all: bool
-    in_place: bool
-    pieces: list[Piece] = field(repr=False)
-    shapes: list[tuple[int, ...]] = field(repr=False)
-    outgoing: list[int] = field(repr=False)
+    sent: list[Piece] = field(repr=False)
+    unsent: list[Piece] = field(repr=False)
     incoming: list[tuple[int, BatchBox]] = field(repr=False)
-    returned: list[tuple[int, BatchBox]] = field(repr=False)
-    completed: list[int] = field(repr=False)
+    returns: list[Return]
+    overlaps: bool
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All that this rank stores of the units, in the order in which its momentum moves."""
+        return [*self.sent, *self.unsent]
 
 
-@dataclass(frozen=True)
-class Round:
-    """Units that are orthogonalized at the same time.
+def make_round(
+    units: Sequence[OwnedUnit], parts: Sequence[Sequence[int]], holdings: Holdings, rank: int, *, overlaps: bool = True
+) -> Round:
+    """Return a round as one rank sees it.
 
-    Attributes:
-        buckets: in which they travel: one, or several if one would exceed the bound.
-        nbytes: the most bytes that the round has in flight on any rank.
+    Args:
+        units: with their owners.
+        parts: positions of the units whose directions travel back together.
+        holdings: who stores what.
+        rank: of this process.
+        overlaps: see `Round`.
     """
-
-    buckets: list[Bucket]
-    nbytes: int
-
-
-def make_bucket(units: Sequence[OwnedUnit], holdings: Holdings, rank: int) -> Bucket:
-    """Return the bucket of some units as one rank sees it."""
     ranks = holdings.ranks
-    gathers = returns = False
-    pieces: list[Piece] = []
-    shapes: list[tuple[int, ...]] = []
-    outgoing: list[list[int]] = [[] for _ in range(ranks)]
-    completed: list[list[int]] = [[] for _ in range(ranks)]
+    sent: list[list[Piece]] = [[] for _ in range(ranks)]
+    unsent: list[Piece] = []
     incoming: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
-    returned: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
-    send, receive, leave, arrive = ([0] * ranks for _ in range(4))
-    to_all = ranks > 1 and all(_is_everywhere(holdings, unit) for unit, _ in units)
+    send, receive = [0] * ranks, [0] * ranks
     for k, (unit, owner) in enumerate(units):
-        pattern = holdings.pattern(unit)
-        gathers |= owner not in pattern.holders
-        returns |= pattern.total > pattern.stored[owner]
         for box in holdings.boxes(unit, rank):
             if holdings.replicas(box.piece.matrix).sends(rank, owner):
-                outgoing[owner].append(len(pieces))
+                sent[owner].append(box.piece)
                 send[owner] += box.numel
-            completed[owner].append(len(pieces))
-            arrive[owner] += box.numel
-            pieces.append(box.piece)
-            shapes.append(box.stored)
-        if owner != rank:
-            continue
-        for other in range(ranks):
+            else:
+                unsent.append(box.piece)
+        for other in range(ranks) if owner == rank else ():
             for box in holdings.boxes(unit, other):
                 if holdings.replicas(box.piece.matrix).sends(other, owner):
                     incoming[other].append((k, box))
                     receive[other] += box.numel
-                if not to_all or other == rank:
-                    returned[other].append((k, box))
-                    leave[other] += box.numel
-    arriving = [item for of_rank in incoming for item in _joined(of_rank)]
-    leaving = [item for of_rank in returned for item in _joined(of_rank)]
-    return Bucket(
+    return Round(
         units=tuple(units),
         send=send,
         receive=receive,
+        gathers=any(owner not in holdings.pattern(unit).holders for unit, owner in units),
+        sent=[piece for of_rank in sent for piece in of_rank],
+        unsent=unsent,
+        incoming=[item for of_rank in incoming for item in _joined(of_rank)],
+        returns=[_make_return([(k, *units[k]) for k in part], holdings, rank) for part in parts],
+        overlaps=overlaps,
+    )
+
+
+def _make_return(units: Sequence[tuple[int, Unit, int]], holdings: Holdings, rank: int) -> Return:
+    """Return how the directions of some units, with their positions and owners, travel back."""
+    ranks = holdings.ranks
+    boxes: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
+    arriving: list[list[BatchBox]] = [[] for _ in range(ranks)]
+    leave, arrive = [0] * ranks, [0] * ranks
+    travels = False
+    to_all = ranks > 1 and all(_is_everywhere(holdings, unit) for _, unit, _ in units)
+    for k, unit, owner in units:
+        pattern = holdings.pattern(unit)
+        travels |= pattern.total > pattern.stored[owner]
+        for box in holdings.boxes(unit, rank):
+            arriving[owner].append(box)
+            arrive[owner] += box.numel
+        for other in range(ranks) if owner == rank else ():
+            if to_all and other != rank:
+                continue
+            for box in holdings.boxes(unit, other):
+                boxes[other].append((k, box))
+                leave[other] += box.numel
+    own = [box for of_rank in arriving for box in of_rank]
+    return Return(
         leave=leave,
         arrive=arrive,
-        gathers=gathers,
-        returns=returns,
+        travels=travels,
         to_all=to_all,
-        in_place=arriving == leaving,
-        pieces=pieces,
-        shapes=shapes,
-        outgoing=[i for of_rank in outgoing for i in of_rank],
-        incoming=arriving,
-        returned=leaving,
-        completed=[i for of_rank in completed for i in of_rank],
+        boxes=[item for of_rank in boxes for item in _joined(of_rank)],
+        pieces=[box.piece for box in own],
+        shapes=[box.stored for box in own],
     )
 
 
@@ -154,15 +183,30 @@ def _joined(boxes: Sequence[tuple[int, BatchBox]]) -> list[tuple[int, BatchBox]]
     return joined
 
 
+class _Sizes(NamedTuple):
+    """What a round has in flight on the rank where it is most, in bytes.
+
+    Attributes:
+        gather: of updates, sent and received.
+        back: of directions that travel back together.
+        sent: elements of the updates that a rank sends.
+    """
+
+    gather: int
+    back: int
+    sent: int
+
+
 class Schedule:
-    """Cuts the units of an exchange into rounds.
+    """Assigns units to rounds.
 
     Args:
-        owned: units and their owners, the same on all ranks.
-        holdings: who stores what.
-        rank: this one.
+        owned: units with their owners.
+        holdings: who stores what of them.
+        rank: of this process.
         comm_dtype: dtype in which updates travel.
-        max_bucket_bytes: bound on the bytes that a rank has in flight, in both directions.
+        max_bucket_bytes: bound on the bytes that travel at once.
+        direction_bytes: of an element of the directions that Newton-Schulz returns, if it is not told otherwise.
     """
 
     def __init__(
@@ -172,91 +216,102 @@ class Schedule:
         rank: int,
         comm_dtype: torch.dtype,
         max_bucket_bytes: int,
+        direction_bytes: int = 4,
     ) -> None:
         self.owned = owned
         self.holdings = holdings
         self.rank = rank
         self.comm_dtype = comm_dtype
         self.max_bucket_bytes = max_bucket_bytes
+        self._back = min(direction_bytes, comm_dtype.itemsize)
 
-    def rounds(self, active: frozenset[int]) -> list[Round]:
-        """Return the rounds in which the units of the active matrices are orthogonalized.
+    def rounds(self, active: Collection[int]) -> list[Round]:
+        """Return the rounds in which the units of the active matrices are orthogonalized."""
+        planned = list(self._planned(active))
+        return [
+            make_round(units, parts, self.holdings, self.rank, overlaps=overlaps)
+            for (units, parts, _), overlaps in zip(planned, self._overlaps(planned), strict=True)
+        ]
 
-        Three rounds, one in each phase, stay within the bound. Each owner gets a unit in every round, whatever the
-        bound: a round in which only some owners work takes as long as one in which all do. An owner gets further units
-        as long as they are together not larger than the largest unit of the round.
+    def _planned(self, active: Collection[int]) -> Iterator[tuple[list[OwnedUnit], list[list[int]], _Sizes]]:
+        """Yield the units of each round, those whose directions travel back together, and what is in flight.
+
+        Each owner gets a unit in every round, since a round in which only some owners work takes as long as one in
+        which all do. It gets further units as long as they are together not larger than the largest unit of the round,
+        or small.
         """
         ranks = self.holdings.ranks
+        active = frozenset(active)
         queues: list[list[Unit]] = [[] for _ in range(ranks)]
         for unit, owner in self.owned:
             stepped = unit if active.issuperset(matrices.matrix for matrices in unit.ranges) else unit.only(active)
             if stepped.ranges:
                 queues[owner].append(stepped)
-        rounds: list[Round] = []
+        small = self.max_bucket_bytes // _SMALL // self.comm_dtype.itemsize
         units: list[OwnedUnit] = []
-        nothing = torch.zeros(ranks, dtype=torch.int64)
-        in_flight, own, largest = nothing, [0] * ranks, 0
+        own, most = [0] * ranks, small
         for owner, unit in _in_turn(queues):
-            more = in_flight + self._nbytes(unit, owner)
-            full = own[owner] + unit.numel > max(largest, unit.numel)
-            if full and int(more.max()) > self.max_bucket_bytes // 3:
-                rounds.append(self._round(units, int(in_flight.max())))
-                units, own, largest = [], [0] * ranks, 0
-                more = nothing + self._nbytes(unit, owner)
+            most = max(most, unit.numel)
+            if own[owner] and own[owner] + unit.numel > most:
+                yield self._sized(units)
+                units, own, most = [], [0] * ranks, max(small, unit.numel)
             units.append(OwnedUnit(unit, owner))
             own[owner] += unit.numel
-            largest = max(largest, unit.numel)
-            in_flight = more
         if units:
-            rounds.append(self._round(units, int(in_flight.max())))
-        return rounds
+            yield self._sized(units)
 
-    def _round(self, units: Sequence[OwnedUnit], nbytes: int) -> Round:
-        """Put the units into one bucket if they fit, and otherwise into several that fit one by one."""
-        buckets: list[list[OwnedUnit]] = [[]]
-        if nbytes > self.max_bucket_bytes // 3:
-            in_flight = torch.zeros(self.holdings.ranks, dtype=torch.int64)
-            for unit, owner in units:
-                # fp32 updates and the copies to send take eight bytes in any comm_dtype; arriving directions take less.
-                more = in_flight + self.holdings.pattern(unit).on_ranks * 8
-                if buckets[-1] and int(more.max()) > self.max_bucket_bytes:
-                    buckets.append([])
-                    more = more - in_flight
-                buckets[-1].append(OwnedUnit(unit, owner))
-                in_flight = more
-        else:
-            buckets = [list(units)]
-        return Round([make_bucket(bucket, self.holdings, self.rank) for bucket in buckets], nbytes)
+    def _sized(self, units: list[OwnedUnit]) -> tuple[list[OwnedUnit], list[list[int]], _Sizes]:
+        """Return the units of a round, those whose directions travel back together, and what is in flight."""
+        nothing = torch.zeros(self.holdings.ranks, dtype=torch.int64)
+        sent, gathered, returned, largest = nothing, nothing.clone(), nothing, 0
+        parts: list[list[int]] = [[]]
+        for k, (unit, owner) in enumerate(units):
+            pattern = self.holdings.pattern(unit)
+            sent = sent + pattern.sent_to(owner)
+            gathered[owner] += unit.numel
+            back = pattern.on_ranks.clone()
+            back[owner] += _leaving(self.holdings, unit)
+            if parts[-1] and int((returned + back).max()) * self._back > self.max_bucket_bytes // _OF_RETURN:
+                parts.append([])
+                returned = nothing
+            parts[-1].append(k)
+            returned = returned + back
+            largest = max(largest, int(returned.max()) * self._back)
+        gather = int((sent + gathered).max()) * self.comm_dtype.itemsize
+        return units, parts, _Sizes(gather, largest, int(sent.max()))
 
-    def _nbytes(self, unit: Unit, owner: int) -> Tensor:
-        """Return the bytes of updates and (fp32) directions that a unit has in flight on each rank, ``(ranks,)``."""
-        pattern = self.holdings.pattern(unit)
-        back = min(4, self.comm_dtype.itemsize)
-        nbytes = pattern.on_ranks * (self.comm_dtype.itemsize + back)
-        nbytes[owner] += unit.numel * self.comm_dtype.itemsize + _leaving(self.holdings, unit) * back
-        return nbytes
+    def _overlaps(self, planned: Sequence[tuple[Any, Any, _Sizes]]) -> Iterator[bool]:
+        """Yield for each round whether it overlaps with others: what then travels at once is within the bound."""
+        sizes = [own for _, _, own in planned]
+        for k, own in enumerate(sizes):
+            before, after = sizes[max(0, k - 1)], sizes[min(len(sizes) - 1, k + 1)]
+            yield after.gather + 2 * max(before.back, own.back) <= self.max_bucket_bytes
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
         """Return what a step of all units costs; see `Executor`."""
         ranks = self.holdings.ranks
         there = self.comm_dtype.itemsize
         back = min(there, direction_dtype.itemsize)
-        flops, sent, owned = [0] * ranks, [0] * ranks, [0] * ranks
+        flops, sent = [0] * ranks, [0] * ranks
         largest = 0
         # Many units lie on the ranks in the same way, and the ranks are many: multiply each pattern once.
         sent_of: Counter[Tensor] = Counter()
-        stored_of: Counter[Tensor] = Counter()
         for unit, owner in self.owned:
             pattern = self.holdings.pattern(unit)
             flops[owner] += flops_of(unit)
             # The owner sends the directions of what others store; `sent_to` counts its own update, which stays.
             own = pattern.stored[owner]
             sent[owner] += (pattern.total - own) * back - own * there
-            owned[owner] += unit.numel * there + _leaving(self.holdings, unit) * back
             largest = max(largest, there * unit.numel)
             sent_of[pattern.sent_to(owner)] += there
-            stored_of[pattern.on_ranks] += there + back
-        return StepCost(flops, _sum(sent, sent_of), max(_sum(owned, stored_of)), largest)
+        planned = list(self._planned({matrices.matrix for unit, _ in self.owned for matrices in unit.ranges}))
+        sizes = [own for _, _, own in planned]
+        overlaps = [*self._overlaps(planned)]
+        ahead = [after.gather if overlap else 0 for after, overlap in zip(sizes[1:], overlaps, strict=False)] + [0]
+        pairs = zip(sizes, ahead, strict=False)
+        in_flight = max((own.gather + 2 * own.back + following for own, following in pairs), default=0)
+        turn = max((own.sent for own in sizes), default=0)
+        return StepCost(flops, _sum(sent, sent_of), in_flight, largest, turn)
 
 
 def _sum(numbers: list[int], counts: Counter[Tensor]) -> list[int]:

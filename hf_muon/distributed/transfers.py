@@ -4,15 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.distributed.agreement import all_gather
+from hf_muon.math.elementwise import is_accelerator
+from hf_muon.storage.tensors import has_data
 
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
 # Ranks that contribute less are padded in an all-gather, up to this factor of all bytes.
 _PADDED = 1.25
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have all ranks of a group connect to one another, once, before the first all-to-all.
+
+    NCCL makes the connections of an all-to-all when it first runs. If the device is busy then with collectives of other
+    groups, which also wait for ranks, ranks may wait for one another forever. So the first one is small, and each rank
+    waits until it has ended. All ranks call this together.
+
+    Args:
+        group: the process group.
+        device: from which it communicates; a host connects ranks when the group is made.
+    """
+    if not is_accelerator(device) or group in _connected:
+        return
+    _connected.add(group)
+    ones = torch.ones(group.size(), device=device)
+    received = torch.empty_like(ones)
+    dist.all_to_all_single(received, ones, group=group)
+    if has_data(received):
+        received.tolist()
 
 
 class Transfer(Protocol):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_muon.math.cost import BlockRows, flops, overwriting_bytes, segments
+from hf_muon.math.cost import BlockRows, flops, segments, working_bytes
 from hf_muon.math.elementwise import most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 
@@ -138,7 +138,7 @@ def _units_by_work(shapes: Mapping[int, Sequence[int]], kinds: Sequence[Hashable
         tiles = math.ceil(min(shape) / _TILE) ** 2
         share = total // _UNITS_OF_ALL // flops(shape, lengths)
         whole = BlockRows(min(shape), min(shape))
-        nbytes = overwriting_bytes((1, *shape), lengths, torch.float16, whole, torch.float32)
+        nbytes = working_bytes(shape, lengths, torch.float16, whole)
         fits = min(max_batch_bytes // nbytes, most_elements(max_batch_bytes) // math.prod(shape))
         size = max(1, min(_TILES // tiles, fits, share))
         columns = _columns([stacks[i] for i in members], size)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, TypeVar
+
+from hf_muon._autoload import HOOKS, failure
 
 NAME = "muon"
 """The value of `optim:` and of `optim_config: {name: ...}`."""
@@ -34,11 +38,53 @@ def is_ours(value: Any) -> bool:
 
 
 def is_muon(optim: Any) -> bool:
-    """Return whether a value of `optim:` asks for this package's optimizer, as text or as a member of an enum.
+    """Return whether a value of `optim:` asks for this package's optimizer, as text or as a member of an enum."""
+    value = optim.value if isinstance(optim, Enum) else optim
+    return isinstance(value, str) and value in NAMES
 
-    A member of an enum is ours if this package has put it there, whatever its name is.
+
+def muons_in(values: Iterable[Any]) -> list[Any]:
+    """Return each `Muon` among values, also inside of the wrapper that accelerate puts around an optimizer."""
+    room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no value is a Muon
+    if room is None:
+        return []
+    from torch.optim import Optimizer
+
+    bare = [getattr(value, "optimizer", value) if isinstance(value, Optimizer) else None for value in values]
+    return [optimizer for optimizer in bare if isinstance(optimizer, room.Muon)]
+
+
+def muon_inside(optimizer: Any) -> Any:
+    """Return the `Muon` inside the wrappers of accelerate and of ZeRO; None where there is none."""
+    from hf_muon.optimizer.muon import Muon
+
+    while optimizer is not None and not isinstance(optimizer, Muon):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
+
+
+def first_with(values: Iterable[Any], name: str) -> Any:
+    """Return the first of some objects that has an attribute; None where none has."""
+    return next((value for value in values if name in getattr(value, "__dict__", ())), None)
+
+
+def refuse_failed(*names: str) -> None:
+    """Raise if one of these hooks has failed, on which the guarantee of a run of Muon rests.
+
+    Raises:
+        RuntimeError: the hook, what is lost with it, and why it has failed.
     """
-    return is_ours(optim) if isinstance(optim, Enum) else optim in NAMES
+    for name in names:
+        if reason := failure(name):
+            raise not_in_place(name, reason)
+
+
+def not_in_place(name: str, reason: str) -> RuntimeError:
+    """Return the error of a run of Muon that needs a hook which is not in place."""
+    return RuntimeError(
+        f"Muon refuses this run, because hf_muon's hook {name!r} into {HOOKS[name].module} is not in place ({reason}): "
+        f"{HOOKS[name].lost}. Use versions that hf_muon was tested with, as its README lists them, or another optimizer"
+    )
 
 
 def is_set(package: str, variable: str) -> bool:

@@ -1,13 +1,14 @@
-"""The Muons of other programs, which run although hf_muon is installed: a warning says which one runs."""
+"""The Muons of other programs, of the same name or beside it: a warning says which one runs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from hf_muon.integrations.names import OWN_NAME, is_ours, mark
+from hf_muon._autoload import Change
+from hf_muon.integrations.names import OWN_NAME
 
 _warned: set[str] = set()
 
@@ -33,46 +34,41 @@ def warn_of_other_muon(program: str, setting: str, instead: str) -> None:
     )
 
 
-def patch_axolotl(module: ModuleType) -> Callable[[], None] | str | None:
+def warn_that_ours_runs(program: str, setting: str) -> None:
+    """Log once, on rank 0, that this package's Muon runs where another program has one of the same name.
+
+    Args:
+        program: whose Muon does not run.
+        setting: what asks for either.
+    """
+    from hf_muon.diagnostics.log import is_rank_zero, logger
+
+    if setting in _warned or not is_rank_zero():
+        return
+    _warned.add(setting)
+    logger().warning(
+        "%s: this %s has a Muon of that name, too, with other rules and other rates; hf_muon's runs, because it is "
+        "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's",
+        setting,
+        program,
+        program,
+        OWN_NAME,
+    )
+
+
+def patch_axolotl(module: ModuleType) -> Iterator[Change]:
     """Warn when axolotl makes the Muon of its `optimizer: muon`, in one process or over a device mesh."""
-    return _warn_before(
-        module,
-        ("MuonOptimizerFactory.__call__", "DistMuonOptimizerFactory.__call__"),
-        ("axolotl", "optimizer: muon", f"write optimizer: {OWN_NAME}"),
-    )
+    factories = (module.MuonOptimizerFactory, getattr(module, "DistMuonOptimizerFactory", None))
+    for factory in filter(None, factories):
+        warning = ("axolotl", "optimizer: muon", f"write optimizer: {OWN_NAME}")
+        yield factory, "__call__", _warning_first(factory.__call__, warning)
 
 
-def patch_swift(module: ModuleType) -> Callable[[], None] | str | None:
+def patch_swift(module: ModuleType) -> Iterator[Change]:
     """Warn when ms-swift makes the Muon of its `--optimizer muon`."""
-    return _warn_before(
-        module,
-        ("MuonOptimizerCallback.create_optimizer",),
-        ("ms-swift", "--optimizer muon", f"write --optim {OWN_NAME} and remove --optimizer"),
-    )
-
-
-def _warn_before(
-    module: ModuleType, methods: tuple[str, ...], warning: tuple[str, str, str]
-) -> Callable[[], None] | str | None:
-    """Patch methods of a module's classes to warn when they are called; classes that it lacks are left out."""
-    originals = []
-    for path in methods:
-        kind, _, name = path.partition(".")
-        owner = getattr(module, kind, None)
-        method = None if owner is None else vars(owner).get(name)
-        if is_ours(method):
-            return None
-        if method is not None:
-            originals.append((owner, name, method))
-            setattr(owner, name, mark(_warning_first(method, warning)))
-    if not originals:
-        return f"not patched: {module.__name__} has none of {', '.join(methods)}, where a warning would stand"
-
-    def undo() -> None:
-        for owner, name, method in originals:
-            setattr(owner, name, method)
-
-    return undo
+    kind = module.MuonOptimizerCallback
+    warning = ("ms-swift", "--optimizer muon", f"write --optim {OWN_NAME} and remove --optimizer")
+    yield kind, "create_optimizer", _warning_first(vars(kind)["create_optimizer"], warning)
 
 
 def _warning_first(method: Callable[..., Any], warning: tuple[str, str, str]) -> Callable[..., Any]:

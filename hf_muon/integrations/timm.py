@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.names import NAME, OWN_NAME, is_ours, mark
+from hf_muon._autoload import Change
+from hf_muon.integrations.names import NAME, OWN_NAME
 from hf_muon.integrations.other_muons import warn_of_other_muon
 
 if TYPE_CHECKING:
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
 # timm reads what stands after the last underscore of a name and knows a muon of its own, so hf_muon would be that one.
 _REGISTERED = OWN_NAME.replace("_", "")
-# timm's names of options, and ours.
-_RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps"}
-# What timm.optim._optim_factory must have.
-_NEEDED = ("OptimInfo", "OptimizerRegistry", "default_registry")
 
 
 def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
@@ -28,18 +25,13 @@ def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
         params: param groups or parameters. A group that timm marks for the second optimizer of a hybrid one
             (`use_fallback`, from `fallback_list`) goes to AdamW. Other keys are kept, among them the `lr_scale` of
             layer-wise decay, which timm's schedulers read.
-        **options: those of :class:`hf_muon.MuonConfig`; `betas` and `eps` are `adamw_betas` and `adamw_eps`.
+        **options: of :class:`hf_muon.MuonOfGroups`.
 
     Raises:
-        ValueError: an option twice, under both names, and whatever `MuonOfGroups` refuses.
+        ValueError: whatever `MuonOfGroups` refuses.
     """
     from hf_muon.ready_groups import MuonOfGroups
 
-    for theirs, ours in _RENAMED.items():
-        if theirs in options:
-            if ours in options:
-                raise ValueError(f"{theirs} and {ours} are the same option of Muon in timm: set one of the two")
-            options[ours] = options.pop(theirs)
     groups = [_with_flag(group) if isinstance(group, Mapping) else group for group in params]
     return MuonOfGroups(groups, **options)
 
@@ -61,30 +53,18 @@ def _entry() -> dict[str, Any]:
     }
 
 
-def patch_registry(module: ModuleType) -> Callable[[], None] | str | None:
+def patch_registry(module: ModuleType) -> Iterator[Change]:
     """Register `hf_muon` in timm.optim._optim_factory, and warn when timm makes the Muon of its `--opt muon`."""
-    missing = [name for name in _NEEDED if not hasattr(module, name)]
-    if missing:
-        return f"not patched: {module.__name__} has no {', '.join(missing)}; timm 1.0.12 is the first that has"
-    kind, registry = module.OptimizerRegistry, module.default_registry
+    kind, registry, info = module.OptimizerRegistry, module.default_registry, module.OptimInfo(**_entry())
     create = kind.create_optimizer
-    if is_ours(create):
-        return None
-    registry.register(module.OptimInfo(**_entry()))
+    registry.register(info)
     registry.register_alias(OWN_NAME, _REGISTERED)
 
     @functools.wraps(create)
-    def create_optimizer(self: Any, model_or_params: Any, opt: str, *args: Any, **kwargs: Any) -> Any:
-        opt = opt.lower().replace(OWN_NAME, _REGISTERED)
-        if opt.split("_")[-1] == NAME:
+    def create_optimizer(self: Any, model_or_params: Any, opt: Any, *args: Any, **kwargs: Any) -> Any:
+        name = opt.lower().replace(OWN_NAME, _REGISTERED) if isinstance(opt, str) else ""
+        if name.split("_")[-1] == NAME:
             warn_of_other_muon("timm", f"--opt {NAME}", f"write --opt {OWN_NAME}")
-        return create(self, model_or_params, opt, *args, **kwargs)
+        return create(self, model_or_params, name if _REGISTERED in name else opt, *args, **kwargs)
 
-    kind.create_optimizer = mark(create_optimizer)
-
-    def undo() -> None:
-        kind.create_optimizer = create
-        for name in (_REGISTERED, OWN_NAME):
-            registry._optimizers.pop(name, None)
-
-    return undo
+    yield kind, "create_optimizer", create_optimizer

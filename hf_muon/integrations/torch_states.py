@@ -8,32 +8,38 @@ that are frozen by now, torch would load no moments at all.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import ModuleType
 from typing import Any
 
-from hf_muon.integrations.names import is_ours, mark
+from hf_muon._autoload import Change
+from hf_muon.integrations.names import muons_in
+
+# The arguments of `_load_optim_state_dict` that are read, and the fields of its `info`.
+_READ = ("optimizers", "state_dict", "info")
+_READ_OF_INFO = ("fsdp_modules", "full_state_dict", "broadcast_from_rank0", "fqn_param_mapping")
 
 
-def patch_loading(module: ModuleType) -> Callable[[], None] | str | None:
+def patch_loading(module: ModuleType) -> Iterator[Change]:
     """Patch what `set_optimizer_state_dict` and `set_state_dict` load with: `Muon` refuses states that lack moments."""
-    load = getattr(module, "_load_optim_state_dict", None)
-    if load is None:
-        return "it has no _load_optim_state_dict: whole states that lack moments are not refused"
-    if is_ours(load):
-        return None
+    load = module._load_optim_state_dict
     signature = inspect.signature(load)
+    missing = [name for name in _READ if name not in signature.parameters]
+    fields = {field.name for field in dataclasses.fields(module._StateDictInfo)}
+    if missing := missing or [f"info.{name}" for name in _READ_OF_INFO if name not in fields]:
+        raise TypeError(f"_load_optim_state_dict has no argument {', '.join(missing)}")
 
     @functools.wraps(load)
     def load_without_template(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        info = call.arguments["info"]
-        muons = [] if info.fsdp_modules else _muons(call.arguments["optimizers"])
-        if not muons:
+        values = (*args, *kwargs.values())
+        muons = muons_in(each for value in values if isinstance(value, (tuple, list)) for each in value)
+        call = signature.bind(*args, **kwargs) if muons else None
+        if call is None or call.arguments["info"].fsdp_modules:
             return load(*args, **kwargs)
+        info = call.arguments["info"]
         params = [param for muon in muons for group in muon.param_groups for param in group["params"]]
         with contextlib.ExitStack() as stack:
             if info.full_state_dict and (names := _names_on_all_ranks(call.arguments["state_dict"], info)) is not None:
@@ -48,19 +54,7 @@ def patch_loading(module: ModuleType) -> Callable[[], None] | str | None:
                     param.requires_grad_()
             return load(*call.args, **call.kwargs)
 
-    module._load_optim_state_dict = mark(load_without_template)  # type: ignore[attr-defined]
-
-    def undo() -> None:
-        module._load_optim_state_dict = load  # type: ignore[attr-defined]
-
-    return undo
-
-
-def _muons(optimizers: Sequence[Any]) -> list[Any]:
-    """Return each `Muon` among optimizers, also of those that accelerate has wrapped."""
-    room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no optimizer is a Muon
-    bare = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-    return [optimizer for optimizer in bare if room is not None and isinstance(optimizer, room.Muon)]
+    yield module, "_load_optim_state_dict", load_without_template
 
 
 def _names(state_dict: Any) -> Set[str] | None:

@@ -1,7 +1,8 @@
 """Numbers in 8 bits: a code for each element, and a scale for each block of a row.
 
-Encoding and decoding take exact arithmetic and square roots alone, which all hardware rounds alike. Blocks lie within
-the rows of a matrix. Block-wise scales: https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
+Encoding and decoding round alike on every rank and in every layout; compiled for a GPU, whose division is not exact,
+codes may differ from a CPU's. Blocks lie within the rows of a matrix. Block-wise scales:
+https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
 """
 
 from __future__ import annotations

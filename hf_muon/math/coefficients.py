@@ -1,42 +1,22 @@
 """Newton-Schulz coefficients as data, each preset with its source.
 
 A step with coefficients ``(a, b, c)`` maps every singular value ``s`` to ``a*s + b*s**3 + c*s**5``. The range of a
-preset holds what its steps map ``[1e-3, 1]`` to, the singular values of a matrix of Frobenius norm one. Steps may begin
-with a scaling that makes them larger, see `Steps.almost_orthogonal`.
+preset holds what its steps map ``[1e-3, 1]`` to, the singular values of a matrix of Frobenius norm one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Triple = tuple[float, float, float]
+Steps = tuple[Triple, ...]
+"""``(a, b, c)`` of each Newton-Schulz step of an orthogonalization."""
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
 """What the option `ns_coefficients` takes."""
 DEFAULT_STEPS = 5
 AUTO = "auto"
 """Stands for the number of steps that belongs to the coefficients."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The Newton-Schulz steps of an orthogonalization.
-
-    Attributes:
-        triples: ``(a, b, c)`` of each step.
-        almost_orthogonal: whether the rows of the normalized matrix, or the columns of a tall one, are first divided by
-            ``sqrt(sum_j |R_ij|)``, with ``R = X X^T``: no singular value is above one then, and the small ones are
-            larger than after division by the norm alone. The singular vectors are those of the scaled matrix.
-    """
-
-    triples: tuple[Triple, ...]
-    almost_orthogonal: bool = False
-
-    def __len__(self) -> int:
-        return len(self.triples)
-
-    def __iter__(self) -> Iterator[Triple]:
-        return iter(self.triples)
 
 
 @dataclass(frozen=True)
@@ -51,7 +31,6 @@ class Preset:
         truncates: whether the first steps alone are a good choice if fewer are asked for than listed.
         singular_range_of_four: the same after four steps, which cost a fifth less; None if the preset needs five.
         default_steps: number of steps that ``ns_steps=auto`` takes.
-        almost_orthogonal: as of `Steps`.
     """
 
     steps: tuple[Triple, ...]
@@ -61,7 +40,6 @@ class Preset:
     truncates: bool = False
     singular_range_of_four: tuple[float, float] | None = None
     default_steps: int = DEFAULT_STEPS
-    almost_orthogonal: bool = False
 
 
 def _with_margin(steps: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
@@ -69,14 +47,6 @@ def _with_margin(steps: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
     return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in steps)
 
 
-# You Jiacheng: each step maximizes the slope at zero of the composition, within a bound on its error.
-_YOU: tuple[Triple, ...] = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
 _JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 PRESETS: dict[str, Preset] = {
@@ -111,8 +81,15 @@ PRESETS: dict[str, Preset] = {
         repeat_last=True,
         truncates=True,
     ),
+    # Each step maximizes the slope at zero of the composition, within a bound on its error.
     "you_jiacheng": Preset(
-        steps=_YOU,
+        steps=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
         singular_range=(0.474, 1.146),
         source="https://x.com/YouJiacheng/status/1905861218138804534",
     ),
@@ -142,25 +119,6 @@ PRESETS: dict[str, Preset] = {
         source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/blob/main/DeepSeek_V4.pdf",
         default_steps=10,
     ),
-    # Fan, Liu, Hong, Kompella, Liu: Rethinking Muon Beyond Pretraining. A high-pass filter: singular values above
-    # sqrt(2/3) of the norm go to one, those below to zero. The paper puts k_p promotion steps (1.875, -1.25, 0.375)
-    # before; its authors' code has none for reinforcement learning (https://github.com/OPTML-Group/Pion).
-    "pion": Preset(
-        steps=((0.0, 2.5, -1.5),),
-        singular_range=(0.0, 1.001),
-        source="https://arxiv.org/abs/2605.19282",
-        repeat_last=True,
-        truncates=True,
-    ),
-    # Boissin, Massena, Mamalet, Serrurier: Turbo-Muon. The scaling stands for You Jiacheng's first step, as in the
-    # authors' code (https://github.com/thib-s/flash-newton-schulz).
-    "aol": Preset(
-        steps=_YOU[1:],
-        singular_range=(0.120, 1.146),
-        source="https://arxiv.org/abs/2512.04632",
-        default_steps=4,
-        almost_orthogonal=True,
-    ),
 }
 
 
@@ -178,14 +136,14 @@ def resolve(ns_coefficients: Coefficients, ns_steps: int | str = AUTO) -> Steps:
         return _of_preset(ns_coefficients, ns_steps)
     triples = [triple for triple in ns_coefficients if isinstance(triple, Sequence)]
     if not triples:
-        return Steps((_triple(ns_coefficients, ns_coefficients),) * _number(ns_steps, DEFAULT_STEPS))
+        return (_triple(ns_coefficients, ns_coefficients),) * _number(ns_steps, DEFAULT_STEPS)
     listed = len(ns_coefficients)
     if ns_steps not in (AUTO, listed):
         raise ValueError(
             f"ns_steps={ns_steps}: ns_coefficients lists {listed} steps, three numbers for each. Leave ns_steps out, "
             f"or set ns_steps={listed}"
         )
-    return Steps(tuple(_triple(triple, ns_coefficients) for triple in ns_coefficients))
+    return tuple(_triple(triple, ns_coefficients) for triple in ns_coefficients)
 
 
 def _number(ns_steps: int | str, default: int) -> int:
@@ -215,5 +173,4 @@ def _of_preset(name: str, ns_steps: int | str) -> Steps:
             f"ns_steps={number}: the preset {name!r} is a sequence of {bound} {listed} steps. "
             f"Set ns_steps={listed}, or use polar_express or original, which work with any number"
         )
-    triples = (preset.steps + preset.steps[-1:] * max(0, number - listed))[:number]
-    return Steps(triples, preset.almost_orthogonal)
+    return (preset.steps + preset.steps[-1:] * max(0, number - listed))[:number]

@@ -13,7 +13,6 @@ Source: Zhang, Amsel, Chen, Dao, Gram Newton-Schulz, https://dao-ailab.github.io
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,8 +40,8 @@ _BLOCK_ROWS_OF_OTHERS = (4096, (2048, 2048))
 _MAX_BLOCKS = 12
 # Blocks have a multiple of 16 rows, and rows are padded by 16 elements: power-of-two strides cause cache-set conflicts.
 _VECTOR = 16
-# What a CPU works on at a time, bytes. Larger batches of small matrices, which could stay in its caches, do not.
-_CACHE_BYTES = 6 * 2**20
+# What is worked on at a time, bytes: on a CPU, what stays in its caches.
+_MOST_BYTES = {"cpu": 6 * 2**20}
 
 
 class BlockRows(NamedTuple):
@@ -115,29 +114,40 @@ def described(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type:
 
 
 def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: BlockRows) -> int:
-    """Return the bytes that orthogonalizing one matrix allocates, including its direction."""
+    """Return the bytes that orthogonalizing one matrix takes.
+
+    These are allocated, its direction included. Where an fp32 matrix is overwritten, they include its own.
+    """
     short, long = min(shape[-2:]), max(shape[-2:])
     normalizing = short * long * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
     small = small_matrices(lengths) * short * row_length(short, rows)
     return max(normalizing, (2 * short * long + small) * dtype.itemsize)
 
 
-def batch_in_cache(each: int) -> int:
-    """Return how many matrices to orthogonalize together on a CPU, if each takes some `working_bytes`.
-
-    Compiled functions get whole batches, because they cannot write into a part of one.
-    """
-    return sys.maxsize if torch.compiler.is_compiling() else max(1, _CACHE_BYTES // each)
-
-
-def overwriting_bytes(
-    shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: BlockRows, input_dtype: torch.dtype
+def batch_size(
+    shape: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    rows: BlockRows,
+    device_type: str,
+    max_batch_bytes: int,
 ) -> int:
-    """Return the bytes of orthogonalizing ``(B, m, n)`` in the memory of its input, including input and result."""
-    numel, short = math.prod(shape), min(shape[-2:])
-    small = math.prod(shape[:-2]) * small_matrices(lengths) * short * row_length(short, rows) * dtype.itemsize
-    result = numel * dtype.itemsize
-    return result + max(numel * input_dtype.itemsize, result + small)
+    """Return how many matrices are orthogonalized together.
+
+    Products round differently in batches of other sizes. So this depends neither on who holds the matrices nor on
+    whether they are overwritten.
+
+    Args:
+        shape: of one of them, ``(..., m, n)``.
+        lengths: lengths of its segments.
+        dtype: dtype of the products.
+        rows: rows of the blocks of symmetric products.
+        device_type: where it is done.
+        max_batch_bytes: bound on the `working_bytes` of all of them, unless there is only one.
+    """
+    if not torch.compiler.is_compiling():  # compiled functions cannot write into a part of a batch
+        max_batch_bytes = min(max_batch_bytes, _MOST_BYTES.get(device_type, max_batch_bytes))
+    return max(1, max_batch_bytes // working_bytes(shape, lengths, dtype, rows))
 
 
 def small_matrices(lengths: Sequence[int]) -> int:

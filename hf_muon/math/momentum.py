@@ -37,6 +37,15 @@ def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt:
     buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
 
 
+def _move_alone(buffer: Tensor, grad: Tensor, rate: Tensor, step_salt: Tensor) -> None:
+    """Move a buffer as `_move` does, where nobody needs the update."""
+    dtype = torch.promote_types(buffer.dtype, torch.float32)
+    grad = grad.to(dtype)
+    moved = buffer.to(dtype)
+    moved = moved + (grad - moved) * rate
+    buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
+
+
 def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool) -> None:
     """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
     scale = scales.unsqueeze(-1)
@@ -54,6 +63,7 @@ def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rat
 
 
 MOVE = Elementwise(_move, reads=(0, 1), writes=(0, 2))
+MOVE_ALONE = Elementwise(_move_alone, reads=(0, 1), writes=(0,))
 MOVE_CODES = Elementwise(_move_codes, reads=(0, 1, 2), writes=(0, 1, 3))
 
 
@@ -95,21 +105,27 @@ class MomentumBuffers:
         self._step = step
         self._unmoved = {blocks.codes for k, blocks in self._blocks.items() if k not in moved}
 
-    def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def updates(self, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates. Call it once for each piece of a step.
 
-        Do not write to the updates, except on an accelerator: without `nesterov` they are the buffers themselves.
+        The updates are memory of their own, which may be overwritten.
+
+        Args:
+            pieces: whose updates are returned.
+            others: whose momentum moves, too.
         """
         updates: list[Tensor] = []
+        for rule, alike in itertools.groupby(others, key=self._rule):
+            rule(list(alike), wanted=False)
         for rule, alike in itertools.groupby(pieces, key=self._rule):
-            updates += rule(list(alike))
+            updates += rule(list(alike), wanted=True)
         return updates
 
     def values(self, matrix: int) -> Tensor:
         """Return the momentum of a matrix, decoded."""
         return self._blocks[matrix].values() if matrix in self._blocks else self._buffers[matrix]
 
-    def _rule(self, piece: Piece) -> Callable[[Sequence[Piece]], list[Tensor]]:
+    def _rule(self, piece: Piece) -> Callable[..., list[Tensor]]:
         buffer = self._buffers[piece.matrix]
         dtype = buffer.dtype
         if is_accelerator(buffer.device):
@@ -119,19 +135,25 @@ class MomentumBuffers:
                 return self._codes_together
         return {torch.bfloat16: self._rounded, torch.int8: self._quantized}.get(dtype, self._exact)
 
-    def _together(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _together(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step buffers on an accelerator. The updates lie in memory one after the other, in the order of the pieces."""
         buffers = [piece.of(self._buffers[piece.matrix]) for piece in pieces]
         grads = [piece.of(self._grads[piece.matrix]) for piece in pieces]
+        numbers = number(1 - self._momentum), number(salt(self._step), torch.int32)
+        if not wanted:
+            over(MOVE_ALONE, [buffers, grads], *numbers)
+            return []
         dtype = torch.promote_types(buffers[0].dtype, torch.float32)
         flat = torch.empty(sum(buffer.numel() for buffer in buffers), dtype=dtype, device=buffers[0].device)
         updates = shaped_like(flat, buffers)
-        numbers = number(1 - self._momentum), number(salt(self._step), torch.int32)
         over(MOVE, [buffers, grads, updates], *numbers, into={1: 2}, nesterov=self._nesterov)
         return updates
 
-    def _codes_together(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Step int8 buffers on an accelerator, of which the pieces have whole rows; see `_together`."""
+    def _codes_together(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
+        """Step int8 buffers on an accelerator, of which the pieces have whole rows; see `_together`.
+
+        The memory of updates is needed for the gradients anyway, so that there are always some.
+        """
         blocks = [self._blocks[piece.matrix] for piece in pieces]
         rate = number(1 - self._momentum)
         columns = [
@@ -160,26 +182,31 @@ class MomentumBuffers:
             padded_rows(updates, BLOCK).scatter(values)
         return updates
 
-    def _exact(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _exact(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step buffers in the dtype of the step, all at once."""
         buffers = [piece.of(self._buffers[piece.matrix]) for piece in pieces]
         grads = [
             piece.of(self._grads[piece.matrix]).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)
         ]
         torch._foreach_lerp_(buffers, grads, 1 - self._momentum)
-        return list(torch._foreach_lerp(grads, buffers, self._momentum)) if self._nesterov else buffers
+        if not wanted:
+            return []
+        if self._nesterov:
+            return list(torch._foreach_lerp(grads, buffers, self._momentum))
+        return [buffer.clone() for buffer in buffers]
 
-    def _rounded(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _rounded(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step bf16 buffers in fp32, which the updates are computed from, and round what is stored."""
         updates = []
         for piece in pieces:
             buffer, grad = piece.of(self._buffers[piece.matrix]), piece.of(self._grads[piece.matrix]).float()
             exact = buffer.float().lerp_(grad, 1 - self._momentum)
             store_bf16_(buffer, exact, self._step)
-            updates.append(self._look_ahead(grad, exact))
+            if wanted:
+                updates.append(self._look_ahead(grad, exact))
         return updates
 
-    def _quantized(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _quantized(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step whole int8 parameters, since pieces may cut through blocks, and compute updates from what is stored."""
         updates = []
         for piece in pieces:
@@ -187,7 +214,8 @@ class MomentumBuffers:
             if blocks.codes in self._unmoved:
                 self._unmoved.remove(blocks.codes)
                 blocks.move_(grad, self._momentum)
-            updates.append(self._look_ahead(piece.of(grad).float(), blocks.values_of(piece)))
+            if wanted:
+                updates.append(self._look_ahead(piece.of(grad).float(), blocks.values_of(piece)))
         return updates
 
     def _look_ahead(self, grad: Tensor, buffer: Tensor) -> Tensor:

@@ -19,36 +19,28 @@ from hf_muon.math.coefficients import AUTO, Coefficients, Steps, Triple, resolve
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.gram import polynomial_of_gram
 from hf_muon.math.precision import compute_dtype
-from hf_muon.math.products import Workspace
+from hf_muon.math.products import Workspace, is_aligned
 
 MAX_BATCH_BYTES = 512 * 2**20
-# Products may add in another order where memory is not aligned.
-_ALIGNED_BYTES = 256
 # What is subtracted from the diagonal of a Gram matrix whose eigenvalues are near one.
 _SHIFT = 0.75
-# Before rows are scaled to one another, small ones would lose bits, and their squares would vanish: this norm puts the
-# largest square, 2^14, near the end of fp16's range.
-_FP16_NORM = 2.0**7
 
 
-def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace, r: Tensor | None = None) -> Tensor:
+def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace) -> Tensor:
     """Return ``a X + b R X + c R^2 X`` with ``R = X X^T``: every singular value ``s`` becomes ``a s + b s^3 + c s^5``.
 
     Args:
         x: ``(B, m, n)``, with singular values up to about one; may be overwritten by the next step.
         coefficients: ``(a, b, c)``.
         work: memory for ``R`` and ``P``, ``(B, m, m)``, and for the result.
-        r: ``R``, if it is known already.
     """
     a, b, c = coefficients
-    r = work.gram_of(x) if r is None else r  # R = X X^T
+    r = work.gram_of(x)  # R = X X^T
     p = work.quadratic(b, c, r)  # P = b R + c R^2
     return work.apply(a, p, x)  # a X + P X
 
 
-def newton_schulz_segment(
-    x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace, r: Tensor | None = None
-) -> Tensor:
+def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace) -> Tensor:
     """Return ``X`` after several steps, computed in the Gram form.
 
     Args:
@@ -56,15 +48,13 @@ def newton_schulz_segment(
         coefficients: ``(a, b, c)`` of each step.
         shift: multiple of the identity to subtract from ``R``, for precision.
         work: memory for the products and the result.
-        r: ``R - shift * I``, if it is known already.
     """
-    r = work.gram_of(x, shift) if r is None else r
-    q, p = polynomial_of_gram(r, shift, coefficients, work.small, work.rows.small)
+    q, p = polynomial_of_gram(work.gram_of(x, shift), shift, coefficients, work.small, work.rows.small)
     return work.apply(q, p, x)
 
 
-def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None, norm: float = 1.0) -> Tensor:
-    """Scale each matrix of ``(B, m, n)`` to a Frobenius norm, in fp32 (fp64 for fp64); contiguous, in `dtype`.
+def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Scale each matrix of ``(B, m, n)`` to Frobenius norm one, in fp32 (fp64 for fp64); contiguous, in `dtype`.
 
     It is divided by a power of two first. That is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares
     in the norm neither overflow nor vanish. Zero stays zero. With `out`, the result is written there.
@@ -80,8 +70,6 @@ def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None, norm: 
         memory = torch.empty(matrices.shape, dtype=wide, device=matrices.device)
     x = torch.mul(matrices, power, out=memory)
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=tiny))
-    if norm != 1:
-        x.mul_(norm)
     return x.to(dtype) if out is None or out is x else out.copy_(x)
 
 
@@ -95,12 +83,10 @@ INVERT = Elementwise(_invert, reads=(0,), writes=(0,))
 _WITH_FP64 = {"cuda", "meta"}
 
 
-def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None, norm: float = 1.0) -> Tensor:
+def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Do what `_normalized` does, in three launches: norms in fp64, which need no scaling by powers of two."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     INVERT(norms.view(-1))
-    if norm != 1:
-        norms.mul_(norm)
     if out is None:
         out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
     return torch.mul(matrices, norms, out=out)
@@ -129,7 +115,7 @@ def newton_schulz(
         lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
         rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
         overwrite: whether the memory of contiguous `matrices` serves for the products, and maybe for the result.
-        out: contiguous memory for the result, without `overwrite`; by default new.
+        out: contiguous memory for the result; by default new, or that of `matrices`.
 
     Returns:
         ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
@@ -143,24 +129,19 @@ def newton_schulz(
         # Each segment multiplies X from one memory into another, and back.
         ends_where_it_starts = len(lengths) % 2 == 0
         normalized = _normalized_in_three if device in _WITH_FP64 else _normalized
-        norm = _FP16_NORM if coefficients.almost_orthogonal and dtype == torch.float16 else 1.0
-        x = normalized(matrices, dtype, out if ends_where_it_starts else None, norm)
-        reused = matrices if overwrite else None if ends_where_it_starts else out
-        work = Workspace(x, lengths, rows, low_precision=low_precision, reused=reused)
+        x = normalized(matrices, dtype, out if ends_where_it_starts else None)
+        into, free = None if ends_where_it_starts else out, matrices if overwrite else None
+        work = Workspace(x, lengths, rows, low_precision=low_precision, into=into, free=free)
         start = 0
         for length in lengths:
-            steps = coefficients.triples[start : start + length]
-            r = None
-            if coefficients.almost_orthogonal and not start:
-                r = work.gram_of(x)
-                work.make_almost_orthogonal_(x, r)
+            steps = coefficients[start : start + length]
             if length == 1:
-                x = newton_schulz_step(x, steps[0], work, r)
+                x = newton_schulz_step(x, steps[0], work)
             else:
                 # After the first segment most eigenvalues of R are near one. In low precision R - 3/4 I keeps more of
                 # their significant bits.
                 shift = _SHIFT if low_precision and start and length == 2 else 0.0
-                x = newton_schulz_segment(x, steps, shift, work, r)
+                x = newton_schulz_segment(x, steps, shift, work)
             start += length
     return x if out is None else out
 
@@ -172,8 +153,8 @@ class Orthogonalizer:
     Attributes:
         coefficients: of the steps.
         dtype: dtype of the products.
-        max_batch_bytes: upper limit for the memory of an orthogonalization, including its input and result. Larger
-            batches are split; a single larger matrix goes alone.
+        max_batch_bytes: bound on the memory that matrices take together, see `cost.batch_size`. Larger batches are
+            split; a single larger matrix goes alone.
     """
 
     coefficients: Steps
@@ -181,27 +162,19 @@ class Orthogonalizer:
     max_batch_bytes: int = MAX_BATCH_BYTES
 
     def __call__(self, matrices: Tensor, *, overwrite: bool = False) -> Tensor:
+        device = matrices.device.type
         lengths = cost.segments(matrices.shape, len(self.coefficients), self.dtype)
-        rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, matrices.device.type)
-        if overwrite:
-            nbytes = cost.overwriting_bytes(matrices.shape, lengths, self.dtype, rows, matrices.dtype)
-            if nbytes <= self.max_batch_bytes:
-                return newton_schulz(
-                    matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows, overwrite=True
-                )
-        in_and_out = matrices.numel() * (matrices.dtype.itemsize + self.dtype.itemsize)
-        each = cost.working_bytes(matrices.shape, lengths, self.dtype, rows)
-        count = max(1, (self.max_batch_bytes - in_and_out) // each)
-        if matrices.device.type == "cpu":
-            count = min(count, cost.batch_in_cache(each))
+        rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, device)
+        count = cost.batch_size(matrices.shape, lengths, self.dtype, rows, device, self.max_batch_bytes)
+        way: dict[str, Any] = {"lengths": lengths, "rows": rows, "overwrite": overwrite}
         if matrices.size(0) <= count:
-            return newton_schulz(matrices, self.coefficients, self.dtype, lengths=lengths, rows=rows)
+            return newton_schulz(matrices, self.coefficients, self.dtype, **way)
         directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
         for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
-            out = direction if direction.storage_offset() * self.dtype.itemsize % _ALIGNED_BYTES == 0 else None
-            result = newton_schulz(part, self.coefficients, self.dtype, lengths=lengths, rows=rows, out=out)
-            if out is None:
-                direction.copy_(result)
+            if is_aligned(direction):
+                newton_schulz(part, self.coefficients, self.dtype, out=direction, **way)
+            else:
+                direction.copy_(newton_schulz(part, self.coefficients, self.dtype, **way))
         return directions
 
 
@@ -220,9 +193,8 @@ def orthogonalize(
 
     Args:
         matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
-        ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, ``deepseek_v4``, ``pion``,
-            ``aol``, three numbers, or a list with three for each step. ``pion`` is a filter, and ``aol`` scales the
-            rows first: the result of these two is near another matrix.
+        ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, ``deepseek_v4``, three
+            numbers, or a list with three for each step.
         ns_steps: number of Newton-Schulz steps; ``auto`` for the preset's own, or as many as the list has, else five.
             The singular values after four are the preset's `singular_range_of_four`.
         ns_dtype: ``auto``, see :mod:`hf_muon.math.precision`, ``bf16``, ``fp16`` or ``fp32``.

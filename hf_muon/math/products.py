@@ -10,7 +10,35 @@ from torch import Tensor
 
 from hf_muon.math import cost
 
-_ALIGNMENT = 128  # elements, for products that need aligned memory
+# Kernels for sums and products may add in another order where memory is not aligned.
+_ALIGNED_BYTES = 256
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins where a new one could begin."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES == 0
+
+
+class _Free:
+    """Memory to use: aligned parts of a contiguous tensor as long as there are any, then new memory.
+
+    Args:
+        tensor: is written to; None for new memory alone.
+        like: has the dtype and the device of what is taken.
+    """
+
+    def __init__(self, tensor: Tensor | None, like: Tensor) -> None:
+        self._like = like
+        self._bytes = None if tensor is None else tensor.view(-1).view(torch.uint8)
+        self._begin = 0 if tensor is None else -int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """Return a contiguous tensor of some shape."""
+        begin, nbytes = self._begin, math.prod(shape) * self._like.dtype.itemsize
+        if self._bytes is None or begin + nbytes > self._bytes.numel():
+            return self._like.new_empty(shape)
+        self._begin += math.ceil(nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return self._bytes[begin : begin + nbytes].view(self._like.dtype).view(shape)
 
 
 def symmetric_(
@@ -40,6 +68,7 @@ def symmetric_(
 
 def _product_(out: Tensor, a: Tensor, b: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
     """Compute ``out = beta * add + alpha * a @ b``."""
+    # On a GPU torch first copies `add` into `out`: cuBLAS has one matrix for both. `a` and `b` must not be `out`.
     # The library for bf16 copies parts of larger matrices before it multiplies a batch of them, but not single ones.
     if out.dtype.itemsize < 4 and any(map(_is_part, (out, a, b))):
         for k in range(out.size(0)):
@@ -69,7 +98,8 @@ class Workspace:
         lengths: lengths of the segments.
         rows: rows of the blocks of symmetric products.
         low_precision: whether ``a I + P`` would lose significant bits of ``P`` in this dtype.
-        reused: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
+        into: contiguous memory like that of `x`, for the output of the first `apply`; by default other memory.
+        free: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
 
     Attributes:
         gram: ``(B, s, s)``, where ``R`` is computed.
@@ -83,22 +113,14 @@ class Workspace:
         rows: cost.BlockRows,
         *,
         low_precision: bool,
-        reused: Tensor | None = None,
+        into: Tensor | None = None,
+        free: Tensor | None = None,
     ) -> None:
-        count, size = x.size(0), min(x.shape[1:])
-        free = None if reused is None else reused.view(-1).view(x.dtype)
-        shapes = [tuple(x.shape), *[(count, size, cost.row_length(size, rows))] * cost.small_matrices(lengths)]
-        whole: list[Tensor] = []
-        for shape in shapes:
-            numel = math.prod(shape)
-            if free is not None and numel <= free.numel():
-                whole.append(free[:numel].view(shape))
-                free = free[math.ceil(numel / _ALIGNMENT) * _ALIGNMENT :]
-            else:
-                whole.append(x.new_empty(shape))
-        self._next = whole[0]
-        memory = [matrices[..., :size] for matrices in whole[1:]]
-        self.gram, self.small = memory[0], memory[1:]
+        size = min(x.shape[1:])
+        memory = _Free(free, x)
+        self._next = memory.take(x.shape) if into is None else into
+        shape = (x.size(0), size, cost.row_length(size, rows))
+        self.gram, *self.small = (memory.take(shape)[..., :size] for _ in range(cost.small_matrices(lengths)))
         self.rows = rows
         self._tall = x.size(-2) > x.size(-1)
         self._low_precision = low_precision
@@ -110,24 +132,6 @@ class Workspace:
         if shift:
             identity = torch.eye(self.gram.size(-1), dtype=x.dtype, device=x.device).expand_as(self.gram)
         return symmetric_(self.gram, wide, long, add=identity, beta=-shift, rows=self.rows.gram)
-
-    def make_almost_orthogonal_(self, x: Tensor, r: Tensor) -> None:
-        """Divide row ``i`` of ``X`` by ``sqrt(sum_j |R_ij|)``, and ``R = X X^T`` accordingly, without another product.
-
-        ``X`` has no singular value above one then. Zero rows stay zero.
-
-        Args:
-            x: the batch.
-            r: of this batch, from `gram_of`.
-
-        Source: Prach, Lampert, Almost-Orthogonal Layers, https://arxiv.org/abs/2208.03160.
-        """
-        # fp16 cannot hold the sums.
-        sums = torch.linalg.vector_norm(r, ord=1, dim=-1, dtype=torch.float32 if r.dtype == torch.float16 else None)
-        # A row whose squares vanish in this dtype is divided by a number that it cannot exceed.
-        factors = sums.clamp_(min=torch.finfo(r.dtype).tiny).rsqrt_().to(r.dtype)
-        x.mul_(factors.unsqueeze(-2 if self._tall else -1))
-        r.mul_(factors.unsqueeze(-1)).mul_(factors.unsqueeze(-2))
 
     def quadratic(self, b: float, c: float, r: Tensor) -> Tensor:
         """Return ``b R + c R^2``, in the last of `small`."""

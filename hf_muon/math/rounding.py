@@ -1,6 +1,7 @@
 """Stochastic rounding of fp32 to bf16 and fp16, without a generator: random bits are a hash of values and the step.
 
-The result is the same on every rank, in every layout and on all hardware.
+Equal values are rounded alike on every rank and in every layout. Functions compiled for a GPU may compute other values
+than a CPU: Triton contracts products and sums.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hf_muon.optimizer.layout import StepLayout, process_groups_of
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.shared import SharedStorage
-from hf_muon.storage.tensors import has_data, is_dtensor
+from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,12 +105,12 @@ def agree(
     ranks = _ranks(root)
 
     def of_all_ranks(texts: Sequence[str]) -> list[str]:
-        return together(agreement.exchange_texts(root, texts), ranks)
+        return together(agreement.exchange_texts(root, device, texts), ranks)
 
     if any(report.complains for report in reports):
         stop(of_all_ranks(complaints))
     if len({report.fingerprint for report in reports}) > 1:
-        stop([_difference(agreement.exchange_texts(root, [*layout.lines, *options]), ranks)])
+        stop([_difference(agreement.exchange_texts(root, device, [*layout.lines, *options]), ranks)])
     if not all(report.flags[0] for report in reports):
         names = [] if bool(flags[0]) else gradients.bad_names(groups)
         stop(of_all_ranks(names), gradients.NOT_FINITE)
@@ -152,7 +152,8 @@ def _of_any_rank(
     differences = list(_diverging(groups, layout, has))
     if any(any(row[len(bits) :]) for row in rows.values()):
         assert layout.root is not None
-        texts = dict(zip(rows, agreement.exchange_texts(layout.root, stored), strict=True))
+        device = layout.first_device
+        texts = dict(zip(rows, agreement.exchange_texts(layout.root, device, stored), strict=True))
         differences += _stored_differently(groups, layout, texts)
     stop(of_all_ranks(differences))
     return [
@@ -192,7 +193,8 @@ def complaints_of_all(
     from hf_muon.distributed.groups import root_group
 
     root = root_group(process_groups)
-    return together(exchange_texts(root, complaints), _ranks(root))
+    device = next(local_of(param).device for group in groups for param in group["params"])
+    return together(exchange_texts(root, device, complaints), _ranks(root))
 
 
 def _ranks(group: ProcessGroup) -> list[int]:

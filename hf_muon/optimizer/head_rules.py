@@ -32,9 +32,9 @@ NO_MODEL = (
     "MuonOfGroups(params, model=model). Copies and unpickled optimizers do not know their model either"
 )
 NO_RANKS = (
-    "{rules} needs the largest logits of all ranks, and this process, one of {count}, steps its parameters alone: "
-    "build the optimizer from the model that DDP has wrapped, or pass replicate_group; a group of this rank alone says "
-    "that ranks train different models"
+    "{rules} needs the largest logits of all ranks, and this process, one of {count}, steps its parameters alone: no "
+    "DistributedDataParallel has reduced the gradients of this step. Wrap the model, or pass replicate_group; a group "
+    "of this rank alone says that ranks train different models"
 )
 UNMEASURED = (
     "{rules}: no forward pass in training mode, with gradients, has used an attention of the model before this step. "

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
+from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.select import accelerator
 from hf_muon.math.elementwise import first_compilation, pop_failure
 from hf_muon.optimizer import consensus, copies, load_notices, loading, preflight, rule_state
@@ -59,9 +60,9 @@ class Muon(Optimizer):
     than a unit in the last place are not lost; see `weight_rounding`.
 
     DTensor parameters (FSDP2, HSDP, tensor parallel) need nothing else: the ranks send their parts of a matrix's update
-    to one owner, which orthogonalizes the matrix and sends back the parts of the direction. With `replicate_group`, the
-    same happens for plain parameters under DDP; without it, each process does all the work. All ranks must step
-    together.
+    to one owner, which orthogonalizes the matrix and sends back the parts of the direction. The same happens for plain
+    parameters that DistributedDataParallel holds, in the steps whose gradients it has reduced; in others, as in
+    `no_sync`, each process steps alone. Ranks that share parameters must step together.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
@@ -69,8 +70,9 @@ class Muon(Optimizer):
             not set `use_muon`, a warning names them: pass ``model`` to `build_optimizer`, or parameters to
             `MuonOfGroups`, in place of ``model.parameters()``.
         {options}
-        replicate_group: process group over which plain parameters are replicated, as under DDP. It must be passed: an
-            initialized torch.distributed does not imply replicas.
+        replicate_group: process group over which plain parameters are replicated, and their gradients equal in every
+            step, where torch's DistributedDataParallel does not say so: a group of this rank alone for parameters that
+            are not. An initialized torch.distributed does not imply replicas.
         **rules: options of rules, see :mod:`hf_muon.rules`: those above that are not among the arguments, and those
             that others have registered.
 
@@ -99,7 +101,7 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = MuonConfig.lr,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = MuonConfig.weight_decay,
         momentum: float = MuonConfig.momentum,
         nesterov: bool = MuonConfig.nesterov,
@@ -146,6 +148,7 @@ class Muon(Optimizer):
         self._warned_of_empty_step = False
         self._layouts = Layouts()
         self._kept = rule_state.Kept()
+        self._replicas = Replicas()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group, as in torch, unless a check of it fails.
@@ -225,9 +228,14 @@ class Muon(Optimizer):
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that now stand in the param groups are stored."""
+        replicate_group = self.replicate_group
+        if replicate_group is None:
+            replicate_group = self._replicas.of_step(
+                [param for group in self.param_groups for param in group.get("params", ())]
+            )
         return self._layouts.of(
             self.param_groups,
-            self.replicate_group,
+            replicate_group,
             self.partitioned.partitions,
             max_bucket_bytes=self.max_bucket_bytes,
             comm_dtype=COMM_DTYPES[self.comm_dtype],

@@ -49,13 +49,13 @@ class OffloadedMomentum:
         self._call = 0
         self.transport = Transport(device, self._tensors)
 
-    def updates(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Move the momentum of some pieces and return their updates; those of the next call, and no others."""
+    def updates(self, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
+        """Move the momentum of the pieces of the next call, and return the updates of those that are not `others`."""
         parts, tensors = self._parts[self._call], self._tensors[self._call]
         self._call += 1
         present = dict(zip(map(id, tensors), self.transport.bring(), strict=True))
         state, grads, own, moved = {}, {}, [], set()
-        for k, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+        for k, (piece, part) in enumerate(zip([*pieces, *others], parts, strict=True)):
             state[k] = {key: present[id(stored)] for key, stored in part.items()}
             grad = self._grads[piece.matrix]
             if part[BUFFER] is self._state[piece.matrix][BUFFER]:
@@ -66,7 +66,9 @@ class OffloadedMomentum:
             grads[k] = grad.to(self._device)
             if SCALE in part and id(part[BUFFER]) in self._moved:
                 moved.add(k)
-        updates = MomentumBuffers(state, grads, **self._options, moved=moved).updates(own)
+        updates = MomentumBuffers(state, grads, **self._options, moved=moved).updates(
+            own[: len(pieces)], own[len(pieces) :]
+        )
         self._moved |= {id(part[BUFFER]) for part in parts if SCALE in part}
         self.transport.take_back()
         return updates

@@ -90,7 +90,7 @@ class MuonStep:
         momentum = MomentumBuffers(self._stored, of_matrices, **self._options)
         self._rules.gather()
         for executor in self._executors:
-            executor.observer = None if watch is None else watch.orthogonalized
+            executor.observer = watch
             self._rules.attach(executor)
             with (
                 updates_for(executor, self._active, self._stored, of_matrices, **self._options)

@@ -114,8 +114,10 @@ class StepRules:
         if not self._on_updates:
             return updates_of
 
-        def changed(pieces: Sequence[Piece]) -> list[Tensor]:
-            return [self._changed(piece, update) for piece, update in zip(pieces, updates_of(pieces), strict=True)]
+        def changed(pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
+            every = [*pieces, *others]  # a rule may have state that moves with every update
+            updates = [self._changed(piece, update) for piece, update in zip(every, updates_of(every), strict=True)]
+            return updates[: len(pieces)]
 
         return changed
 
@@ -125,6 +127,8 @@ class StepRules:
             assert rule.update is not None
             with _Brought(self._stored.get(piece.matrix, {}), rule, piece, update.device) as state:
                 update = rule.update(update, weight, state, self._options, self._number)
+                if any(_share_memory(update, other) for other in (weight, *state.values())):
+                    update = update.clone()  # what orthogonalizes updates overwrites them
         return update
 
     def attach(self, executor: Executor) -> None:
@@ -143,17 +147,16 @@ class StepRules:
         partners = torch.stack([self._partners[pair.matrix] for pair in pairs]).to(updates.device)
         return self._paired.around(orthogonalize, updates, partners, pairs[0].role, self._options, self._number)
 
-    def _directed(self, unit: Unit, updates: Tensor, directions: Tensor) -> Tensor:
+    def _directed(self, unit: Unit, directions: Tensor) -> Tensor:
         """Return the directions of a unit ``(B, m, n)`` as rules change them, in their dtype."""
         transposed = self._active[unit.ranges[0].matrix].transposed
-        updates = updates.mT if transposed else updates
         changed = directions.to(torch.promote_types(directions.dtype, torch.float32))
         changed = changed.mT if transposed else changed
         for rule in self._on_directions:
             assert rule.direction is not None
             slices = {key: self._slices(unit, key) for key in rule.state if is_reduced(key)}
             state = {key: torch.cat(own).to(changed.device) for key, own in slices.items()}
-            changed = rule.direction(changed, updates, state, self._options, self._number)
+            changed = rule.direction(changed, state, self._options, self._number)
             for key, own in slices.items():
                 for stored, new in zip(own, torch.split(state[key], [len(part) for part in own]), strict=True):
                     stored.copy_(new)
@@ -213,6 +216,10 @@ class _Brought:
         for key, own in self._own.items():
             if self._present[key] is not own:
                 own.copy_(self._present[key])
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _of_matrices(group: Group, matrices: Sequence[Matrix], state: Mapping[Tensor, Any], key: str) -> dict[int, Tensor]:

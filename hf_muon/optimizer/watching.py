@@ -102,10 +102,17 @@ class GroupWatch:
             if len(runs) == 1:  # those of a partition's members are measured together
                 watch.rate_factors({name: runs[0][1].lr})
 
-    def orthogonalized(self, unit: Unit, updates: Tensor, directions: Tensor) -> None:
-        """Measure whole matrices ``(B, m, n)`` and their directions, on the rank that has orthogonalized them."""
-        counts = [(self._names[matrix], stop - start) for matrix, start, stop in unit.ranges]
-        self._watch.orthogonalized(counts, updates, directions)
+    def updates(self, unit: Unit, updates: Tensor) -> None:
+        """Measure whole matrices ``(B, m, n)`` on the rank that orthogonalizes them next."""
+        self._watch.updates(self._counts(unit), updates)
+
+    def orthogonalized(self, unit: Unit, directions: Tensor) -> None:
+        """Measure the directions of whole matrices ``(B, m, n)`` on the rank that has orthogonalized them."""
+        self._watch.orthogonalized(self._counts(unit), directions)
+
+    def _counts(self, unit: Unit) -> list[tuple[str, int]]:
+        """Return names, each with its number of matrices, in the order of the batch."""
+        return [(self._names[matrix], stop - start) for matrix, start, stop in unit.ranges]
 
     def directions(
         self,

@@ -31,10 +31,18 @@ class Option:
     scope: Scope = "model"
     fallback: str = ""
     source: str = ""
+    may_be_unset: bool = False
 
 
 def option(
-    default: _T, type: OptionType, meaning: str, *, scope: Scope = "model", fallback: str = "", source: str = ""
+    default: _T,
+    type: OptionType,
+    meaning: str,
+    *,
+    scope: Scope = "model",
+    fallback: str = "",
+    source: str = "",
+    may_be_unset: bool = False,
 ) -> _T:
     """Return a dataclass field that declares an option.
 
@@ -47,9 +55,11 @@ def option(
         scope: who reads it.
         fallback: where the value comes from if the user sets none, in place of or before `default`.
         source: papers and libraries, as Markdown links.
+        may_be_unset: whether a config holds None until the user sets the option, to tell the default from the same
+            value that the user has set.
     """
-    metadata = {"option": Option(type, default, meaning, scope, fallback, source)}
-    field: Any = dataclasses.field(default=default, metadata=metadata)
+    metadata = {"option": Option(type, default, meaning, scope, fallback, source, may_be_unset)}
+    field: Any = dataclasses.field(default=None if may_be_unset else default, metadata=metadata)
     return field  # type: ignore[no-any-return]
 
 

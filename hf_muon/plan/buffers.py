@@ -27,8 +27,6 @@ ACCELERATOR = torch.device("meta")
 """On which a plan has the products, so that units are those of accelerators."""
 CHUNK = chunk_size(torch.empty(0, device=ACCELERATOR))
 """Elements that a step rounds at once on an accelerator."""
-# One byte, which the device has throughout the step: whether gradients are finite.
-_FLAG = 1
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,10 @@ def step_buffers(
                 temporary = max(temporary, plain)
                 if work.pairs:
                     peak = _peak_of_units(options, work, only, config.max_batch_bytes)
-                    paired, around = max(paired, _FLAG + peak), max(around, peak - plain)
+                    paired, around = max(paired, peak), max(around, peak - plain)
                 numel = max(numel, sum(unit.numel for unit in units))
-    of_adamw = _FLAG + _peak_of_adamw(groups, config)
-    return StepBuffers(_FLAG + temporary, numel, of_adamw, *_largest_moments(layout, groups), paired, around, copies)
+    of_adamw = _peak_of_adamw(groups, config)
+    return StepBuffers(temporary, numel, of_adamw, *_largest_moments(layout, groups), paired, around, copies)
 
 
 def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -156,7 +154,7 @@ def _peak_of_group(params: Sequence[Tensor], group: Mapping[str, Any], config: M
     with live:
         adamw_(
             stepped,
-            lr=config.lr,
+            lr=config.value_of("lr"),
             betas=config.adamw_betas,
             eps=config.adamw_eps,
             weight_decay=config.weight_decay,

@@ -58,7 +58,7 @@ def step_cost(
         return unit.count * cost.flops(unit.shape, cost.segments(unit.shape, ns_steps, ns_dtype), rows)
 
     flops, sent = [0] * ranks, [0] * ranks
-    in_flight = largest = 0
+    in_flight = largest = turn = 0
     of_groups = list(zip(groups, layout.works, strict=True))
     for group, work, executor in [(group, own, executor) for group, own in of_groups for executor in own.executors]:
         more = pairs.flops_of(group, work, config)
@@ -69,12 +69,12 @@ def step_cost(
         of_rules = _sent_by_rules(group, work, executor, len(own.sent_bytes))
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
         sent = [total + own.sent_bytes[k] + of_rules[k] for total, k in zip(sent, places, strict=True)]
-        in_flight += own.in_flight_bytes
-        largest = max(largest, own.unit_bytes)
+        in_flight = max(in_flight, own.in_flight_bytes)  # executors step one after the other
+        largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
     for group, work in of_groups:
         gathered = pairs.gathering(group, work).sent_bytes
         sent = [total + gathered for total in sent]
-    return StepCost(flops, sent, in_flight, largest)
+    return StepCost(flops, sent, in_flight, largest, turn)
 
 
 def _sum(one: Callable[[Unit], int], other: Callable[[Unit], int]) -> Callable[[Unit], int]:
@@ -198,24 +198,6 @@ def model_flops(model: nn.Module) -> int:
             numel = numel * routed // experts
         total += numel * (6 if param.requires_grad else 4)
     return total
-
-
-def attention_flops(model: nn.Module, sequence_length: int) -> int:
-    """Return the FLOPs of causal attention scores and what they weight, for one token, forward and backward.
-
-    Two products of 2 FLOPs for each of the earlier tokens, half of the sequence on average, and twice that backward:
-    ``6 L q s`` for L layers with queries of width q. 0 if the model's configuration does not say them.
-
-    Source: Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B, which counts all pairs of tokens.
-    """
-    config = text_config_of(getattr(model, "config", None))
-    layers, heads, width = (
-        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
-    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)):
-        return 0
-    queries = heads * (getattr(config, "head_dim", None) or width // heads)
-    return int(6 * layers * queries * sequence_length)
 
 
 def experts_per_token(model: nn.Module) -> int:

@@ -140,14 +140,14 @@ def plan_step(
     of_model = model_memory(model, layout, ranks, shards, sum(flats), dtype, training, cuts)
     if cuts is not None:  # the fewest ranks that store a matrix together
         shards = min((math.prod(r.shape) // max(cuts.stored([r.parameter])) for r in routes if r.use_muon), default=1)
-    in_flight = min(config.max_bucket_bytes, cost.in_flight_bytes)
+    in_flight = cost.in_flight_bytes
     # DeepSpeed makes fp32 gradients of one partition at a time.
     fp32_gradients = 4 * max(flats, default=0) if training.offload == "none" else 0
     matrices = state.matrices
     unit = _step_buffers(routes, config, torch.float32 if flats else dtype, products)
     temporary, in_turn = max(unit.temporary, unit.paired), unit.numel
     if ranks > 1:
-        in_turn = min(max(matrices), max(config.max_bucket_bytes // 8, unit.numel // shards))
+        in_turn = min(max(matrices), max(cost.turn, unit.numel // shards))
         # Updates as they arrive lie beside the batch. The pieces of a bucket need as much per element as units.
         temporary = max(unit.temporary, unit.temporary * in_turn // max(1, unit.numel)) + unit.around
         temporary += in_flight + cost.unit_bytes

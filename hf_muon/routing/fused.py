@@ -1,8 +1,9 @@
 """Which matrices a weight holds, if a model stores several in one, or in another order than ``(out, in)``.
 
 A weight does not show this: fused projections of equal shape are laid out part after part in one model and head after
-head in another. The rules follow the forward methods of transformers' models and go by the class of the module; sizes
-come from the module or its config. A weight without a known layout, or whose sizes do not add up, stays one matrix.
+head in another. The rules follow forward methods that were read, of transformers, timm and torch, and go by the
+class of the module; sizes come from the module or its config. A weight without a known layout, or whose sizes do not
+add up, stays one matrix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hf_muon.routing.fused_rules import FLAT, HEAD_SIZES, RULES, STACKS, TRANSPOSED, classes_of, number
+from hf_muon.routing.fused_rules import BELOW, FLAT, HEAD_SIZES, RULES, STACKS, TRANSPOSED, number, read_as
 from hf_muon.routing.parts import Fused, Part, WeightLayout
 
 # Names of the projections of an attention.
@@ -29,14 +30,14 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
         leaf: name of the owner in the module around it.
         parent: the module around it.
     """
-    known = classes_of(owner)
-    if "DbrxExpertGLU" in known:
-        return WeightLayout(transposed=name == "w2", experts=owner.moe_num_experts)  # type: ignore[arg-type]
-    transposed = bool(getattr(owner, "is_transposed", False)) or not known.isdisjoint(TRANSPOSED.get(name, ()))
+    known = read_as(owner)
+    declared = bool(known and getattr(owner, "is_transposed", False))
+    transposed, stack, flat = (known in classes.get(name, ()) for classes in (TRANSPOSED, STACKS, FLAT))
     holder, word = (parent, leaf) if name == "weight" else (owner, name)
-    fused = _fused(word, holder, shape[-1 if transposed else -2]) if holder is not None and len(shape) < 4 else None
-    stack, flat = (not known.isdisjoint(classes.get(name, ())) for classes in (STACKS, FLAT))
-    return WeightLayout(transposed, fused, stack=stack, flat=flat)
+    rows = shape[-1 if transposed or declared else -2]
+    fused = _fused(word, holder, rows) if holder is not None and len(shape) < 4 else None
+    below = number(owner, BELOW[known]) if known in BELOW else 0
+    return WeightLayout(transposed or declared, fused, below=below, stack=stack, flat=flat)
 
 
 def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
@@ -48,12 +49,9 @@ def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
 
 
 def _fused(word: str, module: nn.Module, size: int) -> Fused | None:
-    classes = " ".join(base.__name__ for base in type(module).__mro__)
-    theirs = any(
-        base.__module__.startswith(("transformers.", "timm.", "torch.nn.")) for base in type(module).__mro__[:-2]
-    )
-    for words, pattern, rule in RULES:
-        if re.fullmatch(words, word) and theirs and re.search(pattern, classes):
+    known = read_as(module)
+    for words, classes, rule in RULES if known else ():
+        if re.fullmatch(words, word) and (classes == "*" or known in classes.split()):
             fused = rule(module, size)
             if fused is not None and fused.size == size and all(part.size > 0 for part in fused.parts):
                 return fused

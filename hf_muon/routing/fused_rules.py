@@ -1,4 +1,8 @@
-"""Which layouts of weights are known, as they were read in the forward methods of transformers' models."""
+"""Which layouts of weights are known, as they were read in the forward methods of transformers, timm and torch.
+
+Rules name the classes whose forward was read, one by one: transformers and timm have many weights called `qkv`, and the
+name does not tell whether its rows are in thirds, go head by head, or hold keys and values alone.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,13 @@ from hf_muon.storage.tensors import shape_of
 
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")
 
-# Classes of modules by the name of a weight: those in which it is (in, out),
+# Classes (as of `read_as`) by the name of a weight: those in which it is (in, out),
 TRANSPOSED = {
     "weight": ("Conv1D", "AriaGroupedExpertsGemm"),
     "gate_up_proj": ("Llama4TextExperts",),
     "down_proj": ("Llama4TextExperts",),
-    "mm_input_projection_weight": ("Gemma3MultiModalProjector",),
+    "w2": ("DbrxExpertGLU",),
+    "mm_input_projection_weight": ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector"),
     "input_gate_weight": ("RecurrentGemmaRglru",),
     "recurrent_gate_weight": ("RecurrentGemmaRglru",),
     "r_kernel": ("FunnelRelMultiheadAttention",),
@@ -31,15 +36,25 @@ STACKS = {
     "input_gate_weight": ("RecurrentGemmaRglru",),
     "recurrent_gate_weight": ("RecurrentGemmaRglru",),
 }
-# and those in which it is (hidden, heads, size of a head).
+# those in which it is (hidden, heads, size of a head).
 FLAT = {
     "r_kernel": ("FunnelRelMultiheadAttention",),
     **dict.fromkeys("qkvor", ("XLNetRelativeAttention",)),
 }
+# Classes whose weights are several matrices, one below the other, and the attribute that says how many.
+BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_groups"}
 
 
-def classes_of(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}
+def read_as(module: nn.Module) -> str:
+    """Return the class whose forward method a module runs; nothing if it is not one of transformers, timm or torch.
+
+    What a forward does with a weight decides how the weight is laid out. So a subclass counts as its base, unless it
+    has a forward of its own. Classes of timm have their full names, because many share one.
+    """
+    base = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    if base.__module__.startswith("timm."):
+        return f"{base.__module__}.{base.__name__}"
+    return base.__name__ if base.__module__.startswith(("transformers.", "torch.nn.")) else ""
 
 
 def number(module: Any, *names: str) -> int:
@@ -172,14 +187,14 @@ def _state_space_inputs(module: Any, size: int) -> Fused | None:
     return Fused((Part("dt", number(module, "time_step_rank")), Part("B", state), Part("C", state)))
 
 
-def _gate_up(module: Any, size: int) -> Fused | None:
-    """Gate and up one after the other, or in turns."""
-    if not getattr(module, "has_gate", True):
+def _experts(module: Any, size: int) -> Fused | None:
+    """Split as transformers' `use_experts_implementation` says: gate and up one after the other, or in turns."""
+    if not getattr(module, "has_gate", False):
         return None
     # transformers before 5.6 has no attribute for what is in turns.
-    if not getattr(module, "is_concatenated", "GptOssExperts" not in classes_of(module)):
+    if not getattr(module, "is_concatenated", read_as(module) != "GptOssExperts"):
         return Fused((Part("gate", 1), Part("up", 1)), size // 2)
-    return _equal("gate", "up")(module, size)
+    return _HALVES(module, size)
 
 
 def _levit(module: Any, size: int) -> Fused | None:
@@ -199,60 +214,133 @@ def _in_turns(module: Any, size: int) -> Fused | None:
     return Fused((Part("x", 1), Part("gate", 1)), size // 2)
 
 
+def _maxvit(module: Any, size: int) -> Fused | None:
+    return (_by_head if module.head_first else _THIRDS)(module, size)
+
+
+def _gcvit(module: Any, size: int) -> Fused | None:
+    """Blocks that share a global query have keys and values only."""
+    return (_KV if module.use_global else _THIRDS)(module, size)
+
+
 _THIRDS = _equal("q", "k", "v")
 _HALVES = _equal("gate", "up")
+_KV = _equal("k", "v")
 # torch.nn.GLU: what the first half says goes through as far as the second one opens.
 _GLU = ("value", "gate")
 
-# Names of the projection, classes of the module that uses it, how its output is laid out there. The first that fits.
+
+def _each(names: str, ending: str = "", start: str = "") -> str:
+    return " ".join(f"{start}{name}{ending}" for name in names.split())
+
+
+# Classes that read `qkv` as (..., 3, heads, size of a head), or in three chunks.
+_QKV = " ".join(
+    (
+        "VisionAttention",  # of Qwen2-VL
+        _each(
+            "CohereCompass DeepseekOcr2Sam Dots3Note Ernie4_5_VLMoe Glm4v Glm4vMoe Glm5Next GlmImage GlmOcr GotOcr2 "
+            "PPFormulaNet Qwen2_5_VL Qwen3_5 Qwen3_5Moe Qwen3OmniMoe Qwen3VL Qwen3VLMoe Qwen4Exp SLANeXt Sam SamHQ "
+            "UnlimitedOcrSam",
+            "VisionAttention",
+        ),
+        _each("DeepseekOcr2Sam Sam SamHQ UnlimitedOcrSam", "VisionSdpaAttention"),
+        _each(
+            "Blip Blip2 Florence2VisionChannel Florence2VisionWindow HieraMaskUnit InstructBlip InstructBlipVideo "
+            "Mgpstr PPOCRV5MobileRec PPOCRV5ServerRec PPOCRV6SmallRec Sam2MultiScale SegGpt TimesformerSelf VitDet",
+            "Attention",
+        ),
+        _each(
+            "attention.Attention attention.AttentionRope attention_pool2d.AttentionPool2d "
+            "attention_pool2d.RotAttentionPool2d diff_attention.DiffAttention",
+            start="timm.layers.",
+        ),
+        _each(
+            "beit.Attention cait.TalkingHeadAttn coat.FactorAttnConvRelPosEnc convit.MHSA davit.ChannelAttention "
+            "davit.ChannelAttentionV2 davit.WindowAttention edgenext.CrossCovarianceAttn eva.EvaAttention "
+            "fastvit.Attention hiera.MaskUnitAttention hieradet_sam2.MultiScaleAttention metaformer.Attention "
+            "mvitv2.MultiScaleAttention nest.Attention swin_transformer.WindowAttention "
+            "swin_transformer_v2.WindowAttention swin_transformer_v2_cr.WindowMultiHeadAttention "
+            "twins.LocallyGroupedAttn visformer.Attention vision_transformer_relpos.RelPosAttention "
+            "vision_transformer_sam.Attention volo.Attention xcit.XCA",
+            start="timm.models.",
+        ),
+    )
+)
+_LATENT = "LongcatFlashMLA " + _each(
+    "AXK1 AXK2 BailingHybrid DeepseekV2 DeepseekV3 DeepseekV32 Dots3NoteText Glm4MoeLite Glm5NextText GlmMoeDsa HYV4 "
+    "KimiLinear MiniCPM3 Mistral4 MistralLarge4Text Youtu",
+    "Attention",
+)
+_GATE_UP = "EsmFold2SwiGLU Llama4TextExperts LongcatFlashExperts Step3p7Experts " + _each(
+    "Dia Dots3NoteAudio Glm Glm4 Glm4vText GlmImageText GlmOcrText MiniMaxM3VLDense Phi3 Phi4Multimodal Zamba2", "MLP"
+)
+_CONFORMER = _each(
+    "FastSpeech2Conformer LasrEncoder NemotronAsrStreamingEncoder ParakeetEncoder SeamlessM4TConformer "
+    "SeamlessM4Tv2Conformer Wav2Vec2Bert Wav2Vec2Conformer",
+    "ConvolutionModule",
+)
+_MAMBA = "MambaMixer FalconMambaMixer JambaMambaMixer"
+_MAMBA2 = "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer Zamba2MambaMixer"
+
+# Names of the projection, classes (as of `read_as`) of the module that uses it, how its output is laid out there. The
+# first that fits. `*` is any of these packages' classes.
 RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
-    ("gate_up_proj", r"", _gate_up),
-    ("Wi", r"\bModernBert", _HALVES),
-    ("input_linear", r"\b(Granite\w*MLP|(JetMoe|GraniteMoe)MoE|GraniteMoe\w*MoE)\b", _HALVES),
-    ("weights_in", r"\bDinov2SwiGLUFFN\b|\bDinov2\w*SwiGLUFFN\b", _HALVES),
-    ("fc1", r"\bAriaGroupedExpertsMLP\b", _HALVES),
-    ("fc1", r"\b(Moshi|KyutaiSpeechToText)GatingMLP\b", _halves("fc2", "gate", "up")),
-    ("fc1", r"", _halves("fc2", "up", "gate")),
-    ("linear_1", r"\bCohere2VisionMultiModalProjector\b", _halves("linear_2", "up", "gate")),
-    ("pointwise_conv1", r"", _halves("pointwise_conv2", *_GLU)),
-    ("pointwise_lin1", r"", _halves("pointwise_lin2", *_GLU)),
-    ("up_conv", r"\bGraniteSpeech\w*ConformerConvModule\b", _halves("down_conv", *_GLU)),
-    ("linear_start", r"\bGemma\w*LightConv1d\b", _halves("linear_end", *_GLU)),
-    ("ext_pw_conv_1d", r"\bPhi4MultimodalAudioGluPointWiseConv\b", _equal(*_GLU)),
-    ("residual_conv|self_attn_conv", r"\bSeamlessM4T\w*ConformerAdapterLayer\b", _equal(*_GLU)),
-    ("conv_layers", r"\bConv1dSubsampler\b", _equal(*_GLU)),
-    ("in_layers", r"\bVitsWaveNet\b", _equal(*_GLU)),
-    (r"weight_[ih]h(_l\d+(_reverse)?)?", r"\bLSTM(Cell)?\b", _equal("input", "forget", "cell", "output")),
-    (r"weight_[ih]h(_l\d+(_reverse)?)?", r"\bGRU(Cell)?\b", _equal("reset", "update", "new")),
-    ("queries_keys_values", r"\bLevitAttention\b", _levit),
-    ("keys_values", r"\bLevitAttentionSubsample\b", _levit),
-    ("projection_in", r"\bFocalNetModulation\b", _focal),
-    ("qkv", r"\bExaone4_5\w*Attention\b", _exaone_vision),
-    ("qkv|qkv_linear", r"", _THIRDS),
-    ("in_proj_weight", r"\bMultiheadAttention\b", _THIRDS),
-    ("att_proj", r"\bBarkSelfAttention\b", _THIRDS),
-    ("Wqkv", r"\b(ModernBert|Mpt)\w*Attention\b", _THIRDS),
-    ("Wqkv", r"\bDbrxAttention\b", _grouped_query),
-    ("qkv_proj", r"\bPhi(3|4Multimodal)\w*Attention\b", _grouped_query),
-    ("qkv_proj", r"\bMiniMaxLightningAttention\b", _by_head),
-    ("qkv_proj", r"\bCodeGenAttention\b", _codegen),
-    ("c_attn", r"\bGPTBigCodeAttention\b", _bigcode),
-    ("c_attn", r"Attention\b", _split),
-    ("query_key_value", r"\b(GPTNeoX|GPTNeoXJapanese|Bloom|Persimmon)Attention\b", _by_head),
-    ("query_key_value", r"\bFalconAttention\b", _falcon),
-    ("in_proj", r"\bDisentangledSelfAttention\b", _by_head),
-    ("to_kv", r"\b(GraniteSpeech|Evolla)", _equal("k", "v")),
-    ("kv_proj", r"\bJetMoeAttention\b", _equal("k", "v")),
-    ("q_proj", r"\b(Qwen3Next|Qwen3_5|Qwen3_5Moe)Attention\b", _gated_query),
-    ("kv_a_proj_with_mqa", r"", _compressed),
-    ("kv_b_proj", r"", _decompressed),
-    ("in_proj_qkvz", r"\bQwen3NextGatedDeltaNet\b", _delta_net),
-    ("in_proj_ba", r"\bQwen3NextGatedDeltaNet\b", _delta_net_gates),
-    ("in_proj_qkv", r"\bQwen3_5\w*GatedDeltaNet\b", _delta_net_contiguous),
-    ("in_proj", r"\bLfm\w*ShortConv\b", _equal("B", "C", "x")),
-    ("in_proj", r"\bZambaMambaMixer\b", _in_turns),
-    ("in_proj", r"\b(Mamba|FalconMamba|Jamba)(Mamba)?Mixer\b", _equal("x", "gate")),
-    ("x_proj", r"\b(Mamba|FalconMamba|Jamba)(Mamba)?Mixer\b", _state_space_inputs),
-    ("x_proj_weight", r"\bZambaMambaMixer\b", _state_space_inputs),
-    ("in_proj", r"(Mamba2\w*|Zamba2MambaMixer|BambaMixer|GraniteMoeHybridMambaLayer|FalconH1Mixer)\b", _state_space),
+    ("gate_up_proj", "*", _experts),
+    ("gate_up_proj", _GATE_UP, _HALVES),
+    ("gate_up_proj", "Phi4MultimodalAudioMLP", _equal("up", "gate")),
+    ("Wi", "ModernBertMLP ModernBertDecoderMLP", _HALVES),
+    ("input_linear", _each("GraniteMoe GraniteMoeHybrid GraniteMoeShared JetMoe", "MoE"), _HALVES),
+    ("input_linear", _each("GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared", "MLP"), _HALVES),
+    ("weights_in", "Dinov2SwiGLUFFN Dinov2WithRegistersSwiGLUFFN", _HALVES),
+    ("fc1", "AriaExperts", _HALVES),
+    ("fc1", "MoshiGatingMLP KyutaiSpeechToTextGatingMLP", _halves("fc2", "gate", "up")),
+    ("fc1", "ClvpEncoderMLP MoonshineDecoderMLP MoonshineStreamingDecoderMLP", _halves("fc2", "up", "gate")),
+    ("fc1", "timm.layers.mlp.GluMlp timm.layers.mlp.GatedMlp", _halves("fc2", "up", "gate")),
+    ("linear_1", "Cohere2VisionMultiModalProjector", _halves("linear_2", "up", "gate")),
+    ("pointwise_conv1", _CONFORMER, _halves("pointwise_conv2", *_GLU)),
+    ("pointwise_lin1", "GraniteSpeech5EncoderConvolutionModule", _halves("pointwise_lin2", *_GLU)),
+    ("up_conv", _each("GraniteSpeech GraniteSpeechPlus", "ConformerConvModule"), _halves("down_conv", *_GLU)),
+    ("linear_start", "Gemma3nAudioConformerLightConv1d Gemma4AudioLightConv1d", _halves("linear_end", *_GLU)),
+    ("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", _equal(*_GLU)),
+    ("residual_conv|self_attn_conv", _each("SeamlessM4T SeamlessM4Tv2", "ConformerAdapterLayer"), _equal(*_GLU)),
+    ("conv_layers", "Conv1dSubsampler", _equal(*_GLU)),
+    ("in_layers", "VitsWaveNet", _equal(*_GLU)),
+    (r"weight_[ih]h(_l\d+(_reverse)?)?", "LSTM LSTMCell", _equal("input", "forget", "cell", "output")),
+    (r"weight_[ih]h(_l\d+(_reverse)?)?", "GRU GRUCell", _equal("reset", "update", "new")),
+    ("queries_keys_values", "LevitAttention", _levit),
+    ("keys_values", "LevitAttentionSubsample", _levit),
+    ("projection_in", "FocalNetModulation", _focal),
+    ("qkv", _QKV, _THIRDS),
+    ("qkv", "Exaone4_5_VisionAttention", _exaone_vision),
+    ("qkv", "timm.models.maxxvit.AttentionCl timm.models.maxxvit.Attention2d", _maxvit),
+    ("qkv", "timm.models.gcvit.WindowAttentionGlobal", _gcvit),
+    ("qkv_linear", "LayoutLMv2SelfAttention", _THIRDS),
+    ("in_proj_weight", "MultiheadAttention", _THIRDS),
+    ("att_proj", "BarkSelfAttention", _THIRDS),
+    ("Wqkv", "ModernBertAttention MptAttention", _THIRDS),
+    ("Wqkv", "DbrxAttention", _grouped_query),
+    ("qkv_proj", "Phi3Attention Phi4MultimodalAttention", _grouped_query),
+    ("qkv_proj", "MiniMaxLightningAttention", _by_head),
+    ("qkv_proj", "CodeGenAttention", _codegen),
+    ("c_attn", "GPTBigCodeAttention", _bigcode),
+    ("c_attn", "Attention DecisionTransformerGPT2Attention GPT2Attention ImageGPTAttention", _split),
+    ("query_key_value", _each("Bloom GPTNeoX GPTNeoXJapanese Persimmon", "Attention"), _by_head),
+    ("query_key_value", "FalconAttention FalconFlashAttention2", _falcon),
+    ("in_proj", "DisentangledSelfAttention", _by_head),
+    ("to_kv", _each("GraniteSpeechConformer GraniteSpeechPlusConformer EvollaSequenceCompressor", "Attention"), _KV),
+    ("kv_proj", "JetMoeAttention", _KV),
+    ("q_proj", "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention", _gated_query),
+    ("kv_a_proj_with_mqa", _LATENT, _compressed),
+    ("kv_b_proj", _LATENT, _decompressed),
+    ("in_proj_qkvz", "Qwen3NextGatedDeltaNet", _delta_net),
+    ("in_proj_ba", "Qwen3NextGatedDeltaNet", _delta_net_gates),
+    ("in_proj_qkv", "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet", _delta_net_contiguous),
+    ("in_proj", "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv", _equal("B", "C", "x")),
+    ("in_proj", "Lfm3VlVisionShortConv", _equal("input gate", "output gate", "x")),
+    ("in_proj", "ZambaMambaMixer", _in_turns),
+    ("in_proj", _MAMBA, _equal("x", "gate")),
+    ("x_proj", _MAMBA, _state_space_inputs),
+    ("x_proj_weight", "ZambaMambaMixer", _state_space_inputs),
+    ("in_proj", _MAMBA2, _state_space),
 )

@@ -18,7 +18,7 @@ _NORM = re.compile(r"(^|_|layer|rms|group|batch)norm(_?\d+)?$", re.IGNORECASE)
 _GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 STATE_SPACE = ("A_log", "D", "dt_bias")
 # Names of tables of learned vectors, for parameters that are not a module's `weight`.
-TABLE = re.compile(r"(^|_)(pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
+TABLE = re.compile(r"(^|_)(ape|pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 _TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -66,7 +66,7 @@ def not_hidden_matrices(param: ModelParameter) -> str | None:
     if not is_matrix(param.shape):
         return "not a matrix"
     if param.own_name != "weight" and any(n > 1 and param.shape[0] % n == 0 for n in counts):
-        if layout_at(param).experts:
+        if layout_at(param).below:
             return None
         return "experts flattened into one matrix"
     return None

@@ -54,13 +54,13 @@ class WeightLayout(NamedTuple):
     Attributes:
         transposed: stored as ``(in, out)``.
         fused: the projections along its output dim; None for a single one.
-        experts: number of experts whose rows follow one another in a 2-D weight; 0 for none.
+        below: number of matrices, of experts or groups, one below the other in a 2-D weight; 0 for a single one.
         stack: a 3-D weight is known to be a stack of matrices.
         flat: a 3-D weight is known to be a matrix whose columns have two dims.
     """
 
     transposed: bool = False
     fused: Fused | None = None
-    experts: int = 0
+    below: int = 0
     stack: bool = False
     flat: bool = False

@@ -170,9 +170,9 @@ class Rules:
             what += f": {fused.names}"
         elif self.config.per_head and not layout.transposed and param.own_name == "weight" and len(param.shape) == 2:
             fused = heads_of(leaf, parent, param.shape[0])
-        if layout.experts:
-            what = "experts, one below the other"
-            words.append(f"rows {layout.experts}x{param.shape[0] // layout.experts}")
+        if layout.below > 1:
+            what = "hidden matrices, one below the other"
+            words.append(f"rows {layout.below}x{param.shape[0] // layout.below}")
         elif fused is not None and self.config.split_fused:
             cut = f"{'columns' if layout.transposed else 'rows'} {fused.sizes(self.config.per_head)}"
             if all(min(shape) > 1 for shape in parse(cut).shapes(param.shape)):

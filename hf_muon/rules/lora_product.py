@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.coefficients import resolve
 from hf_muon.options import types
 from hf_muon.options.declaration import Option
 from hf_muon.rules.rule import Options, Rule, States
@@ -115,13 +114,7 @@ def with_split_decay(
 
 
 def complaint(options: Options) -> str | None:
-    """Say that directions would depend on the factors, or that weight decay would take more than all of a product."""
-    coefficients = options["ns_coefficients"]
-    if options["use_muon"] and resolve(coefficients, options["ns_steps"]).almost_orthogonal:
-        return (
-            f"lora=product with ns_coefficients={coefficients}, which scales the rows of a matrix first, so that the "
-            "step of a product depends on how it is factored: choose other coefficients, or lora=muon"
-        )
+    """Say that weight decay would take more than all of a product."""
     factors = [max(options.get(key) or [1.0]) for key in ("lr_factors", "wd_factors")]
     rate, decay = float(options["lr"]) * factors[0], float(options["weight_decay"]) * factors[1]
     if options["use_muon"] and rate * decay >= 1:

@@ -19,7 +19,7 @@ _SOURCE = "[2510.05491](https://arxiv.org/abs/2510.05491)"
 SECOND_MOMENT = "row_second_moment"
 
 
-def normalized_rows(directions: Tensor, updates: Tensor, state: States, options: Options, step: int) -> Tensor:
+def normalized_rows(directions: Tensor, state: States, options: Options, step: int) -> Tensor:
     """Return directions ``(B, out, in)`` whose rows are normalized; each keeps its Frobenius norm."""
     moment = state[SECOND_MOMENT]  # (B, out, 1)
     moment.lerp_(directions.square().mean(dim=-1, keepdim=True), 1 - options["normalize_beta"])

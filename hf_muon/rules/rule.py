@@ -41,12 +41,12 @@ class Rule:
         update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
             the options and the number of the step; returns the updates to orthogonalize, in their dtype.
         direction: on whole matrices, where they are orthogonalized. Called with directions ``(B, out, in)`` in fp32,
-            the updates that they come from, state ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` by its kind, the
-            options and the number of the step; returns directions ``(B, out, in)``.
+            state ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` by its kind, the options and the number of the step;
+            returns directions ``(B, out, in)``.
         around: on whole matrices, in the place of orthogonalization. Called with a function that orthogonalizes any
-            batch of matrices, updates ``(B, out, in)``, the whole weights of their partners ``(B, p, q)`` in fp32 as
-            they were before the step, the matrices' role, the options and the number of the step; returns directions
-            ``(B, out, in)`` in fp32. Needs `partner`.
+            contiguous batch of matrices and overwrites it, updates ``(B, out, in)``, the whole weights of their
+            partners ``(B, p, q)`` in fp32 as they were before the step, the matrices' role, the options and the number
+            of the step; returns directions ``(B, out, in)`` in fp32. Needs `partner`.
         partner: called with the name of a parameter; returns the name of its partner and its own role in the pair, or
             None, where the rule's `around` and `apply` are not called. Pairs are single matrices, in one param group.
             Raises ValueError for a name that is that of a factor whose pair the rule cannot step.
@@ -75,7 +75,7 @@ class Rule:
     hyperparameters: Callable[[Options, int], Mapping[str, Any]] | None = None
     adamw: bool = False
     update: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
-    direction: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
+    direction: Callable[[Tensor, States, Options, int], Tensor] | None = None
     around: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor, str, Options, int], Tensor] | None = None
     partner: Callable[[str], tuple[str, str] | None] | None = None
     scaled_like: Callable[[Sequence[int], Sequence[int], str], tuple[int, int]] | None = None

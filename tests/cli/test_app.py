@@ -38,8 +38,8 @@ def test_doctor():
     assert process.returncode == 0, process.stderr
     assert "optim: muon is accepted without any import" in process.stdout
     assert "found: hf_muon_autoload:activate" in process.stdout
-    for module in ("transformers.training_args", "transformers.trainer_optimizer"):
-        assert re.search(rf"{re.escape(module)} +│ patched", process.stdout)
+    for hook in ("optim: muon", "optimizer of Trainer", "context parallel", "Accelerator.prepare", "whole states"):
+        assert re.search(rf"{re.escape(hook)} +│ patched", process.stdout), hook
 
 
 def test_doctor_shows_whole_names_in_80_columns(monkeypatch, capsys):
@@ -49,7 +49,7 @@ def test_doctor_shows_whole_names_in_80_columns(monkeypatch, capsys):
     cli_doctor._show(shown)
     lines = capsys.readouterr().out.splitlines()
     assert all(any(f"│ {name} " in line for line in lines) for name in hooks)
-    table = [line for line in lines if line.startswith(("│ transformers.", "│ llamafactory."))]
+    table = [line for line in lines if line.startswith(tuple(f"│ {name}" for name in hooks))]
     assert max(map(len, table)) <= 80
 
 
@@ -57,7 +57,8 @@ def test_doctor_for_machines_and_for_bug_reports():
     report = json.loads(doctor("--json").stdout)
     assert report["accepted"] is True
     assert report["versions"]["torch"] == torch.__version__
-    assert report["hooks"]["transformers.training_args"] == "patched"
+    assert report["hooks"]["optim: muon"] == "patched"
+    assert report["lost"] == {}
     sentence = plain_doctor().stdout.splitlines()[-1]
     assert sentence.startswith("optim: muon is accepted with python 3.")
     assert f"torch {torch.__version__}" in sentence
@@ -65,13 +66,13 @@ def test_doctor_for_machines_and_for_bug_reports():
 
 def test_doctor_lists_the_hooks_of_llamafactory_v1():
     """Expect the registry in one of two modules, depending on the version of LLaMA-Factory."""
-    shown = re.findall(r"(llamafactory\.v1\.[\w.]+) +│ ([^│]*?) *│", plain_doctor().stdout)
-    arguments, *registries, checkpoints = [state for _, state in shown]
-    assert len(registries) == 2
+    shown = dict(re.findall(r"((?:LLaMA-Factory|newer) ?v1's \w+) +│ ([^│]*?) *│", plain_doctor().stdout))
+    registries = [shown.pop(name) for name in ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")]
+    assert len(shown) == 3
     if importlib.util.find_spec("llamafactory") is None:
-        assert {arguments, *registries, checkpoints} == {"waiting for its import (not installed)"}
+        assert {*shown.values(), *registries} == {"waiting for its import (not installed)"}
     else:
-        assert arguments == checkpoints == "waiting for its import"
+        assert set(shown.values()) == {"waiting for its import"}
         assert set(registries) == {"waiting for its import", "waiting for its import (not in this llamafactory)"}
 
 

@@ -141,7 +141,10 @@ class TestConvert:
                 raise NotImplementedError
 
         monkeypatch.setattr(Qwen3ForCausalLM, "__init__", computing)
-        assert self.convert(source_run, tmp_path / "out.pt").exit_code == 0
+        result = self.convert(source_run, tmp_path / "out.pt")
+        assert result.exit_code == 1
+        assert "its constructor computes with weights" in result.stderr
+        assert not (tmp_path / "out.pt").exists()
 
     def test_names_in_a_file(self, source_run, tmp_path):
         model, _, _ = source_run

@@ -39,6 +39,21 @@ class TestInspect:
         (tmp_path / "config.json").write_text((small[1] / "config.json").read_text())
         assert all(p.is_meta for p in read_source(str(tmp_path)).model.parameters())
 
+    @pytest.mark.parametrize("call_of", [lambda t: t.sum().item(), lambda t: bool(t.any()), lambda t: t.tolist()])
+    def test_a_constructor_that_reads_weights_allocates_nothing(self, small, monkeypatch, call_of):
+        built, plain = [], Qwen3ForCausalLM.__init__
+
+        def reads(self, config):
+            plain(self, config)
+            built.extend(self.parameters())
+            call_of(self.lm_head.weight)
+
+        monkeypatch.setattr(Qwen3ForCausalLM, "__init__", reads)
+        with pytest.raises(ValueError, match=r"its constructor computes with weights, .*hf_muon.route_parameters"):
+            model_from(small[1])
+        assert built
+        assert all(param.is_meta for param in built)
+
     def test_a_table(self, small):
         result = call("inspect", small[1])
         assert result.exit_code == 0
@@ -176,6 +191,11 @@ class TestInspect:
             ("run.yaml", "a: [", "run.yaml cannot be read as YAML"),
             ("run.yaml", "- a", "run.yaml does not hold keys and values"),
             ("run.yaml", "optim: muon", "run.yaml names no model"),
+            (
+                "run.yaml",
+                "model_name_or_path: SMALL\noptim_config: {name: muon}",
+                "optim_config is for LLaMA-Factory v1",
+            ),
             ("run.yaml", "model_name_or_path: ./lost", r"run.yaml, its model: ./lost does not exist"),
             ("run.yaml", "model_name_or_path: SMALL\noptim_args: ns_step=3", "'ns_step' is not an option of muon"),
             ("run.yaml", "model_name_or_path: SMALL\noptim: muon\nuse_muon: true", "two different optimizers"),

@@ -100,7 +100,7 @@ RATES = ("--rates", "1e-5,1e-4,1e-3")
 
 
 class TestResults:
-    def test_the_recommended_rate_is_the_minimum_of_the_loss(self, folder):
+    def test_the_rate_with_the_lowest_loss(self, folder):
         result = result_of(*RATES, "--adamw")
         assert result["recommendation"]["rate"] == 1e-4
         assert result["recommendation"]["edge"] is False
@@ -111,11 +111,12 @@ class TestResults:
         difference = losses["muon", 1e-3] - losses["muon", 1e-4]
         assert difference == pytest.approx(1)
         text = result["recommendation"]["text"]
-        assert text.startswith("Take learning_rate 1e-4: its loss is ")
+        assert text.startswith("Lowest loss: ")
+        assert " at learning_rate 1e-4, 1 below" in text
         assert "1 below that at 1e-5, 1 below that at 0.001; but" in text
         assert "short runs favour higher rates than long ones, and this is one seed." in text
         adamw = losses["adamw", 1e-4]
-        assert text.endswith(f"AdamW's best rate is 1e-4: {adamw:.4g}, 0.091 above Muon's.")
+        assert text.endswith(f"AdamW's lowest is {adamw:.4g} at 1e-4, 0.091 above Muon's.")
 
     def test_a_trial_is_the_users_file_with_few_changes(self, folder):
         result_of(*RATES, "--adamw")
@@ -147,7 +148,7 @@ class TestResults:
         result = sweep("--rates", "1e-5,1e-4,1e-3,1e-2")
         assert result.exit_code == 0, result.output
         assert "diverged: the loss is nan at step 7" in result.output
-        assert "Take learning_rate 1e-4" in result.output
+        assert "at learning_rate 1e-4, 1 below that at 1e-5" in result.output
         assert "1 below that at 1e-5, 1 below that at 0.001; but" in result.output
 
     def test_evaluation_decides_if_the_run_evaluates(self, folder):
@@ -190,7 +191,7 @@ class TestResults:
         page = (folder / "run_sweep" / "sweep.html").read_text()
         assert "Loss by learning rate" in page
         assert "Loss of each trial" in page
-        assert "Take learning_rate 1e-4" in page
+        assert "at learning_rate 1e-4, 1 below that at 1e-5" in page
 
     def test_a_neighbour_that_diverged(self, folder):
         text = result_of("--rates", "1e-5,1e-4,1e-2")["recommendation"]["text"]
@@ -203,7 +204,7 @@ class TestMoreRates:
         assert "3e-5 is the best rate and the highest of these: 9e-5 is tried, too" in result.output
         assert "9e-5 is the best rate and the highest of these: 3e-4 is tried, too" in result.output
         assert starts() == ["muon 1e-06", "muon 1e-05", "muon 3e-05", "muon 9e-05", "muon 0.0003"]
-        assert "Take learning_rate 9e-5" in result.output
+        assert "at learning_rate 9e-5" in result.output
 
     def test_at_most_two_and_the_sentence_says_so(self, folder):
         text = result_of("--rates", "1e-7,2e-7")["recommendation"]["text"]
@@ -330,10 +331,10 @@ class TestRefusals:
         (tmp_path / "log").write_text("\n".join(said))
         assert last_lines(tmp_path / "log") == said
 
-    def test_nothing_to_recommend(self, folder):
+    def test_no_trial_finishes(self, folder):
         result = sweep("--rates", "1e-2,2e-2")
         assert result.exit_code == 1
-        assert "no trial with Muon finished" in result.output
+        assert "No trial with Muon finished" in result.output
 
     @pytest.mark.parametrize(
         ("changes", "message"),

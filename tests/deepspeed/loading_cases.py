@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import resource
 import shutil
 import time
-import zipfile
 from pathlib import Path
 
 import deepspeed
@@ -45,25 +46,25 @@ def load_error(rank, load, error=ValueError, arguments=None, **options):
 def damage(source, target, how):
     """Copy a checkpoint and damage the second rank's file."""
     folder = shutil.copytree(source, target, dirs_exist_ok=True)
-    if how.startswith("exchanged"):
-        kind = how.split()[1]
-        one, other = sorted(Path(folder).glob(f"*/*zero_pp_rank_*_{kind}_states.pt"))
-        partial = other.rename(other.with_suffix(".partial"))
-        partial.rename(one.rename(other).with_name(one.name))
-        return str(folder)
     (file,) = Path(folder).glob("global_step*/*zero_pp_rank_1_*optim_states.pt")
     if how == "cut":
         file.write_bytes(file.read_bytes()[:-1000])
-    elif how == "zeroed":
-        zero_bytes(file, middle_of_largest_tensor(file))
     elif how == "gone":
         file.unlink()
-    if how in ("cut", "zeroed", "gone"):
+    elif how == "a list":
+        torch.save([torch.zeros(2)], file)
+    elif how == "other keys":
+        torch.save({"weights": torch.zeros(2)}, file)
+    if how in ("cut", "gone", "a list", "other keys"):
         return str(folder)
     content = torch.load(file, weights_only=False)
     zero = content["optimizer_state_dict"]
     state = zero.get("base_optimizer_state", zero.get("optimizer_state_dict"))
-    if how == "moments":
+    if how == "no state":
+        zero.clear()
+    elif how == "code":
+        content["ds_version"] = Planted(f"{folder} code ran")
+    elif how == "moments":
         state["state"].clear()
     elif how == "routing":
         for group in state["param_groups"]:
@@ -75,23 +76,29 @@ def damage(source, target, how):
     return str(folder)
 
 
-def zero_bytes(file, position):
-    with Path(file).open("r+b") as stream:
-        stream.seek(position)
-        stream.write(bytes(64))
+class Planted:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
 
 
-def middle_of_largest_tensor(file):
-    """Return the position of the middle of the largest tensor in a file of torch.save."""
-    with zipfile.ZipFile(file) as archive:
-        record = max(archive.infolist(), key=lambda record: record.file_size)
-        with archive.open(record) as data:
-            content = data.read()
-    return Path(file).read_bytes().index(content) + len(content) // 2
+def mix(folder, other, of):
+    """Put files of another save into a checkpoint."""
+    for file in Path(other).glob(of):
+        target = Path(folder, file.relative_to(other))
+        if file.is_dir():
+            shutil.copytree(file, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(file, target)
+    return str(folder)
 
 
 def without(folder, key):
-    """Remove an entry of ours from the files of a checkpoint, as older versions wrote it."""
+    """Remove an entry of ours from the files of a checkpoint."""
     for file in Path(folder).glob("*/*_states.pt"):
         content = torch.load(file, weights_only=False)
         del content[key]
@@ -133,10 +140,12 @@ def save_with_fault(rank, stage, save, victim, how):
     step(1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder = Path(save, "in the way") if how == "folder" else Path(save)
-    if rank == victim and how in ("disk full", "same tag"):
+    if rank == victim and how == "disk full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
     elif rank == victim and how == "latest":
         Path(save, "latest.partial").mkdir()
+    elif rank == victim and how == "same tag":
+        engine.checkpoint_engine.save = refusing
     elif rank == victim:
         folder.write_text("a file")
     text = None
@@ -147,17 +156,20 @@ def save_with_fault(rank, stage, save, victim, how):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     dist.barrier()
-    latest = Path(save, "latest").read_text()
+    latest = Path(save, "latest").read_text() if Path(save, "latest").is_file() else None
     dist.barrier()
     if rank == victim and how == "latest":
         Path(save, "latest.partial").rmdir()
+    elif how == "same tag":
+        engine.destroy()
+        return text, latest
     step(2)
     engine.save_checkpoint(save)
     engine.destroy()
     return text, latest
 
 
-def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
+def dies(rank, stage, path, victim, phase, part, how, whole_before=False, tag=None):
     """Resume, take a step, and save or load; the victim dies on the way.
 
     Args:
@@ -169,6 +181,7 @@ def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
         part: when to die, as a share of the function calls that an uninterrupted save or load takes.
         how: "killed" or "stopped".
         whole_before: whether to finish a save and take another step before the phase.
+        tag: of the save.
     """
     engine, _ = engine_of(stage=stage)
     engine.load_checkpoint(path)
@@ -182,13 +195,18 @@ def dies(rank, stage, path, victim, phase, part, how, whole_before=False):
     if whole_before:
         engine.save_checkpoint(path)
         step()
-    act = {"save": engine.save_checkpoint, "load": engine.load_checkpoint}[phase]
+    act = functools.partial({"save": engine.save_checkpoint, "load": engine.load_checkpoint}[phase], tag=tag)
     scratch = f"{path} scratch"
     engine.save_checkpoint(scratch)
     with dying() as counter:
         act(scratch)
     with dying(int(counter.calls * part) if rank == victim else None, how):
         act(path)
+
+
+def refusing(*args, **kwargs):
+    """Raise as a disk does that is read only."""
+    raise OSError("read only")
 
 
 def save_without_state(rank, stage, save):
@@ -206,6 +224,21 @@ def save_without_state(rank, stage, save):
         del engine.optimizer.state_dict
     engine.destroy()
     return text, seconds
+
+
+def save_again(rank, stage, save):
+    """Save after each of two steps under one tag; return what `latest` names, and the steps of the checkpoint."""
+    engine, _ = engine_of(stage=stage)
+    for last in (True, False):
+        engine.backward(loss_of(engine, batches(0)[:4]))
+        engine.step()
+        engine.save_checkpoint(save, tag="again", save_latest=last)
+    engine.destroy()
+    engine, _ = engine_of(stage=stage)
+    engine.load_checkpoint(save)
+    steps = engine.global_steps
+    engine.destroy()
+    return Path(save, "latest").read_text(), steps
 
 
 def load_tags(rank, save):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed.cases import train
-from tests.deepspeed.loading_cases import SAVED_AT, dies
+from tests.deepspeed.loading_cases import SAVED_AT, dies, load_error
 from tests.deepspeed.pools import PRELOADED
 from tests.deepspeed.test_training import assert_equal, assert_same_state
 from tests.distributed.kills import Mortal
@@ -70,6 +70,21 @@ def assert_survived(ranks, saved, folder, victim, stage, timeout, **options):
 def test_a_rank_that_is_killed(ranks, saved, stage, phase, victim, part, tmp_path):
     print(f"seed {SEED}")
     assert_survived(ranks, saved, tmp_path / "run", victim, stage, 60, phase=phase, part=part, how="killed")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("stage", "part"), [(2, 0.3), (3, 0.5), (2, 0.7), (3, 0.9)])
+def test_a_rank_that_is_killed_while_it_overwrites_a_tag(ranks, saved, stage, part, tmp_path):
+    """Save over the checkpoint that `latest` names: it names a whole one afterwards, or there is none."""
+    folder = shutil.copytree(saved[stage][0], tmp_path / "run")
+    options = {"phase": "save", "part": part, "how": "killed", "tag": f"global_step{SAVED_AT}"}
+    mortal(60).survivors(dies, 1, stage=stage, path=str(folder), **options)
+    if (folder / "latest").is_file():
+        steps = {len(result["losses"]) for result in ranks.run(train, stage=stage, last=LAST, load=str(folder))}
+        assert steps == {LAST}
+    else:
+        texts = ranks.run(load_error, stage=stage, load=str(folder), arguments={"tag": options["tag"]})
+        assert len(set(texts)) == 1
 
 
 @pytest.mark.extended

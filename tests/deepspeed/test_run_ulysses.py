@@ -58,8 +58,7 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_trains_by_the_script(straight):
-    printed, folder = straight
-    assert "gradients 2 times as large as they are" in printed
+    _, folder = straight
     logged, _ = losses(folder)
     assert logged[-1]["loss"] < logged[0]["loss"]
 
@@ -79,8 +78,8 @@ def test_stops_and_resumes_to_the_same_weights(settings, straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_refuses_before_it_launches(settings, tmp_path):
-    printed = launch({**settings, "optim": "adamw_torch"}, tmp_path / "out", tmp_path, "--sp-size", "3", fails=True)
-    assert "run_ulysses.sh: optim: adamw_torch. Set optim: muon" in printed
-    assert "run_ulysses.sh: 4 attention heads are not divisible by SP_SIZE=3. Use one of 2, 4" in printed
-    assert not (tmp_path / "out").exists()
+@pytest.mark.extended
+def test_the_run_refuses_what_cannot_work(settings, tmp_path):
+    words = {**settings, "save_strategy": "no", "eval_strategy": "no"}
+    printed = launch(words, tmp_path / "out", tmp_path, "--nproc", "3", fails=True)
+    assert "4 attention heads are not divisible by sp_size=3. Use one of 2, 4" in printed

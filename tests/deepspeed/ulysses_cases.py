@@ -6,7 +6,6 @@ import contextlib
 import functools
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
@@ -114,7 +113,7 @@ class NoCall(InOrder):
         return model(**inputs).loss
 
 
-def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as found", trainer="InOrder", **options):
+def train(rank, folder, config, kind="plain", steps=3, size=2, trainer="InOrder", **options):
     """Train with sequence parallel; return the gradients of each step, whole weights, losses and norms.
 
     Args:
@@ -124,20 +123,11 @@ def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as foun
         kind: kind of `rows`.
         steps: number of steps.
         size: ranks that share a sequence.
-        upstream: "not corrected" to leave upstream's gradients as they are, "fixed" to correct them upstream.
         trainer: "InOrder" or "NoCall".
         options: of TrainingArguments, and `compute_loss_func`.
     """
-    import transformers.trainer
-
-    from hf_muon.integrations.ulysses import hooks as ulysses
-
     loss_function = options.pop("compute_loss_func", None)
-    with fresh_groups(), pytest.MonkeyPatch.context() as patch:
-        if upstream == "not corrected":
-            patch.setattr(ulysses, "factor_of", lambda *_: 1)
-        if upstream == "fixed":
-            patch.setattr(transformers.trainer, "deepspeed_sp_compute_loss", fixed(size))
+    with fresh_groups():
         args = arguments(
             folder,
             config,
@@ -168,18 +158,6 @@ def train(rank, folder, config, kind="plain", steps=3, size=2, upstream="as foun
         "losses": [log["loss"] for log in logs if "loss" in log],
         "norms": [float(log["grad_norm"]) for log in logs if "grad_norm" in log],
     }
-
-
-def fixed(size):
-    """Return transformers' loss function with the gradient that it should have below ZeRO-3."""
-    from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
-
-    def loss_of(*args):
-        loss = deepspeed_sp_compute_loss(*args)
-        loss.register_hook(lambda grad: grad / size)
-        return loss
-
-    return loss_of
 
 
 def complaint(rank, **options):

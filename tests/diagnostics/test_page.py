@@ -245,6 +245,34 @@ def test_broken_lines(tmp_path, line, message):
     assert report(tmp_path, "--json", "--skip-broken").stdout == whole
 
 
+def changed(value, path, foreign):
+    """Return a copy of nested mappings in which something else stands at a path."""
+    key, *rest = path
+    return {**value, key: changed(value[key], rest, foreign) if rest else foreign}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *([key] for key in START if key != "event"),
+        *(["model", key] for key in START["model"]),
+        *(["options", side] for side in OPTIONS),
+        *(["options", "muon", key] for key in ("lr", "adjust_lr_fn", "update_rms")),
+        ["options", "adamw", "adamw_betas"],
+        ["versions", "python"],
+    ],
+    ids=".".join,
+)
+def test_what_is_not_ours_in_the_first_line_is_refused_or_shown(tmp_path, path):
+    start = {**START, "options": {**OPTIONS, "muon": {**OPTIONS["muon"], "update_rms": 0.2}}}
+    for foreign in ("x", 3, {"a": [2]}):
+        write(tmp_path, start=changed(start, path, foreign))
+        result = report(tmp_path, "--out", tmp_path / "page.html")
+        if result.exit_code:
+            assert type(result.exception) is SystemExit, result.exception
+            assert "line 1 cannot be read: " in result.stderr
+
+
 @pytest.mark.parametrize("after", ["", json.dumps(START) + "\n"], ids=["at the end", "before a resume"])
 def test_half_a_line_that_a_killed_run_has_left_is_no_error(tmp_path, after):
     file = write(tmp_path)

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,21 @@ def test_a_rank_talks_over_the_device_of_its_parameters(types, home, expected):
 
 def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, monkeypatch):
     assert five.run(homes) == [[torch.device("cpu")]] * 5
+
+
+def test_texts_of_any_length_travel_over_that_device_too(five):
+    assert five.run(texts) == [TEXTS] * 5
+
+
+TEXTS = [["a line", "\u00e9 \ud800"], [], ["long" * 1000, "b"], [""], ["\n "]]
+
+
+def texts(rank):
+    """Exchange texts without `all_gather_object`, which gathers over the current device."""
+    import torch.distributed as dist
+
+    with mock.patch.object(dist, "all_gather_object"):
+        return agreement.exchange_texts(dist.group.WORLD, torch.device("cpu"), TEXTS[rank])
 
 
 def homes(rank):

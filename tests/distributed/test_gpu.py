@@ -29,3 +29,32 @@ def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(gpus, 
     expected = given_gradients(0, "single", dtype=dtype, device="cuda")
     results = gpus.run(given_gradients, layout=layout, dtype=dtype, device="cuda", max_bucket_bytes=max_bucket_bytes)
     assert_equal(results, expected)
+
+
+# Batches of several matrices, which fp32 products split.
+BATCHES = [*[((1024, 3072), "")] * 6, *[((2048, 1024), "")] * 6, ((3, 768, 2048), "")]
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("options", [{}, {"normalize": "rows"}], ids=str)
+def test_large_batches_give_the_bits_of_one_process(gpus, ns_dtype, options):
+    options = {
+        "steps": 2,
+        "viewed": BATCHES,
+        "ns_dtype": ns_dtype,
+        "max_batch_bytes": 2**27,
+        "device": "cuda",
+        **options,
+    }
+    expected = given_gradients(0, "single", **options)
+    for layout in ("ddp", "fsdp"):
+        assert_equal(gpus.run(given_gradients, layout=layout, **options), expected)
+
+
+def test_a_step_that_is_watched_gives_the_bits_of_one_that_is_not(tmp_path):
+    options = {"steps": 2, "viewed": BATCHES, "ns_dtype": "fp16", "device": "cuda"}
+    expected = given_gradients(0, "single", **options)
+    watched = given_gradients(
+        0, "single", **options, diagnostics_every=1, diagnostics_file=str(tmp_path / "metrics.jsonl")
+    )
+    assert_equal([watched], expected)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.schedule import OwnedUnit, make_bucket
+from hf_muon.distributed.schedule import OwnedUnit, make_round
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.storage.regions import regions
 from tests.distributed.cases import given_gradients
@@ -62,21 +62,24 @@ def test_what_is_sent_is_the_least_from_which_the_owner_has_everything(data):
     blocks = [(rank, block) for rank in range(ranks) for block in holdings.boxes(unit, rank)]
     batch = frozenset(itertools.product(range(unit.count), range(2), range(3)))
     for owner in range(ranks):
-        buckets = [make_bucket([OwnedUnit(unit, owner)], holdings, rank) for rank in range(ranks)]
+        rounds = [make_round([OwnedUnit(unit, owner)], [[0]], holdings, rank) for rank in range(ranks)]
+        returns = [only for each in rounds for only in each.returns]
         # All ranks agree on whether they send anything, and how much.
-        assert buckets[owner].receive == [bucket.send[owner] for bucket in buckets]
-        arriving = [bucket.arrive[owner] for bucket in buckets]
-        if buckets[owner].to_all:  # copies of one direction
-            assert set(arriving) == {unit.numel} == {sum(buckets[owner].leave)}
+        assert rounds[owner].receive == [each.send[owner] for each in rounds]
+        arriving = [each.arrive[owner] for each in returns]
+        if returns[owner].to_all:  # copies of one direction
+            assert set(arriving) == {unit.numel} == {sum(returns[owner].leave)}
         else:
-            assert arriving == buckets[owner].leave
-        assert holdings.pattern(unit).sent_to(owner).tolist() == buckets[owner].receive
-        arrived = [element for _, block in buckets[owner].incoming for element in elements(block)]
+            assert arriving == returns[owner].leave
+        assert holdings.pattern(unit).sent_to(owner).tolist() == rounds[owner].receive
+        arrived = [element for _, block in rounds[owner].incoming for element in elements(block)]
         assert sorted(arrived) == sorted(batch)
-        travels = sum(buckets[owner].receive) - buckets[owner].receive[owner]
-        assert {bucket.gathers for bucket in buckets} == {travels > 0}
-        assert {bucket.returns for bucket in buckets} == {sum(arriving) > arriving[owner]}
-        assert {bucket.to_all for bucket in buckets} == {ranks > 1 and set(arriving) == {unit.numel}}
+        travels = sum(rounds[owner].receive) - rounds[owner].receive[owner]
+        assert {each.gathers for each in rounds} == {travels > 0}
+        assert {each.travels for each in returns} == {sum(arriving) > arriving[owner]}
+        assert {each.to_all for each in returns} == {ranks > 1 and set(arriving) == {unit.numel}}
+        for rank, each in enumerate(rounds):  # the momentum of all that a rank stores moves, once
+            assert sorted(map(repr, each.pieces)) == sorted(repr(block.piece) for block in holdings.boxes(unit, rank))
         if len(blocks) <= 12:
             assert travels == least(blocks, owner, batch)
 

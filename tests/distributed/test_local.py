@@ -13,9 +13,9 @@ class Doubled:
     def __init__(self):
         self.batches = []
 
-    def __call__(self, matrices):
+    def __call__(self, matrices, *, overwrite):
         self.batches.append(tuple(matrices.shape))
-        return matrices * 2
+        return matrices.mul_(2) if overwrite else matrices * 2
 
 
 SHAPES = [(4, 6), (6, 4), (3, 4, 6), (4, 6), (2, 2)]
@@ -28,7 +28,7 @@ def directions(updates, units, active=None):
     results, buckets = [torch.zeros_like(u) for u in updates], []
     for pieces, some in executor.directions(
         range(len(updates)) if active is None else active,
-        lambda pieces: [piece.of(updates[piece.matrix]) for piece in pieces],
+        lambda pieces: [piece.of(updates[piece.matrix]).clone() for piece in pieces],
         newton_schulz,
     ):
         buckets.append([piece.matrix for piece in pieces])

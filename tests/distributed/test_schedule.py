@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.schedule import OwnedUnit, Schedule, make_bucket
+from hf_muon.distributed.schedule import OwnedUnit, Schedule, make_round
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.storage.regions import regions
 from tests.distributed.test_units import llama_70b, loads, qwen3_235b_a22b, units_of
@@ -30,8 +30,7 @@ def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ran
     assert time.process_time() - begin < 10
     span = 0
     for each in rounds:
-        owned = [pair for bucket in each.buckets for pair in bucket.units]
-        span += max(loads(*zip(*owned, strict=True), ranks))
+        span += max(loads(*zip(*each.units, strict=True), ranks))
     assert span <= slack * max(loads(*zip(*exchange.schedule.owned, strict=True), ranks))
 
 
@@ -46,8 +45,8 @@ def test_a_round_can_be_printed():
     (only,) = schedule_of(Shard(0), rank=0).rounds(frozenset({0, 1}))
     unit = "OwnedUnit(unit=Unit(shape=(4, 6), ranges=(MatrixRange(matrix={k}, start=0, stop=1),)), owner={k})"
     assert repr(only) == (
-        f"Round(buckets=[Bucket(units=({unit.format(k=0)}, {unit.format(k=1)}), send=[12, 12], receive=[12, 12], "
-        "leave=[12, 12], arrive=[12, 12], gathers=True, returns=True, to_all=False, in_place=True)], nbytes=384)"
+        f"Round(units=({unit.format(k=0)}, {unit.format(k=1)}), send=[12, 12], receive=[12, 12], gathers=True, "
+        "returns=[Return(leave=[12, 12], arrive=[12, 12], travels=True, to_all=False)], overlaps=True)"
     )
 
 
@@ -56,14 +55,14 @@ def test_boxes_of_equal_matrices_are_copied_together():
     rows, columns = regions((4, 6), (2,), [Shard(0)]), regions((4, 6), (2,), [Shard(1)])
     unit = Unit((4, 6), tuple(MatrixRange(k, 0, 1) for k in range(5)))
     holdings = Holdings({k: columns if k == 3 else rows for k in range(5)}, 2)
-    bucket = make_bucket([OwnedUnit(unit, 0)], holdings, 0)
-    boxes = [(box.matrices, box.shape) for _, box in bucket.incoming]
+    only = make_round([OwnedUnit(unit, 0)], [[0]], holdings, 0)
+    boxes = [(box.matrices, box.shape) for _, box in only.incoming]
     assert boxes == 2 * [(slice(0, 3), (3, 2, 6)), (slice(3, 4), (1, 4, 3)), (slice(4, 5), (1, 2, 6))]
-    assert len(bucket.pieces) == 5
+    assert len(only.pieces) == 5
     apart, together = torch.zeros(5, 4, 6), torch.zeros(5, 4, 6)
     arrived = torch.arange(120.0)
     for batch, arriving in (
-        (together, bucket.incoming),
+        (together, only.incoming),
         (apart, [(0, b) for r in (0, 1) for b in holdings.boxes(unit, r)]),
     ):
         for (_, box), data in zip(arriving, arrived.split([box.numel for _, box in arriving]), strict=True):
@@ -74,22 +73,53 @@ def test_boxes_of_equal_matrices_are_copied_together():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_matrices_that_are_not_active_take_no_part(rank):
     (only,) = schedule_of(Shard(0), rank).rounds(frozenset({1}))
-    assert [(owned.unit.ranges[0].matrix, owned.owner) for owned in only.buckets[0].units] == [(1, 1)]
+    assert [(owned.unit.ranges[0].matrix, owned.owner) for owned in only.units] == [(1, 1)]
 
 
 def test_replicas_gather_nothing():
     (only,) = schedule_of(Replicate(), rank=0).rounds(frozenset({0, 1}))
-    (bucket,) = only.buckets
-    assert (bucket.gathers, bucket.returns, bucket.to_all) == (False, True, True)
-    assert (bucket.leave, bucket.arrive) == ([24, 0], [24, 24])
+    (back,) = only.returns
+    assert (only.gathers, back.travels, back.to_all) == (False, True, True)
+    assert (back.leave, back.arrive) == ([24, 0], [24, 24])
+    assert [(piece.matrix, other.matrix) for piece, other in zip(only.sent, only.unsent, strict=True)] == [(0, 1)]
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_an_owner_holds_directions_for_all_ranks_once(ranks):
     everywhere = regions((4, 6), (ranks,), [Replicate()])
     owned = [OwnedUnit(Unit((4, 6), (MatrixRange(0, 0, 1),)), 0)]
-    (only,) = Schedule(owned, Holdings({0: everywhere}, ranks), 0, torch.float32, 2**20).rounds(frozenset({0}))
-    assert only.nbytes == 24 * (4 + 4) + 24 * (4 + 4)  # updates and directions, here and on their way
+    cost = Schedule(owned, Holdings({0: everywhere}, ranks), 0, torch.float32, 2**20).cost(
+        lambda unit: unit.numel, torch.float32
+    )
+    # The update, as it is computed and as it has arrived; directions, here and on their way, of two rounds.
+    assert cost.in_flight_bytes == 24 * (4 + 4) + 2 * 24 * (4 + 4)
+
+
+def test_a_round_overlaps_with_others_if_what_travels_is_within_the_bound():
+    """Let each of two owners have two units, of which those of one round are too large to travel while others do."""
+    shapes = [(64, 64), (64, 64), (64, 64), (64, 64)]
+    stored = regions((64, 64), (2,), [Shard(0)])
+    owned = [OwnedUnit(Unit(shape, (MatrixRange(k, 0, 1),)), k % 2) for k, shape in enumerate(shapes)]
+    holdings = Holdings(dict.fromkeys(range(4), stored), 2)
+    nbytes = 4 * 64 * 64
+    # Updates: half of two matrices leaves, a whole one arrives. Directions of one owner, twice: a whole matrix leaves,
+    # half of it arrives.
+    enough = 2 * nbytes + 2 * (nbytes + nbytes // 2)
+    for bound, overlaps in ((enough - 1, False), (enough, True)):
+        rounds = Schedule(owned, holdings, 0, torch.float32, bound).rounds(range(4))
+        assert [len(each.units) for each in rounds] == [2, 2]
+        assert rounds[0].overlaps == overlaps
+
+
+def test_directions_that_exceed_their_part_of_the_bound_travel_back_one_after_the_other():
+    everywhere = regions((64, 64), (4,), [Replicate()])
+    owned = [OwnedUnit(Unit((64, 64), (MatrixRange(k, 0, 1),)), k) for k in range(4)]
+    holdings = Holdings(dict.fromkeys(range(4), everywhere), 4)
+    one_owner = 2 * 4 * 64 * 64  # here, and on its way
+    for bound, parts in ((1, 4), (8 * (one_owner + 4 * 64 * 64), 2), (2**30, 1)):
+        (only,) = Schedule(owned, holdings, 0, torch.float32, bound).rounds(range(4))
+        assert len(only.returns) == parts
+        assert [piece.matrix for back in only.returns for piece in back.pieces] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])

@@ -62,7 +62,7 @@ def assert_close(one, *options):
         {},
         {"clipping": 0.3, "accumulate": 2},
         {"frozen": True},
-        {"nesterov": False, "adjust_lr_fn": "original", "ns_coefficients": "aol"},
+        {"nesterov": False, "adjust_lr_fn": "original", "ns_coefficients": "cans"},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon.distributed.holdings import Holdings
 from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
-from hf_muon.math.coefficients import Steps
 from hf_muon.math.cost import segments
 from hf_muon.math.newton_schulz import newton_schulz
 from hf_muon.storage.regions import regions
@@ -109,7 +108,7 @@ class TestUnits:
         for shape in [(24, 40), (40, 24), (32, 32), (4, 100), (64, 90), (64, 100), (200, 70)]:
             lengths = segments(shape, 5, torch.float16)
             with FlopCounterMode(display=False) as counter:
-                newton_schulz(torch.randn(2, *shape), Steps(((1.0, 1.0, 1.0),) * 5), torch.float32, lengths=lengths)
+                newton_schulz(torch.randn(2, *shape), ((1.0, 1.0, 1.0),) * 5, torch.float32, lengths=lengths)
             assert counter.get_total_flops() == Unit(shape, (MatrixRange(0, 0, 2),)).cost
 
 

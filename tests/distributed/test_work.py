@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.work_cases import counted_step, events
+from tests.distributed.work_cases import all_to_alls, counted_step, events
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_newton_schulz_is_shared(pools, layout, ranks):
     ],
 )
 def test_bytes_and_collectives(pools, layout, ranks, most):
-    for max_bucket_bytes in (2**28, 2**19):
+    for max_bucket_bytes in (2**31, 2**19):
         counts = pools[ranks].run(counted_step, layout=layout, max_bucket_bytes=max_bucket_bytes)
         for count in counts:
             assert count["bytes"] <= 1.02 * most * count["updates"]
-            assert count["calls"] == count["buckets"] * (1 if layout == "ddp" else 2)
+            assert count["calls"] == count["returns"] + (0 if layout == "ddp" else count["rounds"])
             assert count["words"] == 1
-        assert (counts[0]["buckets"] > 3) == (max_bucket_bytes == 2**19)
+        assert (counts[0]["rounds"] > 3) == (max_bucket_bytes == 2**19)
 
 
 def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
@@ -46,27 +46,42 @@ def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
 
 
 def test_rounds_overlap_within_the_bound(pools):
-    limit = 2**20
-    for log, in_flight in pools[2].run(events, max_bucket_bytes=limit):
-        place = {(what, k): i for i, (what, k, _) in enumerate(log)}
-        count = len(log) // 3
-        assert len(place) == len(log)
+    for log in pools[2].run(events, layout="fsdp", max_bucket_bytes=2**20):
+        last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
+        count = 1 + max(k for _, k in log)
         assert count > 4
-        for k in range(1, count - 1):
-            # In order: gather the next round, orthogonalize this one, complete the previous one.
-            assert place["gather", k + 1] < place["orthogonalize", k] < place["complete", k]
-            assert place["orthogonalize", k] < place["complete", k - 1]
-        assert all(nbytes <= limit for _, nbytes in in_flight)
-        assert max(rounds for rounds, _ in in_flight) == 3
+        for k in range(count - 1):
+            # In order: gather the next round, orthogonalize this one, send it back, complete the previous one.
+            assert last["gather", k + 1] < last["orthogonalize", k] < last["return", k]
+            assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
 
 
-def test_a_round_beyond_the_bound_travels_in_buckets_and_all_owners_work_at_once(pools):
-    for log, in_flight in pools[2].run(events, max_bucket_bytes=1):
-        rounds = [[(what, bucket) for what, k, bucket in log if k == which] for which in range(log[-1][1] + 1)]
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_rounds_beyond_the_bound_do_not_overlap(pools, layout):
+    for log in pools[2].run(events, layout=layout, max_bucket_bytes=1):
+        rounds = [[what for what, k in log if k == which] for which in range(log[-1][1] + 1)]
+        assert [what for each in rounds for what in each] == [what for what, _ in log]
         for each in rounds:
-            count = len(each) // 3
-            assert each[:count] == [("gather", i) for i in range(count)]
-            assert each[count : 2 * count] == [("orthogonalize", i) for i in range(count)]
-            assert each[2 * count :] == [("complete", i) for i in range(count)]
-        assert max(map(len, rounds)) == 2 * 3
-        assert all(number == 1 for number, _ in in_flight)
+            assert each[:2] == ["gather" if layout == "fsdp" else "move", "orthogonalize"]
+            assert sorted(each[2:]) == ["complete", "complete", "return", "return"]  # of one owner after the other
+
+
+def test_directions_of_copies_travel_while_the_next_round_is_orthogonalized(pools):
+    for log in pools[2].run(events, layout="ddp", max_bucket_bytes=2**19):
+        last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
+        count = 1 + max(k for _, k in log)
+        assert count > 4
+        for k in range(count - 1):
+            assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_ranks_connect_before_their_first_exchange_once_for_a_group(pools, layout, ranks):
+    """Expect one element for each rank first, as on an accelerator, then updates and directions."""
+    for calls in pools[ranks].run(all_to_alls, layout=layout):
+        groups = list(dict.fromkeys(name for _, name in calls))
+        for name in groups:
+            sizes = [size for size, own in calls if own == name]
+            assert sizes[0] == ranks
+            assert ranks not in sizes[1:]
+            assert len(sizes) > 4

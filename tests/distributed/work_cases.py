@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from weakref import WeakSet
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +18,7 @@ DEEP = [shape for _ in range(24) for shape in LAYER.values()]
 
 
 def counted_step(rank, layout, shapes=DEEP, **options):
-    """Step a deep model; return FLOPs, bytes, collectives, buckets, and bytes of all updates."""
+    """Step a deep model; return FLOPs, bytes, collectives, rounds, returns, and bytes of all updates."""
     weights, grads = make(shapes, 0), make(shapes, 1)
     if layout in ("single", "ddp"):
         params = [nn.Parameter(w) for w in weights]
@@ -41,50 +44,87 @@ def counted_step(rank, layout, shapes=DEEP, **options):
         "calls": counted.calls,
         "words": counted.words,
         "rounds": sum(len(some) for some in rounds),
-        "buckets": sum(len(each.buckets) for some in rounds for each in some),
+        "returns": sum(len(each.returns) for some in rounds for each in some),
         "updates": 4 * sum(w.numel() for w in weights),
     }
 
 
-def events(rank, max_bucket_bytes):
-    """Return the calls of a step in order, as (call, round, bucket), and rounds and bytes in flight at each gather."""
+def events(rank, layout, max_bucket_bytes):
+    """Return the calls of a step in order, each with the number of its round."""
     from hf_muon.distributed.exchange import Exchange
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    params = [nn.Parameter(store(w, mesh, [Shard(0)])) for w in make(DEEP, 0)]
-    for param, grad in zip(params, make(DEEP, 1), strict=True):
-        param.grad = store(grad, mesh, [Shard(0)])
-    optimizer = Muon(params, ns_dtype="fp32", max_bucket_bytes=max_bucket_bytes)
-    log, under_way, in_flight = [], {}, []
-    active = frozenset(range(len(DEEP)))
-    originals = Exchange._gather, Exchange._orthogonalize, Exchange._complete
-
-    def place(exchange, bucket):
-        return next(
-            (i, each.buckets.index(bucket)) for i, each in enumerate(exchange.rounds(active)) if bucket in each.buckets
-        )
-
-    def gather(self, bucket, updates_of):
-        which = place(self, bucket)
-        log.append(("gather", *which))
-        under_way[which[0]] = self.rounds(active)[which[0]].nbytes
-        in_flight.append((len(under_way), sum(under_way.values())))
-        return originals[0](self, bucket, updates_of)
-
-    def orthogonalize(self, bucket, received, newton_schulz):
-        log.append(("orthogonalize", *place(self, bucket)))
-        return originals[1](self, bucket, received, newton_schulz)
-
-    def complete(self, bucket, leaving):
-        which = place(self, bucket)
-        log.append(("complete", *which))
-        if which[1] == len(self.rounds(active)[which[0]].buckets) - 1:
-            under_way.pop(which[0])
-        return originals[2](self, bucket, leaving)
-
-    Exchange._gather, Exchange._orthogonalize, Exchange._complete = gather, orthogonalize, complete
-    try:
+    if layout == "ddp":
+        params = [nn.Parameter(w) for w in make(DEEP, 0)]
+        for param, grad in zip(params, make(DEEP, 1), strict=True):
+            param.grad = grad
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        params = [nn.Parameter(store(w, mesh, [Shard(0)])) for w in make(DEEP, 0)]
+        for param, grad in zip(params, make(DEEP, 1), strict=True):
+            param.grad = store(grad, mesh, [Shard(0)])
+    group = dist.group.WORLD if layout == "ddp" else None
+    optimizer = Muon(params, ns_dtype="fp32", max_bucket_bytes=max_bucket_bytes, replicate_group=group)
+    with logged(Exchange) as log:
         optimizer.step()
+    return log
+
+
+@contextlib.contextmanager
+def logged(exchange):
+    """Note the calls of an exchange: what it does, and the number of the round.
+
+    It gathers updates, or moves momentum where each owner has them; it orthogonalizes, returns directions, and waits
+    for them.
+    """
+    log, places = [], {}
+    names = {"_gather": "gather", "_orthogonalize": "orthogonalize", "_return": "return", "_complete": "complete"}
+    originals = {name: getattr(exchange, name) for name in names}
+
+    def noted(name):
+        def call(self, part, *args):
+            if not places:
+                for k, each in enumerate(self._planned[1]):
+                    places.update(dict.fromkeys([each, *each.returns], k))
+            sends = getattr(part, "gathers", True) or name != "_gather"
+            log.append((names[name] if sends else "move", places[part]))
+            return originals[name](self, part, *args)
+
+        return call
+
+    for name in names:
+        setattr(exchange, name, noted(name))
+    try:
+        yield log
     finally:
-        Exchange._gather, Exchange._orthogonalize, Exchange._complete = originals
-    return log, in_flight
+        for name, original in originals.items():
+            setattr(exchange, name, original)
+
+
+def all_to_alls(rank, layout, optimizers=2):
+    """Return the elements and the process group of each all-to-all of some optimizers' steps, as on an accelerator."""
+    from unittest import mock
+
+    from hf_muon.distributed import transfers
+    from tests.accelerated import accelerated
+
+    calls, original = [], dist.all_to_all_single
+
+    def noted(received, send, *args, group, **kwargs):
+        calls.append((send.numel(), group.group_name))
+        return original(received, send, *args, group=group, **kwargs)
+
+    with (
+        accelerated(),
+        mock.patch.object(dist, "all_to_all_single", noted),
+        mock.patch.object(transfers, "_connected", WeakSet()),
+    ):
+        mesh_shape, _ = placements_of(layout, 2)
+        for _ in range(optimizers):
+            mesh = init_device_mesh("cpu", mesh_shape)
+            params = [nn.Parameter(store(w, mesh, placements_of(layout, 2)[1])) for w in make([(8, 6)] * 3, 0)]
+            optimizer = Muon(params, ns_dtype="fp32")
+            for step in range(2):
+                for param, grad in zip(params, make([(8, 6)] * 3, step + 1), strict=True):
+                    param.grad = store(grad, mesh, placements_of(layout, 2)[1])
+                optimizer.step()
+    return calls

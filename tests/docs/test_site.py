@@ -31,9 +31,8 @@ def test_it_builds_without_a_warning(tmp_path):
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
     for folder in ("docs", "benchmarks", "evidence"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    for path in (*ROOT.glob("*.md"), *(ROOT / "hf_muon" / "plan").glob("devices.yaml")):
-        (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    for path in ROOT.glob("*.md"):
+        shutil.copy(path, tmp_path / path.name)
     with (tmp_path / "docs" / "index.md").open("a") as page:
         page.write("\n[a page](missing.md)\n")
     result = build(tmp_path / "docs", tmp_path / "site")

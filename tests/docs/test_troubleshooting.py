@@ -27,14 +27,15 @@ MAKES_MESSAGES = re.compile(r"complaint|reason|refus|freeze_quantized|_valid")
 OF_OTHERS = ("... is not a valid OptimizerNames", "Missing key in checkpoint state_dict: ...")
 # A file, or a function or constant of it, whose texts are no messages, and why.
 NO_MESSAGES = {
+    "hf_muon/_autoload.py": "what is lost with a hook, behind `is not in place` and in `hf-muon doctor`",
     "hf_muon/integrations/timm.py::_entry": "in timm's list of optimizers",
     "hf_muon/math/cost.py": "describes products in a plan",
     "hf_muon/optimizer/first_step_report.py": "the report of HF_MUON_STEP_REPORT",
     "hf_muon/optimizer/layout_lines.py": "values in `the ranks disagree`",
     "hf_muon/options/declaration.py::quoted": "a value in a message",
     "hf_muon/options/types.py": "what is valid, behind `Valid:`",
-    "hf_muon/plan/devices.py::_device": "the package's own devices.yaml",
     "hf_muon/ready_groups.py::__init__": "the name of a model in a message",
+    "hf_muon/routing/fused_rules.py": "names of classes",
     "hf_muon/routing/kinds.py": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/parameters.py": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/rules.py::_named": "reasons in the table of routes: docs/weights.md",

@@ -143,6 +143,8 @@ def two() -> list[Case]:
         on = resumed(straight, name=f"rule_on_{kind}", arguments=rows)
         cases += [on, with_rule, resumed(with_rule, name=f"rule_off_{kind}", arguments=plain)]
     cases += [resumed(x, name=f"{x['name']}_dropped", fault="drop_moments") for x in (ddp, fsdp)]
+    cases += [resumed(fsdp, name="ddp_to_fsdp", source="ddp"), resumed(ddp, name="fsdp_to_ddp", source="fsdp")]
+    cases += [resumed(fsdp, name="shards_to_whole", source="fsdp_sharded")]
     cases += [case(f"ddp_{name}", **keys) for name, keys in OPTIONS.items() if name in WITH_DDP]
     cases += [case(f"fsdp_{name}", "fsdp2", **keys) for name, keys in OPTIONS.items() if name != "lora"]
     cases += [case("fsdp_settings", "fsdp2", arguments={"fsdp_config": SETTINGS})]
@@ -223,7 +225,6 @@ def damaged() -> list[Case]:
     checkpoint = f"checkpoint-{worker.SAVE_STEP + 1}"
     return [
         case("damaged_ddp", resume=f"damaged_ddp/{checkpoint}"),
-        case("damaged_sharded", "fsdp2", arguments=SHARDED, resume=f"damaged_sharded/{checkpoint}"),
         resumed(case("fsdp", "fsdp2"), name="undamaged", source="damaged_fsdp"),
         case("lacking_fsdp", "fsdp2", resume=f"lacking_fsdp/checkpoint-{worker.SAVE_STEP}"),
         case("damaged_fsdp", "fsdp2", resume=f"damaged_fsdp/{checkpoint}", alone=True),

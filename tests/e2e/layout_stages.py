@@ -108,7 +108,6 @@ class Stages:
         self.run("two")
         for name, source, file in (
             ("damaged_ddp", "ddp", "optimizer.pt"),
-            ("damaged_sharded", "fsdp_sharded", "optimizer_0/__1_0.distcp"),
             ("damaged_fsdp", "fsdp", "optimizer.bin"),
         ):
             intact = self.folder / source / f"checkpoint-{worker.SAVE_STEP}"

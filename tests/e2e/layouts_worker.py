@@ -45,6 +45,7 @@ from transformers import (
 from tests import fixtures_text
 from tests.bounds import move
 from tests.e2e import cpu_fsdp, measured_step
+from tests.integrations.accelerate_cases import shared_steps
 
 STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
 ARGUMENTS: dict[str, Any] = {
@@ -260,8 +261,9 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         model = sharded_while_loading(model, folder / "initial", case["load"])
     callbacks = [FAULTS[case["fault"]]()] if "fault" in case else []
     trainer = InOrder(model, args, train_dataset=rows(), callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=case.get("resume") and str(folder / case["resume"]))
-    return describe(trainer)
+    with shared_steps() as shared:
+        trainer.train(resume_from_checkpoint=case.get("resume") and str(folder / case["resume"]))
+    return {**describe(trainer), "shared": set(shared)}
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
@@ -293,7 +295,6 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "wrapper": type(wrapped).__name__,
         "type": str(trainer.accelerator.distributed_type.value),
         "offload": type(getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)).__name__,
-        "group": getattr(optimizer, "replicate_group", None) is not None,
     }
 
 

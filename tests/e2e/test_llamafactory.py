@@ -180,8 +180,10 @@ def test_refused_before_the_model_is_loaded(
 
 def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
     output, printed = factory.train("lora_adamw", LORA, fails=True)
-    assert "Only LoRA factors are trained: set lora=muon to give the factors to Muon" in printed
+    assert "trains LoRA factors alone (finetuning_type: lora, LLaMA-Factory's default)" in printed
+    assert "Write finetuning_type: full" in printed
     assert 'optim_args: "lora=muon"' in printed
+    assert "Loading weights" not in printed  # the arguments suffice
     assert not list(output.glob("checkpoint-*"))
 
 

@@ -110,17 +110,18 @@ def test_option_equals_one_process(layout: str, option: str, get: Get) -> None:
 
 
 @pytest.mark.extended
-def test_ddp_shares_the_work_and_the_others_do_not_by_a_group(get: Get) -> None:
-    assert get("ddp")["group"]
-    assert get("four_ddp")["group"]
-    assert not get("one")["group"]
-    assert not get("fsdp")["group"]
+def test_ddp_shares_the_work_of_each_step(get: Get) -> None:
+    for name in ("ddp", "four_ddp", "ddp_accumulation", "ddp_resumed"):
+        assert get(name)["shared"] == {True}
+    for name in ("one", "fsdp"):
+        assert get(name)["shared"] == {False}
 
 
 @pytest.mark.extended
 @needs_native
 def test_parameters_cut_by_transformers_are_no_replicas(get: Get) -> None:
-    assert not any(get(name)["group"] for name in ("native_fsdp", "native_tp", "tp", "native_hsdp", "native_fsdp_tp"))
+    for name in ("native_fsdp", "native_tp", "tp", "native_hsdp", "native_fsdp_tp"):
+        assert get(name)["shared"] == {False}
 
 
 def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(get: Get) -> None:

@@ -97,13 +97,10 @@ def test_moments_that_accelerate_forgets_are_missed(stages: Stages) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "file"), [("damaged_ddp", "optimizer.pt"), ("damaged_sharded", "optimizer_0/__1_0.distcp")]
-)
-def test_damaged_checkpoint_is_named_with_the_one_before_it(name: str, file: str, stages: Stages) -> None:
-    error = stages.result("damaged", name)["error"]
-    folder = stages.folder / name
-    assert f"This checkpoint is damaged: {folder}/checkpoint-{worker.SAVE_STEP + 1}/{file} is cut off" in error
+def test_damaged_checkpoint_is_named_with_the_one_before_it(stages: Stages) -> None:
+    error = stages.result("damaged", "damaged_ddp")["error"]
+    folder = stages.folder / "damaged_ddp"
+    assert f"This checkpoint is damaged: {folder}/checkpoint-{worker.SAVE_STEP + 1}/optimizer.pt is cut off" in error
     assert f"the one before it, {folder}/checkpoint-{worker.SAVE_STEP}, and remove this one" in error
 
 
@@ -123,3 +120,17 @@ def test_whole_state_that_lacks_a_moment_is_refused(stages: Stages) -> None:
 @pytest.mark.extended
 def test_checkpoint_before_a_damaged_one_resumes(get: Get) -> None:
     assert_identical(get("undamaged"), get("fsdp"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ddp_to_fsdp", "has no state dict of FSDP, and a run with FSDP and FULL_STATE_DICT cannot resume from it"),
+        ("fsdp_to_ddp", "has a FULL_STATE_DICT of FSDP, and a run without FSDP cannot resume from it"),
+        ("shards_to_whole", "has a SHARDED_STATE_DICT of FSDP, and a run with FSDP and FULL_STATE_DICT cannot resume"),
+    ],
+)
+def test_checkpoints_of_another_kind_are_refused_on_all_ranks(name: str, message: str, stages: Stages) -> None:
+    """If one rank raised this alone, the other would wait, and the cases after this one could not run."""
+    assert message in stages.result("two", name)["error"]

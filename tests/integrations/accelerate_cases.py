@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_muon import build_optimizer
+from hf_muon.distributed.ddp import Replicas
 from hf_muon.math.newton_schulz import Orthogonalizer
 
 STEPS = 3
@@ -40,11 +41,11 @@ def loop(
         local: train without DDP's reduction of gradients, as LocalSGD does between two averages.
 
     Returns:
-        The weights, the number of matrices that this rank has orthogonalized, and whether ranks share the work.
+        The weights, the number of matrices that this rank has orthogonalized, and whether ranks have shared a step.
     """
     from accelerate import Accelerator
 
-    with accelerate_states(rank, ranks), counted() as counts:
+    with accelerate_states(rank, ranks), counted() as counts, shared_steps() as shared:
         accelerator = Accelerator(cpu=True)
         model, optimizer = prepared(accelerator, network(), order)
         with model.no_sync() if local else contextlib.nullcontext():
@@ -53,8 +54,7 @@ def loop(
                 accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
                 optimizer.step()
                 optimizer.zero_grad()
-    shared = getattr(optimizer, "optimizer", optimizer).replicate_group is not None
-    return [param.detach().clone() for param in model.parameters()], sum(counts), shared
+    return [param.detach().clone() for param in model.parameters()], sum(counts), any(shared)
 
 
 @contextlib.contextmanager
@@ -153,3 +153,18 @@ def counted() -> Iterator[list[int]]:
 
     with mock.patch.object(Orthogonalizer, "__call__", counted_call):
         yield counts
+
+
+@contextlib.contextmanager
+def shared_steps() -> Iterator[list[bool]]:
+    """Yield a list to which each step adds whether the ranks of DDP share it."""
+    shared: list[bool] = []
+    of_step = Replicas.of_step
+
+    def recorded(self: Replicas, params: Any) -> Any:
+        group = of_step(self, params)
+        shared.append(group is not None)
+        return group
+
+    with mock.patch.object(Replicas, "of_step", recorded):
+        yield shared

@@ -288,10 +288,10 @@ class TestRefusals:
     def test_unknown_arguments(self, tmp_path):
         network = model()
         cls, kwargs = self.pair(tmp_path, network)
-        with pytest.raises(ValueError, match="'betas' is not an option of muon"):
-            cls()(network, betas=(0.9, 0.9), **kwargs)
-        with pytest.raises(ValueError, match="'betas' is not an option of muon"):
-            cls([{"params": list(network.parameters())}], betas=(0.9, 0.9), **kwargs)
+        with pytest.raises(ValueError, match="'nesterof' is not an option of muon"):
+            cls()(network, nesterof=True, **kwargs)
+        with pytest.raises(ValueError, match="'nesterof' is not an option of muon"):
+            cls([{"params": list(network.parameters())}], nesterof=True, **kwargs)
 
 
 def test_a_group_without_muon_goes_to_adamw(tmp_path):

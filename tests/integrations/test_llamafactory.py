@@ -8,20 +8,32 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory.v0.hooks import patch_parser, patch_plots
+from hf_muon.integrations.llamafactory.v0.hooks import check_arguments, patch_dependencies, patch_parser, patch_plots
 from hf_muon.integrations.llamafactory.v0.refusals import MEGATRON, RIVALS, refuse_rivals
+from tests.hooks import patched
 
 
 @pytest.fixture
 def parser(monkeypatch):
+    """Return LLaMA-Factory's parser with both patches; it asks for a rival's package before it returns."""
+
+    def check_extra_dependencies(model_args, finetuning_args, training_args=None):
+        if any(getattr(finetuning_args, rival, False) for rival in RIVALS[1:]):
+            raise ImportError("pip install galore_torch")
+
     def get_train_args(optim, **finetuning):
-        return None, None, SimpleNamespace(optim=optim), SimpleNamespace(**finetuning), None
+        training = SimpleNamespace(optim=optim, do_train=True, optim_args=None)
+        finetuning = SimpleNamespace(**{"finetuning_type": "full", "stage": "sft", **finetuning})
+        parser._check_extra_dependencies(None, finetuning, training)
+        return None, None, training, finetuning, None
 
     parser, tuner = ModuleType("llamafactory.hparams.parser"), ModuleType("llamafactory.train.tuner")
     parser.get_train_args = tuner.get_train_args = get_train_args
+    parser._check_extra_dependencies = check_extra_dependencies
     monkeypatch.setitem(sys.modules, parser.__name__, parser)
     monkeypatch.setitem(sys.modules, tuner.__name__, tuner)
-    return parser
+    with patched(patch_parser, parser), patched(patch_dependencies, parser):
+        yield parser
 
 
 def test_two_muons_are_refused_with_which_one_to_keep():
@@ -32,14 +44,16 @@ def test_two_muons_are_refused_with_which_one_to_keep():
 
 
 @pytest.mark.parametrize("rival", RIVALS)
-def test_rivals_are_refused_with_optim_muon_only(parser, rival):
-    undo = patch_parser(parser)
+def test_rivals_are_refused_with_optim_muon_only_and_before_their_package_is_asked_for(parser, rival):
     for name in ("muon", "hf_muon"):
         with pytest.raises(ValueError, match=f"{rival}: true"):
             parser.get_train_args(name, **{rival: True})
-    assert parser.get_train_args("adamw_torch", **{rival: True})
+    if rival == "use_muon":
+        assert parser.get_train_args("adamw_torch", use_muon=True)
+    else:
+        with pytest.raises(ImportError, match="pip install"):
+            parser.get_train_args("adamw_torch", **{rival: True})
     assert parser.get_train_args("muon", **{rival: False})
-    undo()
 
 
 @pytest.mark.parametrize(
@@ -50,36 +64,84 @@ def test_rivals_are_refused_with_optim_muon_only(parser, rival):
     ],
 )
 def test_routes_that_never_ask_for_the_optimizer_are_refused(parser, route, words):
-    undo = patch_parser(parser)
     with pytest.raises(RuntimeError, match=words):
         parser.get_train_args("muon", **{route: True})
     assert parser.get_train_args("adamw_torch", **{route: True})
     assert parser.get_train_args("muon", **{route: False})
-    undo()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": "adamw_torch"},
+        {"finetuning_type": "full"},
+        {"finetuning_type": "freeze"},
+        {"additional_target": "embed_tokens"},
+        {"stage": "rm"},
+        {"training": {"optim_args": "lora=muon"}},
+        {"training": {"optim_args": {"muon_patterns": "lora_A"}}},
+        {"training": {"do_train": False}},
+    ],
+    ids=str,
+)
+def test_lora_alone_is_refused_with_both_ways_out(changes):
+    """LoRA is LLaMA-Factory's default, and the model is loaded after the arguments are parsed."""
+    changes = {"optim": "muon", "finetuning_type": "lora", **changes}
+    training = {"do_train": True, "optim_args": None, **changes.pop("training", {})}
+
+    def parse(optim="muon", training=training, **finetuning):
+        values = SimpleNamespace(optim=optim, **training), SimpleNamespace(**{"stage": "sft", **finetuning})
+        check_arguments(values)
+
+    with pytest.raises(ValueError, match=r'finetuning_type: full .* optim_args: "lora=muon"'):
+        parse(training={"do_train": True, "optim_args": "momentum=0.9"}, finetuning_type="lora")
+    parse(**changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda parts: ({}, *parts), lambda parts: SimpleNamespace(a=parts[2], b=parts[3]), lambda parts: parts[::-1]],
+    ids=["one more in front", "an object", "in another order"],
+)
+def test_a_parser_that_returns_its_parts_in_another_way(parser, change):
+    """Expect runs of other optimizers untouched, and those of Muon checked as ever."""
+    inner = parser.get_train_args.__wrapped__
+    parser._check_extra_dependencies = lambda *args: None
+    parser.get_train_args = lambda *args, **kwargs: change(inner(*args, **kwargs))
+    with patched(patch_parser, parser):
+        assert parser.get_train_args("adamw_torch")
+        with pytest.raises(ValueError, match="use_muon: true and optim: muon"):
+            parser.get_train_args("muon", use_muon=True)
+
+
+@pytest.mark.parametrize("result", [None, 3, {}, (), ({}, 1), [SimpleNamespace(optim="adamw_torch")]], ids=str)
+def test_a_parser_that_returns_something_else(parser, result):
+    parser.get_train_args = lambda: result
+    with patched(patch_parser, parser):
+        assert parser.get_train_args() is result
+
+
+def test_a_run_of_muon_whose_arguments_are_not_found_is_refused_by_the_hook(parser):
+    parser.get_train_args = lambda: (SimpleNamespace(optim="muon"),)
+    with patched(patch_parser, parser), pytest.raises(RuntimeError, match='hook "LLaMA-Factory\'s parser"'):
+        parser.get_train_args()
 
 
 def test_modules_that_imported_the_function_already_are_guarded_too(parser):
-    original = parser.get_train_args
-    undo = patch_parser(parser)
-    assert patch_parser(parser) is None
-    assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args is not original
-    undo()
-    assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args is original
+    assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args
+    assert parser.get_train_args.__wrapped__
 
 
 def test_plots_of_what_was_logged(tmp_path):
     drawn = []
     module = ModuleType("llamafactory.extras.ploting")
-    module.plot_loss = original = lambda folder, keys: drawn.append(keys)
-    undo = patch_plots(module)
-    assert patch_plots(module) is None
-    module.plot_loss(tmp_path, keys=["loss"])
-    history = [
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": 1.0, "muon/stable_rank": 3.0, "muon/update_rms/mlp.up": 0.2},
-    ]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    module.plot_loss(tmp_path, keys=["loss", "eval_loss"])
+    module.plot_loss = lambda folder, keys: drawn.append(keys)
+    with patched(patch_plots, module):
+        module.plot_loss(tmp_path, keys=["loss"])
+        history = [
+            {"step": 1, "loss": 2.0},
+            {"step": 2, "loss": 1.0, "muon/stable_rank": 3.0, "muon/update_rms/mlp.up": 0.2},
+        ]
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+        module.plot_loss(tmp_path, keys=["loss", "eval_loss"])
     assert drawn == [["loss"], ["loss", "eval_loss", "muon/stable_rank"]]
-    undo()
-    assert module.plot_loss is original

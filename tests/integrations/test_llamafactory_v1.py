@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from hf_muon import Muon
+from hf_muon._autoload import apply
 from hf_muon.diagnostics.metrics import FILE
+from hf_muon.integrations import other_muons
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
-from hf_muon.integrations.llamafactory.v1.hooks import patch_optimizers, patch_training_arguments
+from hf_muon.integrations.llamafactory.v1.hooks import patch_optimizers, patch_parser, patch_training_arguments
 from hf_muon.integrations.llamafactory.v1.refusals import INTERFACE, refuse_unsupported
 from hf_muon.rules.normalize import SECOND_MOMENT
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD, OLD_ARGUMENTS, Net, module_of
@@ -27,13 +29,12 @@ from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request):
-    """Patch the registry and the TrainingArguments of a layout; return both, and functions that undo the patches."""
+    """Patch the registry and the TrainingArguments of a layout; return both."""
     name, registry, arguments = LAYOUTS[request.param]
     plugins, parsed = module_of(name, registry), module_of(ARGUMENTS, arguments)
-    undo = [patch_optimizers(plugins), patch_training_arguments(parsed)]
-    return SimpleNamespace(
-        plugin=plugins.OptimizerPlugin, arguments=parsed.TrainingArguments, undo=undo, modules=(plugins, parsed)
-    )
+    apply(patch_optimizers, plugins)
+    apply(patch_training_arguments, parsed)
+    return SimpleNamespace(plugin=plugins.OptimizerPlugin, arguments=parsed.TrainingArguments)
 
 
 class TestBothLayouts:
@@ -68,18 +69,6 @@ class TestBothLayouts:
         assert "momentum" not in args.optim_config
         assert layout.arguments().optim_config is None
 
-    def test_patching_again_changes_nothing_and_undoing_everything(self, layout):
-        assert patch_optimizers(layout.modules[0]) is None
-        assert patch_training_arguments(layout.modules[1]) is None
-        for undo in layout.undo:
-            undo()
-        args = layout.arguments(optim_config={"name": "muon", "nonsense": 1})
-        if layout.modules[0].__name__ == NEW:
-            assert layout.plugin("muon")(Net(), args.optim_config) == "theirs"
-        else:
-            with pytest.raises(ValueError, match="not registered"):
-                layout.plugin("muon")(Net(), args.optim_config)
-
     def test_a_wrong_key_is_found_with_the_arguments(self, layout):
         with pytest.raises(ValueError, match=r"'momentun' is not an option of muon. Did you mean 'momentum'\? Valid: "):
             layout.arguments(optim_config={"name": "muon", "momentun": 0.9})
@@ -90,37 +79,35 @@ def test_the_second_name(name, caplog):
     """Register `hf_muon` beside `muon`, with the same checks; it replaces nothing."""
     caplog.set_level("INFO", "hf_muon")
     registry, arguments = module_of(LAYOUTS[name][0], LAYOUTS[name][1]), module_of(ARGUMENTS, LAYOUTS[name][2])
-    undo = [patch_optimizers(registry), patch_training_arguments(arguments)]
+    apply(patch_optimizers, registry)
+    apply(patch_training_arguments, arguments)
     with pytest.raises(ValueError, match="'momentun' is not an option of muon"):
         arguments.TrainingArguments(optim_config={"name": "hf_muon", "momentun": 0.9})
     options = arguments.TrainingArguments(learning_rate=3e-3, optim_config={"name": "hf_muon", "wd": 0.1}).optim_config
     torch.manual_seed(0)
     ours = registry.OptimizerPlugin("hf_muon")(Net(), options)
-    assert "instead of LLaMA-Factory's own" not in caplog.text
+    assert "hf_muon's runs" not in caplog.text
     groups = registry.OptimizerPlugin("muon")(Net(), {**options, "name": "muon"}).param_groups
     keys = ("param_names", "lr", "weight_decay", "use_muon")
     assert [[g[key] for key in keys] for g in ours.param_groups] == [[g[key] for key in keys] for g in groups]
-    for step in undo:
-        step()
-    assert "hf_muon" not in registry.OptimizerPlugin._registry
 
 
-def test_only_a_muon_of_theirs_is_told_to_be_replaced(caplog, capsys):
-    caplog.set_level("INFO", "hf_muon")
+def test_a_muon_of_theirs_that_does_not_run_is_named(caplog, capsys, monkeypatch):
+    monkeypatch.setattr(other_muons, "_warned", set())
     counts = []
     for name, registry, _ in LAYOUTS.values():
         module = module_of(name, registry)
-        patch_optimizers(module)
+        apply(patch_optimizers, module)
         caplog.clear()
         module.OptimizerPlugin("muon")(Net(), {"name": "muon", "lr": 1e-3})
-        counts.append(sum("instead of LLaMA-Factory's own" in line for line in caplog.messages))
+        counts.append(sum("hf_muon's runs" in line and "HF_MUON_AUTOLOAD=0" in line for line in caplog.messages))
     assert counts == [0, 1]
     assert "already registered" not in capsys.readouterr().out
 
 
 def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one():
     module = module_of(ARGUMENTS, OLD_ARGUMENTS)
-    patch_training_arguments(module)
+    apply(patch_training_arguments, module)
     assert module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
     own = module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5})
     assert own.optim_config["lr"] == 3e-5
@@ -133,7 +120,28 @@ def test_a_registry_that_has_changed_is_an_error():
     module = ModuleType(OLD)
     module.OptimizerPlugin = type("OptimizerPlugin", (), {})
     with pytest.raises(AttributeError, match="_registry"):
-        patch_optimizers(module)
+        apply(patch_optimizers, module)
+
+
+@pytest.mark.parametrize(
+    ("peft", "options"),
+    [
+        ({"name": "lora"}, {"name": "adamw"}),
+        ({"name": "lora"}, None),
+        (None, {"name": "muon"}),
+        ({"name": "freeze"}, {"name": "muon"}),
+        ({"name": "lora"}, {"name": "muon", "lora": "muon"}),
+        ({"name": "lora", "modules_to_save": ["lm_head"]}, {"name": "muon"}),
+    ],
+    ids=str,
+)
+def test_lora_alone_is_refused_when_arguments_are_parsed(peft, options):
+    module = ModuleType("llamafactory.v1.config.arg_parser")
+    module.get_args = lambda peft, options: (SimpleNamespace(peft_config=peft), SimpleNamespace(optim_config=options))
+    apply(patch_parser, module)
+    with pytest.raises(ValueError, match=r"Leave peft_config out .* write lora: muon"):
+        module.get_args({"name": "lora"}, {"name": "hf_muon"})
+    assert module.get_args(peft, options)[1].optim_config == options
 
 
 # --- options
@@ -187,6 +195,7 @@ def test_wrong_options(options, message):
         ({"dist_config": None, "cp_size": 2}, ValueError, r"cp_size: 2 needs dist_config: \{name: fsdp2\}"),
         ({"dist_config": {"name": "other", "cp_size": 4}}, ValueError, "cp_size: 4 needs dist_config"),
         ({"dist_config": {"name": "deepspeed"}}, RuntimeError, "dist_config: deepspeed in this version"),
+        ({"dist_config": {"name": "fsdp2", "cp_size": 2}, "cp_size": 1}, ValueError, "from the top level only"),
         ({"dist_config": {"name": "fsdpturbo"}, "cp_size": 1}, RuntimeError, "dist_config: fsdpturbo in this version"),
     ],
 )
@@ -241,7 +250,7 @@ from torch import nn
 optimizer = plugin(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), args.optim_config)
 from hf_muon import _autoload
 print(json.dumps({"optimizer": type(optimizer).__module__, "lr": optimizer.param_groups[0]["lr"],
-                  "states": _autoload.status()}))
+                  "states": {hook.module: _autoload.status()[name] for name, hook in _autoload.HOOKS.items()}}))
 """
 
 
@@ -268,7 +277,7 @@ def test_import_torch_alone_brings_it_in(name, tmp_path):
     assert (result["optimizer"], result["lr"]) == ("hf_muon.optimizer.muon", 3e-3)
     assert result["states"][path] == result["states"][ARGUMENTS] == "patched"
     assert result["states"][NEW if path == OLD else OLD] == "waiting for its import"
-    assert process.stderr.count("instead of LLaMA-Factory's own") == (name == "newer")
+    assert process.stderr.count("hf_muon's runs, because it is installed") == (name == "newer")
 
 
 # --- the installed LLaMA-Factory
@@ -286,7 +295,8 @@ from llamafactory.v1.accelerator.interface import Dim, DistributedInterface
 from hf_muon import _autoload
 assert Dim.CP and DistributedInterface.get_world_size
 fields = [field.name for field in dataclasses.fields(TrainingArguments)]
-print(json.dumps([spec, fields, _autoload.status(), type(module.OptimizerPlugin._registry["muon"]).__name__]))
+states = {{hook.module: _autoload.status()[name] for name, hook in _autoload.HOOKS.items()}}
+print(json.dumps([spec, fields, states, type(module.OptimizerPlugin._registry["muon"]).__name__]))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.home())
     assert process.returncode == 0, process.stderr

@@ -19,19 +19,13 @@ def test_marked_patches_are_recognized():
     assert is_ours(patch)
 
 
-def test_both_names_are_ours_unless_another_package_owns_the_member():
+def test_both_names_are_ours_also_as_members_of_an_enum_whoever_owns_it():
     class Optimizers(str, Enum):
         MUON = "muon"
         ADAMW = "adamw"
 
-    class Marked(str, Enum):
-        MUON = "hf_muon"
-
-    mark(Marked.MUON)
-    assert is_muon("muon")
-    assert is_muon("hf_muon")
-    assert is_muon(Marked.MUON)
-    assert not any(is_muon(optim) for optim in (Optimizers.MUON, Optimizers.ADAMW, "adamw", "HF_MUON", None))
+    assert all(is_muon(optim) for optim in ("muon", "hf_muon", Optimizers.MUON))
+    assert not any(is_muon(optim) for optim in (Optimizers.ADAMW, "adamw", "HF_MUON", None, 3, ["muon"]))
 
 
 @pytest.mark.parametrize(

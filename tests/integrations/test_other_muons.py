@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hf_muon._autoload import apply
 from hf_muon.integrations import other_muons
 from hf_muon.integrations.llamafactory.v0.hooks import patch_parser
 from hf_muon.integrations.other_muons import patch_axolotl, patch_swift
@@ -38,8 +39,7 @@ def swift():
 
 def test_axolotl(caplog):
     module = axolotl()
-    undo = patch_axolotl(module)
-    assert patch_axolotl(module) is None
+    apply(patch_axolotl, module)
     assert not caplog.messages
     result = module.MuonOptimizerFactory()("model", "args", lr=1)
     assert result == ("MuonOptimizerFactory", "model", {"lr": 1})
@@ -48,38 +48,29 @@ def test_axolotl(caplog):
         "optimizer: muon asks for axolotl's own Muon, which runs now; hf_muon is installed and is not used. To train "
         "with hf_muon, write optimizer: hf_muon"
     ]
-    undo()
-    assert "warn" not in module.MuonOptimizerFactory.__call__.__qualname__
 
 
 def test_swift(caplog):
     module = swift()
     base = module.MuonOptimizerCallback.__mro__[1]
-    undo = patch_swift(module)
+    apply(patch_swift, module)
     assert base().create_optimizer() == "theirs"
     assert not caplog.messages
     assert module.MuonOptimizerCallback().create_optimizer(model="model") == ("muon", "model")
     (message,) = caplog.messages
     assert message.startswith("--optimizer muon asks for ms-swift's own Muon, which runs now")
     assert message.endswith("write --optim hf_muon and remove --optimizer")
-    undo()
-    other_muons._warned.clear()
-    module.MuonOptimizerCallback().create_optimizer()
-    assert len(caplog.messages) == 1
-
-
-def test_a_module_that_has_changed():
-    assert patch_swift(ModuleType("swift.optimizers.muon")).startswith("not patched: swift.optimizers.muon has none of")
 
 
 def test_llamafactory(caplog, monkeypatch):
     def get_train_args(optim, **finetuning):
+        finetuning["finetuning_type"] = "full"
         return None, None, SimpleNamespace(optim=optim), SimpleNamespace(**finetuning), None
 
     parser = ModuleType("llamafactory.hparams.parser")
     parser.get_train_args = get_train_args
     monkeypatch.setitem(sys.modules, parser.__name__, parser)
-    undo = patch_parser(parser)
+    apply(patch_parser, parser)
     parser.get_train_args("adamw_torch", use_muon=False)
     assert not caplog.messages
     for _ in range(2):
@@ -87,7 +78,6 @@ def test_llamafactory(caplog, monkeypatch):
     (message,) = caplog.messages
     assert message.startswith("use_muon: true asks for LLaMA-Factory's own Muon")
     assert message.endswith("write optim: hf_muon and remove use_muon")
-    undo()
 
 
 def test_through_the_import_hooks(tmp_path, caplog, monkeypatch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
 from transformers import Trainer
 
 from hf_muon import build_optimizer
+from hf_muon.integrations.transformers.handler import MuonFactory
 from hf_muon.ready_groups import MuonOfGroups
 from tests.integrations.plain_script import LR, InOrder, dataset, model, sentences
 from tests.integrations.trainer_runs import arguments, by_hand, lora
@@ -87,8 +90,8 @@ class TestReadyMadeGroups:
         network = model()
         weight = network.model.layers[0].mlp.up_proj.weight
         assert self.build(tmp_path, [{"params": weight, "momentum": 0.5}]).param_groups[0]["momentum"] == 0.5
-        with pytest.raises(ValueError, match=r"'betas' is not an option of muon. Did you mean 'adamw_betas'\?"):
-            self.build(tmp_path, [{"params": weight, "betas": (0.9, 0.9)}])
+        with pytest.raises(ValueError, match=r"'nesterof' is not an option of muon. Did you mean 'nesterov'\?"):
+            self.build(tmp_path, [{"params": weight, "nesterof": True}])
 
     def test_parameters_of_no_model(self, tmp_path):
         with pytest.raises(RuntimeError, match=r"shapes \[\(4, 4\)\].*no live model holds them. Use hf_muon.build"):
@@ -102,3 +105,121 @@ class TestReadyMadeGroups:
         InOrder(ours, args, train_dataset=dataset(), optimizer_cls_and_kwargs=pair).train()
         by_hand(theirs)
         assert relative_difference(list(start.parameters()), list(theirs.parameters()), list(ours.parameters())) < 1e-6
+
+
+def layers() -> nn.Sequential:
+    """Return two hidden matrices and an output, all with biases."""
+    return nn.Sequential(OrderedDict(a=nn.Linear(8, 8), b=nn.Linear(8, 8), lm_head=nn.Linear(8, 30)))
+
+
+def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    return {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+
+
+def by_class(parameters, routing_model, **options):
+    return MuonOfGroups(parameters, model=routing_model, **options)
+
+
+def by_handler(parameters, routing_model, **options):
+    return MuonFactory()(routing_model, routing_model=routing_model, params=parameters, **options)
+
+
+class TestRates:
+    """The rates of groups against the formula of docs/programs.md."""
+
+    @pytest.mark.parametrize("make", [by_class, MuonFactory, by_handler])
+    @pytest.mark.parametrize("lr", [None, 1e-4, 2e-5])
+    @pytest.mark.parametrize("muon_lr", [None, 7e-4])
+    @pytest.mark.parametrize("adamw_lr", [None, 3e-6])
+    def test_what_is_passed_comes_before_the_rate_of_a_group(self, make, lr, muon_lr, adamw_lr):
+        net, given = layers(), {"lr": lr, "muon_lr": muon_lr, "adamw_lr": adamw_lr}
+        options = {name: rate for name, rate in given.items() if rate is not None}
+        for own in (2e-5, None):
+            group = {"params": list(net.parameters()), **({"lr": own} if own else {})}
+            found = rates(make([group], routing_model=net, **options))
+            assert len(found) == 6
+            for name, rate in found.items():
+                passed = muon_lr if name in ("a.weight", "b.weight") else adamw_lr
+                expected = (own or lr or 1e-3) if passed is None else passed * (own / lr if own and lr else 1)
+                assert rate == pytest.approx(expected, rel=1e-15)
+
+    def test_without_groups(self):
+        for options in ({"muon_lr": 7e-4}, {"muon_lr": 7e-4, "lr": 1e-4}, {"muon_lr": 7e-4, "adamw_lr": 3e-6}):
+            adamw = options.get("adamw_lr", options.get("lr", 1e-3))
+            net = layers()
+            for optimizer in (build_optimizer(net, **options), MuonOfGroups(net.parameters(), **options)):
+                assert set(rates(optimizer).items()) >= {
+                    ("a.weight", 7e-4),
+                    ("b.weight", 7e-4),
+                    ("lm_head.weight", adamw),
+                }
+
+    def test_one_rate_does_not_make_different_ones_equal(self):
+        net = layers()
+        groups = [{"params": net[0].parameters(), "lr": 1e-5}, {"params": net[1:].parameters(), "lr": 2e-5}]
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        message = r"muon_lr=0.0001 is one rate, and param groups have several: 1e-05, 2e-05\. Pass lr, too: "
+        for extra in ({}, {"lr": 0.0}):
+            with pytest.raises(ValueError, match=message):
+                MuonOfGroups(groups, model=net, muon_lr=1e-4, **extra)
+        with pytest.raises(ValueError, match=r"adamw_lr=0.0001 is one .* several: 1e-05, none\. "):
+            MuonOfGroups([groups[0], {"params": groups[1]["params"]}], model=net, adamw_lr=1e-4)
+        found = rates(MuonOfGroups(groups, model=net, muon_lr=1e-4, lr=4e-5))
+        assert found == pytest.approx(
+            {
+                "a.weight": 2.5e-5,
+                "a.bias": 1e-5,
+                "b.weight": 5e-5,
+                "b.bias": 2e-5,
+                "lm_head.weight": 2e-5,
+                "lm_head.bias": 2e-5,
+            }
+        )
+
+    def test_rates_of_groups_that_have_no_such_part_do_not_matter(self):
+        net = layers()
+        groups = [{"params": [net[0].weight, net[1].weight], "lr": 1e-5}, {"params": [net[2].weight], "lr": 2e-5}]
+        assert rates(MuonOfGroups(groups, model=net, muon_lr=1e-4)) == {
+            "a.weight": 1e-4,
+            "b.weight": 1e-4,
+            "lm_head.weight": 2e-5,
+        }
+
+
+class TestKeysOfTorch:
+    """Arguments and groups as programs write them for torch.optim.AdamW."""
+
+    DEFAULTS = {
+        **dict.fromkeys(("foreach", "fused")),
+        **dict.fromkeys(("capturable", "differentiable", "maximize", "amsgrad"), False),
+    }
+
+    @pytest.mark.parametrize("flags", [DEFAULTS, dict.fromkeys(DEFAULTS, False)], ids=["defaults", "false"])
+    @pytest.mark.parametrize("where", ["arguments", "group"])
+    def test_steps_as_with_our_names(self, where, flags):
+        nets = [layers(), layers()]
+        nets[1].load_state_dict(nets[0].state_dict())
+        keys = {"betas": [0.8, 0.9], "eps": 1e-3, **flags}
+        group = {"params": list(nets[0].parameters()), "lr": 0.1}
+        ours = MuonOfGroups([group], **keys) if where == "arguments" else MuonOfGroups([{**group, **keys}])
+        assert not set(keys) & {key for group in ours.param_groups for key in group}
+        optimizers = [ours, build_optimizer(nets[1], lr=0.1, adamw_betas=(0.8, 0.9), adamw_eps=1e-3)]
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for _ in range(3):
+                net(torch.ones(4, 8)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in nets), strict=True))
+
+    @pytest.mark.parametrize("name", DEFAULTS)
+    def test_another_value_is_refused_by_name(self, name):
+        net = layers()
+        for groups, options in ((net.parameters(), {name: True}), ([{"params": [net[0].weight], name: True}], {})):
+            with pytest.raises(ValueError, match=f"{name}=True is of torch.optim.AdamW, and Muon has its default"):
+                MuonOfGroups(groups, **options)
+
+    def test_two_names_of_one_option(self):
+        net = layers()
+        for group in ({"betas": (0.9, 0.95), "adamw_betas": (0.9, 0.95)}, {"eps": 1e-8, "adamw_eps": 1e-8}):
+            with pytest.raises(ValueError, match="are the same option of Muon: set one of the two"):
+                MuonOfGroups([{"params": list(net.parameters()), **group}])

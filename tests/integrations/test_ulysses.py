@@ -1,4 +1,4 @@
-"""Sequence parallelism: refused models, padded batches, and the measured gradient factor."""
+"""Sequence parallelism: refused models, padded batches, packed texts, and what DeepSpeed divides gradients by."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import GPT2Config, MistralConfig, Qwen3Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_muon.integrations.ulysses import batches, gradients, refusals
-from hf_muon.integrations.ulysses.hooks import within_texts
+from hf_muon.integrations.ulysses import batches, gradients, packed_texts, refusals
+from hf_muon.integrations.ulysses.packed_texts import TextByText
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,22 @@ from hf_muon.integrations.ulysses.hooks import within_texts
 def test_models(config, implementation, size, sentence):
     lines = list(refusals.model_complaints(config, size, implementation))
     assert (lines == []) if sentence is None else any(sentence in line for line in lines)
+
+
+def test_groups_that_would_hang_are_refused():
+    cpu = torch.device("cpu")
+    refusals.refuse_groups_of_gloo(cpu, 2, 2)
+    refusals.refuse_groups_of_gloo(torch.device("cuda"), 4, 2)
+    with pytest.raises(RuntimeError, match="hangs under gloo"):
+        refusals.refuse_groups_of_gloo(cpu, 4, 2)
+
+
+def test_a_size_that_accelerate_ignores_is_refused(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    refusals.refuse_ignored_size()
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(RuntimeError, match="PARALLELISM_CONFIG_SP_SIZE=2 is ignored"):
+        refusals.refuse_ignored_size()
 
 
 # --- batches
@@ -94,50 +111,123 @@ def test_an_epoch_starts_anew():
     assert [next(epoch) for _ in range(len(loader))] == list(loader)  # Trainer does not exhaust it either
 
 
-def test_texts_stay_apart():
+# --- packed texts
+
+
+LENGTHS = [[4, 1, 1, 7, 4, 3], [20], [1] * 20, [9, 11]]  # of four rows of 20 tokens
+
+
+@pytest.fixture
+def packed():
+    """Return queries, keys and values of four heads, two of which share keys and values, and positions."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(len(LENGTHS), heads, 20, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+    return (query, key, value), positions
+
+
+def masked(query, key, value):
+    """Return the attention of each text to itself, by a mask over the whole row."""
+    text = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in LENGTHS])
+    mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def test_texts_stay_apart_without_a_mask(packed):
+    states, positions = packed
+    seen = []
+
     def attend(module, query, key, value, attention_mask, **kwargs):
-        return attention_mask
+        seen.append((attention_mask, kwargs["position_ids"][:, 0].tolist()))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    within = within_texts(attend)
-    query = torch.zeros(1, 1, 4, 2)
-    assert within(None, query, query, query, None, position_ids=torch.arange(4)[None]) is None
-    mask = within(None, query, query, query, None, position_ids=torch.tensor([[0, 1, 0, 1]]))
-    assert mask.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
-
-
-# --- the factor
-
-
-@pytest.fixture
-def trainer():
-    return SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=4)))
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    output, _ = TextByText().inside(attend)(module, *states, None, position_ids=positions)
+    assert all(mask is None and not any(first) for mask, first in seen)
+    assert len(seen) == len({length for row in LENGTHS for length in row})  # texts of one length together
+    expected = masked(*states)
+    torch.testing.assert_close(output, expected)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    here = torch.autograd.grad((output * weights).sum(), states)
+    there = torch.autograd.grad((expected * weights).sum(), states)
+    torch.testing.assert_close(here, there)
 
 
-@pytest.fixture
-def versions(monkeypatch):
-    monkeypatch.setattr(gradients.importlib.metadata, "version", lambda name: "9")
+def test_positions_are_looked_at_once_per_batch(packed, monkeypatch):
+    states, positions = packed
+    looks = []
+    texts_of = packed_texts.texts_of
+    monkeypatch.setattr(packed_texts, "texts_of", lambda positions: looks.append(1) or texts_of(positions))
+    texts = TextByText()
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    inside = texts.inside(sdpa_attention_forward)
+
+    def gathering(*args, position_ids):  # as DeepSpeed does, in every layer
+        return inside(*args, position_ids=position_ids.clone())
+
+    layer = texts.outside(gathering)
+    plain = torch.arange(20).expand_as(positions)
+    for batch, count in ((positions, 1), (plain, 2), (positions.clone(), 3)):
+        for _ in range(3):
+            output, _ = layer(module, *states, None, position_ids=batch)
+        assert len(looks) == count
+        assert torch.allclose(output, masked(*states)) == (batch is not plain)
 
 
-@pytest.mark.parametrize(("measured", "factor"), [([1.0, 1.001], 1), ([4.0, 3.99], 4), ([0.25, 0.25], 0.25)])
-def test_known_factors(trainer, versions, monkeypatch, measured, factor):
-    monkeypatch.setattr(gradients, "_measure", lambda *_: measured)
-    assert gradients.factor_of(trainer, print) == factor
+def test_rows_of_one_text_and_masked_rows_are_left_alone():
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        return query, attention_mask
+
+    inside = TextByText().inside(attend)
+    query, mask = torch.zeros(1, 1, 4, 2), torch.ones(1, 1, 4, 4)
+    assert inside(None, query, query, query, None, position_ids=torch.arange(4)[None]) == (query, None)
+    assert inside(None, query, query, query, mask, position_ids=torch.tensor([[0, 1, 0, 1]])) == (query, mask)
 
 
-@pytest.mark.parametrize("measured", [[2.0, 2.0], [1.0, 4.0], [0.0, 0.0], [float("nan")] * 2])
-def test_unknown_factors_are_refused(trainer, versions, monkeypatch, measured):
-    monkeypatch.setattr(gradients, "_measure", lambda *_: measured)
-    with pytest.raises(RuntimeError, match="which nothing known explains"):
-        gradients.factor_of(trainer, print)
+# --- gradients
 
 
-def test_a_measurement_that_fails_is_refused(trainer, versions):
-    with pytest.raises(RuntimeError, match="could not be measured"):
-        gradients.factor_of(trainer, print)
-
-
-def test_a_loop_of_ones_own_is_refused():
+def engine_of(**attributes):
     mpu = SimpleNamespace(initialize_sequence_parallel=None)
-    with pytest.raises(RuntimeError, match="through transformers' Trainer only"):
-        refusals.refuse_uncorrected(mpu, object())
-    refusals.refuse_uncorrected(None, object())
+    zero = SimpleNamespace(sequence_parallel_size=2)
+    values = {"mpu": mpu, "optimizer": zero, "sequence_parallel_size": 2, "zero_optimization": lambda: True}
+    return SimpleNamespace(**{**values, **attributes})
+
+
+@pytest.fixture
+def optimizer():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.SGD([weight], lr=1.0)
+
+
+def test_a_loss_that_no_trainer_gathers_is_refused_before_weights_move(optimizer):
+    engine = engine_of()
+    gradients.average_over_all_ranks(engine, optimizer)
+    assert engine.sequence_parallel_size == engine.optimizer.sequence_parallel_size == 1
+    with pytest.raises(RuntimeError, match="it was not called"):
+        optimizer.step()
+    weight = optimizer.param_groups[0]["params"][0]
+    assert weight.tolist() == [1, 1]
+    setattr(engine, gradients.GATHERED, True)
+    optimizer.step()
+    assert weight.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("holder", ["engine", "optimizer"])
+def test_a_deepspeed_that_divides_by_something_else_is_refused(optimizer, holder):
+    engine = engine_of()
+    delattr(engine if holder == "engine" else engine.optimizer, "sequence_parallel_size")
+    with pytest.raises(RuntimeError, match="has no sequence_parallel_size"):
+        gradients.average_over_all_ranks(engine, optimizer)
+
+
+def test_engines_without_sequence_parallel_stay_as_they_are(optimizer):
+    engine = engine_of(mpu=None)
+    gradients.average_over_all_ranks(engine, optimizer)
+    assert engine.sequence_parallel_size == 2
+    optimizer.step()

@@ -42,17 +42,6 @@ def with_spectrum(m: int, n: int, values: torch.Tensor) -> torch.Tensor:
     return (u * values) @ v.T
 
 
-def random_for(preset: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random matrices; for the filter `pion`, which takes them for noise, with one direction that passes it."""
-    matrices = torch.randn(shape)
-    if preset != "pion":
-        return matrices
-    column, row = torch.randn(*shape[:-1], 1), torch.randn(*shape[:-2], 1, shape[-1])
-    return matrices / torch.linalg.matrix_norm(matrices, keepdim=True) + 2 * column / column.norm(
-        dim=-2, keepdim=True
-    ) * row / row.norm(dim=-1, keepdim=True)
-
-
 def frobenius_normalized(shape: tuple[int, ...]) -> torch.Tensor:
     """Return random matrices in fp64, each with Frobenius norm 1."""
     matrices = torch.randn(shape, dtype=torch.float64)

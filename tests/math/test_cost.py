@@ -54,7 +54,6 @@ def test_batches_within_the_limit(shape, dtype, monkeypatch):
     matrices = torch.randn(shape)
     rows = cost.block_rows(min(shape[1:]), dtype, "cpu")
     each = cost.working_bytes(shape, cost.segments(shape, 5, dtype), dtype, rows)
-    in_and_out = matrices.numel() * (4 + dtype.itemsize)
     expected = torch.cat([newton_schulz(matrix.unsqueeze(0), coefficients, dtype) for matrix in matrices])
     module = importlib.import_module("hf_muon.math.newton_schulz")
     batches = []
@@ -66,9 +65,13 @@ def test_batches_within_the_limit(shape, dtype, monkeypatch):
     monkeypatch.setattr(module, "newton_schulz", recorded)
     for limit, sizes in ((1, [1] * 7), (2 * each, [2, 2, 2, 1]), (3 * each - 1, [2, 2, 2, 1]), (7 * each, [7])):
         batches.clear()
-        result = module.Orthogonalizer(coefficients, dtype, in_and_out + limit)(matrices)
+        result = module.Orthogonalizer(coefficients, dtype, limit)(matrices)
         assert batches == sizes
         assert result.dtype == dtype
+        batches.clear()
+        overwritten = module.Orthogonalizer(coefficients, dtype, limit)(matrices.clone(), overwrite=True)
+        assert batches == sizes
+        assert torch.equal(overwritten, result)
         assert (result - expected).abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-5)
     assert torch.equal(module.Orthogonalizer(coefficients, dtype, 1)(matrices), expected)
 
@@ -95,7 +98,7 @@ def test_a_large_batch_is_computed_in_parts_that_stay_in_the_cache(shape, dtype,
     each = cost.working_bytes(shape, lengths, dtype, rows)
     orthogonalizer = Orthogonalizer(coefficients, dtype)
     whole = newton_schulz(matrices, coefficients, dtype)
-    monkeypatch.setattr(cost, "_CACHE_BYTES", 2 * each)
+    monkeypatch.setattr(cost, "_MOST_BYTES", {"cpu": 2 * each})
     parts = [newton_schulz(part, coefficients, dtype) for part in matrices.split(2)]
     with LiveBytes() as memory:
         result = orthogonalizer(matrices)

@@ -9,7 +9,7 @@ from hf_muon import orthogonalize
 from hf_muon.math import cost
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
 from hf_muon.math.newton_schulz import newton_schulz
-from tests.math.matrices import STANDARD, WAYS, lengths_of, random_for, spectrum, with_spectrum
+from tests.math.matrices import STANDARD, WAYS, lengths_of, spectrum, with_spectrum
 from tests.reference import newton_schulz_on_singular_values, normalized, polar_factor
 
 SHAPES = [(64, 64), (96, 32), (32, 96), (16, 800), (800, 16), (61, 127), (127, 61), (2, 2), (3, 48, 20), (5, 17, 31)]
@@ -20,7 +20,7 @@ SLACK = {"fp32": 2e-3, "bf16": 6e-2}
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_equals_the_polynomials_on_the_singular_values(shape, preset):
-    matrix = random_for(preset, shape)
+    matrix = torch.randn(shape)
     expected = newton_schulz_on_singular_values(matrix, resolve(preset))
     result = orthogonalize(matrix, ns_coefficients=preset, ns_dtype="fp32")
     assert (result - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -53,7 +53,7 @@ def test_singular_values_stay_in_the_range_of_the_preset(preset, ns_dtype, m, n)
     values = torch.logspace(-3, 0, min(m, n), dtype=torch.float64)
     matrix = with_spectrum(m, n, values / values.norm())
     # The range holds for inputs from 1e-3 to 1; division by the Frobenius norm takes the smallest below that.
-    first = normalized(matrix, resolve(preset))
+    first = normalized(matrix)
     inside = spectrum(first) >= 1e-3
     result = spectrum(orthogonalize(matrix.float(), ns_coefficients=preset, ns_dtype=ns_dtype)).flip(0)
     low, high = PRESETS[preset].singular_range
@@ -90,20 +90,18 @@ def test_polar_express_with_many_steps_is_the_polar_factor(shape):
 @pytest.mark.parametrize("exponent", [-66, -40, -1, 1, 40, 66])
 @pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 10, 12)], ids=str)
-@pytest.mark.parametrize("preset", ["polar_express", "aol"])
-def test_powers_of_two_do_not_change_a_bit(exponent, ns_dtype, shape, preset):
-    matrix, options = torch.randn(shape), {"ns_dtype": ns_dtype, "ns_coefficients": preset}
-    expected = orthogonalize(matrix, **options)
-    assert torch.equal(orthogonalize(matrix * 2.0**exponent, **options), expected)
+def test_powers_of_two_do_not_change_a_bit(exponent, ns_dtype, shape):
+    matrix = torch.randn(shape)
+    expected = orthogonalize(matrix, ns_dtype=ns_dtype)
+    assert torch.equal(orthogonalize(matrix * 2.0**exponent, ns_dtype=ns_dtype), expected)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-10, 1e10, 1e20, 3e37])
-@pytest.mark.parametrize("preset", ["polar_express", "aol"])
-def test_extreme_scales(scale, preset):
-    matrix, options = torch.randn(24, 40), {"ns_dtype": "fp32", "ns_coefficients": preset}
+def test_extreme_scales(scale):
+    matrix = torch.randn(24, 40)
     matrix /= matrix.abs().max()
-    result = orthogonalize(matrix * scale, **options)
-    assert (result - orthogonalize(matrix, **options)).abs().max() < 1e-4
+    result = orthogonalize(matrix * scale, ns_dtype="fp32")
+    assert (result - orthogonalize(matrix, ns_dtype="fp32")).abs().max() < 1e-4
 
 
 def test_subnormal_input_keeps_its_direction():
@@ -177,14 +175,13 @@ def test_autocast_does_not_reach_the_products():
         (
             torch.ones(3, 3),
             {"ns_coefficients": "polar"},
-            "you_jiacheng, cans, deepseek_v4, pion, aol, or three",
+            "you_jiacheng, cans, deepseek_v4, or three",
         ),
         (torch.ones(3, 3), {"ns_coefficients": (1.0, 2.0)}, "three numbers, or three for each step"),
         (torch.ones(3, 3), {"ns_coefficients": ((3, -3, 1), (2.0, 1.0))}, "three numbers, or three for each step"),
         (torch.ones(3, 3), {"ns_coefficients": ((3, -3, 1), 2.0, 1.0)}, "three numbers, or three for each step"),
         (torch.ones(3, 3), {"ns_coefficients": ((3, -3, 1),) * 2, "ns_steps": 3}, "lists 2 steps.* set ns_steps=2"),
         (torch.ones(3, 3), {"ns_coefficients": "deepseek_v4", "ns_steps": 5}, "exactly 10 steps"),
-        (torch.ones(3, 3), {"ns_coefficients": "aol", "ns_steps": 5}, "exactly 4 steps. Set ns_steps=4"),
         (torch.ones(3, 3), {"ns_steps": 0}, "auto or an integer of at least 1"),
         (torch.ones(3, 3), {"ns_steps": 2.5}, "integer of at least 1"),
         (torch.ones(3, 3), {"ns_coefficients": "you_jiacheng", "ns_steps": 4}, "exactly 5 steps"),
@@ -213,8 +210,6 @@ def test_property_matches_the_svd(m, n, batch, exponent, seed, preset):
     result = orthogonalize(matrix, ns_coefficients=preset, ns_dtype="fp32")
     # Five steps amplify rounding noise of 1e-7 in the smallest directions by up to 2000.
     assert (result - expected).abs().max() < 2e-3
-    if preset == "aol" and m == n:
-        return  # which scales the rows of a square matrix
     transposed = orthogonalize(matrix.mT, ns_coefficients=preset, ns_dtype="fp32").mT
     assert (result - transposed).abs().max() < 2e-3
 
@@ -230,7 +225,7 @@ def test_every_way_equals_the_polynomials(lengths, rows, preset):
     coefficients = resolve(preset)
     lengths = lengths_of(lengths, len(coefficients))
     for shape in ASPECTS:
-        matrices = random_for(preset, shape)
+        matrices = torch.randn(shape)
         expected = newton_schulz_on_singular_values(matrices, coefficients)
         batch = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
         result = newton_schulz(batch, coefficients, torch.float32, lengths=lengths, rows=rows).view(shape)

@@ -135,13 +135,14 @@ def test_orthogonalizing_in_the_memory_of_the_input_changes_nothing():
     from hf_muon.math.coefficients import resolve
     from hf_muon.math.newton_schulz import Orthogonalizer
 
-    for shape, dtype, steps in itertools.product(
-        [(3, 80, 160), (3, 160, 80), (2, 50, 50), (1, 7, 3)], [torch.float32, torch.bfloat16], [4, 5]
+    shapes = [(3, 80, 160), (3, 160, 80), (2, 50, 50), (1, 7, 3), (5, 7, 3), (3, 11, 31)]
+    for shape, dtype, steps, limit in itertools.product(
+        shapes, [torch.float32, torch.bfloat16], [4, 5], [1, 4000, 2**20]
     ):
-        orthogonalizer = Orthogonalizer(resolve("polar_express", steps), dtype)
-        matrices = torch.randn(shape)
-        expected = orthogonalizer(matrices)
-        assert torch.equal(orthogonalizer(matrices.clone(), overwrite=True), expected)
+        orthogonalizer = Orthogonalizer(resolve("polar_express", steps), dtype, limit)
+        for matrices in (torch.randn(shape), torch.randn(shape).bfloat16()):
+            expected = orthogonalizer(matrices)
+            assert torch.equal(orthogonalizer(matrices.clone(), overwrite=True), expected)
 
 
 @pytest.mark.parametrize("copied_bytes", [0, None], ids=["alone", "copied"])

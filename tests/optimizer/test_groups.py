@@ -93,7 +93,7 @@ def test_param_groups_carry_every_hyperparameter(name):
         ([(4, 4)], {"nesterov": 1}, "nesterov=1 is not valid. Valid: true or false"),
         ([(4, 4)], {"ns_steps": 0}, "ns_steps=0 is not valid"),
         ([(4, 4)], {"ns_coefficients": "cans", "ns_steps": 6}, "at most 5 steps"),
-        ([(4, 4)], {"ns_coefficients": "aol", "ns_steps": 5}, "exactly 4 steps"),
+        ([(4, 4)], {"ns_coefficients": "deepseek_v4", "ns_steps": 5}, "exactly 10 steps"),
         ([(4, 4)], {"ns_coefficients": [(3, -3, 1)] * 2, "ns_steps": 5}, "lists 2 steps, three numbers for each"),
         ([(4, 4)], {"update_rms": -0.2}, "update_rms=-0.2 is not valid. Valid: a number above 0"),
         ([(4, 4)], {"update_rms": 0.3, "adjust_lr_fn": "rms_to_rms"}, "update_rms=0.3 is the constant of"),
@@ -111,11 +111,11 @@ def test_groups_may_have_coefficients_and_scales_of_their_own():
     steps = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
     groups = [
         {"params": parameters([(4, 4)])},
-        {"params": parameters([(4, 4)]), "ns_coefficients": "aol"},
+        {"params": parameters([(4, 4)]), "ns_coefficients": "deepseek_v4"},
         {"params": parameters([(4, 4)]), "ns_coefficients": steps, "update_rms": 0.3},
     ]
     optimizer = Muon(groups)
-    assert [group["ns_steps"] for group in optimizer.param_groups] == [5, 4, 2]
+    assert [group["ns_steps"] for group in optimizer.param_groups] == [5, 10, 2]
     assert [group["update_rms"] for group in optimizer.param_groups] == [0.2, 0.2, 0.3]
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -126,16 +126,16 @@ def test_groups_may_have_coefficients_and_scales_of_their_own():
     assert [[group[key] for key in keys] for group in again.param_groups] == [
         [group[key] for key in keys] for group in optimizer.param_groups
     ]
-    with pytest.raises(ValueError, match="exactly 4 steps"):
-        Muon([{"params": parameters([(4, 4)]), "ns_coefficients": "aol"}], ns_steps=6)
+    with pytest.raises(ValueError, match="exactly 10 steps"):
+        Muon([{"params": parameters([(4, 4)]), "ns_coefficients": "deepseek_v4"}], ns_steps=6)
 
 
 def test_coefficients_that_are_written_between_steps_need_their_number_of_steps():
     params = parameters([(4, 4)])
     optimizer = Muon(params)
     params[0].grad = torch.ones(4, 4)
-    optimizer.param_groups[0]["ns_coefficients"] = "aol"
-    with pytest.raises(RuntimeError, match="ns_steps=5: the preset 'aol' is a sequence of exactly 4 steps"):
+    optimizer.param_groups[0]["ns_coefficients"] = "deepseek_v4"
+    with pytest.raises(RuntimeError, match="ns_steps=5: the preset 'deepseek_v4' is a sequence of exactly 10 steps"):
         optimizer.step()
     optimizer.param_groups[0]["ns_steps"] = "auto"
     optimizer.step()

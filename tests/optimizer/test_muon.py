@@ -65,8 +65,8 @@ def test_ten_steps_against_the_reference(preset, nesterov, adjust_lr_fn):
     run(Muon(ours, ns_coefficients=preset, ns_dtype="fp32", **options), ours, gradients())
     for grads in gradients():
         reference.step(grads)
-    # The steps of cans amplify fp32 rounding more. Under pion these weights only decay: they move less.
-    assert relative_difference(start, reference.params, ours) < {"cans": 2e-5, "pion": 1e-4}.get(preset, 1e-5)
+    # The steps of cans amplify fp32 rounding more.
+    assert relative_difference(start, reference.params, ours) < {"cans": 2e-5}.get(preset, 1e-5)
 
 
 def test_three_numbers_are_the_original_preset():

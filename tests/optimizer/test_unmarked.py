@@ -119,18 +119,20 @@ class TestByPath:
     def test_needs_no_options(self):
         net = Net()
         groups = MuonOfGroups(net.parameters()).param_groups
-        assert {group["lr"] for group in groups} == {MuonConfig.lr}
+        assert {group["lr"] for group in groups} == {1e-3}
 
     def test_signature_lists_the_options_with_their_defaults(self):
         parameters = inspect.signature(hf_muon.MuonOfGroups).parameters
         assert list(parameters) == ["params", *OPTIONS]
-        assert all(parameters[name].default == option.default for name, option in OPTIONS.items())
-        assert parameters["lr"].annotation is float
+        expected = {name: option.default for name, option in OPTIONS.items()} | {"lr": None}
+        assert {name: parameters[name].default for name in OPTIONS} == expected
+        assert parameters["lr"].annotation == float | None
 
     def test_every_default_may_be_passed(self):
         """LightningCLI passes all defaults."""
         net = Net()
-        optimizer = MuonOfGroups(net.parameters(), **{name: option.default for name, option in OPTIONS.items()})
+        signature = inspect.signature(hf_muon.MuonOfGroups).parameters
+        optimizer = MuonOfGroups(net.parameters(), **{name: signature[name].default for name in OPTIONS})
         expected = build_optimizer(net)
         assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in expected.param_groups]
 

@@ -11,7 +11,7 @@ from tests.distributed.cases import given_gradients
 from tests.distributed.training import train
 
 
-def rows_normalized(directions, updates, state, options, step):
+def rows_normalized(directions, state, options, step):
     beta = options["their_beta"]
     moment = state["their_moment"]
     moment.copy_(moment + (directions.square().mean(dim=-1, keepdim=True) - moment) * (1 - beta))
@@ -36,8 +36,8 @@ def scaled(updates, weights, state, options, step):
     return (updates / (state["their_squares"].sqrt() + 0.1) + 0.01 * weights).to(updates.dtype)
 
 
-def columns_weighted(directions, updates, state, options, step):
-    state["their_columns"].add_(updates.float().abs().mean(dim=-2, keepdim=True))
+def columns_weighted(directions, state, options, step):
+    state["their_columns"].add_(directions.abs().mean(dim=-2, keepdim=True))
     state["their_count"].add_(1)
     return directions * state["their_columns"].rsqrt() * state["their_count"]
 

@@ -89,10 +89,11 @@ def clipped(rank, layout, name="llama", steps=3, lr=0.0, accumulate=1, evaluatin
 
 
 def refused(rank, **options):
-    """Return the error of a DDP run whose optimizer does not know of its ranks."""
-    model = make("llama")
+    """Return the error of a step in which no wrapper has reduced gradients."""
+    model = nn.parallel.DistributedDataParallel(make("llama"))
     optimizer = build_optimizer(model, qk_clip=100)
-    nn.parallel.DistributedDataParallel(model)(input_ids=tokens(rank), labels=tokens(rank)).loss.backward()
+    with model.no_sync():
+        model(input_ids=tokens(rank), labels=tokens(rank)).loss.backward()
     try:
         optimizer.step()
     except RuntimeError as error:

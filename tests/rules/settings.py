@@ -20,8 +20,6 @@ OF_MODELS = {
     "decay_schedule": {"weight_decay_schedule": "lr"},
     "list": {"ns_coefficients": TRIPLES},
     "deepseek_v4": {"ns_coefficients": "deepseek_v4"},
-    "pion": {"ns_coefficients": "pion"},
-    "aol": {"ns_coefficients": "aol"},
     "qk_clip": {"qk_clip": 1.0},
     "muon_b": {"lora": "muon_b"},
     "product": {"lora": "product"},

@@ -179,7 +179,7 @@ SLOW_MODELS = {
     "update_rms": UpdateRms,
     "decay_schedule": DecaySchedule,
     "list": coefficients(TRIPLES),
-    **{name: coefficients(name) for name in ("deepseek_v4", "pion", "aol")},
+    "deepseek_v4": coefficients("deepseek_v4"),
     "qk_clip": QkClip,
     "muon_b": MuonB,
     "product": LoraProduct,

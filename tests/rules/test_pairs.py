@@ -17,8 +17,7 @@ from tests.rules.slow_model import gradients, make, slow_model
 LR, DECAY, STEPS = 0.02, 0.5, 10
 WHOLE = "lora_product and normalize each make the directions of whole matrices: switch off one of them"
 DECAYS = "weight_decay_mode and lora_product each take care of weight decay: switch off one of them"
-ROWS = "lora=product with ns_coefficients=aol, which scales the rows of a matrix first"
-REFUSED = {("normalize", "product"): WHOLE, ("cautious", "product"): DECAYS, ("aol", "product"): ROWS}
+REFUSED = {("normalize", "product"): WHOLE, ("cautious", "product"): DECAYS}
 PAIRS = [
     pair
     for pair in itertools.combinations(OF_MODELS, 2)
@@ -83,6 +82,6 @@ def test_ten_steps_are_those_of_both_papers_or_refused(pair):
 
 
 def test_ten_steps_are_those_of_all_papers():
-    one_of = {"deepseek_v4", "pion", "aol", "product"}  # other values of options that are there
+    one_of = {"deepseek_v4", "product"}  # other values of options that are there
     names = [name for name in OF_MODELS if name not in one_of]
     assert relative(fast_weights(*names), slow_run(*names), START) < 1e-4

@@ -61,7 +61,7 @@ def test_a_rank_that_measures_nothing_follows_the_others(pools):
         assert torch.equal(weight, results[1][0][name])
 
 
-def test_an_optimizer_that_does_not_know_its_ranks_is_refused(pools):
+def test_steps_of_each_rank_alone_are_refused(pools):
     for text in pools[2].run(refused):
         assert "qk_clip needs the largest logits of all ranks, and this process, one of 2, steps" in text
 

@@ -19,7 +19,7 @@ from hf_muon.integrations.deepspeed.loading import check_before_loading
 from hf_muon.integrations.deepspeed.partitions import read_partitions
 from hf_muon.integrations.deepspeed.refusals import engine_complaint, refuse_config, refuse_momentum
 from hf_muon.integrations.deepspeed.saving import write_latest_last
-from hf_muon.integrations.ulysses.refusals import refuse_uncorrected
+from hf_muon.integrations.ulysses.gradients import average_over_all_ranks
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 
@@ -105,7 +105,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
     refuse_momentum(optimizer, engine.config)
     if complaint := engine_complaint(engine):
         raise RuntimeError(f"Muon does not run with {complaint}")
-    refuse_uncorrected(getattr(engine, "mpu", None), optimizer)
+    average_over_all_ranks(engine, optimizer)
     partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
     if partitions is not None:
         mend_gradients(wrapper)

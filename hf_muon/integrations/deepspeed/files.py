@@ -1,77 +1,122 @@
-"""Files of a DeepSpeed checkpoint: check the names that they were written under, and their bytes.
+"""Files of a DeepSpeed checkpoint: which save wrote them, and errors that name the file.
 
-Every file holds its own name, so that no rank reads another rank's file. torch.save stores a CRC-32 of every tensor,
-which torch.load does not compare.
+Every file holds the random id of its save, so that a tag of which only some files were written again is not loaded.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_muon.integrations.archives import archive_damage
+from hf_muon.diagnostics.log import first_few
 
-LABEL = "hf_muon_file"
-CHUNK = 1 << 22
+SAVE = "hf_muon_save"
 BEFORE = "Resume from the checkpoint before it"
 WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint has changed since it was written. The text names it and says what to do."""
+    """A file of a checkpoint cannot be used. The text names it and says what to do."""
 
 
-def labelled(content: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Return the content of a file with the name under which it is written."""
-    return {**content, LABEL: Path(file).name}
-
-
-def read(file: str, *, checked: bool = True) -> dict[str, Any]:
-    """Read a file of torch.save. Tensors are memory-mapped.
-
-    Args:
-        file: its path.
-        checked: compare checksums, which reads the whole file.
+@contextlib.contextmanager
+def using(file: Path | str) -> Iterator[None]:
+    """Name the file in whatever error its content leads to.
 
     Raises:
-        DamagedError: the file is missing, cut off, overwritten, or was written under another name.
+        DamagedError: in place of any error.
     """
-    path = Path(file)
-    if not path.is_file():
-        raise DamagedError(f"{path} is missing. {BEFORE}")
     try:
-        with path.open("rb") as stream:
-            is_zip = stream.read(2) == b"PK"  # torch's older format has no checksums
-        if is_zip and checked and (damage := archive_damage(path)):
-            raise DamagedError(f"{path} {damage}. {BEFORE}")
-        content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=False)
-        name = content.get(LABEL) or _archive_name(path, is_zip)
+        yield
     except DamagedError:
         raise
-    except Exception as error:  # what unpickling raises depends on the bytes
-        raise DamagedError(
-            f"{path} is cut off or overwritten ({type(error).__name__}: {str(error)[:300]}). {BEFORE}"
-        ) from error
-    if name != path.name:
-        raise DamagedError(f"{path} was written as {name}: files were exchanged. Give them their names back")
-    return content  # type: ignore[no-any-return]
+    except Exception as error:  # what unpickling and unexpected content raise depends on the bytes
+        if unsafe := re.search(r"\bGLOBAL (\S+)", str(error)):
+            raise DamagedError(
+                f"{file} holds an object of {unsafe[1]}, and hf_muon does not unpickle objects of any class from files "
+                f"that DeepSpeed would not read itself. If you trust it: torch.serialization.add_safe_globals([...])"
+            ) from error
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        raise DamagedError(f"{file} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}") from error
 
 
-def _archive_name(path: Path, is_zip: bool) -> str:
-    """Return the name under which a file without a label was written: torch.save names a folder in it the same."""
-    if is_zip:
-        with zipfile.ZipFile(path) as archive:
-            name = archive.namelist()[0].partition("/")[0]
-        if re.search(r"mp_rank_\d+_(optim|model)_states$", name):  # "archive" if the path is not ASCII
-            return f"{name}.pt"
-    return path.name
+class Files:
+    """The files of a checkpoint that this rank reads.
+
+    Args:
+        own: path of this rank's file of weights, which DeepSpeed reads first of all; it unpickles objects of any class.
+            Users put what they like into it, and only classes of torch and DeepSpeed are in the files of optimizers.
+
+    Attributes:
+        saves: the id of the save that wrote each file ("" for none), a space, and the file's name.
+    """
+
+    def __init__(self, own: str = "") -> None:
+        self._own = own
+        self.saves: list[str] = []
+
+    def read(self, file: Path | str) -> dict[str, Any]:
+        """Read a file of torch.save. Tensors are memory-mapped.
+
+        Raises:
+            DamagedError: the file is missing, cut off or overwritten.
+        """
+        path = Path(file)
+        if not path.is_file():
+            raise DamagedError(f"{path} is missing. {BEFORE}")
+        with using(path), torch.serialization.safe_globals(_classes_of_deepspeed()):
+            with path.open("rb") as stream:
+                is_zip = stream.read(2) == b"PK"  # torch's older format cannot be mapped
+            weights_only = str(path) != self._own
+            content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
+            content["ds_version"]  # which is in every file of DeepSpeed
+            self.saves.append(f"{content.get(SAVE, '')} {path.name}")
+        return content  # type: ignore[no-any-return]
+
+    def read_mark(self, folder: Path) -> None:
+        """Read which save wrote the swap files in a folder."""
+        file = _mark(folder)
+        with using(file):
+            self.saves.append(f"{file.read_text() if file.is_file() else ''} {file.name}")
+
+
+def mark(folder: Path, save: str) -> None:
+    """Write beside a folder of swap files which save wrote them."""
+    _mark(folder).write_text(save)
+
+
+def _mark(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.{SAVE}")
+
+
+def mixture(folder: Path, of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the complaint that a folder holds files of several saves; none if all are of one.
+
+    Args:
+        folder: of the checkpoint.
+        of_ranks: the saves of the files that each rank has read.
+    """
+    files: dict[str, dict[str, None]] = {}
+    for line in chain(*of_ranks):
+        save, _, name = line.partition(" ")
+        files.setdefault(save, {})[name] = None
+    sides = [first_few(names) for names in sorted(files.values(), key=len)]
+    return [f"{folder} holds files of several saves: {'; '.join(sides)}. {BEFORE}"] if len(sides) > 1 else []
+
+
+def _classes_of_deepspeed() -> list[Any]:
+    """Return the classes of which DeepSpeed stores objects beside tensors."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def stages_of(folder: Path) -> tuple[int, ...]:
@@ -82,49 +127,3 @@ def stages_of(folder: Path) -> tuple[int, ...]:
     if any(re.fullmatch(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", name) for name in names):
         return (1, 2)
     return (0,) if any(re.fullmatch(r"mp_rank_\d+_model_states\.pt", name) for name in names) else ()
-
-
-# --- swap files
-
-
-def write_checksums(folder: Path) -> None:
-    """Write the CRC-32 of each file in a folder to a JSON file beside it."""
-    sums = {file.name: _checksum(file) for file in sorted(folder.iterdir()) if file.is_file()}
-    _beside(folder).write_text(json.dumps(sums))
-
-
-def read_checksums(folder: Path) -> dict[str, int]:
-    """Return what `write_checksums` wrote; {} for a checkpoint of an older version.
-
-    Raises:
-        DamagedError: the file cannot be read.
-    """
-    file = _beside(folder)
-    if not file.is_file():
-        return {}
-    try:
-        return {str(name): int(value) for name, value in json.loads(file.read_text()).items()}
-    except (ValueError, AttributeError, TypeError, OSError) as error:
-        raise DamagedError(f"{file} was cut off or overwritten. {BEFORE}") from error
-
-
-def check_file(file: Path, checksum: int | None) -> None:
-    """Raise if a file has changed since it was written.
-
-    Raises:
-        DamagedError: its checksum differs.
-    """
-    if checksum is not None and _checksum(file) != checksum:
-        raise DamagedError(f"{file} has changed since it was written (checksum). {BEFORE}")
-
-
-def _beside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.crc32.json")
-
-
-def _checksum(file: Path) -> int:
-    value = 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.distributed.groups import root_group
 from hf_muon.integrations.deepspeed.files import (
     BEFORE,
-    LABEL,
+    SAVE,
     WEIGHTS,
     DamagedError,
-    read,
+    Files,
+    mixture,
     stages_of,
+    using,
 )
 from hf_muon.integrations.deepspeed.index import INDEX
 from hf_muon.integrations.deepspeed.order import differing_masters, moved, options_to_set
@@ -42,7 +44,6 @@ from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state_check import load_complaints
 
-OLDER = "It was written by a version of hf_muon that did not store where parameters lie, which other layouts need. "
 WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"
 
 
@@ -59,28 +60,28 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
         swapping = bool(getattr(engine.optimizer, "swap_optimizer", False))
         saved: dict[str, Any] = {}
         complaints: list[str] = []
+        files = Files()
         tag, other = None, None
         with _as_complaints(values["load_dir"], complaints):
             tag = _latest(values["load_dir"]) if values["tag"] is None else str(values["tag"])
+            if tag:
+                files = Files(engine._get_ckpt_name(str(values["load_dir"]), tag))
             if tag and _moments(values):
-                other = resharding(engine, optimizer, Path(values["load_dir"], tag))
-        announcement = [""] if complaints else other.announcement() if other else []
-        announcements = exchange_texts(_ranks(optimizer), announcement)
-        with _as_complaints(values["load_dir"], complaints):
-            if complaints:
-                pass
-            elif other is None:
-                complaints += _complaints(engine, optimizer, values, tag, saved)
+                other = resharding(engine, optimizer, Path(values["load_dir"], tag), files)
+            if other is None:
+                complaints += _complaints(engine, optimizer, values, tag, files, saved)
             else:
-                complaints += _complaints_of_another_layout(other, announcements)
-        texts = exchange_texts(_ranks(optimizer), complaints)
+                complaints += _complaints_of_another_layout(other)
+        exchange = functools.partial(exchange_texts, _ranks(optimizer), engine.device)
+        several_saves = mixture(Path(values["load_dir"], tag or ""), exchange(files.saves))
+        texts = exchange(several_saves or complaints)
         if any(texts) and not (tag is None and all(texts)):  # without a tag, DeepSpeed loads nothing and returns None
             raise ValueError(
                 "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
         with _weights_of(engine, tag), other.in_place_of_files() if other else contextlib.nullcontext():
             result = load(*args, **kwargs)
-        for key in (LABEL, INDEX) if isinstance(result[1], dict) else ():
+        for key in (SAVE, INDEX) if isinstance(result[1], dict) else ():
             result[1].pop(key, None)
         if other is not None and is_rank_zero():
             logger().info("%s, written by %s, was loaded as %s", other.folder, other.source, other.here)
@@ -147,7 +148,7 @@ def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
         RuntimeError: with the parameters.
     """
     names = first_few(differing_masters(engine))
-    texts = exchange_texts(_ranks(optimizer), [names] if names else [])
+    texts = exchange_texts(_ranks(optimizer), engine.device, [names] if names else [])
     if any(texts):
         raise RuntimeError(
             f"{folder} was loaded, and the fp32 master weights of some parameters are not the weights of the model: "
@@ -157,7 +158,7 @@ def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
 
 
 def _complaints(
-    engine: Any, optimizer: Muon, values: Mapping[str, Any], tag: str | None, saved: dict[str, Any]
+    engine: Any, optimizer: Muon, values: Mapping[str, Any], tag: str | None, files: Files, saved: dict[str, Any]
 ) -> Iterator[str]:
     """Yield why this rank's files cannot be loaded; store their content in `saved`."""
     moments = _moments(values)
@@ -178,22 +179,19 @@ def _complaints(
     if complaint := _stage_complaint(engine, folder, moments):
         yield complaint
         return
-    yield from _complaints_of_files(engine, optimizer, str(values["load_dir"]), tag, moments, saved)
+    yield from _complaints_of_files(engine, optimizer, str(values["load_dir"]), tag, moments, files, saved)
 
 
-def _complaints_of_another_layout(other: Resharding, announcements: Sequence[Sequence[str]]) -> Iterator[str]:
+def _complaints_of_another_layout(other: Resharding) -> Iterator[str]:
     """Yield why files of another layout cannot be loaded; `other` reads this rank's share of them.
 
     Raises:
-        DamagedError: a file is missing, or its bytes have changed since it was written.
+        DamagedError: a file is missing, cut off or overwritten.
     """
-    if len({tuple(one[1:2]) for one in announcements if one != [""]}) > 1:
-        raise DamagedError(f"{other.folder} holds files of several saves, of which ranks see different ones. {BEFORE}")
-    optimizer = other.optimizer
-    lines = list(other.complaints(other.checked_here(announcements, dist.get_rank(_ranks(optimizer)))))
+    lines = list(other.complaints())
     yield from lines
     if not lines:
-        yield from _complaints_of_state(other.engine, optimizer, other.optimizer_state)
+        yield from _complaints_of_state(other.engine, other.optimizer, other.optimizer_state)
 
 
 def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
@@ -205,34 +203,34 @@ def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
         return None
     there = " or ".join(map(str, stages))
     weights = "`module` of mp_rank_00_model_states.pt" if stages == (0,) else WEIGHTS
-    older = OLDER if moments else ""
     return (
         f"{folder} was written by ZeRO-{there}, and this run has ZeRO-{own}, which stores the optimizer "
-        f"differently. {older}Set zero_optimization.stage to {there}, or start from the weights alone ({weights}) "
+        f"differently. Set zero_optimization.stage to {there}, or start from the weights alone ({weights}) "
         "without the optimizer"
     )
 
 
 def _complaints_of_files(
-    engine: Any, optimizer: Muon, where: str, tag: str, moments: bool, saved: dict[str, Any]
+    engine: Any, optimizer: Muon, where: str, tag: str, moments: bool, files: Files, saved: dict[str, Any]
 ) -> Iterator[str]:
     """Yield why the content of this rank's files cannot be loaded; store it in `saved`.
 
     Raises:
-        DamagedError: a file is missing, or its bytes have changed since it was written.
+        DamagedError: a file is missing, cut off or overwritten.
     """
     folder, partitioned = Path(where, tag), optimizer.partitioned.partitions is not None
     by_rank = engine.zero_optimization_stage() == 3  # in other stages, all ranks read one file of weights
     own = engine._get_ckpt_name(where, tag)
     has_own = by_rank and Path(own).is_file()  # false if fewer ranks have written the checkpoint
-    first = engine._get_ckpt_name(where, tag, pp_placeholder="0")
-    weights = read(own) if has_own else read(first, checked=not by_rank and _first_of_node(engine))
-    ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
-    older = "" if INDEX in weights or not moments else OLDER
+    file_of_weights = own if has_own else engine._get_ckpt_name(where, tag, pp_placeholder="0")
+    weights = files.read(file_of_weights)
+    with using(file_of_weights):
+        ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
+        names = moved(engine, weights) if partitioned else []
     if partitioned and ((moments and ranks != here) or (by_rank and here > ranks)):
         yield (
             f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
-            f"partition in files of its own. {older}Resume on {ranks} ranks, or start from the weights alone "
+            f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
             f"({WEIGHTS_OF_NVME if partitions_on_nvme(engine.optimizer) else WEIGHTS}) without the optimizer"
         )
         return
@@ -240,30 +238,30 @@ def _complaints_of_files(
         raise DamagedError(f"{own} is missing. {BEFORE}")
     if not moments:
         # In ZeRO-3, DeepSpeed converts the masters of all ranks to weights.
-        if by_rank and Path(masters := engine._get_zero_ckpt_name(where, tag)).is_file():
-            read(masters)
+        group = _ranks(optimizer)
+        every = sorted(folder.glob("*_optim_states.pt")) if by_rank else []
+        for masters in every[dist.get_rank(group) :: group.size()]:
+            files.read(masters)
         return
-    if partitioned:
-        file = engine._get_zero_ckpt_name(where, tag)
-        if complaint := _precision_complaint(Path(file)):
-            yield complaint
-            return
-        content = read(file)
-        saved["zero"] = content["optimizer_state_dict"]
-        if names := moved(engine, weights):
-            advice = options_to_set(engine.config, content.get("ds_config"))
-            advice = advice or "Resume with the model and the DeepSpeed config that wrote it"
-            yield (
-                f"{folder} has {first_few(names, 3)} elsewhere in the fp32 partitions than this run. {older}{advice}, "
-                f"or start from the weights alone ({WEIGHTS}) without the optimizer"
-            )
-            return
-        state = saved["zero"].get("base_optimizer_state", saved["zero"].get("optimizer_state_dict"))
-    else:
-        state = weights["optimizer"]
-        state = state.get("optimizer_state_dict", state)
-    yield from _complaints_of_state(engine, optimizer, state)
-    yield from unfit_swap_files(engine, folder)
+    file = engine._get_zero_ckpt_name(where, tag) if partitioned else file_of_weights
+    if partitioned and (complaint := _precision_complaint(Path(file))):
+        yield complaint
+        return
+    content = files.read(file) if partitioned else weights
+    with using(file):
+        state = saved["zero"] = content["optimizer_state_dict" if partitioned else "optimizer"]
+        state = state.get("base_optimizer_state", state.get("optimizer_state_dict", state))
+    if names:
+        advice = options_to_set(engine.config, content.get("ds_config"))
+        advice = advice or "Resume with the model and the DeepSpeed config that wrote it"
+        yield (
+            f"{folder} has {first_few(names, 3)} elsewhere in the fp32 partitions than this run. {advice}, "
+            f"or start from the weights alone ({WEIGHTS}) without the optimizer"
+        )
+        return
+    with using(file):
+        yield from _complaints_of_state(engine, optimizer, state)
+    yield from unfit_swap_files(engine, folder, files)
 
 
 def _complaints_of_state(engine: Any, optimizer: Muon, state: Any) -> Iterator[str]:
@@ -275,10 +273,6 @@ def _complaints_of_state(engine: Any, optimizer: Muon, state: Any) -> Iterator[s
             ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
         )
         yield from lines
-
-
-def _first_of_node(engine: Any) -> bool:
-    return bool(engine.local_rank in (0, -1))
 
 
 def _precision_complaint(file: Path) -> str | None:

@@ -73,7 +73,7 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(f"{_unknown(wrapper)}: {type(error).__name__}: {error}") from error
     root = root_group([partition.group for partition in partitions.values()])
-    gathered = [line for lines in exchange_texts(root, wrong) for line in lines]
+    gathered = [line for lines in exchange_texts(root, engine.device, wrong) for line in lines]
     if gathered:
         raise RuntimeError(f"{_unknown(wrapper)}: {first_few(dict.fromkeys(gathered), 5, '; ')}")
     return partitions

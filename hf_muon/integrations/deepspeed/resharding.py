@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import json
 import re
-import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.integrations.deepspeed.files import BEFORE, LABEL, WEIGHTS, DamagedError, read
+from hf_muon.integrations.deepspeed.files import BEFORE, SAVE, WEIGHTS, DamagedError, Files, using
 from hf_muon.integrations.deepspeed.index import INDEX, Copy, Index, copies_of, index_of, whole
 from hf_muon.integrations.deepspeed.saving import replaced
 from hf_muon.integrations.deepspeed.stored import Stored, move
@@ -44,15 +41,16 @@ class Resharding:
         folder: of the checkpoint.
         source: where the checkpoint stores parameters.
         here: where this run does.
+        files: reads them.
 
     Attributes:
-        files: the names of the files that this rank reads.
         content: what this rank's files would hold: the weights and, with ZeRO, the optimizer. Empty until `complaints`
             has read them.
     """
 
-    def __init__(self, engine: Any, optimizer: Muon, folder: Path, source: Index, here: Index) -> None:
+    def __init__(self, engine: Any, optimizer: Muon, folder: Path, source: Index, here: Index, files: Files) -> None:
         self.engine, self.optimizer, self.folder, self.source, self.here = engine, optimizer, folder, source, here
+        self.files = files
         self.content: list[dict[str, Any]] = []
         zero = engine.optimizer
         self.rank = dist.get_rank(zero.dp_process_group) if here.stage else 0
@@ -69,71 +67,49 @@ class Resharding:
         every = range(source.ranks) if self._frozen else [self.rank % source.ranks]
         self._of_weights = [self._weights_file(r) for r in every] if source.stage == 3 else [self._weights_file(0)]
         self._of_optimizer = {r: self._optimizer_file(r) for r in ranks} if source.stage else {0: self._of_weights[0]}
-        self.files = list(dict.fromkeys([*self._of_weights, *self._of_optimizer.values()]))
 
-    def announcement(self) -> list[str]:
-        """Return what other ranks need to know: the machine, a digest of the source's index, and the files to read."""
-        digest = hashlib.blake2b(json.dumps(self.source.plain()).encode(), digest_size=8).hexdigest()
-        return [socket.gethostname(), digest, *self.files]
-
-    def checked_here(self, announcements: Sequence[Sequence[str]], rank: int) -> set[str]:
-        """Return the files whose checksums this rank compares: those that ranks of one machine read are shared out.
-
-        Args:
-            announcements: of all ranks.
-            rank: of this process among them.
-        """
-        checked = set()
-        for name in self.files:
-            readers = [r for r, (host, *of) in enumerate(announcements) if host == socket.gethostname() and name in of]
-            number = sum(map(int, re.findall(r"\d+", name)))
-            if readers[number % len(readers)] == rank:
-                checked.add(name)
-        return checked
-
-    def complaints(self, checked: Collection[str]) -> Iterator[str]:
+    def complaints(self) -> Iterator[str]:
         """Yield why the files cannot be loaded; read this rank's share of them.
 
-        Args:
-            checked: the files whose checksums to compare.
-
         Raises:
-            DamagedError: a file is missing, has changed since it was written, or is of another save.
+            DamagedError: a file is missing, cut off or overwritten.
         """
         yield from (complaints := list(self._refusals()))
         if complaints:
             return
-        weights = [self._read(name, checked) for name in self._of_weights]
+        weights = [self._read(name) for name in self._of_weights]
         masters = [torch.zeros(part.numel) for part in self.here.partitions]
         wholes = whole(self.here.parameters).partitions if self._wholes else ()
         rounded = [torch.empty(part.numel, dtype=part.dtype) for part in wholes]
         states: list[dict[str, Any]] = []
         first: Stored | None = None
         for rank, name in self._of_optimizer.items():
-            stored = Stored.of(self._read(name, checked) if self.source.stage else weights[0], self.source)
-            first = first or stored
-            if stored.steps != first.steps:
-                raise DamagedError(f"{self.folder} holds files of several saves, {name} among them. {BEFORE}")
-            states = states or [stored.zeros_like(part) for part in self.here.partitions]
-            for one in self._copies.get(rank, ()):
-                masters[one.target][one.at :][: one.numel] = stored.masters[one.source][one.begin :][: one.numel]
-                yield from move(stored.states[one.source], states[one.target], one)
-            for one in self._wholes.get(rank, ()):
-                rounded[one.target][one.at :][: one.numel] = stored.masters[one.source][one.begin :][: one.numel]
+            content = self._read(name) if self.source.stage else weights[0]
+            with using(self.folder / name):
+                stored = Stored.of(content, self.source)
+                first = first or stored
+                states = states or [stored.zeros_like(part) for part in self.here.partitions]
+                for one in self._copies.get(rank, ()):
+                    masters[one.target][one.at :][: one.numel] = stored.masters[one.source][one.begin :][: one.numel]
+                    yield from move(stored.states[one.source], states[one.target], one)
+                for one in self._wholes.get(rank, ()):
+                    rounded[one.target][one.at :][: one.numel] = stored.masters[one.source][one.begin :][: one.numel]
         assert first is not None
-        for state, small in zip(states, first.small_states(self.source, self.here), strict=True):
-            state.update(small)
-        if self.source.stage != 3 and (names := first_few(self._differing(masters, weights[0]["module"]))):
-            yield (
-                f"{self.folder}: the fp32 master weights of {names} are not the weights of the model. They belong to "
-                f"another checkpoint. {BEFORE}"
-            )
-        self.content = [self._content_of_weights(weights, rounded)]
-        state = first.state_dict(self.here, states)
-        if self.here.stage:
-            self.content.append({"optimizer_state_dict": self._content_of_optimizer(first, masters, state)})
-        else:
-            self.content[0]["optimizer"] = self._whole_optimizer(masters, state)
+        with using(self.folder / self._of_weights[0]):
+            if self.source.stage != 3 and (names := first_few(self._differing(masters, weights[0]["module"]))):
+                yield (
+                    f"{self.folder}: the fp32 master weights of {names} are not the weights of the model. They belong "
+                    f"to another checkpoint. {BEFORE}"
+                )
+            self.content = [self._content_of_weights(weights, rounded)]
+        with using(self.folder / next(iter(self._of_optimizer.values()))):
+            for state, small in zip(states, first.small_states(self.source, self.here), strict=True):
+                state.update(small)
+            whole_state = first.state_dict(self.here, states)
+            if self.here.stage:
+                self.content.append({"optimizer_state_dict": self._content_of_optimizer(first, masters, whole_state)})
+            else:
+                self.content[0]["optimizer"] = self._whole_optimizer(masters, whole_state)
 
     @property
     def optimizer_state(self) -> Any:
@@ -165,16 +141,13 @@ class Resharding:
         precision = "bf16_" if self.source.precision == "bf16" else ""
         return f"{precision}zero_pp_rank_{rank}_mp_rank_{self._mp}_optim_states.pt"
 
-    def _read(self, name: str, checked: Collection[str]) -> dict[str, Any]:
+    def _read(self, name: str) -> dict[str, Any]:
         if not (self.folder / name).is_file():
             raise DamagedError(
                 f"{self.folder / name} is missing: on another number of ranks, or in another stage, a rank reads the "
                 f"files of others, which must lie where it sees them. {BEFORE}"
             )
-        content = read(str(self.folder / name), checked=name in checked)
-        if INDEX not in content or Index.read(content[INDEX]) != self.source:
-            raise DamagedError(f"{self.folder} holds files of several saves, {name} among them. {BEFORE}")
-        return content
+        return self.files.read(self.folder / name)
 
     # --- refusals
 
@@ -250,7 +223,7 @@ class Resharding:
                 source = fragments if self.source.stage == 3 else [stored]
                 part = frozen[self.engine.param_names[param]] = torch.zeros(size, dtype=source[0][name].dtype)
                 part[: last - first] = _range(source, name, first, last, numel)
-        left_out = ("module", "optimizer", "param_shapes", FROZEN, LABEL, INDEX)
+        left_out = ("module", "optimizer", "param_shapes", FROZEN, SAVE, INDEX)
         about = copy.deepcopy({key: value for key, value in saved[0].items() if key not in left_out})
         about[FROZEN] = frozen if len(frozen) == len(self._frozen) else None  # saved with exclude_frozen_parameters
         return {**about, "module": weights, "dp_world_size": self.engine.seq_dp_world_size}
@@ -283,20 +256,19 @@ def _range(fragments: Sequence[Mapping[str, Tensor]], name: str, first: int, las
     return torch.cat([parts[0][:0], *(parts[rank][at : at + end - begin] for rank, begin, end, at in overlaps)])
 
 
-def resharding(engine: Any, optimizer: Muon, folder: Path) -> Resharding | None:
+def resharding(engine: Any, optimizer: Muon, folder: Path, files: Files) -> Resharding | None:
     """Return how to load a checkpoint whose files do not fit this run; None if they do, or do not say where what lies.
 
     Raises:
         DamagedError: the file that says it cannot be read.
     """
-    here, plain = index_of(engine, optimizer), _plain_index(engine, folder)
-    source = Index.read(plain) if plain else None
+    here, source = index_of(engine, optimizer), _index(engine, folder, files)
     if here is None or source is None or source.fits(here):
         return None
-    return Resharding(engine, optimizer, folder, source, here)
+    return Resharding(engine, optimizer, folder, source, here, files)
 
 
-def _plain_index(engine: Any, folder: Path) -> Mapping[str, Any] | None:
+def _index(engine: Any, folder: Path, files: Files) -> Index | None:
     """Return the index of the save that wrote rank 0's files; of this rank's files where a node has no others."""
     where = str(folder.parent), folder.name
     mp = re.findall(r"mp_rank_(\d+)_", engine._get_ckpt_name(*where))[-1]
@@ -307,7 +279,9 @@ def _plain_index(engine: Any, folder: Path) -> Mapping[str, Any] | None:
     ]
     for name in names:
         if (folder / name).is_file():
-            return read(str(folder / name), checked=False).get(INDEX)
+            with using(folder / name):
+                plain = files.read(folder / name).get(INDEX)
+                return Index.read(plain) if plain else None
     return None
 
 

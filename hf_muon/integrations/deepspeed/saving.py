@@ -1,7 +1,7 @@
 """Save checkpoints with DeepSpeed: all ranks write their files, then `latest` is written, or all ranks raise.
 
 DeepSpeed writes `latest` as soon as the first rank has written its files, and an error on one rank leaves the others
-waiting in a barrier.
+waiting in a barrier. Files of a tag that is used again are overwritten one by one: `latest` does not name it meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.integrations.archives import complete_or_absent
-from hf_muon.integrations.deepspeed.files import labelled, write_checksums
+from hf_muon.integrations.deepspeed.files import SAVE, mark
 from hf_muon.integrations.deepspeed.index import INDEX, index_of
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
@@ -29,7 +30,7 @@ from hf_muon.optimizer.muon import Muon
 def write_latest_last(engine: Any, optimizer: Muon) -> None:
     """Wrap `engine.save_checkpoint` to write `latest` after the files of all ranks, and to return after that.
 
-    Each file also gets its own name, and the index of where the ranks store parameters.
+    Each file also gets the random id of the save, and the index of where the ranks store parameters.
     """
     save = engine.save_checkpoint
     writer = getattr(engine, "checkpoint_engine", None)
@@ -46,28 +47,35 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         tag = f"global_step{engine.global_steps}" if values["tag"] is None else str(values["tag"])
         folder = Path(values["save_dir"], tag)
         with_latest, values["save_latest"] = values["save_latest"], False
+        latest = folder.with_name("latest")
         errors: list[str] = []
-        also: dict[str, Any] = {}
+        also: dict[str, Any] = {SAVE: exchange_texts(_world(), engine.device, [uuid.uuid4().hex])[0][0]}
         with _noting(errors):
             if (index := index_of(engine, optimizer)) is not None:
                 also[INDEX] = index.plain()
+        _raise_together(engine, folder, errors)
+        with _noting(errors):
             if engine.global_rank == 0:
                 os.makedirs(values["save_dir"], exist_ok=True)
-        _raise_together(folder, errors)
+                if latest.is_file() and latest.read_text().strip() == tag:
+                    with_latest = True
+                    latest.unlink()
+        _raise_together(engine, folder, errors)
         with contextlib.ExitStack() as context:
-            context.enter_context(_files_labelled(writer, also, errors))
+            context.enter_context(_files_extended(writer, also, errors))
             context.enter_context(_swap_files_noted(folder, errors))
             for part in ("_copy_recovery_script", "_save_checkpoint", "_save_zero_checkpoint"):
                 context.enter_context(replaced(engine, part, _noting(errors)))
             result = save(*call.args, **call.kwargs)
         with _noting(errors):
             if getattr(engine.optimizer, "swap_optimizer", False):
-                write_checksums(swap_folder(engine, folder))
-        _raise_together(folder, errors)
+                mark(swap_folder(engine, folder), also[SAVE])
+        _raise_together(engine, folder, errors)
         with _noting(errors):
             if with_latest and engine.global_rank == 0:
-                _write_latest(Path(values["save_dir"]), tag)
-        _raise_together(folder, errors)
+                with complete_or_absent(latest, latest.with_suffix(".partial")) as file:
+                    file.write_text(tag)
+        _raise_together(engine, folder, errors)
         return result
 
     setattr(ordered, OURS, True)
@@ -92,25 +100,22 @@ def swap_folder(engine: Any, folder: Path) -> Path:
     return folder / "offloaded_tensors" / f"rank{rank:02d}"
 
 
-def _write_latest(folder: Path, tag: str) -> None:
-    with complete_or_absent(folder / "latest", folder / "latest.partial") as file:
-        file.write_text(tag)
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
-def _raise_together(folder: Path, errors: list[str]) -> None:
+def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
     """Wait for all ranks; raise on all of them if one has an error.
 
     Raises:
         RuntimeError: on all ranks.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    texts = exchange_texts(world, errors)
+    texts = exchange_texts(_world(), engine.device, errors)
     if any(texts):
-        latest = folder.with_name("latest")
-        overwritten = latest.is_file() and latest.read_text().strip() == folder.name
-        words = "`latest` names the one before it" if latest.is_file() else "there is none that `latest` names"
-        words = "a checkpoint of the same tag was overwritten" if overwritten else words
+        there = folder.with_name("latest").is_file()
+        words = "`latest` names the one before it" if there else "there is none that `latest` names"
         raise RuntimeError(f"{folder} was not written whole, and {words}:\n  - " + "\n  - ".join(together(texts)))
 
 
@@ -124,16 +129,16 @@ def _noting(errors: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _files_labelled(writer: Any, also: Mapping[str, Any], errors: list[str]) -> Iterator[None]:
-    """Have the writer put each file's name and something else into it, and collect its errors."""
+def _files_extended(writer: Any, also: Mapping[str, Any], errors: list[str]) -> Iterator[None]:
+    """Have the writer put something else into each file, and collect its errors."""
 
     def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
         @_noting(errors)
-        def labelling(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            return save(labelled({**state_dict, **also}, path), path, *args, **kwargs)
+        def extending(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            return save({**state_dict, **also}, path, *args, **kwargs)
 
-        return labelling
+        return extending
 
     with replaced(writer, "save", wrap):
         yield
@@ -141,14 +146,18 @@ def _files_labelled(writer: Any, also: Mapping[str, Any], errors: list[str]) -> 
 
 @contextlib.contextmanager
 def _swap_files_noted(folder: Path, errors: list[str]) -> Iterator[None]:
-    """Collect errors of `shutil.copytree`, with which DeepSpeed copies files on NVMe into a checkpoint."""
+    """Collect errors of `shutil.copytree`, with which DeepSpeed copies files on NVMe into a checkpoint.
+
+    DeepSpeed asks it to refuse a folder that exists, when the files of weights have been overwritten already.
+    """
 
     def wrap(copytree: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(copytree)
         def noting(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = Path(target).is_relative_to(folder)
-            with _noting(errors) if ours else contextlib.nullcontext():
+            if not Path(target).is_relative_to(folder):
                 return copytree(source, target, *args, **kwargs)
+            with _noting(errors):
+                return copytree(source, target, *args, **{**kwargs, "dirs_exist_ok": True})
 
         return noting
 

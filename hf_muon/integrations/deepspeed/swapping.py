@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_muon.integrations.deepspeed.files import check_file, read_checksums
+from hf_muon.integrations.deepspeed.files import Files
 from hf_muon.integrations.deepspeed.partitions import is_swapped
 from hf_muon.integrations.deepspeed.saving import swap_folder
 from hf_muon.optimizer.muon import Muon
@@ -34,14 +34,11 @@ def partitions_on_nvme(zero: Any) -> list[Tensor]:
     return [flat for i, flat in flats if is_swapped(zero, i)]
 
 
-def unfit_swap_files(engine: Any, folder: Path) -> Iterator[str]:
-    """Yield the swap files that the checkpoint lacks. DeepSpeed numbers them in the order of parameters' creation.
-
-    Raises:
-        DamagedError: a file has changed since it was written.
-    """
+def unfit_swap_files(engine: Any, folder: Path, files: Files) -> Iterator[str]:
+    """Yield the swap files that the checkpoint lacks. DeepSpeed numbers them in the order of parameters' creation."""
     saved = swap_folder(engine, folder)
-    sums = read_checksums(saved)
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        files.read_mark(saved)
     for flat in partitions_on_nvme(engine.optimizer):
         for path in engine.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].get_swap_paths():  # type: ignore[attr-defined]
             own, other = Path(path), saved / Path(path).name
@@ -52,7 +49,6 @@ def unfit_swap_files(engine: Any, folder: Path) -> Iterator[str]:
                     "order, with the same sub_group_size, and with the optimizer on NVMe"
                 )
                 return
-            check_file(other, sums.get(other.name))
 
 
 def restore_swapped(zero: Any, optimizer: Muon, saved: dict[str, Any]) -> None:

@@ -8,16 +8,17 @@ loss that is a mean, or that shifts labels itself, and a mask other than the cau
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from hf_muon._autoload import Change
 from hf_muon.integrations.names import is_muon
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None]:
+def patch_trainer(module: ModuleType) -> Iterator[Change]:
     """Patch `Trainer.training_step` to refuse what has wrong gradients under context parallel, for Muon."""
     trainer = module.Trainer
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
@@ -28,13 +29,13 @@ def patch_trainer(module: ModuleType) -> Callable[[], None]:
         return compute_loss(self, *args, **kwargs)
 
     @functools.wraps(training_step)
-    def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not shares_sequences(self):
-            return training_step(self, model, inputs, *args, **kwargs)
+            return training_step(self, *args, **kwargs)
         refuse_loss(self)
-        refuse_batch(inputs)
+        refuse_batch(kwargs["inputs"] if "inputs" in kwargs else args[1])
         vars(self)["_hf_muon_own_loss"] = not has_known_loss(type(self))
-        loss = training_step(self, model, inputs, *args, **kwargs)
+        loss = training_step(self, *args, **kwargs)
         if vars(self)["_hf_muon_own_loss"]:
             raise RuntimeError(
                 f"{type(self).__name__}.compute_loss does not call Trainer.compute_loss, so that under context "
@@ -42,18 +43,16 @@ def patch_trainer(module: ModuleType) -> Callable[[], None]:
             )
         return loss
 
-    trainer.compute_loss, trainer.training_step = noted, checked
-
-    def undo() -> None:
-        trainer.compute_loss, trainer.training_step = compute_loss, training_step
-
-    return undo
+    yield trainer, "compute_loss", noted
+    yield trainer, "training_step", checked
 
 
 def shares_sequences(trainer: Any) -> bool:
     """Return whether a Trainer trains with Muon under context parallel."""
+    if not is_muon(trainer.args.optim):
+        return False
     config = getattr(trainer.accelerator, "parallelism_config", None)
-    return is_muon(trainer.args.optim) and (getattr(config, "cp_size", None) or 1) > 1
+    return (getattr(config, "cp_size", None) or 1) > 1
 
 
 def has_known_loss(trainer: type) -> bool:

@@ -6,14 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.transformers.layout import replicate_group
 from hf_muon.integrations.transformers.refusals import (
+    refuse_failed_hooks,
     refuse_parts_of_sequences,
     refuse_plain_shards,
     refuse_unsupported,
     warn_of_fsdp,
 )
-from hf_muon.integrations.ulysses.layout import CORRECTED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,12 +48,8 @@ class MuonFactory:
         for key in _GROUPS:
             if key in options:
                 groups = options.pop(key)
-                optimizer = _build_of_groups(groups, model if routing_model is None else routing_model, **options)
-                break
-        else:
-            optimizer = build_optimizer(model, **options)
-        CORRECTED.add(optimizer)
-        return optimizer
+                return _build_of_groups(groups, model if routing_model is None else routing_model, **options)
+        return build_optimizer(model, **options)
 
 
 def _build_of_groups(groups: Any, routing_model: nn.Module | None = None, **options: Any) -> Muon:
@@ -74,6 +69,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
     if config.diagnostics_file is None:
         file = os.path.join(context.args.output_dir or "", FILE)
         config = config.replace({"diagnostics_file": file})
+    refuse_failed_hooks(context.args, context.model)
     refuse_unsupported(context.args)
     refuse_parts_of_sequences(context.args, config.qk_clip)
     refuse_plain_shards(context.model)
@@ -82,7 +78,6 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
         "lr": config.lr,
         "weight_decay": config.weight_decay,
         "config": config,
-        "replicate_group": replicate_group(context.model),
         "routing_model": context.model,
     }
 

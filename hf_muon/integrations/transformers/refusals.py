@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from hf_muon.integrations.names import is_set
+from hf_muon.integrations.names import is_set, refuse_failed
 from hf_muon.integrations.transformers.layout import (
     accelerator_state,
     asks_for_fsdp,
@@ -67,6 +67,8 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         if sequence == ["sp"]:
             ulysses.refuse_arguments(args)
             sequence = []
+    if state is not None and axis_size(args, "sp") == 1:
+        ulysses.refuse_ignored_size()
     if sequence == ["cp"]:
         refuse_context_parallel(args)
         sequence = []
@@ -89,6 +91,25 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         )
     if layout:
         raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
+
+
+def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> None:
+    """Raise where the guarantee of a run rests on a hook that has failed.
+
+    Raises:
+        RuntimeError: the hook, and what is lost with it.
+    """
+    state = accelerator_state()
+    needed = {
+        "callback of Trainer": True,
+        "sharded models": getattr(model, "is_distributed_loading_by_transformers", False),
+        "context parallel": axis_size(args, "cp") > 1,
+        "Ulysses": axis_size(args, "sp") > 1,
+        "batches of Ulysses": axis_size(args, "sp") > 1,
+        "Accelerator.prepare": state is not None and state.distributed_type.value == "DEEPSPEED",
+        "whole states": asks_for_fsdp(args),
+    }
+    refuse_failed(*(name for name, is_needed in needed.items() if is_needed))
 
 
 def refuse_context_parallel(args: TrainingArguments) -> None:

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_muon.integrations.names import is_muon, mark
+from hf_muon._autoload import Change
+from hf_muon.integrations.names import is_muon
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,83 +34,72 @@ def is_sharded(model: Any) -> bool:
     return (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) == 1
 
 
-def patch_checkpoints(trainer: Any) -> Callable[[], None]:
-    """Patch Trainer to save and to resume runs of Muon on sharded models; return a function that undoes this.
+def patch_checkpoints(module: ModuleType) -> Iterator[Change]:
+    """Patch Trainer to save and to resume runs of Muon on sharded models, which it refuses."""
+    trainer = module.Trainer
+    init, save_state = trainer.__init__, trainer._save_optimizer_and_scheduler
+    load_state, load_weights = trainer._load_optimizer_and_scheduler, trainer._load_from_checkpoint
+    load_best_model = trainer._load_best_model
 
-    Args:
-        trainer: the class.
-    """
-    methods = {
-        name: getattr(trainer, name)
-        for name in ("__init__", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
-    }
-    methods |= {name: getattr(trainer, name) for name in ("_load_from_checkpoint", "_load_best_model")}
-    signature = inspect.signature(trainer.__init__)
-
-    @functools.wraps(methods["__init__"])
+    @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            values = signature.bind(self, *args, **kwargs).arguments
-        except TypeError:
-            values = {}  # Trainer raises it below
-        arguments: Any = values.get("args")
-        if not is_muon(getattr(arguments, "optim", None)) or not is_sharded(values.get("model")):
-            methods["__init__"](self, *args, **kwargs)
+        model, arguments = (
+            kwargs.get(name, args[i] if len(args) > i else None) for i, name in enumerate(("model", "args"))
+        )
+        if not is_muon(getattr(arguments, "optim", None)) or not is_sharded(model):
+            init(self, *args, **kwargs)
             return
-        only_model = arguments.save_only_model
+        only_model = arguments.save_only_model  # type: ignore[union-attr]
         # Trainer refuses any optimizer's checkpoints here, and reads this argument for nothing else.
-        arguments.save_only_model = True
+        arguments.save_only_model = True  # type: ignore[union-attr]
         try:
-            methods["__init__"](self, *args, **kwargs)
+            init(self, *args, **kwargs)
         finally:
-            arguments.save_only_model = only_model
+            arguments.save_only_model = only_model  # type: ignore[union-attr]
 
-    @functools.wraps(methods["_save_optimizer_and_scheduler"])
-    def save(self: Any, output_dir: str) -> None:
+    @functools.wraps(save_state)
+    def save(self: Any, *args: Any, **kwargs: Any) -> None:
         if not keeps_shards(self):
-            methods["_save_optimizer_and_scheduler"](self, output_dir)
+            save_state(self, *args, **kwargs)
             return
+        (folder,) = (*args, *kwargs.values())
         state = whole_state(self.model, self.optimizer)
         if self.args.should_save:
-            torch.save(state, Path(output_dir, OPTIMIZER))
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+            torch.save(state, Path(folder, OPTIMIZER))
+            torch.save(self.lr_scheduler.state_dict(), Path(folder, SCHEDULER))
 
-    @functools.wraps(methods["_load_optimizer_and_scheduler"])
-    def load(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or not keeps_shards(self):
-            methods["_load_optimizer_and_scheduler"](self, checkpoint)
+    @functools.wraps(load_state)
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not keeps_shards(self):
+            load_state(self, *args, **kwargs)
             return
-        files = Path(checkpoint, OPTIMIZER), Path(checkpoint, SCHEDULER)
-        if all(file.is_file() for file in files):
+        (checkpoint,) = (*args, *kwargs.values())
+        files = [] if checkpoint is None else [Path(checkpoint, OPTIMIZER), Path(checkpoint, SCHEDULER)]
+        if files and all(file.is_file() for file in files):
             # Mapped, not read: a rank takes its part of each tensor.
             self.optimizer.load_state_dict(torch.load(files[0], map_location="cpu", weights_only=True, mmap=True))
             self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
 
-    @functools.wraps(methods["_load_from_checkpoint"])
-    def load_weights(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        if keeps_shards(self) and has_whole_model(resume_from_checkpoint):
-            load_weights_(self.model, resume_from_checkpoint)
+    @functools.wraps(load_weights)
+    def load_shards(self: Any, *args: Any, **kwargs: Any) -> None:
+        checkpoint: Any = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        if keeps_shards(self) and has_whole_model(checkpoint):
+            load_weights_(self.model, checkpoint)
         else:
-            methods["_load_from_checkpoint"](self, resume_from_checkpoint, model)
+            load_weights(self, *args, **kwargs)
 
-    @functools.wraps(methods["_load_best_model"])
+    @functools.wraps(load_best_model)
     def load_best(self: Any) -> None:
         if keeps_shards(self) and has_whole_model(self.state.best_model_checkpoint):
             load_weights_(self.model, self.state.best_model_checkpoint)
         else:
-            methods["_load_best_model"](self)
+            load_best_model(self)
 
-    trainer.__init__ = initialize
-    trainer._save_optimizer_and_scheduler = save
-    trainer._load_optimizer_and_scheduler = mark(load)
-    trainer._load_from_checkpoint = load_weights
-    trainer._load_best_model = load_best
-
-    def undo() -> None:
-        for name, method in methods.items():
-            setattr(trainer, name, method)
-
-    return undo
+    yield trainer, "__init__", initialize
+    yield trainer, "_save_optimizer_and_scheduler", save
+    yield trainer, "_load_optimizer_and_scheduler", load
+    yield trainer, "_load_from_checkpoint", load_shards
+    yield trainer, "_load_best_model", load_best
 
 
 def keeps_shards(trainer: Any) -> bool:

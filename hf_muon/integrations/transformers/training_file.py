@@ -31,6 +31,8 @@ Settings = Mapping[str, Any]
 
 # Keys by which a YAML of LLaMA-Factory v0 is recognized. Its default is LoRA, that of other scripts is not.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
+# Keys that TRL's `sft` has and its other commands, and scripts of transformers, have not.
+_TRL_SFT = ("dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy", "eos_token")
 # The fields of TrainingArguments that decide about Muon. Others, such as bf16 or tf32, may fail on this machine.
 _OPTIONS = (
     "learning_rate",
@@ -50,7 +52,7 @@ def read_training_file(path: Path) -> dict[str, Any]:
     """Return the keys and values of a file.
 
     Raises:
-        ValueError: a file that cannot be read, holds something else, or names no model.
+        ValueError: a file that cannot be read, holds something else, names no model, or mixes two programs.
     """
     import yaml
 
@@ -62,6 +64,11 @@ def read_training_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not hold keys and values")
     if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
         raise ValueError(f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model")
+    if "optim_config" in settings and not is_llamafactory_v1(settings):
+        raise ValueError(
+            f"{path}: optim_config is for LLaMA-Factory v1, which names its model by model. Beside model_name_or_path "
+            "write optim: muon, and options into optim_args"
+        )
     return settings
 
 
@@ -72,7 +79,12 @@ def is_llamafactory(settings: Settings) -> bool:
 
 def is_llamafactory_v1(settings: Settings) -> bool:
     """Return whether a file is of LLaMA-Factory v1, which names its model and its optimizer by other keys."""
-    return "optim_config" in settings or ("model" in settings and "model_name_or_path" not in settings)
+    return "model" in settings and "model_name_or_path" not in settings
+
+
+def is_trl_sft(settings: Settings) -> bool:
+    """Return whether a file is of TRL's `sft`."""
+    return any(key in settings for key in _TRL_SFT)
 
 
 def optimizer_of(settings: Settings) -> str | None:

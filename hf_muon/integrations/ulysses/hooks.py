@@ -1,144 +1,85 @@
-"""What is patched for sequence parallelism: Trainer's loss and its skipping, accelerate's adapter, sdpa attention."""
+"""What is patched for sequence parallelism: Trainer's skipping, accelerate's adapter, sdpa attention."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_muon.integrations.names import is_ours, mark
+from hf_muon._autoload import Change
+from hf_muon.integrations.ulysses import gradients
 from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
-from hf_muon.integrations.ulysses.gradients import factor_of
-from hf_muon.integrations.ulysses.layout import is_concerned, is_corrected, size_of
-from hf_muon.integrations.ulysses.refusals import model_complaints
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from hf_muon.integrations.ulysses.refusals import model_complaints, refuse_groups_of_gloo
 
 
-def before_prepare(accelerator: Any, models: list[Any]) -> None:
-    """Check the models, and patch sdpa attention to separate packed texts, before DeepSpeed patches attention.
+@contextlib.contextmanager
+def preparing(accelerator: Any, models: list[Any]) -> Iterator[None]:
+    """Check the models before DeepSpeed wraps them, and have sdpa keep packed texts apart.
 
-    The patch stays until the process ends: it does nothing but for rows that hold several texts and no mask.
+    sdpa stays so until the process ends, which changes nothing but rows that hold several texts and have no mask.
 
     Raises:
         RuntimeError: what does not work with sequence parallelism.
     """
-    size = size_of(accelerator.parallelism_config)
+    size = size_of(accelerator)
     if size == 1:
+        yield
         return
+    refuse_groups_of_gloo(accelerator.device, accelerator.num_processes, size)
     implementation = accelerator.parallelism_config.sp_handler.sp_attn_implementation
     complaints = [c for model in models for c in model_complaints(model.config, size, implementation)]
     if complaints:
         raise RuntimeError("Muon does not run with sequence parallel here:\n  - " + "\n  - ".join(complaints))
-    if implementation == "sdpa":
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    if implementation != "sdpa":
+        yield
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if not is_ours(attend):
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = within_texts(attend)
+    from hf_muon.integrations.ulysses.packed_texts import TextByText
 
-
-def within_texts(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention that masks other texts of a packed row, in which `position_ids` restart with each text.
-
-    DeepSpeed drops the mask that would do so; flash attention reads the positions itself, sdpa does not.
-    """
-
-    @functools.wraps(attend)
-    def attend_within_texts(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        positions = kwargs.get("position_ids")
-        if attention_mask is None and positions is not None and positions.shape[-1] == query.shape[2]:
-            starts = positions[:, 1:] != positions[:, :-1] + 1
-            if starts.any():
-                import torch
-
-                text = torch.nn.functional.pad(starts.cumsum(1), (1, 0))
-                same = text[:, None, :, None] == text[:, None, None, :]
-                attention_mask = same.tril()  # (batch, 1, length, length)
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
-
-    return mark(attend_within_texts)
+    texts = TextByText()
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = texts.inside(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    yield  # where DeepSpeed wraps it
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = texts.outside(ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def patch_adapter(accelerator: Any) -> Callable[[], None] | None:
+def size_of(accelerator: Any) -> int:
+    """Return the ranks that share a sequence."""
+    return int(getattr(accelerator.parallelism_config, "sp_size", None) or 1)
+
+
+def patch_adapter(module: ModuleType) -> Iterator[Change]:
     """Patch `Accelerator.deepspeed_ulysses_dl_adapter` to give complete batches that can be skipped, for Muon."""
-    adapter = getattr(accelerator, "deepspeed_ulysses_dl_adapter", None)
-    if adapter is None or is_ours(adapter):
-        return None
+    if not hasattr(module.ParallelismConfig, "sp_size"):
+        return  # an accelerate without sequence parallel
+    adapter = module.Accelerator.deepspeed_ulysses_dl_adapter
 
     @functools.wraps(adapter)
-    def adapted(self: Any, dl: Any, model: Any) -> Any:
-        size = size_of(self.parallelism_config)
-        if size == 1 or not is_corrected(model):
-            return adapter(self, dl, model)
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(("dl", "model"), args, strict=False)) | kwargs
+        if not hasattr(call.get("model"), gradients.GATHERED):  # no Muon, or ranks do not share sequences
+            return adapter(self, *args, **kwargs)
 
         def adapt(loader: Any, skip: int) -> Any:
-            return adapter(self, CompletedBatches(loader, self.device, skip), model)
+            return adapter(self, CompletedBatches(loader, self.device, skip), call["model"])
 
-        return ShardedLoader(dl, adapt, size)
+        return ShardedLoader(call["dl"], adapt, size_of(self))
 
-    accelerator.deepspeed_ulysses_dl_adapter = mark(adapted)
-
-    def undo() -> None:
-        accelerator.deepspeed_ulysses_dl_adapter = adapter
-
-    return undo
+    yield module.Accelerator, "deepspeed_ulysses_dl_adapter", adapted
 
 
-def patch_trainer(module: ModuleType) -> Callable[[], None] | None:
-    """Patch `Trainer.compute_loss` to divide gradients by the measured factor, and Trainer's skipping, for Muon."""
+def patch_trainer(module: ModuleType) -> Iterator[Change]:
+    """Patch Trainer's loss to be noted, and its skipping to know loaders of parts of sequences."""
     trainer = module.Trainer
-    compute_loss, training_step = trainer.compute_loss, trainer.training_step
-    skip_first_batches = getattr(module, "skip_first_batches", None)
-    if is_ours(compute_loss):
-        return None
+    skip_first_batches = module.skip_first_batches
 
-    @functools.wraps(compute_loss)
-    def corrected(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_concerned(self) or not self.model.training:
-            return compute_loss(self, model, inputs, *args, **kwargs)
-        if self.compute_loss_func is not None:
-            raise RuntimeError("compute_loss_func is ignored under sequence parallel. Override compute_loss")
-        notes = vars(self)
-        if "_hf_muon_factor" not in notes:
-            notes["_hf_muon_factor"] = factor_of(self, compute_loss)
-        factor = notes["_hf_muon_factor"]
-        result = compute_loss(self, model, inputs, *args, **kwargs)
-        loss = result[0] if isinstance(result, tuple) else result
-        if factor != 1 and loss.requires_grad:
-            loss.register_hook(lambda grad: grad / factor)
-        notes["_hf_muon_reached"] = True
-        return result
-
-    @functools.wraps(training_step)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_concerned(self):
-            return training_step(self, *args, **kwargs)
-        vars(self)["_hf_muon_reached"] = False
-        loss = training_step(self, *args, **kwargs)
-        if not vars(self)["_hf_muon_reached"]:
-            raise RuntimeError(
-                f"{type(self).__name__}.compute_loss does not call Trainer.compute_loss, so that under sequence "
-                "parallel nobody knows whether its gradients are right. Call it, or train without sequence parallel"
-            )
-        return loss
-
-    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+    @functools.wraps(skip_first_batches)
+    def skip(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataloader, ShardedLoader):
-            return dataloader.skipping(num_batches)
-        return skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
+            return dataloader.skipping(*args, *kwargs.values())  # the number of batches alone
+        return skip_first_batches(dataloader, *args, **kwargs)
 
-    trainer.compute_loss, trainer.training_step = mark(corrected), checked
-    if skip_first_batches is not None:
-        vars(module)["skip_first_batches"] = skip
-
-    def undo() -> None:
-        trainer.compute_loss, trainer.training_step = compute_loss, training_step
-        if skip_first_batches is not None:
-            vars(module)["skip_first_batches"] = skip_first_batches
-
-    return undo
+    yield trainer, "compute_loss", gradients.noting(trainer.compute_loss)
+    yield module, "skip_first_batches", skip

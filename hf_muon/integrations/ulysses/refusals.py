@@ -1,28 +1,12 @@
-"""What Muon refuses of a run with sequence parallelism: models, arguments, and loops without a Trainer."""
+"""What Muon refuses of a run with sequence parallelism: models, arguments, and sizes of groups."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
-from hf_muon.integrations.ulysses.layout import CORRECTED
-
-
-def refuse_uncorrected(mpu: Any, optimizer: Any) -> None:
-    """Raise where gradients under sequence parallelism reach a Muon that no Trainer has made.
-
-    Args:
-        mpu: the engine's.
-        optimizer: the engine's `Muon`.
-
-    Raises:
-        RuntimeError: nothing shows whether the loop scales them correctly.
-    """
-    if hasattr(mpu, "initialize_sequence_parallel") and optimizer not in CORRECTED:
-        raise RuntimeError(
-            "Muon runs with DeepSpeed's sequence parallel through transformers' Trainer only (optim: muon), which has "
-            "its gradients measured and corrected; a loop of your own may get them sp_size times too large"
-        )
+from hf_muon.integrations.names import is_set
 
 
 def refuse_arguments(args: Any) -> None:
@@ -38,6 +22,34 @@ def refuse_arguments(args: Any) -> None:
         )
 
 
+def refuse_ignored_size() -> None:
+    """Raise where the environment asks accelerate for sequence parallelism and its configuration has none.
+
+    Raises:
+        RuntimeError: the variable.
+    """
+    size = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
+    if is_set("accelerate", "ACCELERATE_USE_PARALLELISM_CONFIG") and size not in ("", "1"):
+        raise RuntimeError(
+            f"PARALLELISM_CONFIG_SP_SIZE={size} is ignored, by an accelerate that knows no sequence parallel or "
+            'because parallelism_config says something else. Run: pip install "accelerate>=1.12", or remove one of '
+            "the two"
+        )
+
+
+def refuse_groups_of_gloo(device: Any, ranks: int, size: int) -> None:
+    """Raise where several groups of CPU ranks would share sequences, each of which waits for the other.
+
+    Raises:
+        RuntimeError: the numbers of ranks.
+    """
+    if device.type == "cpu" and ranks != size:
+        raise RuntimeError(
+            f"on the CPU sp_size must be the number of ranks, and these are {size} and {ranks}: with several groups of "
+            "ranks DeepSpeed's sequence parallel hangs under gloo"
+        )
+
+
 def model_complaints(config: Any, size: int, implementation: str | None) -> Iterator[str]:
     """Yield what of a model's configuration does not work with sequence parallelism, and what to do.
 
@@ -46,7 +58,7 @@ def model_complaints(config: Any, size: int, implementation: str | None) -> Iter
         size: ranks that share a sequence.
         implementation: of attention.
     """
-    from hf_muon.routing.model_facts import text_config_of  # imports torch, which a launch finds missing later
+    from hf_muon.routing.model_facts import text_config_of
 
     text = text_config_of(config)
     heads = int(getattr(text, "num_attention_heads", None) or 0)
@@ -54,9 +66,9 @@ def model_complaints(config: Any, size: int, implementation: str | None) -> Iter
     if not heads:
         yield f"{type(config).__name__} has no num_attention_heads: it is not known to attend"
     elif heads % size:
-        yield f"{heads} attention heads are not divisible by SP_SIZE={size}. Use one of {_divisors(heads)}"
+        yield f"{heads} attention heads are not divisible by sp_size={size}. Use one of {_divisors(heads)}"
     elif shared % size and size % shared:
-        yield f"{shared} key and value heads neither divide SP_SIZE={size} nor are divisible by it"
+        yield f"{shared} key and value heads neither divide sp_size={size} nor are divisible by it"
     if not (
         implementation == "sdpa" or str(implementation).startswith("flash_attention") or "/" in str(implementation)
     ):

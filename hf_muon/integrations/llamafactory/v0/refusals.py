@@ -11,6 +11,8 @@ MEGATRON = {
     "use_megatron_bridge": ("USE_MEGATRON_BRIDGE", "Megatron Bridge"),
 }
 RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
+# Options of Muon that may give it something to step beside or in place of LoRA factors.
+_CHOICES = ("lora", "lora_product", "muon_patterns", "optim_target_modules")
 
 
 def refuse_rivals(finetuning_args: Any) -> None:
@@ -33,6 +35,30 @@ def refuse_rivals(finetuning_args: Any) -> None:
                 f"{rival}, or keep {rival} and remove optim."
             )
     _refuse_other_trainers(finetuning_args)
+
+
+def refuse_factors(training_args: Any, finetuning_args: Any) -> None:
+    """Raise if a run trains LoRA factors alone and does not say that Muon shall step them, before its model is loaded.
+
+    Raises:
+        ValueError: what LLaMA-Factory trains, and both ways out.
+    """
+    from hf_muon.optim_args import parse_optim_args
+
+    if (
+        getattr(training_args, "do_train", False)
+        and finetuning_args.finetuning_type == "lora"
+        and not getattr(finetuning_args, "additional_target", None)
+        and getattr(finetuning_args, "stage", None) not in ("rm", "ppo")  # value heads are trained whole
+        and not getattr(training_args, "optim_target_modules", None)
+        and not any(name in _CHOICES for name in parse_optim_args(getattr(training_args, "optim_args", None)))
+    ):
+        raise ValueError(
+            "optim: muon has nothing to step in this run, which trains LoRA factors alone (finetuning_type: lora, "
+            "LLaMA-Factory's default), and AdamW steps those unless you say otherwise. Write finetuning_type: full to "
+            'train the matrices themselves, or optim_args: "lora=muon" to orthogonalize each factor, which in '
+            "hf_muon's own study took more time than AdamW and showed no difference in the loss"
+        )
 
 
 def _refuse_other_trainers(finetuning_args: Any) -> None:

@@ -1,17 +1,19 @@
-"""What is patched in LLaMA-Factory v1: its registry of optimizers, its TrainingArguments, and FSDP2's checkpoints."""
+"""What is patched in LLaMA-Factory v1: its registry of optimizers, its arguments, and FSDP2's checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_muon._autoload import Change
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
-from hf_muon.integrations.llamafactory.v1.refusals import refuse_unsupported
-from hf_muon.integrations.names import NAME, OWN_NAME, is_muon, is_ours, mark
+from hf_muon.integrations.llamafactory.v1.refusals import refuse_factors, refuse_unsupported
+from hf_muon.integrations.names import NAME, OWN_NAME, first_with, is_muon, is_ours, mark, muons_in
+from hf_muon.integrations.other_muons import warn_that_ours_runs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,117 +21,100 @@ if TYPE_CHECKING:
     from hf_muon.optimizer.muon import Muon
 
 
-def patch_optimizers(module: ModuleType) -> Callable[[], None] | None:
+def patch_optimizers(module: ModuleType) -> Iterator[Change]:
     """Register our names, `muon` in place of the one that newer sources have.
 
     Args:
-        module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5,
-            `...trainer_plugins.optimizers.optimizer` in newer sources.
+        module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5, whose registry has a
+            dict of methods for each name; `...trainer_plugins.optimizers.optimizer` in newer sources, whose registry
+            has a function.
     """
-    plugin = module.OptimizerPlugin
-    registry: dict[str, Any] = plugin._registry
-    if is_ours(_function_of(registry.get(NAME))):
-        return None
-    # In 0.9.5 looking a name up leaves an empty entry behind, and registering over an entry logs a warning.
-    theirs = registry.pop(NAME, None)
-    replaced = _function_of(theirs) is not None
+    registry = module.OptimizerPlugin._registry
+    by_method = "method_name" in inspect.signature(module.OptimizerPlugin.register).parameters
+    entry = registry.get(NAME)  # in 0.9.5 looking a name up leaves an empty one behind
+    theirs = entry.get("__call__") if isinstance(entry, dict) else entry
+    replaced = theirs is not None and not is_ours(theirs)
 
     def muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         if replaced:
-            _log_replacement()
+            warn_that_ours_runs("LLaMA-Factory", "optim_config: {name: muon}")
         return create_optimizer(model, optim_config)
 
     def hf_muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         return create_optimizer(model, optim_config)
 
-    plugin(NAME).register()(mark(muon))
-    plugin(OWN_NAME).register()(mark(hf_muon))
-
-    def undo() -> None:
-        registry.pop(NAME, None)
-        registry.pop(OWN_NAME, None)
-        if theirs is not None:
-            registry[NAME] = theirs
-
-    return undo
+    for name, function in ((NAME, mark(muon)), (OWN_NAME, mark(hf_muon))):
+        yield registry, name, {"__call__": function} if by_method else function
 
 
-def _function_of(entry: Any) -> Any:
-    """Return the function of a registry's entry: 0.9.5 keeps a dict of methods, newer sources the function itself."""
-    return entry.get("__call__") if isinstance(entry, dict) else entry
+def patch_parser(module: ModuleType) -> Iterator[Change]:
+    """Check arguments of several kinds together, before a model is loaded.
+
+    Args:
+        module: `llamafactory.v1.config.arg_parser`, before others import the function from it.
+    """
+    get_args = module.get_args
+
+    @functools.wraps(get_args)
+    def checked_get_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = get_args(*args, **kwargs)
+        if isinstance(parsed, (tuple, list)):
+            training, model = first_with(parsed, "optim_config"), first_with(parsed, "peft_config")
+            options = getattr(training, "optim_config", None)
+            if isinstance(options, Mapping) and is_muon(options.get("name")):
+                refuse_factors(getattr(model, "peft_config", None), options)
+        return parsed
+
+    yield module, "get_args", checked_get_args
 
 
-def _log_replacement() -> None:
-    from hf_muon.config import MuonConfig
-    from hf_muon.diagnostics.log import is_rank_zero, logger
-
-    if is_rank_zero():
-        betas = "|".join(map(str, MuonConfig.adamw_betas))
-        logger().info(
-            "hf_muon's muon runs instead of LLaMA-Factory's own; what optim_config leaves out has hf_muon's defaults "
-            "(weight_decay %s, adamw_betas %s). HF_MUON_AUTOLOAD=0 gives you theirs",
-            MuonConfig.weight_decay,
-            betas,
-        )
-
-
-def patch_training_arguments(module: ModuleType) -> Callable[[], None] | None:
+def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
     """Check `optim_config` and `dist_config` as soon as TrainingArguments are made, and complete `optim_config`.
 
     It receives the learning rate, which 0.9.5 does not hand to optimizers, and a file in `output_dir` for diagnostics.
     """
-    arguments = module.TrainingArguments
-    post_init = arguments.__post_init__
-    if is_ours(post_init):
-        return None
+    post_init = module.TrainingArguments.__post_init__
 
     @functools.wraps(post_init)
     def checked_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        options = getattr(self, "optim_config", None)
+        if not isinstance(options, Mapping) or not is_muon(options.get("name")):
+            return
         from hf_muon.diagnostics.metrics import FILE
 
-        post_init(self, *args, **kwargs)
-        if self.optim_config is not None and is_muon(self.optim_config.get("name")):
-            self.optim_config.setdefault("lr", self.learning_rate)
-            if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
-                self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
-            steps = getattr(self, "max_steps", None)
-            if self.optim_config.get("momentum_cooldown") and isinstance(steps, int) and steps > 0:
-                self.optim_config.setdefault("training_steps", steps)
-            config_from(self.optim_config)
-            refuse_unsupported(self)
+        self.optim_config.setdefault("lr", self.learning_rate)
+        if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
+            self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
+        steps = getattr(self, "max_steps", None)
+        if self.optim_config.get("momentum_cooldown") and isinstance(steps, int) and steps > 0:
+            self.optim_config.setdefault("training_steps", steps)
+        config_from(self.optim_config)
+        refuse_unsupported(self)
 
-    arguments.__post_init__ = mark(checked_post_init)
-
-    def undo() -> None:
-        arguments.__post_init__ = post_init
-
-    return undo
+    yield module.TrainingArguments, "__post_init__", checked_post_init
 
 
-def patch_checkpoints(module: ModuleType) -> Callable[[], None] | str | None:
+def patch_checkpoints(module: ModuleType) -> Iterator[Change]:
     """Patch `load_checkpoint` to convert sharded checkpoints, as far as a `Muon` converts whole states.
 
     Args:
         module: `...trainer_plugins.distributed.fsdp2`.
     """
-    load = getattr(module, "load_checkpoint", None)
-    if load is None:
-        return "failed: this LLaMA-Factory loads checkpoints elsewhere; rules cannot be switched on when resuming"
-    if is_ours(load):
-        return None
+    load = module.load_checkpoint
+    signature = inspect.signature(load)
+    if "ckpt_dir" not in signature.parameters:
+        raise TypeError("load_checkpoint has no argument ckpt_dir")
 
     @functools.wraps(load)
-    def load_converted(model: Any, optimizer: Any, ckpt_dir: str, **kwargs: Any) -> Any:
-        from hf_muon.optimizer.muon import Muon
+    def load_converted(*args: Any, **kwargs: Any) -> Any:
+        muons = muons_in((*args, *kwargs.values()))
+        if not muons:
+            return load(*args, **kwargs)
         from hf_muon.optimizer.sharded_checkpoints import loading_from
 
-        shards = os.path.join(ckpt_dir, "optimizer")
-        with loading_from(optimizer, shards) if isinstance(optimizer, Muon) else contextlib.nullcontext():
-            return load(model, optimizer, ckpt_dir, **kwargs)
+        shards = os.path.join(signature.bind(*args, **kwargs).arguments["ckpt_dir"], "optimizer")
+        with loading_from(muons[0], shards):
+            return load(*args, **kwargs)
 
-    module.load_checkpoint = mark(load_converted)  # type: ignore[attr-defined]
-
-    def undo() -> None:
-        module.load_checkpoint = load  # type: ignore[attr-defined]
-
-    return undo
+    yield module, "load_checkpoint", load_converted

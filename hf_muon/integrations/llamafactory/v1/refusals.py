@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def refuse_unsupported(args: Any) -> None:
         args: v1's TrainingArguments, of 0.9.5 (context parallel keys in `dist_config`) or newer (at the top level).
 
     Raises:
-        ValueError: context parallelism without FSDP2, or with a size that is no number of ranks.
+        ValueError: context parallelism without FSDP2, where it is not read, or with a size that is no number of ranks.
         RuntimeError: a `dist_config` in which this version has not been shown to step.
     """
     dist_config = args.dist_config or {}
@@ -28,6 +29,11 @@ def refuse_unsupported(args: Any) -> None:
     for size in sizes:
         if not str(size).isdigit():
             raise ValueError(f"cp_size: {size} is no number of ranks")
+    if (ignored := {"cp_size", "cp_mode"} & dist_config.keys()) and hasattr(args, "cp_size"):
+        raise ValueError(
+            f"{' and '.join(sorted(ignored))} in dist_config: this LLaMA-Factory reads cp_size and cp_mode from the "
+            "top level only. Move them there"
+        )
     ranks = max(map(int, sizes))
     if ranks > 1 and name != "fsdp2":
         raise _partial_gradients(ranks)
@@ -36,6 +42,27 @@ def refuse_unsupported(args: Any) -> None:
             f"optim_config: muon does not run under dist_config: {name} in this version of hf_muon. Leave dist_config "
             "out for one process or DDP, or write dist_config: {name: fsdp2}. DeepSpeed works in v0: "
             "llamafactory-cli train without USE_V1, with optim: muon"
+        )
+
+
+def refuse_factors(peft_config: Any, optim_config: Mapping[str, Any]) -> None:
+    """Raise if a run trains LoRA factors alone and does not say that Muon shall step them, before its model is loaded.
+
+    Raises:
+        ValueError: what LLaMA-Factory trains, and both ways out.
+    """
+    choices = ("lora", "lora_product", "muon_patterns", "optim_target_modules")
+    if (
+        isinstance(peft_config, Mapping)
+        and peft_config.get("name") == "lora"
+        and not peft_config.get("modules_to_save")
+        and not any(optim_config.get(name) for name in choices)
+    ):
+        raise ValueError(
+            "optim_config: muon has nothing to step in this run, which trains LoRA factors alone (peft_config: lora), "
+            "and AdamW steps those unless you say otherwise. Leave peft_config out to train the matrices themselves, "
+            "or write lora: muon into optim_config to orthogonalize each factor, which in hf_muon's own study took "
+            "more time than AdamW and showed no difference in the loss"
         )
 
 

@@ -1,0 +1,131 @@
+"""A callback that every Trainer has: it tells a Muon of its training, and puts Muon's metrics into what is logged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from hf_muon._autoload import Change
+from hf_muon.diagnostics.log import is_rank_zero, logger
+from hf_muon.integrations.names import TRAINER_LOG, is_muon, muon_inside
+
+
+def patch_callbacks(module: ModuleType) -> Iterator[Change]:
+    """Add the callback to those that every Trainer begins with, before the ones that report logs."""
+    callbacks = module.DEFAULT_CALLBACKS  # the list itself, which other packages have imported by its name
+    yield callbacks, slice(len(callbacks), None), [MuonCallback]
+
+
+class MuonCallback(TrainerCallback):
+    """What a run with `optim: muon` needs of Trainer's events; others pass through untouched."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Check that it is a Muon that steps, and tell it what its rules need to know."""
+        if not is_muon(args.optim) or optimizer is None:
+            return
+        muon = muon_inside(optimizer)
+        if muon is None:
+            refuse_other_optimizer(args.optim, optimizer)
+        tell_schedule(muon.param_groups, state.max_steps, kwargs.get("lr_scheduler"))
+        if state.global_step and not any(group["step"] for group in muon.param_groups):
+            warn_of_fresh_moments()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add Muon's metrics to the logs that later callbacks and trainer_state.json get."""
+        if logs is None:
+            return
+        if is_muon(args.optim):
+            add_metrics(state, logs, kwargs.get("optimizer"), kwargs.get("model"))
+        append_to_trainer_log(state, logs)
+
+
+def refuse_other_optimizer(optim: Any, optimizer: Any) -> None:
+    """Raise where something else than a Muon would step.
+
+    Raises:
+        RuntimeError: with the optimizer.
+    """
+    inner = optimizer
+    while (next_one := getattr(inner, "optimizer", None)) is not None:
+        inner = next_one
+    kind = type(inner)
+    raise RuntimeError(
+        f"optim: {getattr(optim, 'value', optim)} was asked for, and {kind.__module__}.{kind.__qualname__} would step. "
+        "Do not hand Trainer an optimizer of your own, and remove options that choose another one; or remove optim"
+    )
+
+
+def tell_schedule(groups: Sequence[Any], steps: int, scheduler: Any) -> None:
+    """Tell param groups what their rules need of the schedule: the number of steps, and the peak of the rate.
+
+    Raises:
+        RuntimeError: weight decay follows a scheduler that does not say where its peak is.
+    """
+    from hf_muon.rules.decay_schedule import PEAKS
+    from hf_muon.rules.momentum_schedule import fill_training_steps
+
+    for group in groups:
+        fill_training_steps(group, steps)
+    if any(g.get("weight_decay_schedule") == "lr" and not any(key in g for key in PEAKS) for g in groups):
+        kind = type(getattr(scheduler, "scheduler", scheduler)).__name__  # inside of accelerate's
+        raise RuntimeError(
+            f"weight_decay_schedule=lr follows the learning rate, and {kind} does not write its "
+            "peak (initial_lr) into param groups. Use another lr_scheduler_type, or weight_decay_schedule=constant"
+        )
+
+
+def warn_of_fresh_moments() -> None:
+    """Log on rank 0 that a run was resumed without its moments, which Trainer does not mention."""
+    if is_rank_zero():
+        logger().warning(
+            "the moments start from zero: Trainer has loaded no optimizer state from the checkpoint (it needs "
+            "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt). The run differs from one that "
+            "was not interrupted"
+        )
+
+
+def append_to_trainer_log(state: Any, logs: Mapping[str, Any]) -> None:
+    """Append the numbers that a Trainer logs, with their step, to the file that `HF_MUON_TRAINER_LOG` names.
+
+    Works with every optimizer. Does nothing without the variable, and on other ranks than the first.
+    """
+    file = os.environ.get(TRAINER_LOG)
+    if file and state.is_world_process_zero:
+        numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+        with Path(file).open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"step": state.global_step, **numbers}) + "\n")
+
+
+def add_metrics(state: Any, logs: dict[str, Any], optimizer: Any, model: Any) -> None:
+    """Add the summary of Muon's metrics to logs that hold a loss, and write the logs into the metrics' file.
+
+    Does nothing where metrics are off.
+    """
+    metrics = getattr(muon_inside(optimizer), "metrics", None)
+    if metrics is None:
+        return
+    summary = metrics.pop_summary() if "loss" in logs else {}
+    tokens = _tokens(state, model) if "loss" in logs else None
+    metrics.record_log(state.global_step, logs if tokens is None else {**logs, "tokens": tokens})
+    logs.update(summary)
+    if state.log_history:  # which has a copy already
+        state.log_history[-1].update(summary)
+
+
+def _tokens(state: Any, model: Any) -> int | None:
+    """Return the tokens, padding among them, that all ranks have trained on; None where Trainer does not count them.
+
+    Trainer counts six FLOPs for each token and each weight outside of the embeddings.
+    """
+    count = getattr(model, "num_parameters", None)
+    per_token = 6 * count(exclude_embeddings=True) if count is not None else 0
+    tokens = state.total_flos / per_token if per_token else 0.5
+    # Another number is of a Trainer that counts in another way.
+    return round(tokens) if math.isclose(tokens, round(tokens), rel_tol=1e-9) else None

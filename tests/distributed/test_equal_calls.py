@@ -1,0 +1,134 @@
+"""On a GPU all ranks together orthogonalize the batches of one process, in every layout: counted, on the meta device.
+
+Products round differently in batches of other sizes, so this is what equal bits rest on. And while they do so, the next
+updates travel. Nothing is computed here: the
+step's own code runs for every rank of a fake process group, with real models, and Newton-Schulz notes what it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.accelerator import META, as_accelerator
+from benchmarks.count import counting
+from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
+from hf_muon import build_optimizer
+from hf_muon.diagnostics import watch
+from hf_muon.distributed.exchange import Exchange
+from hf_muon.optimizer import watching
+from tests.distributed.work_cases import logged
+
+DENSE, EXPERTS, LLAMA = "Qwen3-0.6B", "Qwen3-30B-A3B, 2 layers", "Llama-3.1-8B, 4 layers"
+LAYOUTS = ["DDP", "FSDP2", "HSDP", "FSDP2 and TP", "ZeRO-1 or 2", "ZeRO-3"]
+OPTIONS = {
+    "plain": {},
+    "watched": {"diagnostics_every": 1},
+    "rule": {"normalize": "rows"},
+    "watched rule": {"diagnostics_every": 1, "normalize": "rows"},
+    "offload": {"momentum_offload": "cpu"},
+    "bf16 products": {"ns_dtype": "bf16"},
+    "fp32 products": {"ns_dtype": "fp32"},  # units are split
+}
+MODULE = importlib.import_module("hf_muon.math.newton_schulz")
+
+
+def step_of(model, layout, ranks, options):
+    """Return the step of this rank, which stores the model in some layout."""
+    if layout.startswith("ZeRO"):
+        return zero_step(model, options, 3 if layout == "ZeRO-3" else 2, META)
+    if layout not in ("one process", "DDP"):
+        shard_(model, layout, mesh_of(layout, ranks), META)
+    return build_optimizer(model, options, replicate_group=dist.group.WORLD if layout == "DDP" else None).step
+
+
+def one_number_each(matrices):
+    return matrices.new_empty(len(matrices))
+
+
+def calls_of_rank(model, layout, ranks, rank, options):
+    """Return what one rank asks Newton-Schulz for in a step, each with its number."""
+    calls = Counter()
+
+    def noted(matrices, coefficients, dtype, *, lengths, rows, overwrite=False, out=None):
+        is_aligned = matrices.is_contiguous() and not matrices.storage_offset() * matrices.dtype.itemsize % 256
+        calls[tuple(matrices.shape), matrices.dtype, coefficients, dtype, lengths, rows, overwrite, is_aligned] += 1
+        return matrices.to(dtype) if out is None else out
+
+    with (
+        rank_of(ranks, rank),
+        counting() as count,
+        as_accelerator(count),
+        mock.patch.object(watching, "has_data", return_value=True),
+        mock.patch.object(watch, "stable_rank", one_number_each),
+        mock.patch.object(watch, "orthogonality_error", one_number_each),
+        mock.patch.object(watch.Watch, "read", return_value={}),
+        mock.patch.object(MODULE, "newton_schulz", noted),
+    ):
+        weights = "fp32" if layout.startswith("ZeRO") else "bf16"
+        step_of(meta_model(model, DTYPES[weights]), layout, ranks, options)()
+    return calls
+
+
+def calls(model, layout, ranks, options, file):
+    options = {"lr": 1e-3, "ns_dtype": "fp16", "diagnostics_file": str(file), **options}
+    return sum((calls_of_rank(model, layout, ranks, rank, options) for rank in range(ranks)), Counter())
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("layout", ["FSDP2", "HSDP", "ZeRO-3"])
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_the_next_updates_travel_while_batches_are_orthogonalized(model, layout, ranks):
+    with logged(Exchange) as log:
+        calls_of_rank(model, layout, ranks, 0, {"lr": 1e-3, "ns_dtype": "fp16"})
+    last = {call: i for i, call in enumerate(log)}
+    rounds = 1 + max(k for _, k in log)
+    gathered = [k for what, k in log if what == "gather" and k]
+    assert len(gathered) > 1 or ranks == 8 or layout == "HSDP"
+    for k in gathered:  # others need no data of other ranks
+        assert last["gather", k] < last["orthogonalize", k - 1]
+    for k in range(rounds - 1):
+        assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
+
+
+@functools.cache
+def of_one_process(model, ns_dtype):
+    return calls(model, "one process", 1, {"ns_dtype": ns_dtype}, "unwritten")
+
+
+def check(model, layout, ranks, name, tmp_path):
+    options = OPTIONS[name]
+    expected = of_one_process(model, options.get("ns_dtype", "fp16"))
+    assert all(overwrite and is_aligned for *_, overwrite, is_aligned in expected)
+    assert calls(model, layout, ranks, options, tmp_path / "metrics.jsonl") == expected
+
+
+FIRST = [
+    *((DENSE, "one process", 1, name) for name in ("watched", "rule", "offload")),
+    *((DENSE, layout, 2, "plain") for layout in LAYOUTS),
+    (EXPERTS, "FSDP2", 2, "watched rule"),
+    (LLAMA, "FSDP2", 2, "fp32 products"),
+]
+CASES = [
+    (model, layout, ranks, name)
+    for model in (DENSE, EXPERTS, LLAMA)
+    for layout, ranks in [("one process", 1), *((layout, ranks) for layout in LAYOUTS for ranks in (2, 8))]
+    for name in OPTIONS
+    if not (name == "offload" and layout.startswith("ZeRO"))  # which has an offload of its own
+]
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: "-".join(map(str, case)))
+def test_all_ranks_together_orthogonalize_what_one_process_does(case, tmp_path):
+    check(*case, tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", [c for c in CASES if c not in FIRST], ids=lambda case: "-".join(map(str, case)))
+def test_the_rest_of_all_layouts_models_and_options(case, tmp_path):
+    check(*case, tmp_path)

@@ -1,0 +1,127 @@
+"""Other packages rename what hooks touch: runs with AdamW do not notice, and those with Muon go on or are refused.
+
+The names are replaced in the source while Python imports it, in every module that uses them, so that the package itself
+works as before. Each case is a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from hf_muon import _autoload
+from hf_muon.integrations.transformers.refusals import refuse_failed_hooks
+from tests.integrations import renaming
+
+TRAINER, ACCELERATOR = "transformers.trainer", "accelerate.accelerator"
+FSDP, DCP = "accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.state_dict"
+OPTIMIZERS, ARGUMENTS = "transformers.trainer_optimizer", "transformers.training_args"
+
+
+class Row(NamedTuple):
+    """A name that a hook touches, the modules that have it, and whether a plain run of Muon is refused without it."""
+
+    hook: str
+    name: str
+    modules: tuple[str, ...]
+    is_needed: bool = False
+
+
+ROWS = [
+    Row("optimizer of Trainer", "_OPTIMIZER_HANDLERS", (OPTIMIZERS, TRAINER), is_needed=True),
+    Row("callback of Trainer", "DEFAULT_CALLBACKS", (TRAINER,), is_needed=True),
+    Row("console of Trainer", "PrinterCallback", (TRAINER, "transformers.trainer_callback", "transformers")),
+    Row("damaged checkpoints", "_load_optimizer_and_scheduler", (TRAINER,)),
+    Row("sharded models", "_save_optimizer_and_scheduler", (TRAINER,)),
+    Row("sharded models", "_load_from_checkpoint", (TRAINER,)),
+    Row("sharded models", "_load_best_model", (TRAINER,)),
+    Row("context parallel", "training_step", (TRAINER,)),
+    Row("context parallel", "compute_loss", (TRAINER,)),
+    Row("Ulysses", "training_step", (TRAINER,)),
+    Row("Ulysses", "compute_loss", (TRAINER,)),
+    Row("Ulysses", "skip_first_batches", (TRAINER, "accelerate", "accelerate.data_loader", ACCELERATOR)),
+    Row("batches of Ulysses", "deepspeed_ulysses_dl_adapter", (TRAINER, ACCELERATOR)),
+    Row("shards in Trainer", "fsdp_plugin", (FSDP,)),
+    Row("shards in accelerate", "input_dir", (FSDP,)),
+    Row("whole states", "_load_optim_state_dict", (DCP,)),
+    Row("whole states", "info", (DCP,)),
+    Row("whole states", "fqn_param_mapping", (DCP,)),
+]
+NEEDED_BY = {
+    "sharded models": {"model": SimpleNamespace(is_distributed_loading_by_transformers=True)},
+    "context parallel": {"cp_size": 2},
+    "Ulysses": {"sp_size": 2},
+    "batches of Ulysses": {"sp_size": 2},
+    "whole states": {"fsdp": "full_shard"},
+    "callback of Trainer": {},
+}
+"""What of a run's arguments makes it rest on a hook."""
+
+
+@functools.cache
+def run(*rows, hooks=True):
+    """Train three steps with AdamW and with Muon where these names are other ones; return what came of it."""
+    renames = {}
+    for row in rows:
+        for module in row.modules:
+            renames.setdefault(module, {})[row.name] = f"renamed{row.name}"
+    paths = [str(Path(renaming.__file__).parent / "renamed_site"), os.environ.get("PYTHONPATH", str(Path.cwd()))]
+    env = {
+        **os.environ,
+        "HF_MUON_AUTOLOAD": str(int(hooks)),
+        "HF_HUB_OFFLINE": "1",
+        "RENAMES": json.dumps(renames),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    process = subprocess.run([sys.executable, renaming.__file__], capture_output=True, text=True, check=False, env=env)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+def assert_row(row, seen):
+    plain, ours = run(hooks=False), run()
+    for name in ("adamw", "adamw whole state", "adamw shards"):
+        assert seen[name] == plain[name], f"{name} notices that {row.name} has another name"
+    assert seen["heard of adamw"] == []
+    assert ours["states"][row.hook] == "patched"
+    assert seen["states"][row.hook].startswith("failed")
+    assert row.hook in str(seen["muon"]) if row.is_needed else seen["muon"] == ours["muon"]
+
+
+@pytest.mark.slow
+@pytest.mark.extended(but="info|_OPTIMIZER_HANDLERS|_load_best_model")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook}: {row.name}")
+def test_a_renamed_name(row):
+    if row.hook not in run()["states"] or not all(map(importlib.util.find_spec, row.modules)):
+        pytest.skip("not in this version")
+    if row.hook == "batches of Ulysses" and not run()["has sequence parallel"]:
+        pytest.skip("this accelerate has no sequence parallel")
+    assert_row(row, run(row))
+
+
+@pytest.mark.parametrize("hook", NEEDED_BY)
+def test_runs_that_rest_on_a_failed_hook_are_refused_by_its_name(hook, monkeypatch):
+    changes = dict(NEEDED_BY[hook])
+    model = changes.pop("model", None)
+    fsdp = changes.pop("fsdp", None)
+    args = SimpleNamespace(fsdp=fsdp, parallelism_config=SimpleNamespace(**changes))
+    refuse_failed_hooks(args, model)
+    monkeypatch.setitem(_autoload._states, hook, "failed: AttributeError: gone")
+    with pytest.raises(RuntimeError, match=rf"hook '{hook}' into \S+ is not in place \(failed: AttributeError: gone\)"):
+        refuse_failed_hooks(args, model)
+    if changes or model or fsdp:
+        refuse_failed_hooks(SimpleNamespace(fsdp=None, parallelism_config=None), None)
+
+
+def test_every_hook_of_the_packages_that_are_always_there_has_a_row():
+    always = {name for name, hook in _autoload.HOOKS.items() if hook.module in (TRAINER, ACCELERATOR, DCP, OPTIMIZERS)}
+    assert always - {row.hook for row in ROWS} <= {"Accelerator.prepare"}  # public
