@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_muon.math.elementwise import compiles_on, is_accelerator
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
-from hf_muon.optimizer.groups import held_options
+from hf_muon.optimizer.groups import OWN_KEYS
 from hf_muon.optimizer.layout import StepLayout, process_groups_of
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
@@ -219,10 +219,10 @@ def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
 def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
     lines = []
     for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
-        values = {name: float(group[name]) if name == "lr" else group[name] for name in held_options(group)}
-        if any(place is not None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
-            values["step"] = group["step"]
-        lines += [f"{name}={value!r} in param group {k}" for name, value in values.items()]
+        values = {name: _comparable(value) for name, value in sorted(group.items()) if name not in _OF_PARAMETERS}
+        if all(place is None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
+            values.pop("step", None)
+        lines += [f"{name}={value} in param group {k}" for name, value in values.items()]
         if group["use_muon"]:
             types = sorted({device.type for device in work.devices})
             lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
@@ -235,11 +235,38 @@ def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
     return lines
 
 
+# Entries of a group that the lines of its layout describe, parameter by parameter.
+_OF_PARAMETERS = frozenset(OWN_KEYS) - {"use_muon", "step"}
+
+
+def _comparable(value: Any) -> str:
+    """Return a text that is equal on two ranks if an entry of a param group is."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if has_data(value) and value.numel() == 1 else f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return _comparable(sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_comparable, value))}]"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"a {type(value).__name__}"  # its repr may have an address
+
+
 def _difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    for lines in itertools.zip_longest(*texts, fillvalue="less"):
-        if len(set(lines)) > 1:
-            other = next(i for i, line in enumerate(lines) if line != lines[0])
-            return f"the ranks disagree: rank {ranks[0]} has {lines[0]}, rank {ranks[other]} has {lines[other]}"
+    """Say what differs between rank 0 of a group and the first rank that has something else.
+
+    Entries that only one of the two has come first: where one is missing, all later lines differ by position.
+    """
+    lines = texts[0]
+    for rank, others in zip(ranks[1:], texts[1:], strict=True):
+        if others != lines:
+            mine = [line for line in lines if line not in others]
+            theirs = [line for line in others if line not in lines]
+            if not mine and not theirs:  # in another order
+                mine, theirs = list(lines), list(others)
+            pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")
+            here, there = next((here, there) for here, there in pairs if here != there)
+            return f"the ranks disagree: rank {ranks[0]} has {here}, rank {rank} has {there}"
     raise AssertionError("fingerprints differ, but not the lines that they were computed from")
 
 

@@ -54,6 +54,8 @@ def complaint(rank, layout, fault):
     optimizer.step()
     before = whole_state(params, optimizer)
     set_gradients(2)
+    if fault == "initial_lr":
+        optimizer.param_groups[0][fault] = 0.25
     if rank == 1:
         if fault == "missing":
             params[1].grad = params[10].grad = None
@@ -64,6 +66,8 @@ def complaint(rank, layout, fault):
             params[0].grad.to_local().fill_(float("nan")) if not ddp else params[0].grad.fill_(float("nan"))
         elif fault == "option":
             optimizer.param_groups[0]["momentum"] = 0.5
+        elif fault in ("initial_lr", "of_a_rule"):
+            optimizer.param_groups[0][fault] = 0.5
         elif fault == "state":
             del optimizer.state[params[2]]
         elif fault == "lr":

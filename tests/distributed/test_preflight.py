@@ -17,6 +17,8 @@ CASES = [
     ("ddp", 2, "nan", r"parameter 0 \(7, 5\) has a gradient that is not finite \[rank 1\]"),
     ("fsdp", 2, "nan", r"parameter 0 \(7, 5\) has a gradient that is not finite \[rank 1\]"),
     ("fsdp", 2, "option", r"rank 0 has momentum=0.95 in param group 0, rank 1 has momentum=0.5"),
+    ("ddp", 2, "initial_lr", r"rank 0 has initial_lr=0.25 in param group 0, rank 1 has initial_lr=0.5"),
+    ("ddp", 2, "of_a_rule", r"rank 0 has no such entry, rank 1 has of_a_rule=0.5 in param group 0"),
     (
         "fsdp",
         2,
