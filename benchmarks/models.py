@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hf_muon.cli.model_source import known_configs
 
 
@@ -174,4 +176,4 @@ def build(config: Any) -> Any:
     """Return the model of a config, with random weights, in fp32."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -54,15 +54,15 @@ HOOKS = {
     "damaged checkpoints": Hook(
         "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_loading", "errors of damaged checkpoints name no file"
     ),
-    "checkpoints of other layouts": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.changed_layouts:patch_loading",
-        "errors of checkpoints of another layout do not say what to do",
-    ),
     "sharded models": Hook(
         "transformers.trainer",
         f"{_TRANSFORMERS}.sharded_models:patch_checkpoints",
         "models that transformers shards while it loads them have no checkpoints",
+    ),
+    "checkpoints of other layouts": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.changed_layouts:patch_loading",
+        "errors of checkpoints of another layout do not say what to do",
     ),
     "context parallel": Hook(
         "transformers.trainer",
