@@ -14,11 +14,11 @@ from hf_muon.math.elementwise import compiles_on, is_accelerator
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import OWN_KEYS
-from hf_muon.optimizer.layout import StepLayout, process_groups_of
+from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
 from hf_muon.optimizer.preflight import REFUSED, refuse
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.shared import SharedStorage
-from hf_muon.storage.tensors import has_data, is_dtensor, local_of
+from hf_muon.storage.tensors import has_data, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -193,8 +193,7 @@ def complaints_of_all(
     from hf_muon.distributed.groups import root_group
 
     root = root_group(process_groups)
-    device = next(local_of(param).device for group in groups for param in group["params"])
-    return together(exchange_texts(root, device, complaints), _ranks(root))
+    return together(exchange_texts(root, first_device_of(groups), complaints), _ranks(root))
 
 
 def _ranks(group: ProcessGroup) -> list[int]:
@@ -219,7 +218,11 @@ def _by_group(groups: Sequence[Group], bits: Sequence[bool]) -> list[list[int]]:
 def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
     lines = []
     for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
-        values = {name: _comparable(value) for name, value in sorted(group.items()) if name not in _OF_PARAMETERS}
+        values = {
+            name: _comparable(float(value) if name == "lr" else value)  # of any type of number
+            for name, value in sorted(group.items())
+            if name not in _OF_PARAMETERS
+        }
         if all(place is None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
             values.pop("step", None)
         lines += [f"{name}={value} in param group {k}" for name, value in values.items()]
@@ -257,11 +260,12 @@ def _difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
 
     Entries that only one of the two has come first: where one is missing, all later lines differ by position.
     """
-    lines = texts[0]
+    lines, known = texts[0], set(texts[0])
     for rank, others in zip(ranks[1:], texts[1:], strict=True):
         if others != lines:
-            mine = [line for line in lines if line not in others]
-            theirs = [line for line in others if line not in lines]
+            theirs_known = set(others)
+            mine = [line for line in lines if line not in theirs_known]
+            theirs = [line for line in others if line not in known]
             if not mine and not theirs:  # in another order
                 mine, theirs = list(lines), list(others)
             pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")

@@ -122,7 +122,7 @@ class StepLayout:
     ) -> None:
         # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
-        self.first_device = _first_device(groups)
+        self.first_device = first_device_of(groups)
         self.key: list[Any] | None = None
         self.devices: list[torch.device] = []
         self.works: list[GroupWork] = []
@@ -195,7 +195,7 @@ class Layouts:
             partitions: flat partitions that stand in the place of parameters; None where there are none.
             **options: of `StepLayout`.
         """
-        ids = tuple(map(id, _params_of(groups)))
+        ids = tuple(map(id, params_of(groups)))
         layout = self._layouts.get(ids)
         if layout is None or not _stands(layout, groups, replicate_group, partitions):
             if partitions is None:
@@ -239,14 +239,14 @@ def _stands(
     return layout.key == key
 
 
-def _params_of(groups: Sequence[Group]) -> list[Tensor]:
+def params_of(groups: Sequence[Group]) -> list[Tensor]:
     """Return all parameters, also of groups of which one has lost its own."""
     return [param for group in groups for param in group.get("params", ())]
 
 
-def _first_device(groups: Sequence[Group]) -> torch.device:
+def first_device_of(groups: Sequence[Group]) -> torch.device:
     """Return the device of the first parameter that has one; the CPU where none has."""
-    for param in _params_of(groups):
+    for param in params_of(groups):
         with contextlib.suppress(Exception):
             return local_of(param).device
     return torch.device("cpu")
@@ -259,7 +259,7 @@ def process_groups_of(
 
     A rank of which all parameters are gone has those of replicas.
     """
-    params, partitions = _params_of(groups), partitions or {}
+    params, partitions = params_of(groups), partitions or {}
     process_groups = [partitions[param].group for param in params if param in partitions]
     if any(map(is_dtensor, params)):
         from hf_muon.distributed.groups import mesh_groups

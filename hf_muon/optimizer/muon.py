@@ -21,7 +21,7 @@ from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
-from hf_muon.optimizer.layout import Layouts, StepLayout
+from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.prepared_steps import PreparedSteps
@@ -230,9 +230,7 @@ class Muon(Optimizer):
         """Return how the parameters that now stand in the param groups are stored."""
         replicate_group = self.replicate_group
         if replicate_group is None:
-            replicate_group = self._replicas.of_step(
-                [param for group in self.param_groups for param in group.get("params", ())]
-            )
+            replicate_group = self._replicas.of_step(params_of(self.param_groups))
         return self._layouts.of(
             self.param_groups,
             replicate_group,
