@@ -88,11 +88,11 @@ def test_a_rank_that_is_killed_while_it_overwrites_a_tag(ranks, saved, stage, pa
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("stage", "phase", "part"), [(2, "save", 0.5), (3, "load", 0.3)])
+@pytest.mark.parametrize(("stage", "phase", "part"), [(2, "save", 0.5), (3, "load", 0.1)])
 def test_a_rank_that_is_stopped(ranks, saved, stage, phase, part, tmp_path):
     """Stop a rank: the others wait for it until the group's timeout, which is half of the pool's."""
     error = assert_survived(ranks, saved, tmp_path / "run", 1, stage, 30, phase=phase, part=part, how="stopped")
-    assert "timed out" in error.lower() or "timeout" in error.lower()  # gloo says it in two ways
+    assert "imed out" in error
 
 
 @pytest.mark.extended
