@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.accelerator import META
 from hf_muon import Muon, build_optimizer
 from hf_muon.distributed import agreement
+from hf_muon.math.compiler import Readiness
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage import views
 from hf_muon.storage.dtensor import mesh_regions
@@ -128,7 +129,7 @@ def rank_of(ranks: int, rank: int, *, reads: bool = True) -> Iterator[None]:
         rows = agreement.gathered(group, model_device, *bits, torch.tensor([1, *map(int, own)]))
         if reads:
             rows.cpu()
-        return [agreement.RankReport(0, 0, complains=False, flags=(True, True))] * ranks
+        return [agreement.RankReport(0, 0, complains=False, readiness=Readiness.CAN, flags=(True, True))] * ranks
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
-from hf_muon.math import elementwise, newton_schulz
+from hf_muon.math import compiler, elementwise, newton_schulz
 
 
 @contextlib.contextmanager
@@ -43,11 +44,37 @@ def given_gradients(rank, layout, **options):
         return cases.given_gradients(rank, layout, **options)
 
 
-def compiled_on_rank_1(rank, layout):
-    """Return the error of a step on ranks of which one compiles elementwise functions."""
-    from unittest import mock
+@contextlib.contextmanager
+def compiling(backend="aot_eager", package="torch"):
+    """Take the paths of accelerators for which torch compiles, as if nothing were decided, in the `with` block.
 
-    with mock.patch.object(elementwise, "_COMPILED", {"cpu": "torch"} if rank == 1 else {}):
+    Args:
+        backend: of `torch.compile`.
+        package: that torch needs to compile.
+    """
+    state = {"_COMPILERS": {"cpu": package}, "_BACKEND": backend, "_decision": None, "_tried": set(), "_functions": {}}
+    with mock.patch.multiple(compiler, **state), accelerated():
+        yield
+
+
+def compiling_but_on_rank_1(rank, layout, **options):
+    """Return what `given_gradients` does where rank 1 cannot compile, whether functions were compiled, and the log."""
+    from hf_muon.diagnostics import log
+
+    lines = []
+    with (
+        compiling(package="no_such_compiler" if rank == 1 else "torch"),
+        mock.patch.object(log.logger(), "warning", lambda text, *args: lines.append(text % args)),
+    ):
+        results = given_gradients(rank, layout, **options)
+        return results, bool(compiler._functions), lines
+
+
+def decided_before(rank, layout):
+    """Return the error of a step on ranks of which rank 0 has decided by itself before that it compiles."""
+    with compiling(package="no_such_compiler" if rank == 1 else "torch"):
+        if rank == 0:
+            given_gradients(0, "single")
         try:
             given_gradients(rank, layout)
         except RuntimeError as error:

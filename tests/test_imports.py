@@ -31,8 +31,8 @@ ROOMS = [
 # The same order inside each room with more than one file.
 FLOORS = {
     "math": [
-        "coefficients cost elementwise precision rounding",
-        "codes logits products weight_rounding",
+        "coefficients compiler cost precision rounding",
+        "codes elementwise logits products weight_rounding",
         "gram moments update",
         "adamw_functions momentum newton_schulz",
         "adamw",
@@ -74,7 +74,7 @@ FLOORS = {
         "partners",
         "factor_runs groups gradients layout_lines offloaded rule_state",
         "state_check layout",
-        "preflight first_step_report step_rules watching",
+        "compilation preflight first_step_report step_rules watching",
         "consensus head_rules partitioned step",
         "prepared_steps",
         "load_notices sharded_checkpoints",

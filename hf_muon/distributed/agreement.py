@@ -1,7 +1,7 @@
 """What ranks report to one another before a step, so that all of them take it or all refuse it.
 
 Nothing of variable length is sent before all ranks have agreed on its length. A step begins with `exchange_reports`,
-one collective of five numbers per rank; more follows only if something is wrong or a gradient is missing on some rank.
+one collective of six numbers per rank; more follows only if something is wrong or a gradient is missing on some rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hf_muon.math.compiler import Readiness
 
 _BITS = 62  # in an int64, clear of its sign
 # torch 2.13 renamed it and deprecates the old name.
@@ -28,12 +30,14 @@ class RankReport:
         fingerprint: of options and of how parameters are stored; must be the same on all ranks.
         gradients: fingerprint of which parameters have a gradient and of how gradients are stored.
         complains: whether the rank has complaints.
+        readiness: whether it compiles elementwise functions.
         flags: two, see `gradients.flags`.
     """
 
     fingerprint: int
     gradients: int
     complains: bool
+    readiness: Readiness
     flags: tuple[bool, ...]
 
 
@@ -43,6 +47,7 @@ def exchange_reports(
     fingerprint: int,
     gradients: int,
     complains: bool,
+    readiness: Readiness,
     flags: Sequence[Tensor],
 ) -> list[RankReport]:
     """Return the reports of the group's ranks, in their order: one collective, and one read of the device.
@@ -53,12 +58,13 @@ def exchange_reports(
         fingerprint: at most 62 bits.
         gradients: at most 62 bits.
         complains: whether this rank has complaints.
+        readiness: of this rank.
         flags: one or two, 0-dim, still on the device; a second one that is not there is true.
     """
     second = [1] * (2 - len(flags))
-    numbers = torch.tensor([*second, fingerprint, gradients, int(complains)], dtype=torch.int64)
+    numbers = torch.tensor([*second, fingerprint, gradients, int(complains), readiness], dtype=torch.int64)
     rows = gathered(group, model_device, *(flag.to(torch.int64).view(1) for flag in flags), numbers).tolist()
-    return [RankReport(row[2], row[3], bool(row[4]), tuple(map(bool, row[:2]))) for row in rows]
+    return [RankReport(row[2], row[3], bool(row[4]), Readiness(row[5]), tuple(map(bool, row[:2]))) for row in rows]
 
 
 def exchange_bits(group: dist.ProcessGroup, model_device: torch.device, bits: Sequence[bool]) -> list[list[bool]]:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math import weight_rounding
+from hf_muon.math import compiler, weight_rounding
 from hf_muon.math.adamw_functions import STEP, STEP_CODES, next_values
 from hf_muon.math.codes import BLOCK, Quantized
 from hf_muon.math.elementwise import (
-    compiles_on,
     is_accelerator,
     is_large,
     most_copied,
@@ -175,7 +174,7 @@ def _rows_together(stepped: Sequence[Stepped]) -> Iterator[list[list[Tensor]]]:
             columns = [column.view(-1, column.shape[-1]) for column in columns]
             if param.shape[-1] % BLOCK == 0 and is_large(2 * each * param.numel()):
                 # Only a compiled function has no temporary tensors.
-                size = param.numel() if param.is_meta or compiles_on(param.device) else chunk_size(param)
+                size = param.numel() if param.is_meta or compiler.is_compiled(param.device) else chunk_size(param)
                 yield from ([part] for part in _split_rows(columns, size))
                 continue
         else:

@@ -1,33 +1,28 @@
 """Elementwise functions, many tensors at once: on accelerators each is compiled into one kernel.
 
-A compiled function has a plain twin of the same arithmetic, which runs where there is no compiler. Functions take flat
+A compiled function has a plain twin of the same arithmetic, which runs where nothing is compiled. Functions take flat
 tensors, so that one compilation serves every shape, and write into their arguments. They are functions of single
 elements: where an element lies does not change its result, so that every layout is bit-identical to a single process.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from hf_muon.math import compiler
+
 _HOSTS = {"cpu", "mps"}  # MPS has no fp64 for the numbers below, and nobody has counted there
-# Backends that torch compiles for.
-_COMPILED = {"cuda": "triton", "xpu": "triton"}
 # Copying this many bytes takes as long as several launches: 20 us at 3 TB/s.
 _COPIED_BYTES = 56 * 2**20
 # Bound on the copies of small tensors that are worked on at once.
 _RUN_BYTES = 224 * 2**20
 _ALIGNED_BYTES = 16
-_failures: list[str] = []
-_begun: set[str] = set()
-_TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -44,8 +39,8 @@ class Elementwise:
     """A function of flat tensors that writes into some of them: compiled where torch can, otherwise the plain function.
 
     Args:
-        function: of tensors, of 0-dim tensors, mostly on the CPU, and of options, each combination of which is
-            compiled.
+        function: of flat tensors, or of rows ``(R, n)``; of 0-dim tensors, mostly on the CPU; and of options, each
+            combination of which is compiled.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
     """
@@ -55,7 +50,6 @@ class Elementwise:
         self.name = cast(FunctionType, function).__name__.strip("_")
         self.reads = reads
         self.writes = writes
-        self._compiled: dict[Any, Callable[..., None]] = {}
 
     def __call__(self, *tensors: Tensor, **options: Any) -> None:
         """Call the function. On the meta device one call of an operator stands for it."""
@@ -64,21 +58,14 @@ class Elementwise:
             first.copy_(first)
         elif not first.numel():
             pass
-        elif not compiles_on(first.device):
+        elif not compiler.is_compiled(first.device):
             self.plain(*tensors, **options)
         else:
             self._call_compiled(*tensors, **options)
 
-    def compiled(self, *tensors: Tensor, backend: str = "inductor", **options: Any) -> Callable[..., None]:
-        """Return the function, compiled for arguments like these."""
-        kinds = ((tensor.dtype, tensor.ndim, tensor.device.type) for tensor in tensors)
-        key = (backend, *kinds, *options.items())
-        if key not in self._compiled:
-            # A copy, since torch limits how often one function is compiled.
-            plain = cast(FunctionType, self.plain)
-            copy = FunctionType(plain.__code__.replace(), plain.__globals__, self.name)
-            self._compiled[key] = torch.compile(copy, dynamic=True, fullgraph=True, backend=backend)
-        return self._compiled[key]
+    def compiled(self, *tensors: Tensor, **options: Any) -> Callable[..., None]:
+        """Return the function, compiled for arguments like these, but of any size and values."""
+        return compiler.compiled(self.plain, tensors, options)
 
     def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
         # Inductor copies tensors that are not aligned, and what early versions then write stays in the copies.
@@ -89,51 +76,7 @@ class Elementwise:
                 if id(tensor) in odd:
                     tensor.copy_(odd[id(tensor)])
             return
-        try:
-            self.compiled(*tensors, **options)(*tensors, **options)
-        except (torch.OutOfMemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # noqa: BLE001  compilers raise anything
-            _COMPILED.pop(tensors[0].device.type, None)
-            _failures.append(f"{type(error).__name__}: {first_line(str(error))}")
-            self.plain(*tensors, **options)  # a compilation that fails has written nothing
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a text, shortened."""
-    return (text.strip().splitlines() or [""])[0][:200]
-
-
-def pop_failure() -> str | None:
-    """Return why functions are not compiled, once; None if they are, or where they never are."""
-    return _failures.pop() if _failures else None
-
-
-def compiles_on(device: torch.device) -> bool:
-    """Return whether functions are compiled on a device: torch can, and nobody has turned torch.compile off."""
-    if device.type not in _COMPILED or _is_fake() or any(os.environ.get(name) == "1" for name in _TURNED_OFF):
-        return False
-    if not _is_installed(_COMPILED[device.type]):
-        _failures.append(f"there is no {_COMPILED.pop(device.type)} for {device.type}")
-        return False
-    return True
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def first_compilation(devices: Iterable[torch.device]) -> str | None:
-    """Return a type of device for which functions are compiled from now on, once in a process."""
-    kinds = {device.type for device in devices if device.type not in _begun and compiles_on(device)}
-    _begun.update(kinds)
-    return min(kinds, default=None)
-
-
-def _is_fake() -> bool:
-    """Return whether tensors are fake, as for an estimate of memory."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        compiler.call(self.plain, tensors, options)
 
 
 def most_elements(max_bytes: int) -> int:
@@ -195,14 +138,34 @@ def over(
             first, begin = i, end
         end += size
         if alone:
-            arguments = row if copied and not _all_contiguous(row) else [tensor.reshape(-1) for tensor in row]
-            function(*(tensor.detach() for tensor in arguments), *numbers, **options)
+            _alone(function, row, *numbers, **options)
             first, begin = i + 1, end
     together(len(columns[0]))
 
 
-def _all_contiguous(tensors: Iterable[Tensor]) -> bool:
-    return all(tensor.is_contiguous() for tensor in tensors)
+def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: Tensor, **options: Any) -> None:
+    """Call a function on one tensor of each column, where they lie if they are rows, with gaps between them or none."""
+    tensors = [tensor.detach() for tensor in row]
+    if tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
+        tensors = [tensor.mT for tensor in tensors]
+    flats = _in_rows(tensors) or [tensor.reshape(-1) for tensor in tensors]
+    function(*flats, *numbers, **options)
+    for target, flat in ((tensors[c], flats[c]) for c in function.writes):
+        if target.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+            target.copy_(flat.view(target.shape))
+
+
+def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """View tensors of one shape as ``(R, n)``, if some have gaps, and no row has any."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    shape = tensors[0].shape
+    for dim in range(1, len(shape)):
+        with contextlib.suppress(RuntimeError):  # of tensors that cannot be viewed so
+            rows = [tensor.view(shape[:dim].numel(), shape[dim:].numel()) for tensor in tensors]
+            if all(tensor.stride(1) == 1 for tensor in rows):
+                return rows
+    return None
 
 
 def _gathered(

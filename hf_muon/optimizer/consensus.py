@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_muon.math.elementwise import compiles_on, is_accelerator
+from hf_muon.math.compiler import Readiness
 from hf_muon.math.precision import compute_dtype
-from hf_muon.optimizer import gradients
+from hf_muon.optimizer import compilation, gradients
 from hf_muon.optimizer.groups import OWN_KEYS
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
 from hf_muon.optimizer.preflight import REFUSED, refuse
@@ -54,6 +54,7 @@ def agree(
     layout: StepLayout,
     complaints: Sequence[str],
     prepare: Callable[[list[list[int]]], None],
+    readiness: Callable[[], tuple[Readiness, str]],
     *,
     may_be_idle: bool = False,
     refusal: str = REFUSED,
@@ -68,6 +69,7 @@ def agree(
         layout: of these groups.
         complaints: why this rank cannot take the step.
         prepare: called with the indices that may be returned, once or twice; an error of it is one of this rank.
+        readiness: called after that; returns whether this rank compiles elementwise functions, and why not.
         may_be_idle: whether to look for gradients that are all zero.
         refusal: how the error begins.
 
@@ -80,7 +82,7 @@ def agree(
     stop = functools.partial(refuse, head=refusal)
     if not layout.process_groups:
         stop(complaints)
-        return _agree_alone(groups, prepare, stop, may_be_idle=may_be_idle)
+        return _agree_alone(groups, prepare, readiness, stop, may_be_idle=may_be_idle)
 
     from hf_muon.distributed import agreement
 
@@ -89,6 +91,7 @@ def agree(
     options: list[str] = []
     stored: list[str] = []
     flags = gradients.flags([], may_be_idle=False)
+    ready, reason = Readiness.CAN, ""
     with layout.guarded(complaints):
         if not complaints:
             params = [param for group in groups for param in group["params"]]
@@ -97,10 +100,11 @@ def agree(
             stored = [_stored(param) for param in params]
             flags = gradients.flags(groups, may_be_idle=may_be_idle)
             prepare(_by_group(groups, bits))
+            ready, reason = readiness()
     root, device = layout.root, layout.first_device
     assert root is not None
     reports = agreement.exchange_reports(
-        root, device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), flags
+        root, device, _fingerprint([layout.digest, *options]), _fingerprint(stored), bool(complaints), ready, flags
     )
     ranks = _ranks(root)
 
@@ -123,6 +127,7 @@ def agree(
             prepare(_by_group(groups, has))
         if any(itertools.chain(*agreement.exchange_bits(root, device, [bool(complaints)]))):
             stop(of_all_ranks(complaints))
+    compilation.decide([report.readiness for report in reports], ready, reason, of_all_ranks, stop)
     return _by_group(groups, has) if any(report.flags[1] for report in reports) else None
 
 
@@ -167,6 +172,7 @@ def _of_any_rank(
 def _agree_alone(
     groups: Sequence[Group],
     prepare: Callable[[list[list[int]]], None],
+    readiness: Callable[[], tuple[Readiness, str]],
     stop: Callable[..., None],
     *,
     may_be_idle: bool,
@@ -175,6 +181,8 @@ def _agree_alone(
     indices = _by_group(groups, [param.grad is not None for group in groups for param in group["params"]])
     flags = gradients.flags(groups, may_be_idle=may_be_idle)
     prepare(indices)
+    ready, reason = readiness()
+    compilation.decide([ready], ready, reason, list, stop)
     if not has_data(flags[0]):  # of fake tensors, by which memory is estimated
         return indices
     if not bool(flags[0]):
@@ -229,12 +237,6 @@ def _option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
         if group["use_muon"]:
             types = sorted({device.type for device in work.devices})
             lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
-    for type_, device in {device.type: device for device in layout.devices}.items():
-        if is_accelerator(device):  # compiled functions and plain ones may round differently
-            how = "compiled" if compiles_on(device) else "not compiled"
-            lines.append(
-                f"elementwise functions that are {how} on {type_} (TORCH_COMPILE_DISABLE=1 compiles on no rank)"
-            )
     return lines
 
 

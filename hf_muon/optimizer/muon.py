@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,7 @@ from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.select import accelerator
-from hf_muon.math.elementwise import first_compilation, pop_failure
-from hf_muon.optimizer import consensus, copies, load_notices, loading, preflight, rule_state
+from hf_muon.optimizer import compilation, consensus, copies, load_notices, loading, preflight, rule_state
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
@@ -206,8 +206,6 @@ class Muon(Optimizer):
 
     def _step(self) -> None:
         layout = self._layout()
-        if (kind := first_compilation(layout.devices)) and log.is_rank_zero():
-            log.logger().info("compiling elementwise functions for %s: the first step takes longer", kind)
         steps = PreparedSteps(self.param_groups, layout, self.state, self.max_batch_bytes)
         indices_of_groups, watch = self._agreed(layout, steps)
         counts = any(indices_of_groups) or (indices_of_groups and self.state)
@@ -219,8 +217,6 @@ class Muon(Optimizer):
                 group["step"] += 1  # last, so that a step which fails here and is taken again counts once
         self._kept.note(self.param_groups, self.state, forgets_others=self.partitioned.partitions is None)
         self._lost_updates.log()
-        if (failure := pop_failure()) and log.is_rank_zero():
-            log.logger().warning("Elementwise functions are not compiled, which makes steps slower: %s", failure)
         complete = self.partitioned.completes_step(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
@@ -268,8 +264,9 @@ class Muon(Optimizer):
             complaints = list(dict.fromkeys(complaints))  # groups may agree
             with self._report.ends_if_refused():
                 refusal = self.partitioned.refusal
+                readiness = functools.partial(compilation.readiness, groups, layout, self.state)
                 indices = consensus.agree(
-                    groups, layout, complaints, steps.prepare, may_be_idle=may_be_idle, refusal=refusal
+                    groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
                 )
                 if indices is not None:
                     self.head_rules.begin(groups, layout)

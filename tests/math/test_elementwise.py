@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from hf_muon import Muon
-from hf_muon.math import adamw, elementwise, momentum, newton_schulz, update
+from hf_muon.math import adamw, compiler, elementwise, momentum, newton_schulz, update
 from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, number, over, shaped_like
-from tests.accelerated import accelerated
+from tests.accelerated import accelerated, compiling
 
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -144,9 +145,9 @@ def test_what_is_compiled_is_as_the_plain_function(backend):
     for function, arguments, options in cases():
         copies = {id(argument): argument.clone() for argument in arguments}
         expected = [copies[id(argument)] for argument in arguments]
-        with torch.no_grad():
+        with torch.no_grad(), compiling(backend):
             function.plain(*expected, **options)
-            function.compiled(*arguments, backend=backend, **options)(*arguments, **options)
+            function.compiled(*arguments, **options)(*arguments, **options)
         for k, (one, other) in enumerate(zip(arguments, expected, strict=True)):
             if backend == "inductor" and function in (momentum.MOVE_CODES, adamw.STEP_CODES):
                 # As below: few codes differ, and where they do, by one.
@@ -161,78 +162,149 @@ def test_what_is_compiled_is_as_the_plain_function(backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_calls_the_compiled_functions(monkeypatch):
-    """Take a step, in which products are never compiled, where a CPU counts as a device that torch compiles for."""
-    called = []
-
-    def compiled(self, *tensors, backend="aot_eager", **options):
-        function = own(self, *tensors, backend=backend, **options)
-        called.append(self.name)
-        return function
-
-    own = Elementwise.compiled
-    monkeypatch.setattr(Elementwise, "compiled", compiled)
-    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
-    for function in (momentum.MOVE, update.APPLY, adamw.STEP, newton_schulz.INVERT):
-        monkeypatch.setattr(function, "_compiled", {})
+def test_a_step_calls_the_compiled_functions():
+    """Take steps, in which products are never compiled, where a CPU counts as a device that torch compiles for."""
     torch._dynamo.utils.counters.clear()
-    params = [torch.nn.Parameter(torch.randn(20, 30)) for _ in range(3)]
-    optimizer = Muon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
-    with accelerated():
-        for param in params:
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-    assert {*called} == {"move", "apply", "step", "invert"}
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    with compiling():
+        params = [torch.nn.Parameter(torch.randn(20, 30)) for _ in range(3)]
+        optimizer = Muon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        names = {function.__name__ for function, *_ in compiler._functions}
+    assert names == {"_move", "_apply", "_step", "_invert"}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6  # and the trial, and one norm
 
 
-def test_tensors_that_are_not_aligned_are_written(monkeypatch):
+def test_tensors_that_are_not_aligned_are_written():
     """Compiled functions get aligned tensors alone; a tensor that is passed twice is copied once."""
-    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
 
-    def compiled(self, *tensors, **options):
+    def call(function, tensors, options):
         assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.ndim)
-        return self.plain
+        function(*tensors, **options)
 
-    monkeypatch.setattr(Elementwise, "compiled", compiled)
     flat = torch.arange(12.0)
     expected = flat.clone()
     target, result = expected[1:5], expected[7:11]
     _add(target, result, result, number(0.5))
-    ADD(flat[1:5], odd := flat[7:11], odd, number(0.5))
+    with mock.patch.object(compiler, "is_compiled", return_value=True), mock.patch.object(compiler, "call", call):
+        ADD(flat[1:5], odd := flat[7:11], odd, number(0.5))
     assert torch.equal(flat, expected)
 
 
-def test_a_compiler_that_fails_is_replaced_by_the_plain_function_and_named_once(monkeypatch):
-    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
-    monkeypatch.setattr(Elementwise, "compiled", lambda *args, **options: 1 / 0)
-    tensor = torch.ones(3)
-    for _ in range(2):
-        over(Elementwise(lambda tensor: tensor.add_(1), reads=(0,), writes=(0,)), [[tensor]])
-    assert torch.equal(tensor, torch.full((3,), 3.0))
-    assert elementwise.pop_failure() == "ZeroDivisionError: division by zero"
-    assert elementwise.pop_failure() is None
+@pytest.mark.filterwarnings("ignore")
+def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_they_come():
+    """Count compilations of tensors with gaps, in columns, of one element, and of odd sizes."""
+
+    def add(target, addend):
+        target.copy_(target + addend)
+
+    function = Elementwise(add, reads=(0, 1), writes=(0,))
+    shapes = [(6, 8), (8, 6), (1,), (3, 5), (2, 3, 16), (17,), (4, 4, 4), (5, 32)]
+
+    def stored(shape, k):
+        """Return a tensor that is contiguous, transposed, has gaps between rows, or between elements."""
+        if k == 3 or (k == 2 and len(shape) == 1):
+            return torch.randn(*shape, 2)[..., 1]
+        if k == 0 or len(shape) == 1:
+            return torch.randn(shape)
+        return (
+            torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
+            if k == 1
+            else torch.randn(*shape, 2).flatten(-2)[..., : shape[-1]]
+        )
+
+    torch._dynamo.utils.counters.clear()
+    with compiling():
+        compiler.readiness({torch.device("cpu"): [torch.float32]})
+        compiler.decide(compiled=True)
+        for shape, k, other in itertools.product(shapes, range(4), range(4)):
+            target, addend = stored(shape, k), stored(shape, other)
+            expected = target + addend
+            over(function, [[target], [addend]])
+            assert torch.equal(target, expected)
+        kinds = len(compiler._functions)
+    # 16 divides the size or not; neither has gaps, or one, or both. A row, and a row of one element, are compiled anew.
+    assert kinds == 8
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3 * kinds
 
 
-def test_torch_compile_turned_off_takes_the_plain_function(monkeypatch):
-    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
-    cpu = torch.device("cpu")
-    assert elementwise.compiles_on(cpu)
+class BrokenError(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_of_a_compiled_function_is_raised_and_nothing_is_repeated():
+    run = []
+
+    def call(function, tensors, options):
+        run.append(function)
+        if len(run) == 12:
+            raise BrokenError
+        function(*tensors, **options)
+
+    with compiling(), mock.patch.object(compiler, "call", call):
+        param = torch.nn.Parameter(torch.randn(20, 30))
+        optimizer = Muon([param])
+        param.grad = torch.randn_like(param)
+        with pytest.raises(BrokenError):
+            _ = [optimizer.step() for _ in range(9)]
+        assert len(run) == 12
+        assert compiler.is_compiled(torch.device("cpu"))
+
+
+def stepped():
+    param = torch.nn.Parameter(torch.ones(20, 30))
+    param.grad = torch.ones(20, 30)
+    optimizer = Muon([param])
+    optimizer.step()
+    return param
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_that_fails_is_named_once_before_anything_moves(caplog, monkeypatch):
+    monkeypatch.setattr(compiler, "_trial", lambda *tensors: 1 / 0)
+    with accelerated():
+        expected = stepped()
+    with compiling():
+        assert torch.equal(stepped(), expected)
+        stepped()
+        assert not compiler._functions
+    (record,) = [record for record in caplog.records if "not compiled" in record.message]
+    assert "Unsupported" in record.message
+
+
+def test_a_device_without_its_compiler_takes_the_plain_functions(caplog):
+    with compiling(package="no_such_compiler"):
+        stepped()
+    assert "there is no no_such_compiler for cpu" in caplog.text
+
+
+def test_a_torch_without_an_option_takes_the_plain_functions(caplog, monkeypatch):
+    monkeypatch.setattr(compiler, "_OPTIONS", {("no_such_option",): True})
+    with compiling("inductor"):
+        stepped()
+    assert "has no option no_such_option of torch.compile" in caplog.text
+
+
+def test_torch_compile_turned_off_takes_the_plain_functions_silently(caplog, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    assert not elementwise.compiles_on(cpu)
-    assert elementwise.pop_failure() is None
+    with compiling():
+        stepped()
+        assert not compiler.is_compiled(torch.device("cpu"))
+    assert not caplog.records
 
 
-def test_the_first_compilation_is_told_once(monkeypatch):
-    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "torch"})
-    monkeypatch.setattr(elementwise, "_begun", set())
-    devices = [torch.device("cpu"), torch.device("meta")]
-    assert [elementwise.first_compilation(devices) for _ in range(2)] == ["cpu", None]
+def test_an_error_that_waited_on_the_device_is_not_the_compilers(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: exec("raise BrokenError"))
+    with compiling(), pytest.raises(BrokenError):
+        stepped()
 
 
-def test_a_device_without_its_compiler_takes_the_plain_function(monkeypatch):
-    monkeypatch.setattr(elementwise, "_COMPILED", {"cpu": "no_such_compiler"})
-    tensor = torch.ones(3)
-    over(Elementwise(lambda tensor: tensor.add_(1), reads=(0,), writes=(0,)), [[tensor]])
-    assert torch.equal(tensor, torch.full((3,), 2.0))
-    assert "no_such_compiler" in elementwise.pop_failure()
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_compilation_is_told_once(caplog):
+    with caplog.at_level("INFO", "hf_muon"), compiling():
+        stepped()
+        stepped()
+    assert caplog.text.count("the first step takes longer") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from hf_muon.math.codes import FOURTH_POWERS, SQUARES, Quantized
 from hf_muon.math.elementwise import number
 from hf_muon.math.moments import decoded
 from hf_muon.optimizer.state import state_keys, zero_state
-from tests.accelerated import accelerated, compiled_on_rank_1, given_gradients
+from tests.accelerated import accelerated, compiling_but_on_rank_1, decided_before, given_gradients
 from tests.distributed.cases import given_gradients as on_cpu
 from tests.distributed.test_layouts import assert_equal
 
@@ -112,13 +111,23 @@ def test_every_layout_is_bit_identical_to_one_process(pools, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_rank_that_does_not_compile_is_named_before_weights_part(pools, layout):
-    message = (
-        "rank 0 has elementwise functions that are not compiled on cpu .TORCH_COMPILE_DISABLE=1 compiles on no rank., "
-        "rank 1 has elementwise functions that are compiled on cpu"
-    )
-    for error in pools[2].run(compiled_on_rank_1, layout=layout):
-        assert re.search(message, error)
+def test_where_one_rank_cannot_compile_none_does(pools, layout):
+    expected = given_gradients(0, "single")
+    (results, compiled, lines), (others, *rest) = pools[2].run(compiling_but_on_rank_1, layout=layout)
+    assert_equal([results, others], expected)
+    assert not compiled
+    assert rest == [False, []]
+    (line,) = lines
+    assert "not compiled" in line
+    assert "no no_such_compiler for cpu [rank 1]" in line
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_ranks_that_have_decided_differently_refuse(pools, layout):
+    for error in pools[2].run(decided_before, layout=layout):
+        assert "weights and moments are as they were" in error
+        assert "are compiled in this process (TORCH_COMPILE_DISABLE=1 compiles on no rank) [rank 0]" in error
+        assert "are not compiled in this process: there is no no_such_compiler for cpu" in error
 
 
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])

@@ -1,0 +1,200 @@
+"""Whether elementwise functions are compiled: decided once in a process, by all ranks together, before the first step.
+
+What is compiled gives the bits of the plain functions: each operation is rounded once, as `torch` rounds it. Nothing
+changes its way after the decision. An error of a compiled function is an error of the step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# By type of device: the package that torch needs to compile for it.
+_COMPILERS = {"cuda": "triton", "xpu": "triton"}
+_TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+# Options of Inductor, each under the names that versions of torch have for it.
+_OPTIONS = {
+    ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels that round differently
+    ("emulate_precision_casts",): True,  # no product and sum are contracted
+    ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
+}
+_BACKEND = "inductor"
+_WIDE = 16  # elements that a kernel may load at once
+# Functions are compiled with tensors of so many elements that torch chooses the kernel for large ones.
+_ROWS, _BLOCK, _WIDTH = 2048, 64, 1024
+
+
+class Readiness(IntEnum):
+    """What a process says of its devices; the last bit is whether functions are compiled on them."""
+
+    CANNOT = 0
+    CAN = 1
+    PLAIN = 2  # decided
+    COMPILED = 3  # decided
+
+
+_decision: bool | None = None
+_tried: set[torch.device] = set()
+_functions: dict[Any, Callable[..., None]] = {}
+
+
+def is_compiled(device: torch.device) -> bool:
+    """Return whether functions are compiled on a device; never those of fake tensors, which estimate memory."""
+    return _decision is True and device in _tried and not _is_fake()
+
+
+def untried(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Return the devices for which it is not yet known whether functions can be compiled there."""
+    if _decision is False or _is_fake():
+        return []
+    return [device for device in devices if device.type in _COMPILERS and device not in _tried]
+
+
+def readiness(dtypes: Mapping[torch.device, Iterable[torch.dtype]]) -> tuple[Readiness, str]:
+    """Return whether this process compiles functions on some devices or could, and why not.
+
+    A device that was not asked about before compiles and runs a small function, which takes some seconds.
+
+    Args:
+        dtypes: by device, of what functions read and write there.
+
+    Raises:
+        RuntimeError: functions are compiled already, and cannot be on another device.
+    """
+    for device in untried(dtypes):
+        reason = _why_not(device, dtypes[device])
+        if reason and _decision:
+            raise RuntimeError(
+                f"elementwise functions are compiled in this process, and cannot be on {device}: {reason}. Step the "
+                "parameters there in the first step, or set TORCH_COMPILE_DISABLE=1"
+            )
+        if reason:
+            return Readiness.CANNOT, reason
+        _tried.add(device)
+    if _decision is None:
+        return Readiness.CAN, ""
+    return Readiness.COMPILED if _decision else Readiness.PLAIN, ""
+
+
+def decide(*, compiled: bool) -> bool:
+    """Have functions compiled from now on, or not, unless nothing here can be. Return whether that is news."""
+    global _decision
+    if _decision is compiled or (compiled and not _tried):
+        return False
+    _decision = compiled
+    return True
+
+
+def call(function: Callable[..., None], tensors: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+    """Call a compiled function.
+
+    Args:
+        function: writes into tensors. Its code is compiled once for each kind of arguments.
+        tensors: flat tensors of equal sizes, or rows ``(R, n)`` with gaps between them or none, and flat tensors of
+            ``R`` elements; and numbers of no dims.
+        options: of the function.
+    """
+    known = len(_functions)
+    compiled_ = compiled(function, tensors, options)
+    if len(_functions) > known:  # with tensors of one size, so that the kernel depends on no tensor's size
+        compiled_(*_like(tensors), **options)
+    compiled_(*tensors, **options)
+
+
+def compiled(
+    function: Callable[..., None], tensors: Sequence[Tensor], options: Mapping[str, Any]
+) -> Callable[..., None]:
+    """Return a function, compiled for tensors like these, but of any size and values; see `call`."""
+    order = {id(tensor): k for k, tensor in reversed([*enumerate(tensors)])}
+    kinds = ((t.dtype, t.ndim, t.is_contiguous(), t.device, order[id(t)]) for t in tensors)
+    divides = tensors[0].numel() % _WIDE == 0
+    key = (function, divides, *kinds, *options.items())
+    if key not in _functions:
+        _functions[key] = _compile(function, divides=divides)
+    return _functions[key]
+
+
+def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., None]:
+    """Compile a function anew. If `divides` is set, a kernel can load 16 elements at once, up to the end."""
+
+    def traced(*tensors: Tensor, **options: Any) -> None:
+        if divides:
+            torch._check(tensors[0].numel() % _WIDE == 0)  # type: ignore[no-untyped-call]
+        function(*tensors, **options)
+
+    # A copy of its code, since torch limits how often one is compiled.
+    own = FunctionType(traced.__code__.replace(), traced.__globals__, closure=traced.__closure__)
+    options = _inductor_options() if _BACKEND == "inductor" else None
+    return torch.compile(own, dynamic=True, fullgraph=True, backend=_BACKEND, options=options)
+
+
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros in a size that depends on none of the tensors; but 16 divides it where it divides theirs."""
+    width = max((tensor.shape[-1] for tensor in tensors if tensor.ndim == 2), default=0)
+    width = width if width <= _BLOCK else _WIDTH
+    size = _ROWS if width else _ROWS * _BLOCK + (tensors[0].numel() % _WIDE > 0)
+
+    def zeros(k: int, tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2:
+            return tensor.new_zeros(size)
+        gap = 0 if tensor.is_contiguous() else _WIDE + k  # no two alike, since torch takes equal strides for one number
+        return tensor.new_zeros(_ROWS, width + gap)[:, :width]
+
+    own = {id(tensor): zeros(k, tensor) for k, tensor in enumerate(tensors) if tensor.ndim}
+    return [own.get(id(tensor), tensor) for tensor in tensors]
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Return the options by which each operation is rounded once.
+
+    Raises:
+        RuntimeError: this version of torch lacks one.
+    """
+    import torch._inductor
+
+    known = set(torch._inductor.list_options())
+    chosen: dict[str, Any] = {}
+    for names, value in _OPTIONS.items():
+        name = next((name for name in names if name in known), None)
+        if name is None:
+            raise RuntimeError(f"torch {torch.__version__} has no option {names[0]} of torch.compile")
+        chosen[name] = value
+    return chosen
+
+
+def _why_not(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
+    """Return why functions cannot be compiled on a device, or an empty text."""
+    if switch := next((name for name in _TURNED_OFF if os.environ.get(name) == "1"), None):
+        return f"{switch}=1 is set"
+    package = _COMPILERS[device.type]
+    if importlib.util.find_spec(package) is None:
+        return f"there is no {package} for {device.type}"
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()  # an error of an earlier kernel is not the compiler's
+    try:
+        tensors = [torch.zeros(_ROWS * _BLOCK, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
+        _compile(_trial, divides=True)(*tensors)
+        synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  compilers raise anything
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    return ""
+
+
+def _trial(*tensors: Tensor) -> None:
+    """Compute what functions compute: products, sums, roots, quotients, conversions."""
+    for tensor in tensors:
+        exact = tensor.float() * 0.5 + 1
+        tensor.copy_(exact / (exact * exact).sqrt())
+
+
+def _is_fake() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
