@@ -60,16 +60,15 @@ def untried(devices: Iterable[torch.device]) -> list[torch.device]:
 def readiness(dtypes: Mapping[torch.device, Iterable[torch.dtype]]) -> tuple[Readiness, str]:
     """Return whether this process compiles functions on some devices or could, and why not.
 
-    A device that was not asked about before compiles and runs a small function, which takes some seconds.
-
     Args:
-        dtypes: by device, of what functions read and write there.
+        dtypes: of what functions read and write, by device; of devices that have not been tried, which compile and run
+            a small function now. That takes some seconds.
 
     Raises:
         RuntimeError: functions are compiled already, and cannot be on another device.
     """
-    for device in untried(dtypes):
-        reason = _why_not(device, dtypes[device])
+    for device, types in dtypes.items():
+        reason = _why_not(device, types)
         if reason and _decision:
             raise RuntimeError(
                 f"elementwise functions are compiled in this process, and cannot be on {device}: {reason}. Step the "

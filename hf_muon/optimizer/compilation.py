@@ -28,8 +28,9 @@ def readiness(groups: Sequence[Group], layout: StepLayout, state: State) -> tupl
         state: of their parameters; complete.
     """
     devices = dict.fromkeys([*layout.devices, *(device for work in layout.works for device in work.devices)])
-    dtypes = dict.fromkeys(_dtypes(groups, state)) if compiler.untried(devices) else ()
-    return compiler.readiness({device: [*dtypes, *_of_products(groups, device)] for device in devices})
+    untried = compiler.untried(devices)
+    dtypes = dict.fromkeys(_dtypes(groups, state)) if untried else ()
+    return compiler.readiness({device: [*dtypes, *_of_products(groups, device)] for device in untried})
 
 
 def decide(
