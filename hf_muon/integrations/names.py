@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, TypeVar
 
-from hf_muon._autoload import HOOKS, failure
+from hf_muon._autoload import HOOKS, failure, status
 
 NAME = "muon"
 """The value of `optim:` and of `optim_config: {name: ...}`."""
@@ -77,6 +79,21 @@ def refuse_failed(*names: str) -> None:
     for name in names:
         if reason := failure(name):
             raise not_in_place(name, reason)
+
+
+def refuse_unless(*names: str) -> None:
+    """Raise unless one of these hooks is in place, on which a run of Muon rests; their modules are imported first.
+
+    Raises:
+        RuntimeError: a hook, what is lost with it, and why it is not in place.
+    """
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(HOOKS[name].module)
+    states = {name: status()[name] for name in names}
+    if "patched" not in states.values():
+        name = next((name for name in names if failure(name)), names[0])
+        raise not_in_place(name, states[name])
 
 
 def not_in_place(name: str, reason: str) -> RuntimeError:
