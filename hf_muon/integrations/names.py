@@ -45,24 +45,22 @@ def is_muon(optim: Any) -> bool:
     return isinstance(value, str) and value in NAMES
 
 
+def innermost(optimizer: Any) -> Any:
+    """Return what is inside all the wrappers of an optimizer, those of accelerate and of ZeRO."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
 def muons_in(values: Iterable[Any]) -> list[Any]:
-    """Return each `Muon` among values, also inside of the wrapper that accelerate puts around an optimizer."""
+    """Return each `Muon` among values, also inside of wrappers."""
     room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no value is a Muon
     if room is None:
         return []
     from torch.optim import Optimizer
 
-    bare = [getattr(value, "optimizer", value) if isinstance(value, Optimizer) else None for value in values]
+    bare = [innermost(value) for value in values if isinstance(value, Optimizer)]
     return [optimizer for optimizer in bare if isinstance(optimizer, room.Muon)]
-
-
-def muon_inside(optimizer: Any) -> Any:
-    """Return the `Muon` inside the wrappers of accelerate and of ZeRO; None where there is none."""
-    from hf_muon.optimizer.muon import Muon
-
-    while optimizer is not None and not isinstance(optimizer, Muon):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
 
 
 def first_with(values: Iterable[Any], name: str) -> Any:
