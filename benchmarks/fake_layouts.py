@@ -50,6 +50,18 @@ def qwen3(**changes: int) -> Callable[[], transformers.PretrainedConfig]:
     return lambda: transformers.Qwen3Config(**{**fields, **changes})
 
 
+def llama3(layers: int) -> Callable[[], transformers.PretrainedConfig]:
+    """Return a function that returns the config of Llama-3.1-8B, or of some of its 32 layers."""
+    return lambda: transformers.LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=layers,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+
+
 MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "Qwen3-0.6B": qwen3(),
     "Qwen3-30B-A3B, 2 layers": lambda: transformers.Qwen3MoeConfig(
@@ -64,14 +76,8 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         head_dim=128,
         vocab_size=1000,
     ),
-    "Llama-3.1-8B, 4 layers": lambda: transformers.LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=4,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    ),
+    "Llama-3.1-8B": llama3(32),
+    "Llama-3.1-8B, 4 layers": llama3(4),
     # Its parameters fit into the host's memory.
     "Qwen3-0.6B, 2 layers": qwen3(num_hidden_layers=2, vocab_size=8192),
     "Qwen3-0.6B, LoRA 16": qwen3(),

@@ -119,6 +119,11 @@ HOOKS = {
         "hf_muon.integrations.timm:patch_registry",
         "timm knows no --opt hf_muon; timm 1.0.12 is the first that can",
     ),
+    "names of timm": Hook(
+        "timm.optim",
+        "hf_muon.integrations.timm:patch_names",
+        "nobody sees whether timm knows --opt hf_muon, in whose place it takes its own Muon",
+    ),
     "LLaMA-Factory's parser": Hook(
         "llamafactory.hparams.parser",
         f"{_V0}:patch_parser",

@@ -14,6 +14,7 @@ from hf_muon.build import as_config, group_of, log_routes, muon_options, require
 from hf_muon.config import OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
+from hf_muon.optimizer.state import check_params
 from hf_muon.options.declaration import quoted
 from hf_muon.routing.live_models import holder_of, routes_of
 from hf_muon.routing.route import Route
@@ -72,6 +73,7 @@ class MuonOfGroups(Muon):
         groups = (
             [_with_own_names(g) for g in items] if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
         )
+        check_params(groups)
         members = [_tensors(group["params"]) for group in groups]
         routes = routes_of({p for group in members for p in group if p.requires_grad}, config, model)
         split = []

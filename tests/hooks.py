@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
 
 from hf_muon import _autoload
 
@@ -37,3 +40,24 @@ def patched(patch: Any, module: ModuleType | SimpleNamespace) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, sources: Mapping[str, str | None], *, hooks: bool = True) -> ModuleType:
+    """Import modules with these sources, under the hooks as a new process has them, and return the last one.
+
+    Args:
+        monkeypatch: takes everything back.
+        sources: of the modules, in order; None for a module that cannot be imported.
+        hooks: whether there are any.
+    """
+    monkeypatch.setattr(_autoload, "_states", {})
+    for name, source in sources.items():
+        if source is None:
+            monkeypatch.setitem(sys.modules, name, None)
+            continue
+        module = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(source, name, "exec", dont_inherit=True), vars(module))
+        if hooks:
+            _autoload.install()
+    return module

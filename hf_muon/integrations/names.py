@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, TypeVar
 
-from hf_muon._autoload import HOOKS, failure
+from hf_muon._autoload import HOOKS, failure, status
 
 NAME = "muon"
 """The value of `optim:` and of `optim_config: {name: ...}`."""
@@ -43,24 +45,22 @@ def is_muon(optim: Any) -> bool:
     return isinstance(value, str) and value in NAMES
 
 
+def innermost(optimizer: Any) -> Any:
+    """Return what is inside all the wrappers of an optimizer, those of accelerate and of ZeRO."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
 def muons_in(values: Iterable[Any]) -> list[Any]:
-    """Return each `Muon` among values, also inside of the wrapper that accelerate puts around an optimizer."""
+    """Return each `Muon` among values, also inside of wrappers."""
     room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no value is a Muon
     if room is None:
         return []
     from torch.optim import Optimizer
 
-    bare = [getattr(value, "optimizer", value) if isinstance(value, Optimizer) else None for value in values]
+    bare = [innermost(value) for value in values if isinstance(value, Optimizer)]
     return [optimizer for optimizer in bare if isinstance(optimizer, room.Muon)]
-
-
-def muon_inside(optimizer: Any) -> Any:
-    """Return the `Muon` inside the wrappers of accelerate and of ZeRO; None where there is none."""
-    from hf_muon.optimizer.muon import Muon
-
-    while optimizer is not None and not isinstance(optimizer, Muon):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
 
 
 def first_with(values: Iterable[Any], name: str) -> Any:
@@ -77,6 +77,21 @@ def refuse_failed(*names: str) -> None:
     for name in names:
         if reason := failure(name):
             raise not_in_place(name, reason)
+
+
+def refuse_unless(*names: str) -> None:
+    """Raise unless one of these hooks is in place, on which a run of Muon rests; their modules are imported first.
+
+    Raises:
+        RuntimeError: a hook, what is lost with it, and why it is not in place.
+    """
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(HOOKS[name].module)
+    states = {name: status()[name] for name in names}
+    if "patched" not in states.values():
+        name = next((name for name in names if failure(name)), names[0])
+        raise not_in_place(name, states[name])
 
 
 def not_in_place(name: str, reason: str) -> RuntimeError:

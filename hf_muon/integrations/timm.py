@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, OWN_NAME
+from hf_muon.integrations.names import NAME, OWN_NAME, refuse_unless
 from hf_muon.integrations.other_muons import warn_of_other_muon
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def _entry() -> dict[str, Any]:
 def patch_registry(module: ModuleType) -> Iterator[Change]:
     """Register `hf_muon` in timm.optim._optim_factory, and warn when timm makes the Muon of its `--opt muon`."""
     kind, registry, info = module.OptimizerRegistry, module.default_registry, module.OptimInfo(**_entry())
-    create = kind.create_optimizer
-    registry.register(info)
-    registry.register_alias(OWN_NAME, _REGISTERED)
+    create, register, register_alias = kind.create_optimizer, registry.register, registry.register_alias
+    register(info)
+    register_alias(OWN_NAME, _REGISTERED)
 
     @functools.wraps(create)
     def create_optimizer(self: Any, model_or_params: Any, opt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,3 +68,16 @@ def patch_registry(module: ModuleType) -> Iterator[Change]:
         return create(self, model_or_params, name if _REGISTERED in name else opt, *args, **kwargs)
 
     yield kind, "create_optimizer", create_optimizer
+
+
+def patch_names(module: ModuleType) -> Iterator[Change]:
+    """Refuse `hf_muon` in timm.optim where the registry does not have it: a Muon of timm's own would run."""
+    create = module.create_optimizer_v2
+
+    @functools.wraps(create)
+    def create_optimizer_v2(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, str) and OWN_NAME in value.lower() for value in (*args, kwargs.get("opt"))):
+            refuse_unless("timm")
+        return create(*args, **kwargs)
+
+    yield module, "create_optimizer_v2", create_optimizer_v2

@@ -122,7 +122,7 @@ def apply_directions_(
 
     Args:
         params: pieces of parameters.
-        directions: of these pieces.
+        directions: of these pieces, on their device.
         lr: learning rate.
         weight_decay: decoupled from the gradient.
         scales: of the directions, as `lr_scale` returns them.
@@ -134,7 +134,7 @@ def apply_directions_(
     if params and is_accelerator(params[0].device):
         _apply_together_(
             params,
-            [direction.to(param.device) for param, direction in zip(params, directions, strict=True)],
+            directions,
             lr=lr,
             weight_decay=weight_decay,
             scales=scales,
@@ -151,7 +151,7 @@ def apply_directions_(
         (half if is_half(param) else full).append(i)
     if full:
         weights = [params[i] for i in full]
-        moves = [directions[i].to(params[i]) for i in full]  # from where they were computed to where they are stored
+        moves = [directions[i].to(params[i].dtype) for i in full]
         torch._foreach_mul_(moves, [-lr * scales[i] for i in full])
         if weight_decay:
             if decay_factors is None:

@@ -18,7 +18,7 @@ from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
 from hf_muon.optimizer.partners import Partner, has_sides, names_of, pairs_of, sides_of, whole_weights
-from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, describe, device_of_moments, dtype_of
+from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, device_of_moments, dtype_of
 from hf_muon.storage import views
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
@@ -129,6 +129,7 @@ class StepLayout:
         self.complaints: list[str] = []
         self.lines: list[str] = []
         with self.guarded(self.complaints):
+            check_params(groups)
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
             self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))

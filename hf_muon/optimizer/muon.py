@@ -25,7 +25,7 @@ from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.prepared_steps import PreparedSteps
-from hf_muon.optimizer.state import complete_state_, state_complaints
+from hf_muon.optimizer.state import check_params, complete_state_, state_complaints
 from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
@@ -154,11 +154,13 @@ class Muon(Optimizer):
         """Add a param group, as in torch, unless a check of it fails.
 
         Raises:
-            ValueError: an unknown or invalid option, or a Muon group with a parameter that is not a matrix.
+            ValueError: no parameters, an option that is unknown or not valid, or a Muon group with a parameter that is
+                not a matrix.
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
         group = with_checked_options(param_group)
         count, is_marked = len(self.param_groups), "use_muon" in group
+        check_params([group], count)
         super().add_param_group(group)
         if not any(param in self.state for param in group["params"]):
             group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here

@@ -54,6 +54,24 @@ def is_offloaded(group: Mapping[str, Any], param: Tensor) -> bool:
     return group.get("momentum_offload", "none") != "none" and device_of_moments(group, param) != local_of(param).device
 
 
+def check_params(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
+    """Raise where a param group has no parameters, not even an empty list.
+
+    Args:
+        groups: param groups.
+        first: position of the first of them.
+
+    Raises:
+        ValueError: the group, and the keys that it has.
+    """
+    for k, group in enumerate(groups, first):
+        if "params" not in group:
+            raise ValueError(
+                f"param group {k} has no 'params', but {first_few(group) or 'nothing'}. Write the list of its "
+                "parameters into it under 'params', or take the group out"
+            )
+
+
 def describe(group: Mapping[str, Any], index: int) -> str:
     """Return the name and shape of a parameter, or its position and shape if the group has no names."""
     names = group.get("param_names")

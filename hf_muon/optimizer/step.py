@@ -27,6 +27,7 @@ from hf_muon.optimizer.step_rules import StepRules, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.tensors import local_of
+from hf_muon.storage.transport import beside
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, Mapping[str, Tensor]]
@@ -126,7 +127,7 @@ class MuonStep:
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
             watch.directions(pieces, directions, scales, weights)
-        moves = self._rules.applied(pieces, directions, weights, scales)
+        moves = self._rules.applied(pieces, beside(directions, weights), weights, scales)
         if factors is not None:
             scales = [scale * each.lr for scale, each in zip(scales, factors, strict=True)]
         decays = [self._rules.decays(piece.matrix) for piece in pieces]

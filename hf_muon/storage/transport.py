@@ -1,8 +1,9 @@
-"""Copies between the host's memory and a device, while the device computes."""
+"""Copies between the host's memory and a device: few of them, and those of moments while the device computes."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.math.elementwise import adjacent, adjacent_runs, shaped_like
 from hf_muon.storage.host import asynchronous
 
 _ALIGNMENT = 256  # bytes; a multiple of every dtype's size, and of what copy engines like
@@ -94,6 +96,33 @@ class Transport:
 
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device.type
+
+
+def beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors on the devices of others: those that lie one after the other in memory in one copy.
+
+    The host waits for a device once, not for each copy. torch copies into pinned memory, of which it keeps some.
+
+    Args:
+        tensors: that are to be brought; returned themselves if all are there.
+        others: as many.
+    """
+    if all(tensor.device == other.device for tensor, other in zip(tensors, others, strict=True)):
+        return list(tensors)
+    runs = adjacent_runs(tensors)
+    copies: list[tuple[Tensor, list[Tensor]]] = []
+    modules: dict[torch.device, Any] = {}
+    for (device, _), alike in itertools.groupby(range(len(tensors)), key=lambda i: (others[i].device, runs[i])):
+        own = [tensors[i] for i in alike]
+        flat = adjacent(own)
+        if flat is None:
+            flat = torch.cat([tensor.reshape(-1) for tensor in own])
+        module = modules.setdefault(flat.device, asynchronous(flat.device))
+        copies.append((flat.to(device, non_blocking=module is not None), own))
+    for device, module in modules.items():
+        if module is not None:
+            module.current_stream(device).synchronize()
+    return [tensor for flat, own in copies for tensor in shaped_like(flat, own)]
 
 
 def _share(turn: Sequence[Tensor], following: Sequence[Tensor]) -> bool:

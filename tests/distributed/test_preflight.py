@@ -31,8 +31,10 @@ CASES = [
     ("ddp", 2, "step", r"rank 0 has step=1 in param group 1, rank 1 has step=7"),
     ("ddp", 2, "report", r"OSError: no space left on device \[rank 1\]"),
     ("fsdp", 2, "placements of a parameter", r"OSError: no space left on device \[rank 1\]"),
-    ("ddp", 2, "no params", r"KeyError: 'params' \[rank 1\]"),
-    ("fsdp", 2, "no params", r"KeyError: 'params' \[rank 1\]"),
+    *(
+        (layout, 2, "no params", r"param group 1 has no 'params', but .*use_muon.* \[rank 1\]")
+        for layout in ("ddp", "fsdp")
+    ),
     ("ddp", 2, "memory", r"OutOfMemoryError: tried to allocate 2 GiB \[rank 1\]"),
     ("fsdp", 2, "options", r"OSError: no space left on device \[rank 1\]"),
     ("fsdp", 2, "partial", r"parameter 1 \(10, 16\) has a gradient that is stored as .*Partial.* rank 0, .* rank 1"),

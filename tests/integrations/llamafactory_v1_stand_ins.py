@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import nn
 
 OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
@@ -86,13 +84,6 @@ NEW_ARGUMENTS += """
             self.optim_config["lr"] = self.learning_rate
 """
 LAYOUTS = {"0.9.5": (OLD, OLD_REGISTRY, OLD_ARGUMENTS), "newer": (NEW, NEW_REGISTRY, NEW_ARGUMENTS)}
-
-
-def module_of(name: str, source: str) -> ModuleType:
-    """Return a module with this source, without a file."""
-    module = ModuleType(name)
-    exec(compile(source, name, "exec", dont_inherit=True), vars(module))
-    return module
 
 
 class Net(nn.Module):

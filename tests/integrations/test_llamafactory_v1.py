@@ -21,20 +21,23 @@ from hf_muon._autoload import apply
 from hf_muon.diagnostics.metrics import FILE
 from hf_muon.integrations import other_muons
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
-from hf_muon.integrations.llamafactory.v1.hooks import patch_optimizers, patch_parser, patch_training_arguments
+from hf_muon.integrations.llamafactory.v1.hooks import patch_parser
 from hf_muon.integrations.llamafactory.v1.refusals import INTERFACE, refuse_unsupported
 from hf_muon.rules.normalize import SECOND_MOMENT
-from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD, OLD_ARGUMENTS, Net, module_of
+from tests.hooks import imported
+from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD, Net
 
 
 @pytest.fixture(params=LAYOUTS)
-def layout(request):
-    """Patch the registry and the TrainingArguments of a layout; return both."""
-    name, registry, arguments = LAYOUTS[request.param]
-    plugins, parsed = module_of(name, registry), module_of(ARGUMENTS, arguments)
-    apply(patch_optimizers, plugins)
-    apply(patch_training_arguments, parsed)
-    return SimpleNamespace(plugin=plugins.OptimizerPlugin, arguments=parsed.TrainingArguments)
+def layout(request, monkeypatch):
+    """Return the registry and the TrainingArguments of a layout, imported under the hooks."""
+    return imported_layout(monkeypatch, request.param)
+
+
+def imported_layout(monkeypatch, layout):
+    name, registry, arguments = LAYOUTS[layout]
+    module = imported(monkeypatch, {{OLD: NEW, NEW: OLD}[name]: None, name: registry, ARGUMENTS: arguments})
+    return SimpleNamespace(plugin=sys.modules[name].OptimizerPlugin, arguments=module.TrainingArguments)
 
 
 class TestBothLayouts:
@@ -74,20 +77,16 @@ class TestBothLayouts:
             layout.arguments(optim_config={"name": "muon", "momentun": 0.9})
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_second_name(name, caplog):
+def test_the_second_name(layout, caplog):
     """Register `hf_muon` beside `muon`, with the same checks; it replaces nothing."""
     caplog.set_level("INFO", "hf_muon")
-    registry, arguments = module_of(LAYOUTS[name][0], LAYOUTS[name][1]), module_of(ARGUMENTS, LAYOUTS[name][2])
-    apply(patch_optimizers, registry)
-    apply(patch_training_arguments, arguments)
     with pytest.raises(ValueError, match="'momentun' is not an option of muon"):
-        arguments.TrainingArguments(optim_config={"name": "hf_muon", "momentun": 0.9})
-    options = arguments.TrainingArguments(learning_rate=3e-3, optim_config={"name": "hf_muon", "wd": 0.1}).optim_config
+        layout.arguments(optim_config={"name": "hf_muon", "momentun": 0.9})
+    options = layout.arguments(learning_rate=3e-3, optim_config={"name": "hf_muon", "wd": 0.1}).optim_config
     torch.manual_seed(0)
-    ours = registry.OptimizerPlugin("hf_muon")(Net(), options)
+    ours = layout.plugin("hf_muon")(Net(), options)
     assert "hf_muon's runs" not in caplog.text
-    groups = registry.OptimizerPlugin("muon")(Net(), {**options, "name": "muon"}).param_groups
+    groups = layout.plugin("muon")(Net(), {**options, "name": "muon"}).param_groups
     keys = ("param_names", "lr", "weight_decay", "use_muon")
     assert [[g[key] for key in keys] for g in ours.param_groups] == [[g[key] for key in keys] for g in groups]
 
@@ -95,32 +94,22 @@ def test_the_second_name(name, caplog):
 def test_a_muon_of_theirs_that_does_not_run_is_named(caplog, capsys, monkeypatch):
     monkeypatch.setattr(other_muons, "_warned", set())
     counts = []
-    for name, registry, _ in LAYOUTS.values():
-        module = module_of(name, registry)
-        apply(patch_optimizers, module)
+    for name in LAYOUTS:
+        layout = imported_layout(monkeypatch, name)
         caplog.clear()
-        module.OptimizerPlugin("muon")(Net(), {"name": "muon", "lr": 1e-3})
+        layout.plugin("muon")(Net(), {"name": "muon", "lr": 1e-3})
         counts.append(sum("hf_muon's runs" in line and "HF_MUON_AUTOLOAD=0" in line for line in caplog.messages))
     assert counts == [0, 1]
     assert "already registered" not in capsys.readouterr().out
 
 
-def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one():
-    module = module_of(ARGUMENTS, OLD_ARGUMENTS)
-    apply(patch_training_arguments, module)
-    assert module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
-    own = module.TrainingArguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5})
+def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one(monkeypatch):
+    arguments = imported_layout(monkeypatch, "0.9.5").arguments
+    assert arguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
+    own = arguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5})
     assert own.optim_config["lr"] == 3e-5
     with pytest.raises(ValueError, match="optim_config has no lr"):
         create_optimizer(Net(), {"name": "muon"})
-
-
-def test_a_registry_that_has_changed_is_an_error():
-    """Expect an error that `hf_muon._autoload` logs; the user gets LLaMA-Factory's own error."""
-    module = ModuleType(OLD)
-    module.OptimizerPlugin = type("OptimizerPlugin", (), {})
-    with pytest.raises(AttributeError, match="_registry"):
-        apply(patch_optimizers, module)
 
 
 @pytest.mark.parametrize(

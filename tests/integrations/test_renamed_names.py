@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,11 @@ import pytest
 
 from hf_muon import _autoload
 from hf_muon.integrations.transformers.refusals import refuse_failed_hooks
+from tests.hooks import imported
 from tests.integrations import renaming
+from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS as V1_ARGUMENTS
+from tests.integrations.llamafactory_v1_stand_ins import NEW, OLD
+from tests.integrations.program_stand_ins import PROGRAMS
 
 TRAINER, ACCELERATOR = "transformers.trainer", "accelerate.accelerator"
 FSDP, DCP = "accelerate.utils.fsdp_utils", "torch.distributed.checkpoint.state_dict"
@@ -122,6 +127,82 @@ def test_runs_that_rest_on_a_failed_hook_are_refused_by_its_name(hook, monkeypat
         refuse_failed_hooks(SimpleNamespace(fsdp=None, parallelism_config=None), None)
 
 
-def test_every_hook_of_the_packages_that_are_always_there_has_a_row():
-    always = {name for name, hook in _autoload.HOOKS.items() if hook.module in (TRAINER, ACCELERATOR, DCP, OPTIMIZERS)}
-    assert always - {row.hook for row in ROWS} <= {"Accelerator.prepare"}  # public
+# --- programs that are not installed everywhere, on stand-ins
+
+
+class ProgramRow(NamedTuple):
+    """What a hook into a program touches, each name or module by itself, and whether Muon is refused without it."""
+
+    program: str
+    hook: str
+    names: tuple[str, ...]
+    is_needed: bool = False
+
+
+FACTORY = "timm.optim._optim_factory"
+REGISTRY = ("OptimizerRegistry", "default_registry", "OptimInfo", "has_momentum", "register", "register_alias")
+FIELDS = ("TrainingArguments", "learning_rate", "dist_config", "optim_config")
+PARSER, SHARDS = "llamafactory.v1.config.arg_parser", "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
+PROGRAM_ROWS = [
+    ProgramRow("axolotl", "log of axolotl", ("AxolotlOrWarnErrorFilter", "axolotl.logging_config")),
+    ProgramRow("axolotl", "Muon of axolotl", ("MuonOptimizerFactory", "axolotl.contribs.mit.muon")),
+    ProgramRow("ms-swift", "Muon of ms-swift", ("MuonOptimizerCallback", "create_optimizer", "swift.optimizers.muon")),
+    ProgramRow("timm", "timm", (*REGISTRY, "create_optimizer", FACTORY), is_needed=True),
+    ProgramRow("timm", "names of timm", ("create_optimizer_v2",)),
+    *(
+        row
+        for program, hook, module in (
+            ("LLaMA-Factory v1", "LLaMA-Factory v1's optimizers", OLD),
+            ("newer v1", "newer v1's optimizers", NEW),
+        )
+        for row in (
+            ProgramRow(program, hook, ("OptimizerPlugin", "_registry", "register", module), is_needed=True),
+            ProgramRow(program, "LLaMA-Factory v1's arguments", (*FIELDS, V1_ARGUMENTS), is_needed=True),
+            ProgramRow(program, "LLaMA-Factory v1's parser", ("get_args", PARSER)),
+            ProgramRow(program, "LLaMA-Factory v1's shards", ("load_checkpoint", "ckpt_dir", SHARDS)),
+        )
+    ),
+]
+
+
+def renamed(program, name):
+    """Return the modules of a program in which a module, or something in them, has another name."""
+    if name not in program:
+        return {
+            module: source and re.sub(rf"\b{name}\b", f"renamed{name}", source) for module, source in program.items()
+        }
+    moved = f"{name.rpartition('.')[0]}.moved"
+    sources = {module: source and source.replace(name, moved) for module, source in program.items()}
+    return {name: None, **{moved if module == name else module: source for module, source in sources.items()}}
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [(row, name) for row in PROGRAM_ROWS for name in row.names],
+    ids=lambda own: own if isinstance(own, str) else own.hook,
+)
+def test_a_renamed_name_of_a_program(row, name, monkeypatch, caplog):
+    program = PROGRAMS[row.program]
+    ours = imported(monkeypatch, program)
+    assert _autoload.status()[row.hook] == "patched"
+    with_hooks = ours.muon()
+    plain = imported(monkeypatch, renamed(program, name), hooks=False).others()
+    caplog.clear()
+    module = imported(monkeypatch, renamed(program, name))
+    assert _autoload.status()[row.hook].startswith("waiting" if name in program else "failed")
+    assert module.others() == plain
+    assert not caplog.messages
+    if row.is_needed:
+        hook = ".*" if name in program else row.hook  # where it went, nobody knows
+        with pytest.raises(RuntimeError, match=f"hook [\"']{hook}[\"'] into .* is not in place"):
+            module.muon()
+    else:
+        assert module.muon() == with_hooks
+
+
+def test_every_hook_has_a_row():
+    rows = {row.hook for row in (*ROWS, *PROGRAM_ROWS)}
+    assert _autoload.HOOKS.keys() - rows == {
+        *("optim: muon", "Accelerator.prepare"),  # public
+        *("LLaMA-Factory's parser", "LLaMA-Factory's packages", "LLaMA-Factory's plots"),
+    }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from hf_muon import Muon
+from hf_muon import Muon, MuonOfGroups
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS, SCHEDULER_KEYS
 from tests.optimizer.cases import REST, SHAPES, both_halves, gradients, parameters, run
@@ -105,6 +105,20 @@ def test_param_groups_carry_every_hyperparameter(name):
 def test_bad_arguments(params, options, message):
     with pytest.raises(ValueError, match=message):
         Muon(parameters(params), **options)
+
+
+def test_a_group_without_parameters_is_named_with_its_keys():
+    message = r"param group {} has no 'params', but {}. Write the list of its parameters into it under 'params'"
+    for kind in (Muon, MuonOfGroups):
+        with pytest.raises(ValueError, match=message.format(1, "lr, weight_decay")):
+            kind([{"params": parameters([(4, 4)])}, {"lr": 0.1, "weight_decay": 0.1}])
+    optimizer = Muon(parameters([(4, 4)]))
+    with pytest.raises(ValueError, match=message.format(1, "nothing")):
+        optimizer.add_param_group({})
+    optimizer.add_param_group({"params": []})
+    del optimizer.param_groups[1]["params"]
+    with pytest.raises(ValueError, match=message.format(1, "use_muon, .*")):
+        optimizer.step()
 
 
 def test_groups_may_have_coefficients_and_scales_of_their_own():

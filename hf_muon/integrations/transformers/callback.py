@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from hf_muon._autoload import Change
 from hf_muon.diagnostics.log import is_rank_zero, logger
-from hf_muon.integrations.names import TRAINER_LOG, is_muon, muon_inside
+from hf_muon.integrations.names import TRAINER_LOG, innermost, is_muon, muons_in
 
 
 def patch_callbacks(module: ModuleType) -> Iterator[Change]:
@@ -30,9 +30,9 @@ class MuonCallback(TrainerCallback):
         """Check that it is a Muon that steps, and tell it what its rules need to know."""
         if not is_muon(args.optim) or optimizer is None:
             return
-        muon = muon_inside(optimizer)
-        if muon is None:
-            refuse_other_optimizer(args.optim, optimizer)
+        muon = innermost(optimizer)
+        if not muons_in([muon]):
+            refuse_other_optimizer(args.optim, muon)
         tell_schedule(muon.param_groups, state.max_steps, kwargs.get("lr_scheduler"))
         if state.global_step and not any(group["step"] for group in muon.param_groups):
             warn_of_fresh_moments()
@@ -52,10 +52,7 @@ def refuse_other_optimizer(optim: Any, optimizer: Any) -> None:
     Raises:
         RuntimeError: with the optimizer.
     """
-    inner = optimizer
-    while (next_one := getattr(inner, "optimizer", None)) is not None:
-        inner = next_one
-    kind = type(inner)
+    kind = type(optimizer)
     raise RuntimeError(
         f"optim: {getattr(optim, 'value', optim)} was asked for, and {kind.__module__}.{kind.__qualname__} would step. "
         "Do not hand Trainer an optimizer of your own, and remove options that choose another one; or remove optim"
@@ -108,7 +105,7 @@ def add_metrics(state: Any, logs: dict[str, Any], optimizer: Any, model: Any) ->
 
     Does nothing where metrics are off.
     """
-    metrics = getattr(muon_inside(optimizer), "metrics", None)
+    metrics = getattr(innermost(optimizer), "metrics", None)
     if metrics is None:
         return
     summary = metrics.pop_summary() if "loss" in logs else {}

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.llamafactory.v1.refusals import refuse_partial_gradients
-from hf_muon.integrations.names import refuse_failed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +56,6 @@ def create_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
     """
     from hf_muon.build import build_optimizer
 
-    refuse_failed("LLaMA-Factory v1's arguments")
     if "lr" not in optim_config:
         raise ValueError(
             "optim_config has no lr, and this LLaMA-Factory hands its learning_rate to no optimizer. Write lr into "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 from hf_muon._autoload import Change
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.refusals import refuse_factors, refuse_unsupported
-from hf_muon.integrations.names import NAME, OWN_NAME, first_with, is_muon, is_ours, mark, muons_in
+from hf_muon.integrations.names import NAME, OWN_NAME, first_with, is_muon, is_ours, mark, muons_in, refuse_unless
 from hf_muon.integrations.other_muons import warn_that_ours_runs
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hf_muon.optimizer.muon import Muon
+
+_ARGUMENTS = "LLaMA-Factory v1's arguments"
+_REGISTRIES = ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")
 
 
 def patch_optimizers(module: ModuleType) -> Iterator[Change]:
@@ -35,13 +39,14 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
     theirs = entry.get("__call__") if isinstance(entry, dict) else entry
     replaced = theirs is not None and not is_ours(theirs)
 
+    def hf_muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
+        refuse_unless(_ARGUMENTS)
+        return create_optimizer(model, optim_config)
+
     def muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         if replaced:
             warn_that_ours_runs("LLaMA-Factory", "optim_config: {name: muon}")
-        return create_optimizer(model, optim_config)
-
-    def hf_muon(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
-        return create_optimizer(model, optim_config)
+        return hf_muon(model, optim_config)
 
     for name, function in ((NAME, mark(muon)), (OWN_NAME, mark(hf_muon))):
         yield registry, name, {"__call__": function} if by_method else function
@@ -74,6 +79,9 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
     It receives the learning rate, which 0.9.5 does not hand to optimizers, and a file in `output_dir` for diagnostics.
     """
     post_init = module.TrainingArguments.__post_init__
+    fields = {field.name for field in dataclasses.fields(module.TrainingArguments)}
+    if missing := {"learning_rate", "dist_config", "optim_config"} - fields:
+        raise TypeError(f"TrainingArguments has no field {' and no field '.join(sorted(missing))}")
 
     @functools.wraps(post_init)
     def checked_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +89,7 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         options = getattr(self, "optim_config", None)
         if not isinstance(options, Mapping) or not is_muon(options.get("name")):
             return
+        refuse_unless(*_REGISTRIES)  # otherwise a muon of LLaMA-Factory's own would run
         from hf_muon.diagnostics.metrics import FILE
 
         self.optim_config.setdefault("lr", self.learning_rate)
