@@ -69,7 +69,9 @@ def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> s
         f"{name} {saved[name]!r}, not {group[name]!r}"
         for group, saved in zip(groups, saved_groups, strict=True)
         for name in GROUP_OPTIONS
-        if name not in ("lr", *own_options()) and name in saved and check_written_option(name, saved[name]) != group[name]
+        if name not in ("lr", *own_options())
+        and name in saved
+        and check_written_option(name, saved[name]) != group[name]
     }
     return "; ".join(sorted(changes))
 
