@@ -137,7 +137,7 @@ class MuonConfig(RuleOptions, ScaleOptions):
         "match_rms_adamw",
         types.choice(ADJUST_LR_FNS),
         "Scale of a direction by the shape of its matrix: `match_rms_adamw` update_rms * sqrt(max(out, in)), "
-        "`original` sqrt(max(1, out / in)) or `rms_to_rms` sqrt(out / in).",
+        "`original` sqrt(max(1, out / in)) or `spectral_unclamped` sqrt(out / in).",
         scope="group",
         source=f"{_LIU}, {_JORDAN}, [2310.17813](https://arxiv.org/abs/2310.17813)",
     )

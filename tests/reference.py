@@ -61,7 +61,7 @@ class ReferenceMuon:
             scale = {
                 "match_rms_adamw": self.update_rms * math.sqrt(max(rows, columns)),
                 "original": math.sqrt(max(1, rows / columns)),
-                "rms_to_rms": math.sqrt(rows / columns),
+                "spectral_unclamped": math.sqrt(rows / columns),
             }[self.adjust_lr_fn]
             direction = newton_schulz_on_singular_values(update, self.steps)
             p.copy_(p - self.lr * self.weight_decay * p - self.lr * scale * direction)

@@ -172,7 +172,7 @@ def test_frozen():
         ("update_rms=0.3,adjust_lr_fn=original", "update_rms=0.3 is the constant of adjust_lr_fn=match_rms_adamw"),
         ("ns_coefficients=you_jiacheng,ns_steps=3", "exactly 5 steps"),
         ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto, bf16, fp16 or fp32"),
-        ("adjust_lr_fn=none", "Valid: match_rms_adamw, original or rms_to_rms"),
+        ("adjust_lr_fn=none", "Valid: match_rms_adamw, original or spectral_unclamped"),
         ("lora=yes", "lora='yes' is not valid. Valid: adamw, muon, muon_b or product"),
     ],
 )

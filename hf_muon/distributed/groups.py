@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,9 @@ def root_group(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
             return group
     names = tuple(group.group_name for group in groups)
     if names not in _roots or not is_alive(_roots[names]):
-        ranks, count = connected(groups)
+        ranks = connected(groups)
         same = [group for group in groups if dist.get_process_group_ranks(group) == ranks]
-        _roots[names] = same[0] if same else make_group(ranks, count)
+        _roots[names] = same[0] if same else make_group(ranks)
     return _roots[names]
 
 
@@ -68,8 +69,8 @@ def _order(group: dist.ProcessGroup) -> tuple[list[int], str]:
     return dist.get_process_group_ranks(group), group.group_name
 
 
-def connected(groups: Sequence[dist.ProcessGroup]) -> tuple[list[int], int]:
-    """Return the ranks that this rank's groups connect, directly or by chains, and the most groups that one is in.
+def connected(groups: Sequence[dist.ProcessGroup]) -> list[int]:
+    """Return the ranks that this rank's groups connect, directly or by chains.
 
     Each rank keeps two sets: the ranks that it knows of, and the ranks whose groups it knows. In every round the
     members of a group exchange and unite their sets. A rank knows everything once its two sets are equal; a group is
@@ -81,35 +82,52 @@ def connected(groups: Sequence[dist.ProcessGroup]) -> tuple[list[int], int]:
     for group in groups:
         for other in dist.get_process_group_ranks(group):
             known[other] = True
-    count = len(dist.distributed_c10d._world.pg_names)
     pending = sorted(groups, key=_order)
     while pending:
         for group in list(pending):
-            own = [known == complete, count, *pack_bits(known), *pack_bits(complete)]
+            own = [known == complete, *pack_bits(known), *pack_bits(complete)]
             reports = gather(group, torch.device("cpu"), torch.tensor(own, dtype=torch.int64))
-            for _, groups_of_rank, *numbers in reports:
+            for _, *numbers in reports:
                 half = len(numbers) // 2
                 known = [a or b for a, b in zip(known, unpack_bits(numbers[:half], world), strict=True)]
                 complete = [a or b for a, b in zip(complete, unpack_bits(numbers[half:], world), strict=True)]
-                count = max(count, groups_of_rank)
             if all(knows_all for knows_all, *_ in reports):
                 pending.remove(group)
-    return [other for other in range(world) if known[other]], count
+    return [other for other in range(world) if known[other]]
 
 
-def make_group(ranks: Sequence[int], count: int) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Create a process group without the other ranks taking part.
 
-    torch derives the group's name from the number of groups that a rank is in, and hangs if ranks differ in it. Ranks
-    that are in fewer groups first create groups of themselves alone.
+    torch would derive its name from how many groups a rank is in, or since 2.14 was asked to create, and hang where
+    ranks differ in that; and since 2.14 the other ranks would name their next groups differently. So the name is given
+    here, and torch's count of groups stays as it was.
 
     Args:
         ranks: of the new group, in order.
-        count: the most groups that one of them is in.
+
+    Raises:
+        RuntimeError: this version of torch names groups in another way.
     """
-    while len(dist.distributed_c10d._world.pg_names) < count:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    c10d = dist.distributed_c10d
+    try:
+        world, own = c10d._world, c10d._hash_ranks_to_str
+        count = world.group_count
+        earlier = sum(dist.get_process_group_ranks(group) == list(ranks) for group in world.pg_map)
+        name = f"hf_muon.{hashlib.blake2b(str(ranks).encode(), digest_size=16).hexdigest()}.{earlier}"
+        c10d._hash_ranks_to_str = lambda *_, **__: name
+        try:
+            if c10d._process_group_name(list(ranks), use_hashed_name=True) != name:
+                raise AttributeError
+            group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        finally:
+            c10d._hash_ranks_to_str = own
+            world.group_count = count
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} names process groups in a way that this version of hf_muon does not know, and "
+            f"ranks {', '.join(map(str, ranks))} need a group of their own: use torch 2.6 to 2.15, or a newer hf_muon"
+        ) from error
     return group
 
 
@@ -127,8 +145,7 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         assert world is not None
         return world
     if ranks not in _groups or not is_alive(_groups[ranks]):
-        _, count = connected([mesh.get_group(axis) for axis in range(mesh.ndim)])
-        _groups[ranks] = make_group(ranks, count)
+        _groups[ranks] = make_group(ranks)
     return _groups[ranks]
 
 

@@ -15,7 +15,7 @@ from hf_muon.math.rounding import round_to_half, salt, salted_bits
 from hf_muon.math.weight_rounding import Observer, Result, is_half
 
 MATCH_RMS = "match_rms_adamw"
-ADJUST_LR_FNS = (MATCH_RMS, "original", "rms_to_rms")
+ADJUST_LR_FNS = (MATCH_RMS, "original", "spectral_unclamped")
 UPDATE_RMS = 0.2
 
 
@@ -28,7 +28,7 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int], update_rms: float = UPDATE
         update_rms: root mean square of an orthogonal direction times its scale, under ``match_rms_adamw``.
 
     Sources: ``match_rms_adamw`` from Moonlight (https://arxiv.org/abs/2502.16982), ``original`` from Keller Jordan
-    (https://kellerjordan.github.io/posts/muon/), ``rms_to_rms`` from the spectral condition
+    (https://kellerjordan.github.io/posts/muon/), ``spectral_unclamped`` from the spectral condition
     (https://arxiv.org/abs/2310.17813).
     """
     rows, columns = shape[-2:]
@@ -36,7 +36,7 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int], update_rms: float = UPDATE
         return update_rms * math.sqrt(max(rows, columns))
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
-    if adjust_lr_fn == "rms_to_rms":
+    if adjust_lr_fn == "spectral_unclamped":
         return math.sqrt(rows / columns)
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)}")
 

@@ -59,6 +59,8 @@ def check_written_option(name: str, value: Any) -> Any:
     """
     if name == "lr" and _is_rounded_zero(value):
         return value if isinstance(value, torch.Tensor) else 0.0
+    if name == "adjust_lr_fn" and value == "rms_to_rms":  # in checkpoints from before torch had a name for it
+        value = "spectral_unclamped"
     return check_option(name, value)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
-from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS
+from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS, check_written_option
 from hf_muon.optimizer.state import DTYPE_OPTIONS, describe, dtype_of
 from hf_muon.rules import registry
 from hf_muon.storage.factors import ONE, factors_of, has_factors
@@ -69,7 +69,9 @@ def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> s
         f"{name} {saved[name]!r}, not {group[name]!r}"
         for group, saved in zip(groups, saved_groups, strict=True)
         for name in GROUP_OPTIONS
-        if name not in ("lr", *own_options()) and name in saved and check_option(name, saved[name]) != group[name]
+        if name not in ("lr", *own_options())
+        and name in saved
+        and check_written_option(name, saved[name]) != group[name]
     }
     return "; ".join(sorted(changes))
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_muon import Muon
+from hf_muon.distributed import groups
 from hf_muon.optimizer import prepared_steps
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from tests.distributed.cases import SHAPES, VECTORS, Counted, make, muon_over, placements_of, store, whole_state
@@ -125,6 +126,36 @@ def unequal(rank, what):
     except RuntimeError as error:
         untouched = not optimizer.state and all(bool((p == 1).all()) for g in groups for p in g["params"])
         return str(error), untouched
+
+
+@contextlib.contextmanager
+def naming(scheme):
+    """Have torch name groups as before 2.14 (`joined`), since then (`asked`), or in an `other` way."""
+    c10d = dist.distributed_c10d
+
+    def hashed(ranks):
+        world = c10d._world
+        return f"{list(ranks)} {world.group_count if scheme == 'asked' else len(world.pg_names)}"
+
+    def name_of(ranks, use_hashed_name):
+        hashes = hashed if scheme == "other" else c10d._hash_ranks_to_str
+        name = hashes(ranks) if use_hashed_name else str(c10d._world.group_count)
+        c10d._world.group_count += scheme == "asked" or not use_hashed_name
+        return name
+
+    with mock.patch.multiple(c10d, _hash_ranks_to_str=hashed, _process_group_name=name_of):
+        yield
+
+
+def pipeline_under(rank, scheme, meshed=True):
+    """Return what `pipeline` returns, or its error, after which all ranks create groups with one another."""
+    with naming(scheme), mock.patch.multiple(groups, _groups={}, _roots={}):
+        try:
+            return pipeline(rank, meshed)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            dist.barrier(dist.new_group())
 
 
 def pipeline(rank, meshed, steps=2):

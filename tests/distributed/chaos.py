@@ -45,7 +45,7 @@ class Model:
             "nesterov": rng.random() < 0.7,
             "ns_steps": rng.choice([2, 3, 5]),
             "ns_coefficients": rng.choice(["polar_express", "original", "cans"]),
-            "adjust_lr_fn": rng.choice(["match_rms_adamw", "original", "rms_to_rms"]),
+            "adjust_lr_fn": rng.choice(["match_rms_adamw", "original", "spectral_unclamped"]),
         }
         self.bounds = {}
         if rng.random() < 0.6:

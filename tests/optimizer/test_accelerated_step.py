@@ -63,7 +63,7 @@ OPTIONS = [
     {"momentum_dtype": "bf16", "adamw_state_dtype": "bf16"},
     {"momentum_dtype": "int8", "adamw_state_dtype": "int8"},
     {"weight_rounding": "nearest"},
-    {"adjust_lr_fn": "rms_to_rms"},
+    {"adjust_lr_fn": "spectral_unclamped"},
 ]
 
 

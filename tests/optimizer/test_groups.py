@@ -96,9 +96,9 @@ def test_param_groups_carry_every_hyperparameter(name):
         ([(4, 4)], {"ns_coefficients": "deepseek_v4", "ns_steps": 5}, "exactly 10 steps"),
         ([(4, 4)], {"ns_coefficients": [(3, -3, 1)] * 2, "ns_steps": 5}, "lists 2 steps, three numbers for each"),
         ([(4, 4)], {"update_rms": -0.2}, "update_rms=-0.2 is not valid. Valid: a number above 0"),
-        ([(4, 4)], {"update_rms": 0.3, "adjust_lr_fn": "rms_to_rms"}, "update_rms=0.3 is the constant of"),
+        ([(4, 4)], {"update_rms": 0.3, "adjust_lr_fn": "spectral_unclamped"}, "update_rms=0.3 is the constant of"),
         ([(4, 4)], {"ns_dtype": "fp16"}, "does not run on a CPU"),
-        ([(4, 4)], {"adjust_lr_fn": "none"}, "Valid: match_rms_adamw, original or rms_to_rms"),
+        ([(4, 4)], {"adjust_lr_fn": "none"}, "Valid: match_rms_adamw, original or spectral_unclamped"),
         ([(4, 4)], {"adamw_betas": (0.9, 1.0)}, "adamw_betas="),
     ],
 )

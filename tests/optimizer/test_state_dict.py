@@ -120,6 +120,16 @@ class TestStateDict:
         fresh.load_state_dict(optimizer.state_dict())
         assert not caplog.text
 
+    def test_the_scale_that_had_a_name_of_ours_before_torch_had_one_is_loaded(self):
+        optimizer, params = both_halves(adjust_lr_fn="spectral_unclamped")
+        run(optimizer, params, both_gradients(1))
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group["adjust_lr_fn"] = "rms_to_rms"
+        fresh, _ = both_halves()
+        fresh.load_state_dict(saved)
+        assert fresh.param_groups[0]["adjust_lr_fn"] == "spectral_unclamped"
+
     def test_users_pre_hook_comes_first(self):
         optimizer, params = both_halves()
         run(optimizer, params, both_gradients(1))
