@@ -12,9 +12,8 @@ from torch.optim.adamw import adamw
 
 from hf_muon.math import weight_rounding
 from hf_muon.math.adamw_functions import STEP, STEP_CODES, next_values
-from hf_muon.math.codes import BLOCK, Quantized
+from hf_muon.math.codes import BLOCK, Quantized, over_blocks
 from hf_muon.math.elementwise import (
-    compiles_on,
     is_accelerator,
     is_large,
     most_copied,
@@ -174,9 +173,7 @@ def _rows_together(stepped: Sequence[Stepped]) -> Iterator[list[list[Tensor]]]:
         if all(column.is_contiguous() for column in columns):
             columns = [column.view(-1, column.shape[-1]) for column in columns]
             if param.shape[-1] % BLOCK == 0 and is_large(2 * each * param.numel()):
-                # Only a compiled function has no temporary tensors.
-                size = param.numel() if param.is_meta or compiles_on(param.device) else chunk_size(param)
-                yield from ([part] for part in _split_rows(columns, size))
+                yield [columns]
                 continue
         else:
             most = param.numel()
@@ -205,7 +202,7 @@ def _step_rows_(parts: Sequence[Sequence[Tensor]], *numbers: Tensor, stochastic:
     columns = [padded_rows(column, 1 if c in (3, 5) else BLOCK) for c, column in enumerate(zip(*parts, strict=True))]
     flats = [column.gathered() for column in columns]
     blocks = [flat if c in (3, 5) else flat.view(-1, BLOCK) for c, flat in enumerate(flats)]
-    STEP_CODES(*blocks, *numbers, stochastic=stochastic)
+    over_blocks(STEP_CODES, blocks, *numbers, stochastic=stochastic)
     for c in STEP_CODES.writes:
         columns[c].scatter(flats[c])
 
