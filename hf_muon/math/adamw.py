@@ -135,7 +135,7 @@ def _step_together_(
     for count, alike in by_count.items():
         corrections = [1 - beta**count for beta in betas]
         rates = [number(value) for value in (1 - betas[0], betas[1], 1 - betas[1])]
-        factors = (1 - lr * weight_decay, lr / corrections[0], math.sqrt(corrections[1]), eps)
+        factors = (1 - lr * weight_decay, lr / corrections[0], 1 / math.sqrt(corrections[1]), eps)
         numbers = [*rates, *map(number, factors), number(salt(step), torch.int32)]
         for own in alike:
             if observer is not None and is_half(own.param):

@@ -33,7 +33,7 @@ def next_values(
     grad, first, second = grad.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)
     first = first + (grad - first) * rates[0]
     second = second * rates[1] + grad * grad * rates[2]
-    exact = param.to(dtype) * factors[0] - first / (second.sqrt() / factors[2] + factors[3]) * factors[1]
+    exact = param.to(dtype) * factors[0] - first / (second.sqrt() * factors[2] + factors[3]) * factors[1]
     return exact, first, second
 
 

@@ -41,7 +41,7 @@ class Code(NamedTuple):
     def fractions(self, codes: Tensor) -> Tensor:
         """Return what codes stand for, from -1 to 1, in fp32."""
         exact = codes.float() * codes.float().abs()
-        exact /= self.largest**2  # before the scale, so that the largest codes give exactly the scale
+        exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
         return exact.mul_(exact) if self.power == 4 else exact
 
     def exact_codes(self, fractions: Tensor) -> Tensor:
