@@ -1,7 +1,7 @@
 """The momentum of matrices: an exponential moving average of their gradients.
 
-A step always computes in fp32. How a value is rounded depends on the value, its block and the number of the step alone,
-and blocks lie within the rows of a matrix. So every layout is bit-identical to a single process.
+A step computes in fp32, or in the dtype of a wider parameter. How a value is rounded depends on the value, its block
+and the number of the step alone, and blocks lie within the rows of a matrix: layouts do not matter.
 """
 
 from __future__ import annotations
