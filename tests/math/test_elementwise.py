@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import Muon
@@ -160,6 +161,22 @@ def test_what_is_compiled_is_as_the_plain_function(backend):
                 assert ((one - other).abs() <= 2 * torch.finfo(one.dtype).eps * other.abs().clamp(min=1e-3)).all()
                 continue
             assert torch.equal(one, other), (function.name, options, [argument.dtype for argument in arguments])
+
+
+class NoDivisionByNumbers(TorchDispatchMode):
+    """Fails where a tensor is divided by a number, for which a CPU divides; compilers and cards multiply."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            assert torch.is_tensor(args[1]), operator
+            assert args[1].ndim, operator
+        return operator(*args, **kwargs or {})
+
+
+def test_no_function_divides_by_a_number():
+    for function, arguments, options in cases():
+        with NoDivisionByNumbers():
+            function.plain(*arguments, **options)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -178,7 +178,7 @@ def test_moments_in_8_bits_are_decoded_stepped_and_stored(dtype, rounding, copie
             state["step"] += 1
             rates = [number(rate) for rate in (1 - 0.9, 0.95, 1 - 0.95)]
             corrections = 1 - 0.9**step, 1 - 0.95**step
-            factors = [number(x) for x in (1 - 0.01 * 0.1, 0.01 / corrections[0], math.sqrt(corrections[1]), 1e-8)]
+            factors = [number(x) for x in (1 - 0.01 * 0.1, 0.01 / corrections[0], 1 / math.sqrt(corrections[1]), 1e-8)]
             moments = [decoded(state, key) for key in ("exp_avg", "exp_avg_sq")]
             exact, *moments = next_values(param, grad, *moments, rates, factors)
             for key, moment, code in zip(("exp_avg", "exp_avg_sq"), moments, (SQUARES, FOURTH_POWERS), strict=True):
