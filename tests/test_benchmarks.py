@@ -59,11 +59,11 @@ AT_SIZES_OF_CUDA = """
 import logging, sys
 sys.path.insert(0, ".")
 from asked import asked
-from models import MODELS, scaled_config
-from optimizer_step import _meta, _routed, ours
+from models import MODELS, on_meta, scaled_config
+from optimizer_step import ours
 logging.getLogger("hf_muon").setLevel("ERROR")
 for name in MODELS:
-    model = _meta(scaled_config(name, "cuda", False)[0])
+    model = on_meta(scaled_config(name, "cuda", False)[0])
     options = MODELS[name].options | {"ns_dtype": "fp16"}
     weights = sum(param.numel() for param in model.parameters())
     print(name, asked(lambda: ours(model, options).step, weights), sep="|")
@@ -114,6 +114,30 @@ def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
     assert "| square, times as fast as torch.optim.Muon's |" in (tmp_path / "tables.md").read_text()
     pictures = {path.stem for path in tmp_path.glob("*.png")}
     assert pictures == set(NUMBERS) or ("no pictures: " in process.stdout and not pictures)
+
+
+COUNTED = """
+import sys
+sys.path.insert(0, "benchmarks")
+import torch
+from sides import Setting
+from timing import executed_flops
+ran = []
+def backend(graph, inputs):
+    return lambda *arguments: ran.append(1) or graph(*arguments)
+product = torch.compile(lambda a: a @ a, fullgraph=True, backend=backend)
+matrix = torch.ones(4, 4)
+product(matrix)
+flops = executed_flops(lambda: product(matrix))
+product(matrix)
+dtypes = (torch.float32, torch.float16, torch.bfloat16)
+print(flops, len(ran), *(Setting(None, True, dtype, None).dtype_name for dtype in dtypes))
+"""
+
+
+def test_counting_flops_does_not_end_compilation():
+    process = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, cwd=BENCH.parents[1])
+    assert process.stdout.split() == ["128", "2", "fp32", "fp16", "bf16"], process.stderr
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp32", "float32"), ("bf16", "bfloat16")])
