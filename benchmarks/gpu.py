@@ -100,6 +100,7 @@ class Body:
     def __setitem__(self, name: str, lines: list[str]) -> None:
         self._blocks[name] = lines
         text = "\n\n".join("\n".join(block).strip() for block in self._blocks.values() if block)
+        text = re.sub(r"\n{3,}", "\n\n", text)
         new = self._file.with_suffix(".new")
         new.write_text(text + "\n")
         new.replace(self._file)

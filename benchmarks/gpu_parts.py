@@ -36,7 +36,6 @@ from torch import Tensor, nn
 import hf_muon.math
 from hf_muon import Muon, build_optimizer
 from hf_muon.config import MuonConfig
-from hf_muon.math import elementwise
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.momentum import BUFFER, MomentumBuffers
@@ -136,7 +135,6 @@ def machine(where: Where, body: Body) -> None:
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
         **versions,
         "`ns_dtype: auto` is": _name(where.ns_dtype),
-        "compiled functions": "yes" if elementwise.compiles_on(where.device) else "no: the plain twins run",
         "sums in fp16 may be split": str(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
         "sums in bf16 may be split": str(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
     }
@@ -334,6 +332,23 @@ def _ordered(tensor: Tensor) -> Tensor:
     return bits.long() if not tensor.is_floating_point() else torch.where(bits < 0, least - bits.long(), bits.long())
 
 
+class _Said(logging.Handler):
+    """What the package says of compilation, once each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, None] = {}
+        logger = logging.getLogger("hf_muon")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "compil" in text:
+            self.lines[f"- it says: {_cell(text)}"] = None
+
+
 def _cases() -> Iterator[tuple[torch.dtype, torch.dtype, dict[str, Any]]]:
     """Yield dtypes of weights and gradients, and options, in which steps call compiled functions."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -359,6 +374,7 @@ def compiled(where: Where, body: Body) -> None:
         if isinstance(function, Elementwise)
     }
     notes: list[str] = []
+    said = _Said()
     with contextlib.nullcontext() if where.on_cuda else accelerated(), Twins() as twins:
         for dtype, of_grads, options in _cases():
             words = ", ".join(f"{key}={value}" for key, value in options.items())
@@ -366,7 +382,6 @@ def compiled(where: Where, body: Body) -> None:
             note = attempt(lambda case=(dtype, of_grads, options): _steps(where.device, *case))
             if not options:
                 note = note or attempt(lambda case=(dtype, of_grads): _move_alone(where.device, *case))
-            note = note or (elementwise.pop_failure() or "")
             notes += [f"- {case}: {_cell(note)}"] if note else []
             where.say(f"{case}{': ' * bool(note)}{note}")
             rows = [
@@ -386,8 +401,10 @@ def compiled(where: Where, body: Body) -> None:
             )
             body["compiled"] = [
                 "Steps of small parameters; after each call the plain twin runs on copies, and what both have written "
-                f"is compared bit for bit. {'' if elementwise.compiles_on(where.device) else 'Nothing is compiled. '}"
+                f"is compared bit for bit. {'' if said.lines else 'Nothing is compiled. '}"
                 f"{f'Not called by any step: {unseen}.' if unseen else ''}",
+                "",
+                *said.lines,
                 "",
                 *table(heads, rows),
                 *notes,
