@@ -82,7 +82,7 @@ def test_steps_are_counted_at_the_sizes_of_cuda():
         row = ast.literal_eval(line)
         assert row.keys() == {"launches", "waits", "traffic", "host ms"}, (name, row)
         assert row["waits"] == 1
-        assert 20 < row["traffic"] < 80
+        assert 20 < row["traffic"] < 120
 
 
 def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
@@ -203,7 +203,7 @@ def test_the_first_minutes_on_a_card_at_small_sizes(tmp_path):
         cells = re.search(rf"^\| {weights} \|(.*)\|$", memory, re.MULTILINE)[1].split("|")
         planned, found, *_, counted, _, _ = map(float, cells)
         assert planned == found
-        assert 100 < counted < 200
+        assert 100 < counted < 400
     assert re.search(r"hf_muon, watched \| \d", step)
     assert re.search(r"torch.optim.Muon \+ AdamW \| \d", step)
     assert ranks.count("| = |") == 4
