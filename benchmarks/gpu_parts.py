@@ -582,7 +582,7 @@ def _equal_bits(where: Where, body: Body) -> None:
                 "",
                 *table(["layout", "weights", "products", "bits"], rows),
             ]
-    pool.close()
+    pool.close(kill=True)  # however its ranks would end, the measurement follows
 
 
 def _seconds(where: Where, body: Body) -> None:
