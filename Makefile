@@ -27,7 +27,7 @@ NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,sphinx,trl
 DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
 LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 
-.PHONY: install async_io chromium demo quick test rest test-all lint docs golden bench gpu evidence clean
+.PHONY: install async_io chromium demo quick test rest test-all lint docs golden bench evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made chromium
@@ -76,6 +76,7 @@ $(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
 bench: $(BENCHMARKS)/.made
 	$(BENCHMARKS)/bin/python benchmarks/bench.py --device $(DEVICE) $(BENCH)
 
+.PHONY: gpu
 gpu: DEVICE = cuda
 gpu: $(BENCHMARKS)/.made
 	$(BENCHMARKS)/bin/python benchmarks/gpu.py --device $(DEVICE) $(GPU)
