@@ -6,6 +6,7 @@
 #   make lint      ruff and mypy
 #   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
+#   make gpu      what the first ten minutes on a card should run, and a page of results; with DEVICE=cpu at small sizes
 #   make evidence   tables of the studies of Muon beside AdamW; with STUDY=name it runs or continues one, JOBS=2 two trials at once
 #   make golden    the tables in tests/golden and the tables of options in docs/options.md, written anew: look at the diff
 
@@ -67,13 +68,18 @@ $(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
 	@echo "== making $(BENCHMARKS): the newest supported stack, with other Muons (some minutes)"
 	$(PYTHON) -m venv $(BENCHMARKS)
 	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt torch
-	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt -e ".[bench,deepspeed]"
+	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt -e ".[bench,deepspeed,test]"
 	@# A file or two of each is all that is measured.
 	$(BENCHMARKS)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
 	@touch $@
 
 bench: $(BENCHMARKS)/.made
 	$(BENCHMARKS)/bin/python benchmarks/bench.py --device $(DEVICE) $(BENCH)
+
+.PHONY: gpu
+gpu: DEVICE = cuda
+gpu: $(BENCHMARKS)/.made
+	$(BENCHMARKS)/bin/python benchmarks/gpu.py --device $(DEVICE) $(GPU)
 
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py

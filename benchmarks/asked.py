@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from accelerator import as_accelerator
 from count import counting
+from meters import uncompiled
 from setting import Row, attempt
 
 COLUMNS = ("launches", "waits", "traffic", "host ms")
@@ -32,7 +33,7 @@ def asked(make: Callable[[], Callable[[], Any]], weights: int) -> Row:
     row: Row = {}
 
     def count() -> None:
-        with _fused_on_meta(), as_accelerator():
+        with uncompiled(), _fused_on_meta(), as_accelerator():
             call = make()
             with counting():  # the device answers
                 call()
@@ -45,7 +46,7 @@ def asked(make: Callable[[], Callable[[], Any]], weights: int) -> Row:
         )
 
     def measure() -> None:
-        with _fused_on_meta(), as_accelerator(reads=False):
+        with uncompiled(), _fused_on_meta(), as_accelerator(reads=False):
             call = make()
             call()
             seconds = []

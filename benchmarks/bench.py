@@ -79,10 +79,9 @@ def measure(options: argparse.Namespace) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import meters
     import torch
-    from setting import Setting
-    from timing import Clock, Gemm
+    from setting import setting_on
 
-    from hf_muon.math.precision import NS_DTYPES, compute_dtype
+    from hf_muon.math.precision import NS_DTYPES
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -91,13 +90,11 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     if options.dtype:  # nothing has asked what auto means before
         NS_DTYPES["auto"] = NS_DTYPES[options.dtype]
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    dtype = compute_dtype("auto", device.type, device.index)
-    clock = Clock(device, options.threads)
-    sizes = (64,) if options.quick else (512, 768, 1024) if device.type == "cpu" else (4096, 8192, 16384)
-    gemm = Gemm(clock, dtype, sizes)
-    setting = Setting(device, dtype, clock, gemm, options.rounds, options.quick, options.dion)
-    name = str(dtype).removeprefix("torch.")
+    setting = setting_on(
+        options.device, quick=options.quick, rounds=options.rounds, threads=options.threads, dion=options.dion
+    )
+    device, clock, gemm = setting.device, setting.clock, setting.gemm
+    name = str(setting.dtype).removeprefix("torch.")
     setting.say(f"{name} products: {gemm.rate / 1e9:.4g} GFLOP/s at {gemm.size}; {clock.kind}; {options.rounds} rounds")
     for benchmark in options.only:
         load = os.getloadavg()

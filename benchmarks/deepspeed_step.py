@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from deepspeed_sides import ADAMW, NATIVE, NATIVE_STANDARD, OURS
-from meters import Ledger, newton_schulz_flops, peak_extra_bytes, spread
+from meters import Ledger, newton_schulz_flops, peak_extra_bytes, spread, uncompiled
 
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
@@ -139,7 +139,7 @@ def _case(names: list[str], stage: int, offload: str, rank: int, rounds: int) ->
                 times_of[name].append(seconds)
     by_side: dict[str, Any] = {}
     for name in names:
-        with Ledger() as ledger:
+        with uncompiled(), Ledger() as ledger:
             both(engines[name])
         peak = peak_extra_bytes(lambda engine=engines[name]: both(engine), torch.device("cpu"))  # type: ignore[misc]
         by_rank: list[Any] = [None] * dist.get_world_size()

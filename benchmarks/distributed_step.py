@@ -30,7 +30,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meters import Ledger, Stopwatch, commit, machine, peak_extra_bytes, spread
+from meters import Ledger, Stopwatch, commit, machine, peak_extra_bytes, spread, uncompiled
 from rich.console import Console
 from rich.table import Table
 from sides import STEPS, Setting, gathered, ours, prepare, sides, stored, whole
@@ -53,6 +53,7 @@ def llama(layers: int, width: int) -> list[tuple[int, int]]:
     return [*layer, (inner, width), (inner, width), (width, inner)] * layers
 
 
+QWEN3_LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "8 of 256x1024": [(256, 1024)] * 8,
     "Llama, 24 layers of 192": llama(24, 192),
@@ -68,7 +69,10 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
         (333, 130),
         (250, 1000),
     ],
+    "Qwen3-0.6B, 4 layers": [*QWEN3_LAYER] * 4,
+    "tiny": [(32, 64), (48, 32), (32, 64)],  # does all run?
 }
+_BY_DEFAULT = list(SHAPES)[:3]
 
 
 def main() -> None:
@@ -92,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layout", nargs="+", choices=["fsdp", "ddp"], default=["fsdp", "ddp"])
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=_BY_DEFAULT)
     parser.add_argument("--dion", help="a checkout of github.com/microsoft/dion")
     parser.add_argument("--ns-dtype", choices=["auto", "fp32", "bf16"], default="auto")
     parser.add_argument("--seconds", type=float, default=15, help="of each case; at least 3 rounds run")
@@ -217,7 +221,7 @@ def _case(
         "sides": {},
     }
     for name in names:
-        with Ledger() as ledger:
+        with uncompiled(), Ledger() as ledger:
             steps[name]()
         by_rank = gathered((wall[name], products[name], ledger.flops, ledger.nbytes, sum(ledger.collectives.values())))
         memory = gathered(peak_extra_bytes(steps[name], device))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import math
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -161,6 +163,44 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
     with _LiveLocalBytes() as live:
         function()
     return live.peak
+
+
+def kernels(function: Callable[[], Any], device: torch.device) -> dict[str, tuple[int, float]]:
+    """Return how often each kernel, copy and fill runs in a call, and its seconds, by name, as torch's profiler sees.
+
+    On a CPU these are operators, those inside others included.
+
+    Raises:
+        RuntimeError: the profiler sees none, as where it may not read the device's counters.
+    """
+    on_cuda = device.type == "cuda"
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if on_cuda else {"cpu_op"}
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if on_cuda else [])]) as profile:
+        function()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profile.export_chrome_trace(path)
+        with open(path) as file:
+            events = json.load(file)["traceEvents"]
+    found: dict[str, tuple[int, float]] = {}
+    for event in events:
+        if event.get("cat") in kinds:
+            count, seconds = found.get(event["name"], (0, 0.0))
+            found[event["name"]] = (count + 1, seconds + event.get("dur", 0) / 1e6)
+    if not found:
+        raise RuntimeError("torch's profiler saw nothing on the device")
+    return found
+
+
+def uncompiled() -> Any:
+    """Return a context in which compiled functions run uncompiled, for calls under a mode that sees each operator.
+
+    Where torch meets such a mode otherwise, it does not compile a function again for the rest of the process.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 def newton_schulz_flops(shape: tuple[int, int], steps: int) -> int:

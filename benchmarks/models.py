@@ -127,15 +127,21 @@ def real_config(name: str) -> Any:
     return _config(MODELS[name], {})
 
 
-def scaled_config(name: str, device: str, quick: bool) -> tuple[Any, str]:
+def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = None) -> tuple[Any, str]:
     """Return a config that fits the device, and in words what is smaller in it.
 
     The vocabulary shrinks with the layers, so that Muon and AdamW keep their shares of the parameters.
+
+    Args:
+        name: of the model.
+        device: ``cpu`` or ``cuda``.
+        quick: whether to make it tiny.
+        layers: in place of the number that fits the device.
     """
     model = MODELS[name]
     on_cpu = device == "cpu"
     divisor = 32 if quick else model.cpu_divisor if on_cpu else 1
-    layers = 1 if quick else model.layers[0 if on_cpu else 1]
+    layers = layers or (1 if quick else model.layers[0 if on_cpu else 1])
     whole = model.fields[model.layer_field]
     changed = {field: max(4, model.fields[field] // divisor) for field in model.widths}
     changed[model.layer_field] = layers
@@ -177,3 +183,12 @@ def build(config: Any) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def on_meta(config: Any) -> Any:
+    """Return the model of a config on the meta device, with gradients."""
+    with torch.device("meta"):
+        model = build(config)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    return model

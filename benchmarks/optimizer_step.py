@@ -7,13 +7,15 @@ import importlib
 import logging
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from asked import asked
-from meters import peak_extra_bytes
-from models import MODELS, build, scaled_config
+from meters import kernels, peak_extra_bytes
+from models import MODELS, build, on_meta, scaled_config
 from rivals import STEPS, bfloat16_is, llamafactory_muon, sides
 from setting import Row, Setting, attempt
 from timing import GEMM, columns, executed_flops, ratios, taking_turns
@@ -26,7 +28,7 @@ OURS, TORCH, LLAMAFACTORY, DION, ADAMW = (
     *("hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "dion"),
     "fused AdamW",
 )
-BOUNDED = "hf_muon, bounded"
+BOUNDED, WATCHED = "hf_muon, bounded", "hf_muon, watched"
 LR, DECAY, MOMENTUM, BETAS, EPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8
 Step = Callable[[], Any]
 
@@ -138,31 +140,49 @@ def run(setting: Setting) -> list[Row]:
     names = ["Qwen3-0.6B"] if setting.quick else list(MODELS)
     rows: list[Row] = []
     for place, name in enumerate(names, 1):
-        rows_of_model = _model(setting, name)
+        rows_of_model = rows_of(setting, name)
         rows += rows_of_model
         times = ", ".join(f"{row['side']} {row['ms']:.4g} ms" for row in rows_of_model if row.get("ms"))
         setting.say(f"optimizer_step {place}/{len(names)}  {name}: {times}")
     return rows
 
 
-def _model(setting: Setting, name: str) -> list[Row]:
+def rows_of(
+    setting: Setting,
+    name: str,
+    *,
+    sides: Sequence[str] = (OURS, WATCHED, TORCH, LLAMAFACTORY, DION, ADAMW),
+    config: tuple[Any, str] | None = None,
+) -> list[Row]:
+    """Return a row for each side of a model.
+
+    Args:
+        setting: where and how to measure.
+        name: of the model.
+        sides: to measure; ours and fused AdamW, with which others are compared, must be among them. *Watched* is ours
+            with metrics of every step.
+        config: of the model and in words what is smaller in it, in place of the one that fits the device.
+    """
     torch.manual_seed(0)
-    config, scaled = scaled_config(name, setting.device.type, setting.quick)
+    config, scaled = config or scaled_config(name, setting.device.type, setting.quick)
     model = build(config).to(setting.device)
     options = MODELS[name].options
     half = setting.dtype if setting.on_cpu else torch.bfloat16
-    copies = {side: copy.deepcopy(model) for side in (OURS, TORCH, LLAMAFACTORY, DION, ADAMW)}
+    copies = {side: copy.deepcopy(model) for side in sides}
     give_gradients(list(copies.values()))
     optimizer = ours(copies[OURS], options)
+    folder = tempfile.TemporaryDirectory()
+    watching = {"diagnostics_every": 1, "diagnostics_file": str(Path(folder.name) / "metrics.jsonl"), **options}
     makers: dict[str, Callable[[], Step]] = {
         OURS: lambda: optimizer.step,
+        WATCHED: lambda: ours(copies[WATCHED], watching).step,
         TORCH: lambda: torch_step(copies[TORCH], options, half),
         LLAMAFACTORY: lambda: llamafactory_step(copies[LLAMAFACTORY], options, half),
         DION: lambda: dion_step(copies[DION], options, setting),
         ADAMW: lambda: adamw_step(copies[ADAMW]),
     }
     # What `ns_dtype: auto` is on NVIDIA GPUs, and what the others multiply there.
-    on_meta: dict[str, Callable[[nn.Module], Step]] = {
+    counted: dict[str, Callable[[nn.Module], Step]] = {
         OURS: lambda meta: ours(meta, {**options, "ns_dtype": "fp16"}).step,
         TORCH: lambda meta: torch_step(meta, options, torch.bfloat16),
         LLAMAFACTORY: lambda meta: llamafactory_step(meta, options, torch.bfloat16),
@@ -171,10 +191,10 @@ def _model(setting: Setting, name: str) -> list[Row]:
     }
     steps: dict[str, Step] = {}
     notes = {}
-    for side, make in makers.items():
+    for side in sides:
 
-        def first(side: str = side, make: Callable[[], Step] = make) -> None:
-            step = make()
+        def first(side: str = side) -> None:
+            step = makers[side]()
             step()  # creates its state
             steps[side] = step
 
@@ -185,7 +205,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
     times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
     muon, rest = (sum(param.numel() for param in params) for params in _routed(copies[OURS], options))
     rows = []
-    for side in makers:
+    for side in sides:
         row: Row = {
             "model": name,
             "scaled": scaled,
@@ -193,7 +213,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
             "adamw weights": rest,
             "side": side,
             "note": notes[side],
-            **asked(lambda side=side: on_meta[side](_meta(config)), muon + rest),
+            **(asked(lambda side=side: counted[side](on_meta(config)), muon + rest) if side in counted else {}),
         }
         if side in steps:
             flops = executed_flops(steps[side])
@@ -205,20 +225,19 @@ def _model(setting: Setting, name: str) -> list[Row]:
                 "peak mb": peak_extra_bytes(steps[side], setting.device) / 1e6,
                 "parted": parted.get(side, ""),
             }
+            if not setting.on_cpu:
+                note = attempt(lambda row=row, step=steps[side]: row.update(kernels=_launched(step, setting)))
+                row["note"] = row["note"] or note
             if flops and side != ADAMW:
                 row |= columns("gemm fraction", setting.gemm.fractions(flops, times[side], times[GEMM]))
         rows.append(row)
+    folder.cleanup()
     rows.append({**dict.fromkeys(rows[0], ""), **_bounded(setting, name, scaled, model)})
     return rows
 
 
-def _meta(config: Any) -> nn.Module:
-    """Return the model of a config on the meta device, with gradients."""
-    with torch.device("meta"):
-        model: nn.Module = build(config)
-    for param in model.parameters():
-        param.grad = torch.empty_like(param)
-    return model
+def _launched(step: Step, setting: Setting) -> int:
+    return sum(count for count, _ in kernels(step, setting.device).values())
 
 
 def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from timing import Clock, Gemm
 
+from hf_muon.math.precision import compute_dtype
+
 Row = dict[str, Any]
 
 
@@ -46,6 +48,15 @@ class Setting:
     def say(self, text: str) -> None:
         """Print a line of progress."""
         print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
+
+
+def setting_on(kind: str, *, quick: bool, rounds: int, threads: int = 1, dion: str | None = None) -> Setting:
+    """Return the setting on a kind of device, ``cpu`` or ``cuda``, whose rate of products is measured."""
+    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    dtype = compute_dtype("auto", device.type, device.index)
+    clock = Clock(device, threads)
+    sizes = (64,) if quick else (512, 768, 1024) if kind == "cpu" else (4096, 8192, 16384)
+    return Setting(device, dtype, clock, Gemm(clock, dtype, sizes), rounds, quick, dion)
 
 
 def attempt(function: Callable[[], Any]) -> str:

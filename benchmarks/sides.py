@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def dtype_name(self) -> str:
-        return {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def orthogonalize(self) -> Orthogonalize:
         """Return our Newton-Schulz for ``(m, n)`` or ``(B, m, n)``, timed; then sides differ in distribution alone."""

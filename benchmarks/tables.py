@@ -93,7 +93,7 @@ def summary(folder: Path) -> Path:
     """Write tables.md from the CSV files of a folder, and return its path."""
     machines = json.loads((folder / "machine.json").read_text())
     lines = ["Made by `bench.py` from the CSV files beside it; see [benchmarks/README.md](../../README.md).", ""]
-    write_tables = dict(zip(BENCHMARKS, (_orthogonalization, _optimizer_step, _share, _growth), strict=True))
+    write_tables = dict(zip(BENCHMARKS, (_orthogonalization, optimizer_step, _share, _growth), strict=True))
     for benchmark, rows in present(folder):
         lines += [f"## {benchmark}", "", _machine(machines[benchmark]), "", *write_tables[benchmark](rows)]
         lines += [f"Left out, {side}: {why}" for side, why in machines[benchmark]["left out"].items()] + [""]
@@ -150,7 +150,8 @@ def _orthogonalization(rows: list[Row]) -> list[str]:
     return lines + table(["side", "version", "band", "found", "farthest outside"], body)
 
 
-def _optimizer_step(rows: list[Row]) -> list[str]:
+def optimizer_step(rows: list[Row]) -> list[str]:
+    """Return the lines of the table of whole steps."""
     body = [
         [
             row["model"],
@@ -162,6 +163,7 @@ def _optimizer_step(rows: list[Row]) -> list[str]:
             f"{row['gemm fraction']:.2f}" if "gemm fraction" in row else "-",
             f"{row['peak mb']:.3g}" if "peak mb" in row else "-",
             f"{row['parted']:.0e}" if "parted" in row else "-",
+            f"{row['kernels']:.0f}" if "kernels" in row else "-",
             f"{row['launches']:.0f}" if "launches" in row else "-",
             f"{row['waits']:.0f}" if "waits" in row else "-",
             f"{row['traffic']:.3g}" if "traffic" in row else "-",
@@ -185,6 +187,7 @@ def _optimizer_step(rows: list[Row]) -> list[str]:
         "of GEMM rate",
         "peak extra MB",
         "parted",
+        "kernels",
         "launches, counted",
         "waits, counted",
         "bytes a weight, counted",

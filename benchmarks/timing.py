@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from meters import spread
+from meters import spread, uncompiled
 from torch.utils.flop_counter import FlopCounterMode
 
 _SHORTEST = 4e-3  # seconds; shorter calls are timed several at a time
@@ -112,7 +112,7 @@ def executed_flops(function: Callable[[], Any]) -> int:
     The result is 0 if compiled code does not run while torch counts.
     """
     try:
-        with FlopCounterMode(display=False) as counter:
+        with uncompiled(), FlopCounterMode(display=False) as counter:
             function()
     except Exception:  # noqa: BLE001 an error of another package becomes an empty cell
         return 0

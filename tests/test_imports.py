@@ -32,10 +32,10 @@ ROOMS = [
 FLOORS = {
     "math": [
         "coefficients compiler cost precision rounding",
-        "codes elementwise logits products weight_rounding",
-        "gram moments update",
-        "adamw_functions momentum newton_schulz",
-        "adamw",
+        "elementwise logits products weight_rounding",
+        "codes gram update",
+        "adamw_functions moments newton_schulz",
+        "adamw momentum",
     ],
     "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "head", "page"],
     "storage": [

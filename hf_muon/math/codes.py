@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hf_muon.math.elementwise import Elementwise, compiles_on
+from hf_muon.math import compiler
+from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.rounding import random_bits, rows_per_chunk, salted_bits
 
 BLOCK = 64
@@ -182,7 +183,7 @@ def over_blocks(function: Elementwise, blocks: Sequence[Tensor], *numbers: Tenso
         options: of the function.
     """
     first = blocks[0]
-    if first.is_meta or compiles_on(first.device):
+    if first.is_meta or compiler.is_compiled(first.device):
         function(*blocks, *numbers, **options)
         return
     for parts in zip(*(torch.split(tensor, rows_per_chunk(first, BLOCK)) for tensor in blocks), strict=True):
