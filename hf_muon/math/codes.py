@@ -178,7 +178,7 @@ def over_blocks(function: Elementwise, blocks: Sequence[Tensor], *numbers: Tenso
 
     Args:
         function: of blocks.
-        blocks: tensors ``(R, BLOCK)``, the first of them, or ``(R,)``.
+        blocks: tensors ``(R, BLOCK)``, the first of them, and ``(R,)``, or stacks of these.
         numbers: of the function.
         options: of the function.
     """
@@ -186,7 +186,7 @@ def over_blocks(function: Elementwise, blocks: Sequence[Tensor], *numbers: Tenso
     if first.is_meta or compiler.is_compiled(first.device):
         function(*blocks, *numbers, **options)
         return
-    for parts in zip(*(torch.split(tensor, rows_per_chunk(first, BLOCK)) for tensor in blocks), strict=True):
+    for parts in zip(*(torch.split(tensor, rows_per_chunk(first, first[0].numel())) for tensor in blocks), strict=True):
         function(*parts, *numbers, **options)
 
 

@@ -19,15 +19,17 @@ from torch import Tensor
 # By type of device: the package that torch needs to compile for it.
 _COMPILERS = {"cuda": "triton", "xpu": "triton"}
 _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-# Options of Inductor, each under the names that versions of torch have for it.
+# Options of Inductor by which each operation is rounded once, under the names that versions of torch have for them.
 _OPTIONS = {
-    ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels that round differently
+    ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels
     ("emulate_precision_casts",): True,  # no product and sum are contracted
     ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
 }
+# Where a version lacks it, a stopwatch chooses kernels of blocks, which differ in nothing but speed.
+_WANTED = {("deterministic",): True}
 _BACKEND = "inductor"
 _WIDE = 16  # elements that a kernel may load at once
-# Functions are compiled with tensors of so many elements that torch chooses the kernel for large ones.
+# Functions are compiled with tensors of so many elements that torch writes the kernel for large ones.
 _ROWS, _BLOCK, _WIDTH = 2048, 64, 1024
 
 
@@ -96,8 +98,8 @@ def call(function: Callable[..., None], tensors: Sequence[Tensor], options: Mapp
 
     Args:
         function: writes into tensors. Its code is compiled once for each kind of arguments.
-        tensors: flat tensors of equal sizes, or rows ``(R, n)`` with gaps between them or none, and flat tensors of
-            ``R`` elements; and numbers of no dims.
+        tensors: flat tensors of equal sizes, rows ``(R, n)`` and ``(R,)``, or stacks of rows ``(B, R, n)`` and
+            ``(B, R)``, with gaps after the second dim or none; and numbers of no dims.
         options: of the function.
     """
     known = len(_functions)
@@ -136,18 +138,20 @@ def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., N
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros in a size that depends on none of the tensors; but 16 divides it where it divides theirs."""
-    width = max((tensor.shape[-1] for tensor in tensors if tensor.ndim == 2), default=0)
-    width = width if width <= _BLOCK else _WIDTH
-    size = _ROWS if width else _ROWS * _BLOCK + (tensors[0].numel() % _WIDE > 0)
+    most = max(tensors, key=lambda tensor: tensor.ndim)
+    width = most.shape[-1] if most.shape[-1] <= _BLOCK else _WIDTH
+    # No two lengths or strides are alike, since torch takes equal ones for one number.
+    flat = _ROWS * _BLOCK + (tensors[0].numel() % _WIDE > 0)
+    shape = {1: (flat,), 2: (_ROWS, width), 3: (40, 56, width)}[most.ndim]
 
     def zeros(k: int, tensor: Tensor) -> Tensor:
-        if tensor.ndim < 2:
-            return tensor.new_zeros(size)
-        gap = 0 if tensor.is_contiguous() else _WIDE + k  # no two alike, since torch takes equal strides for one number
-        return tensor.new_zeros(_ROWS, width + gap)[:, :width]
+        own = shape[: tensor.ndim]
+        if tensor.is_contiguous():
+            return tensor.new_zeros(own)
+        return tensor.new_zeros((own[0], own[1] + _WIDE + k, *own[2:]))[:, : own[1]]
 
-    own = {id(tensor): zeros(k, tensor) for k, tensor in enumerate(tensors) if tensor.ndim}
-    return [own.get(id(tensor), tensor) for tensor in tensors]
+    zeros_of = {id(tensor): zeros(k, tensor) for k, tensor in enumerate(tensors) if tensor.ndim}
+    return [zeros_of.get(id(tensor), tensor) for tensor in tensors]
 
 
 def _inductor_options() -> dict[str, Any]:
@@ -160,11 +164,12 @@ def _inductor_options() -> dict[str, Any]:
 
     known = set(torch._inductor.list_options())
     chosen: dict[str, Any] = {}
-    for names, value in _OPTIONS.items():
+    for names, value in {**_OPTIONS, **_WANTED}.items():
         name = next((name for name in names if name in known), None)
-        if name is None:
+        if name is not None:
+            chosen[name] = value
+        elif names in _OPTIONS:
             raise RuntimeError(f"torch {torch.__version__} has no option {names[0]} of torch.compile")
-        chosen[name] = value
     return chosen
 
 

@@ -80,6 +80,11 @@ MOVE_ALONE = Elementwise(_move_alone, reads=(0, 1), writes=(0,))
 MOVE_CODES = Elementwise(_move_codes, reads=(0, 1, 2), writes=(0, 1, 3))
 
 
+def _are_stacks(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are ``(B, m, n)`` without gaps within their matrices."""
+    return all(tensor.ndim == 3 and tensor[0].is_contiguous() for tensor in tensors)
+
+
 class MomentumBuffers:
     """The momentum of the matrices of a param group in one step, an exponential moving average of their gradients.
 
@@ -192,6 +197,13 @@ class MomentumBuffers:
         flat = torch.empty(sum(own.numel() for own in codes), device=codes[0].device)
         updates = shaped_like(flat, codes)
         rows, row_scales, row_grads = padded_rows(codes, BLOCK), padded_rows(scales, 1), padded_rows(grads, BLOCK)
+        has_gaps = any(not own.is_contiguous() for own in codes)
+        if has_gaps and _are_stacks([*codes, *scales, *grads]) and not rows.has_padding and is_accelerator(flat.device):
+            for own, own_scales, grad, update in zip(codes, scales, grads, updates, strict=True):  # without copies
+                parts = [tensor.view(len(own), -1, BLOCK) for tensor in (own, grad, update)]
+                arguments = [parts[0], own_scales.view(len(own), -1), *parts[1:]]
+                over_blocks(MOVE_CODES, arguments, self._rate(flat.device), nesterov=self._nesterov)
+            return updates
         stored, stored_scales = rows.gathered(), row_scales.gathered()
         values = torch.zeros(stored.numel(), device=flat.device) if rows.has_padding else flat
         row_grads.gathered(into=values)
