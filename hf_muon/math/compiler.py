@@ -20,13 +20,13 @@ from torch import Tensor
 _COMPILERS = {"cuda": "triton", "xpu": "triton"}
 _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 # Options of Inductor by which each operation is rounded once, under the names that versions of torch have for them.
-_OPTIONS = {
+_OPTIONS: dict[tuple[str, ...], bool] = {
     ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels
     ("emulate_precision_casts",): True,  # no product and sum are contracted
     ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
 }
 # Where a version lacks it, a stopwatch chooses kernels of blocks, which differ in nothing but speed.
-_WANTED = {("deterministic",): True}
+_WANTED: dict[tuple[str, ...], bool] = {("deterministic",): True}
 _BACKEND = "inductor"
 _WIDE = 16  # elements that a kernel may load at once
 # Functions are compiled with tensors of so many elements that torch writes the kernel for large ones.
