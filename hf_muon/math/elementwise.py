@@ -148,11 +148,14 @@ def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: Tensor, **opt
     tensors = [tensor.detach() for tensor in row]
     if tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
         tensors = [tensor.mT for tensor in tensors]
-    flats = _in_rows(tensors) or [tensor.reshape(-1) for tensor in tensors]
+    if rows := _in_rows(tensors):
+        function(*rows, *numbers, **options)
+        return
+    flats = [tensor.reshape(-1) for tensor in tensors]
     function(*flats, *numbers, **options)
-    for target, flat in ((tensors[c], flats[c]) for c in function.writes):
-        if target.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-            target.copy_(flat.view(target.shape))
+    for c in function.writes:
+        if not tensors[c].is_contiguous():
+            tensors[c].copy_(flats[c].view(tensors[c].shape))
 
 
 def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
