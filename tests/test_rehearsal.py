@@ -105,6 +105,7 @@ DEVICE_TYPES = {"cuda", "xpu", "meta"}
 # The files of a step that ask for a type of device, and how the rehearsal takes the branch of CUDA there.
 ASKING = {
     "math/adamw.py": "uses_fused_adamw has the meta device",
+    "math/compiler.py": "nothing is compiled for the meta device",
     "math/elementwise.py": "counting() stands for compiled functions",
     "math/newton_schulz.py": "_WITH_FP64 has the meta device; autocast launches nothing",
     "math/precision.py": "cases name the dtype of products",

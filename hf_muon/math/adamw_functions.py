@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.codes import FOURTH_POWERS, SQUARES, check_blocks, salted_codes
+from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, check_blocks, salted_codes
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.rounding import round_to_half, salted_bf16, salted_bits
 from hf_muon.math.weight_rounding import is_half
@@ -100,4 +100,4 @@ def _step_codes(
     param.copy_(exact)
 
 
-STEP_CODES = Elementwise(_step_codes, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5))
+STEP_CODES = Elementwise(_step_codes, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5), row=BLOCK)

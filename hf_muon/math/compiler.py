@@ -30,7 +30,7 @@ _WANTED: dict[tuple[str, ...], bool] = {("deterministic",): True}
 _BACKEND = "inductor"
 _WIDE = 16  # elements that a kernel may load at once
 # Functions are compiled with tensors of so many elements that torch writes the kernel for large ones.
-_ROWS, _BLOCK, _WIDTH = 2048, 64, 1024
+_SIZE, _ROWS, _WIDTH = 2**17, 2048, 1024
 
 
 class Readiness(IntEnum):
@@ -93,7 +93,9 @@ def decide(*, compiled: bool) -> bool:
     return True
 
 
-def call(function: Callable[..., None], tensors: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+def call(
+    function: Callable[..., None], tensors: Sequence[Tensor], options: Mapping[str, Any], row: int | None = None
+) -> None:
     """Call a compiled function.
 
     Args:
@@ -101,11 +103,12 @@ def call(function: Callable[..., None], tensors: Sequence[Tensor], options: Mapp
         tensors: flat tensors of equal sizes, rows ``(R, n)`` and ``(R,)``, or stacks of rows ``(B, R, n)`` and
             ``(B, R)``, with gaps after the second dim or none; and numbers of no dims.
         options: of the function.
+        row: length of all rows; None for any.
     """
     known = len(_functions)
     compiled_ = compiled(function, tensors, options)
     if len(_functions) > known:  # with tensors of one size, so that the kernel depends on no tensor's size
-        compiled_(*_like(tensors), **options)
+        compiled_(*_like(tensors, row or _WIDTH), **options)
     compiled_(*tensors, **options)
 
 
@@ -136,13 +139,11 @@ def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., N
     return torch.compile(own, dynamic=True, fullgraph=True, backend=_BACKEND, options=options)
 
 
-def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _like(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     """Return zeros in a size that depends on none of the tensors; but 16 divides it where it divides theirs."""
-    most = max(tensors, key=lambda tensor: tensor.ndim)
-    width = most.shape[-1] if most.shape[-1] <= _BLOCK else _WIDTH
     # No two lengths or strides are alike, since torch takes equal ones for one number.
-    flat = _ROWS * _BLOCK + (tensors[0].numel() % _WIDE > 0)
-    shape = {1: (flat,), 2: (_ROWS, width), 3: (40, 56, width)}[most.ndim]
+    flat = _SIZE + (tensors[0].numel() % _WIDE > 0)
+    shape = {1: (flat,), 2: (_ROWS, width), 3: (40, 56, width)}[max(tensor.ndim for tensor in tensors)]
 
     def zeros(k: int, tensor: Tensor) -> Tensor:
         own = shape[: tensor.ndim]
@@ -183,7 +184,7 @@ def _why_not(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
     synchronize = torch.get_device_module(device).synchronize
     synchronize()  # an error of an earlier kernel is not the compiler's
     try:
-        tensors = [torch.zeros(_ROWS * _BLOCK, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
+        tensors = [torch.zeros(_SIZE, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
         _compile(_trial, divides=True)(*tensors)
         synchronize()
     except torch.OutOfMemoryError:

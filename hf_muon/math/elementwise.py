@@ -43,10 +43,14 @@ class Elementwise:
             combination of which is compiled.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
+        row: the only length of its rows; None for any.
     """
 
-    def __init__(self, function: Callable[..., None], *, reads: Sequence[int], writes: Sequence[int]) -> None:
+    def __init__(
+        self, function: Callable[..., None], *, reads: Sequence[int], writes: Sequence[int], row: int | None = None
+    ) -> None:
         self.plain = function
+        self.row = row
         self.name = cast(FunctionType, function).__name__.strip("_")
         self.reads = reads
         self.writes = writes
@@ -76,7 +80,7 @@ class Elementwise:
                 if id(tensor) in odd:
                     tensor.copy_(odd[id(tensor)])
             return
-        compiler.call(self.plain, tensors, options)
+        compiler.call(self.plain, tensors, options, self.row)
 
 
 def most_elements(max_bytes: int) -> int:

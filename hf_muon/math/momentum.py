@@ -77,7 +77,7 @@ def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rat
 
 MOVE = Elementwise(_move, reads=(0, 1), writes=(0, 2))
 MOVE_ALONE = Elementwise(_move_alone, reads=(0, 1), writes=(0,))
-MOVE_CODES = Elementwise(_move_codes, reads=(0, 1, 2), writes=(0, 1, 3))
+MOVE_CODES = Elementwise(_move_codes, reads=(0, 1, 2), writes=(0, 1, 3), row=BLOCK)
 
 
 def _are_stacks(tensors: Sequence[Tensor]) -> bool:

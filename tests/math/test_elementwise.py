@@ -209,7 +209,7 @@ def test_a_step_calls_the_compiled_functions():
 def test_tensors_that_are_not_aligned_are_written():
     """Compiled functions get aligned tensors alone; a tensor that is passed twice is copied once."""
 
-    def call(function, tensors, options):
+    def call(function, tensors, options, row=None):
         assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.ndim)
         function(*tensors, **options)
 
@@ -267,7 +267,7 @@ class BrokenError(Exception):
 def test_an_error_of_a_compiled_function_is_raised_and_nothing_is_repeated():
     run = []
 
-    def call(function, tensors, options):
+    def call(function, tensors, options, row=None):
         run.append(function)
         if len(run) == 12:
             raise BrokenError
