@@ -6,6 +6,8 @@ Nothing is measured. Tensors are on the meta device, where hf_muon takes the pat
   one launch where its lists have equal dtypes and strides, so that torch takes one kernel for many tensors, and one for
   each tensor where they do not. (torch cuts it into kernels of at most 320 blocks of 65,536 elements, each of which
   takes longer than a launch.)
+- Some operators copy before they compute, in kernels that are no calls: a product with an addend that is not its output
+  (cuBLAS has one matrix for both), and a reduction in a wider dtype than its input. Each is a launch more, and traffic.
 - A function that hf_muon compiles on accelerators (`Elementwise`) is one launch, which reads and writes each of its
   tensors once, and in addition the copies of tensors that are not aligned.
 - Traffic is what operators other than products read and write in the accelerator's memory.
@@ -16,6 +18,7 @@ Nothing is measured. Tensors are on the meta device, where hf_muon takes the pat
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,6 +36,8 @@ _FREE = {
     "wait_tensor",
 }
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+# Reductions that first convert their input to `dtype`; those of half precision to fp32 convert as they read.
+_CONVERTING = {"linalg_vector_norm", "sum", "mean", "prod"}
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
 # Inductor's kernels take tensors at such addresses.
 _ALIGNED_BYTES = 16
@@ -92,6 +97,9 @@ class Count(TorchDispatchMode):
             self.launches[name] += _launches_of_lists(args) if name.startswith("_foreach") else 1
             if name not in _PRODUCTS:
                 self.traffic[name] += _traffic_of(function, name, args, kwargs, result)
+            if copied := _copied_inside(name, args, kwargs, result):
+                self.launches["copy inside"] += 1
+                self.traffic["copy inside"] += copied
         return result
 
     def add(self, function: Elementwise, tensors: Sequence[Tensor]) -> None:
@@ -192,6 +200,28 @@ def _traffic_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any
         if key != "out":
             total += sum(map(_nbytes_of, _tensors_in(value)))
     return total
+
+
+def _copied_inside(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the bytes that an operator reads and writes for a copy before it computes; 0 if it makes none."""
+    first: Any = args[0] if args else None
+    if name in ("addmm", "baddbmm") and kwargs.get("beta", 1) != 0 and not _is_same(first, result):
+        held = math.prod(n for n, stride in zip(first.shape, first.stride(), strict=True) if stride)
+        return int(held * first.dtype.itemsize + _nbytes_of(result))
+    dtype = kwargs.get("dtype")
+    if name in _CONVERTING and dtype not in (None, first.dtype) and (first.dtype.itemsize > 2 or dtype.itemsize > 4):
+        return int(2 * first.numel() * dtype.itemsize)  # written, and read in place of the input
+    return 0
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same elements, which torch does not copy."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and [one.storage_offset(), *one.shape, *one.stride()] == [
+        other.storage_offset(),
+        *other.shape,
+        *other.stride(),
+    ]
 
 
 def _launches_of_lists(args: Sequence[Any]) -> int:

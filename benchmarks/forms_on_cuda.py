@@ -193,10 +193,10 @@ class Recorded:
         self.matrices: dict[str, Tensor] = {}
         self._call = room.Orthogonalizer.__call__
 
-        def recording(orthogonalizer: room.Orthogonalizer, matrices: Tensor) -> Tensor:
+        def recording(orthogonalizer: room.Orthogonalizer, matrices: Tensor, **way: Any) -> Tensor:
             for matrix in matrices:
                 self.matrices[f"{'x'.join(map(str, matrix.shape))} number {len(self.matrices)}"] = matrix.clone()
-            return self._call(orthogonalizer, matrices)
+            return self._call(orthogonalizer, matrices, **way)
 
         room.Orthogonalizer.__call__ = recording
         return self

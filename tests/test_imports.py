@@ -32,7 +32,8 @@ ROOMS = [
 FLOORS = {
     "math": [
         "coefficients compiler cost precision rounding",
-        "codes elementwise logits products weight_rounding",
+        "elementwise",
+        "codes logits products weight_rounding",
         "gram moments update",
         "adamw_functions momentum newton_schulz",
         "adamw",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math import compiler, weight_rounding
+from hf_muon.math import weight_rounding
 from hf_muon.math.adamw_functions import STEP, STEP_CODES, next_values
-from hf_muon.math.codes import BLOCK, Quantized
+from hf_muon.math.codes import BLOCK, Quantized, over_blocks
 from hf_muon.math.elementwise import (
     is_accelerator,
     is_large,
@@ -135,7 +135,7 @@ def _step_together_(
     for count, alike in by_count.items():
         corrections = [1 - beta**count for beta in betas]
         rates = [number(value) for value in (1 - betas[0], betas[1], 1 - betas[1])]
-        factors = (1 - lr * weight_decay, lr / corrections[0], math.sqrt(corrections[1]), eps)
+        factors = (1 - lr * weight_decay, lr / corrections[0], 1 / math.sqrt(corrections[1]), eps)
         numbers = [*rates, *map(number, factors), number(salt(step), torch.int32)]
         for own in alike:
             if observer is not None and is_half(own.param):
@@ -173,9 +173,7 @@ def _rows_together(stepped: Sequence[Stepped]) -> Iterator[list[list[Tensor]]]:
         if all(column.is_contiguous() for column in columns):
             columns = [column.view(-1, column.shape[-1]) for column in columns]
             if param.shape[-1] % BLOCK == 0 and is_large(2 * each * param.numel()):
-                # Only a compiled function has no temporary tensors.
-                size = param.numel() if param.is_meta or compiler.is_compiled(param.device) else chunk_size(param)
-                yield from ([part] for part in _split_rows(columns, size))
+                yield [columns]
                 continue
         else:
             most = param.numel()
@@ -204,7 +202,7 @@ def _step_rows_(parts: Sequence[Sequence[Tensor]], *numbers: Tensor, stochastic:
     columns = [padded_rows(column, 1 if c in (3, 5) else BLOCK) for c, column in enumerate(zip(*parts, strict=True))]
     flats = [column.gathered() for column in columns]
     blocks = [flat if c in (3, 5) else flat.view(-1, BLOCK) for c, flat in enumerate(flats)]
-    STEP_CODES(*blocks, *numbers, stochastic=stochastic)
+    over_blocks(STEP_CODES, blocks, *numbers, stochastic=stochastic)
     for c in STEP_CODES.writes:
         columns[c].scatter(flats[c])
 

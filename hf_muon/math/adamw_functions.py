@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.codes import FOURTH_POWERS, SQUARES, salted_codes
+from hf_muon.math.codes import FOURTH_POWERS, SQUARES, check_blocks, salted_codes
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.rounding import round_to_half, salted_bf16, salted_bits
 from hf_muon.math.weight_rounding import is_half
@@ -26,14 +26,14 @@ def next_values(
     Args:
         param, grad, exp_avg, exp_avg_sq: flat, in any dtypes.
         rates: by which the first moment moves; the decay of the second one, and one minus it.
-        factors: of the parameter, ``1 - lr * weight_decay``; of the update, ``lr`` over the first bias correction; the
-            square root of the second one; and `eps`.
+        factors: of the parameter, ``1 - lr * weight_decay``; of the update, ``lr`` over the first bias correction; of
+            the square root of the second moment, one over that of its bias correction; and `eps`.
     """
     dtype = torch.promote_types(param.dtype, torch.float32)
     grad, first, second = grad.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)
     first = first + (grad - first) * rates[0]
     second = second * rates[1] + grad * grad * rates[2]
-    exact = param.to(dtype) * factors[0] - first / (second.sqrt() / factors[2] + factors[3]) * factors[1]
+    exact = param.to(dtype) * factors[0] - first / (second.sqrt() * factors[2] + factors[3]) * factors[1]
     return exact, first, second
 
 
@@ -84,6 +84,7 @@ def _step_codes(
     stochastic: bool,
 ) -> None:
     """Step a parameter in blocks ``(R, BLOCK)`` and its moments of 8 bits; the numbers are those of `next_values`."""
+    check_blocks(avg_codes)
     exp_avg = SQUARES.fractions(avg_codes) * avg_scales.unsqueeze(-1)
     exp_avg_sq = FOURTH_POWERS.fractions(sq_codes) * sq_scales.unsqueeze(-1)
     exact, first, second = next_values(param, grad, exp_avg, exp_avg_sq, (rate, decay, rest), (keep, size, root, eps))

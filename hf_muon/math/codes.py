@@ -8,12 +8,14 @@ https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from hf_muon.math import compiler
+from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.rounding import random_bits, rows_per_chunk, salted_bits
 
 BLOCK = 64
@@ -40,7 +42,7 @@ class Code(NamedTuple):
     def fractions(self, codes: Tensor) -> Tensor:
         """Return what codes stand for, from -1 to 1, in fp32."""
         exact = codes.float() * codes.float().abs()
-        exact /= self.largest**2  # before the scale, so that the largest codes give exactly the scale
+        exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
         return exact.mul_(exact) if self.power == 4 else exact
 
     def exact_codes(self, fractions: Tensor) -> Tensor:
@@ -141,16 +143,6 @@ class Quantized(NamedTuple):
             codes.clamp_min_((fractions > 0).to(codes.dtype))  # a second moment of zero would not bound the update
         self.codes.copy_(codes.flatten(-2)[..., : self.codes.shape[-1]])
 
-    def move_(self, grad: Tensor, momentum: float) -> None:
-        """Move the average towards a gradient ``(..., n)``, in chunks of rows."""
-        if not self.codes.numel():
-            return
-        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (self.codes, self.scales, grad)]
-        size = rows_per_chunk(self.codes, self.codes.shape[-1])
-        for codes, scales, chunk in zip(*(torch.split(tensor, size) for tensor in rows), strict=True):
-            blocks = Quantized(codes, scales, self.code)
-            blocks.store_(blocks.values().lerp_(chunk.float(), 1 - momentum))
-
 
 def salted_codes(values: Tensor, salt: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """Return what `Quantized.store_rounded_` stores: codes ``(R, BLOCK)``, as fp32 numbers, and scales ``(R, 1)``.
@@ -170,6 +162,32 @@ def salted_codes(values: Tensor, salt: Tensor, code: Code) -> tuple[Tensor, Tens
     if code.dtype.is_signed:
         return codes.copysign(values), scales
     return codes.maximum((fractions > 0).to(codes.dtype)), scales
+
+
+def check_blocks(blocks: Tensor) -> None:
+    """Tell a compiler that rows ``(R, BLOCK)`` have that length: those of unknown length need memory for the results.
+
+    Args:
+        blocks: codes, or what has their shape.
+    """
+    torch._check(blocks.shape[-1] == BLOCK)  # type: ignore[no-untyped-call]
+
+
+def over_blocks(function: Elementwise, blocks: Sequence[Tensor], *numbers: Tensor, **options: Any) -> None:
+    """Call a function on blocks, in parts where it is not compiled, since it has temporary tensors there.
+
+    Args:
+        function: of blocks.
+        blocks: tensors ``(R, BLOCK)``, the first of them, or ``(R,)``.
+        numbers: of the function.
+        options: of the function.
+    """
+    first = blocks[0]
+    if first.is_meta or compiler.is_compiled(first.device):
+        function(*blocks, *numbers, **options)
+        return
+    for parts in zip(*(torch.split(tensor, rows_per_chunk(first, BLOCK)) for tensor in blocks), strict=True):
+        function(*parts, *numbers, **options)
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,8 +12,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.codes import BLOCK, SQUARES, Piece, Quantized
-from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over, padded_rows, shaped_like
+from hf_muon.math.codes import BLOCK, SQUARES, Piece, Quantized, check_blocks, over_blocks
+from hf_muon.math.elementwise import (
+    Elementwise,
+    is_accelerator,
+    number,
+    over,
+    padded_rows,
+    shaped_like,
+)
 from hf_muon.math.moments import MOMENTS
 from hf_muon.math.rounding import salt, salted_bf16, store_bf16_
 
@@ -28,12 +35,17 @@ def update_dtype(param: Tensor, momentum_dtype: str = "auto") -> torch.dtype:
     return torch.float32
 
 
+def _ahead(moved: Tensor, grad: Tensor, rate: Tensor) -> Tensor:
+    """Return the average one step ahead, if the gradient stays the same."""
+    return moved - (moved - grad) * rate
+
+
 def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt: Tensor, *, nesterov: bool) -> None:
     """Move a buffer towards a gradient by `rate`, in the dtype of the update."""
     grad = grad.to(update.dtype)
     moved = buffer.to(update.dtype)
     moved = moved + (grad - moved) * rate
-    update.copy_(moved - (moved - grad) * rate if nesterov else moved)
+    update.copy_(_ahead(moved, grad, rate) if nesterov else moved)
     buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
 
 
@@ -48,6 +60,7 @@ def _move_alone(buffer: Tensor, grad: Tensor, rate: Tensor, step_salt: Tensor) -
 
 def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool) -> None:
     """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
+    check_blocks(codes)
     scale = scales.unsqueeze(-1)
     grad = grad.float()
     exact = SQUARES.fractions(codes) * scale
@@ -57,7 +70,7 @@ def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rat
     fractions = fractions / torch.where(largest > 0, largest, 1.0)
     nearest = SQUARES.exact_codes(fractions).round().copysign(moved)
     stored = SQUARES.fractions(nearest) * largest
-    update.copy_(stored - (stored - grad) * rate if nesterov else stored)
+    update.copy_(_ahead(stored, grad, rate) if nesterov else stored)
     codes.copy_(nearest)
     scales.copy_(largest.squeeze(-1))
 
@@ -127,13 +140,12 @@ class MomentumBuffers:
 
     def _rule(self, piece: Piece) -> Callable[..., list[Tensor]]:
         buffer = self._buffers[piece.matrix]
-        dtype = buffer.dtype
+        if buffer.dtype is torch.int8:
+            has_whole_rows = piece.cut is None or piece.cut.dim < buffer.ndim - 1
+            return self._quantized if has_whole_rows else self._columns
         if is_accelerator(buffer.device):
-            if dtype is not torch.int8:
-                return self._together
-            if piece.cut is None or piece.cut.dim < buffer.ndim - 1:  # whole rows, and so whole blocks
-                return self._codes_together
-        return {torch.bfloat16: self._rounded, torch.int8: self._quantized}.get(dtype, self._exact)
+            return self._together
+        return self._rounded if buffer.dtype is torch.bfloat16 else self._exact
 
     def _together(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step buffers on an accelerator. The updates lie in memory one after the other, in the order of the pieces."""
@@ -149,36 +161,46 @@ class MomentumBuffers:
         over(MOVE, [buffers, grads, updates], *numbers, into={1: 2}, nesterov=self._nesterov)
         return updates
 
-    def _codes_together(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
-        """Step int8 buffers on an accelerator, of which the pieces have whole rows; see `_together`.
+    def _quantized(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
+        """Step int8 buffers, of which the pieces have whole rows, and so whole blocks; see `_together`.
 
         The memory of updates is needed for the gradients anyway, so that there are always some.
         """
         blocks = [self._blocks[piece.matrix] for piece in pieces]
-        rate = number(1 - self._momentum)
-        columns = [
+        return self._moved(
             [piece.of(own.codes) for piece, own in zip(pieces, blocks, strict=True)],
             [piece.of(own.scales) for piece, own in zip(pieces, blocks, strict=True)],
             [piece.of(self._grads[piece.matrix]) for piece in pieces],
-        ]
-        flat = torch.empty(sum(codes.numel() for codes in columns[0]), device=columns[0][0].device)
-        updates = shaped_like(flat, columns[0])
-        in_blocks = [padded_rows(column, BLOCK) for column in (columns[0], columns[2])]
-        has_gaps = not all(codes.is_contiguous() for codes in columns[0])
-        if has_gaps and not in_blocks[0].has_padding:  # copies would have launches of their own
-            for own, own_scales, grad, update in zip(*columns, updates, strict=True):
-                parts = [tensor.unflatten(-1, (-1, BLOCK)) for tensor in (own, grad, update)]
-                MOVE_CODES(parts[0], own_scales, *parts[1:], rate, nesterov=self._nesterov)
-            return updates
-        codes, scales = in_blocks[0].gathered(), padded_rows(columns[1], 1).gathered()
-        aligned = not in_blocks[0].has_padding
-        values = flat if aligned else torch.zeros(codes.numel(), device=flat.device)
-        in_blocks[1].gathered(into=values)
+        )
+
+    def _columns(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
+        """Step whole int8 parameters, since columns cut through blocks, and compute updates from what is stored."""
+        rate = number(1 - self._momentum)
+        updates = []
+        for piece in pieces:
+            blocks, grad = self._blocks[piece.matrix], self._grads[piece.matrix]
+            if blocks.codes in self._unmoved:
+                self._unmoved.remove(blocks.codes)
+                self._moved([blocks.codes], [blocks.scales], [grad])
+            if wanted:
+                stored = blocks.values_of(piece)
+                updates.append(_ahead(stored, piece.of(grad).float(), rate) if self._nesterov else stored)
+        return updates
+
+    def _moved(self, codes: Sequence[Tensor], scales: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Move int8 buffers towards gradients and return updates, which lie in memory one after the other."""
+        flat = torch.empty(sum(own.numel() for own in codes), device=codes[0].device)
+        updates = shaped_like(flat, codes)
+        rows, row_scales, row_grads = padded_rows(codes, BLOCK), padded_rows(scales, 1), padded_rows(grads, BLOCK)
+        stored, stored_scales = rows.gathered(), row_scales.gathered()
+        values = torch.zeros(stored.numel(), device=flat.device) if rows.has_padding else flat
+        row_grads.gathered(into=values)
         both = values.view(-1, BLOCK)
-        MOVE_CODES(codes.view(-1, BLOCK), scales, both, both, rate, nesterov=self._nesterov)
-        in_blocks[0].scatter(codes)
-        padded_rows(columns[1], 1).scatter(scales)
-        if not aligned:
+        arguments = [stored.view(-1, BLOCK), stored_scales, both, both]
+        over_blocks(MOVE_CODES, arguments, number(1 - self._momentum), nesterov=self._nesterov)
+        rows.scatter(stored)
+        row_scales.scatter(stored_scales)
+        if rows.has_padding:
             padded_rows(updates, BLOCK).scatter(values)
         return updates
 
@@ -204,18 +226,6 @@ class MomentumBuffers:
             store_bf16_(buffer, exact, self._step)
             if wanted:
                 updates.append(self._look_ahead(grad, exact))
-        return updates
-
-    def _quantized(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
-        """Step whole int8 parameters, since pieces may cut through blocks, and compute updates from what is stored."""
-        updates = []
-        for piece in pieces:
-            blocks, grad = self._blocks[piece.matrix], self._grads[piece.matrix]
-            if blocks.codes in self._unmoved:
-                self._unmoved.remove(blocks.codes)
-                blocks.move_(grad, self._momentum)
-            if wanted:
-                updates.append(self._look_ahead(piece.of(grad).float(), blocks.values_of(piece)))
         return updates
 
     def _look_ahead(self, grad: Tensor, buffer: Tensor) -> Tensor:

@@ -73,23 +73,59 @@ def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Ten
     return x.to(dtype) if out is None or out is x else out.copy_(x)
 
 
-def _invert(norms: Tensor) -> None:
-    """Invert norms; zero becomes a number, by which zeros stay zeros."""
-    norms.copy_(norms.clamp(min=1e-300).reciprocal())
+def _sum_squares(rows: Tensor, sums: Tensor) -> None:
+    """Sum the squares of each row ``(R, n)`` in fp64."""
+    # Where nothing is compiled, the copy in fp64 is of some rows at a time.
+    some = len(rows) if torch.compiler.is_compiling() else max(1, _PLAIN_ELEMENTS // rows.shape[1])
+    for part, own in zip(torch.split(rows, some), torch.split(sums, some), strict=True):
+        own.copy_(part.double().square().sum(dim=1))
 
 
-INVERT = Elementwise(_invert, reads=(0,), writes=(0,))
+def _invert(sums: Tensor, powers: Tensor, rests: Tensor) -> None:
+    """Split one over the root of the sum of each row ``(B, s)`` into a power of two and a rest of like exponents.
+
+    So both are normal numbers in fp32 for every norm of its range. Zero becomes numbers, by which zeros stay zeros.
+    """
+    inverse = sums.sum(dim=1).sqrt().clamp(min=_LEAST_NORMS[powers.dtype]).reciprocal()
+    power = (inverse.sqrt().view(torch.int64) & _EXPONENT).view(torch.float64)
+    powers.copy_(power)
+    rests.copy_(inverse / power)
+
+
+def _scale(matrices: Tensor, powers: Tensor, rests: Tensor, out: Tensor) -> None:
+    """Multiply each of the matrices ``(B, m * n)`` by its two numbers, in their dtype."""
+    if torch.compiler.is_compiling():
+        out.copy_(matrices.to(powers.dtype) * powers.unsqueeze(1) * rests.unsqueeze(1))
+        return
+    for matrix, power, rest, own in zip(matrices, powers, rests, out, strict=True):
+        own.copy_(matrix.to(powers.dtype) * power * rest)
+
+
+SUM_SQUARES = Elementwise(_sum_squares, reads=(0,), writes=(1,))
+INVERT = Elementwise(_invert, reads=(0,), writes=(1, 2))
+SCALE = Elementwise(_scale, reads=(0, 1, 2), writes=(3,))
+_PLAIN_ELEMENTS = 2**22
+_EXPONENT = 0x7FF << 52  # the bits of an fp64 number that are its exponent
+# The least norm in each dtype that is not zero; in fp64 the least with an inverse.
+_LEAST_NORMS = {torch.float32: 2.0**-149, torch.float64: 1e-300}
 # Devices with fp64, in which no square of an fp32 number overflows or vanishes.
 _WITH_FP64 = {"cuda", "meta"}
 
 
 def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Do what `_normalized` does, in three launches: norms in fp64, which need no scaling by powers of two."""
-    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    INVERT(norms.view(-1))
+    count, *sides = matrices.shape
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    flat = matrices.reshape(count, -1)
+    sums = flat.new_empty(count * min(sides), dtype=torch.float64)
+    powers, rests = (flat.new_empty(count, dtype=wide) for _ in range(2))
+    # Detached, because a compiled function asks what a view is a view of.
+    SUM_SQUARES(flat.view(-1, max(sides)).detach(), sums)
+    INVERT(sums.view(count, -1).detach(), powers, rests)
     if out is None:
         out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
-    return torch.mul(matrices, norms, out=out)
+    SCALE(flat.detach(), powers, rests, out.view(count, -1).detach())
+    return out
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

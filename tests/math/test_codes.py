@@ -31,6 +31,16 @@ def levels(values, code):
     return (below / code.largest) ** code.power * scales, ((below + 1) / code.largest) ** code.power * scales, below
 
 
+@pytest.mark.parametrize("code", [SQUARES, FOURTH_POWERS], ids=["squares", "fourth powers"])
+def test_codes_stand_for_powers_and_the_largest_for_the_scale(code):
+    codes = torch.arange(-code.largest if code.dtype.is_signed else 0, code.largest + 1).to(code.dtype)
+    fractions = code.fractions(codes)
+    exact = codes.double().sign() * (codes.double().abs() / code.largest) ** code.power
+    assert ((fractions - exact).abs() <= 2**-22 * exact.abs()).all()
+    assert (fractions.diff() > 0).all()
+    assert fractions[-1] == 1
+
+
 def test_second_moments_get_the_nearest_code():
     values = spread(40, 150).square()
     blocks = blocks_of(values.shape, FOURTH_POWERS)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -12,8 +13,10 @@ from torch import nn
 
 from hf_muon import Muon, MuonConfig, orthogonalize
 from hf_muon.math.codes import BLOCK, Quantized, scale_shape
+from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.moments import MOMENT_DTYPES, moment_dtype
 from hf_muon.math.momentum import MomentumBuffers
+from tests.accelerated import accelerated
 from tests.math.test_rounding import rounded
 
 # Several blocks in a row, part of a block, a stack, and rows that are too short for a scale.
@@ -87,12 +90,14 @@ class TestInt8:
         stepped(optimizer, params, 1, seed=5)
         for param, weight, state in zip(params, expected, before, strict=True):
             now = optimizer.state[param]
-            buffer = state["momentum_buffer"].float().lerp(param.grad, 1 - 0.95)
             if weight.shape[-1] >= 16:
                 exact = Quantized(state["momentum_buffer"], state["momentum_scale"]).values().lerp(param.grad, 1 - 0.95)
                 buffer = Quantized(now["momentum_buffer"], now["momentum_scale"]).values()
                 assert (buffer - exact).norm() < 0.01 * exact.norm()
-            direction = orthogonalize(param.grad.lerp(buffer, 0.95), ns_dtype="fp32")
+                update = buffer - (buffer - param.grad) * (1 - 0.95)
+            else:
+                update = param.grad.lerp(state["momentum_buffer"].lerp(param.grad, 1 - 0.95), 0.95)
+            direction = orthogonalize(update, ns_dtype="fp32")
             weight.add_(direction * (-0.02 * 0.2 * math.sqrt(max(weight.shape[-2:]))))
             assert torch.equal(param, weight)
 
@@ -280,8 +285,9 @@ class Piece(NamedTuple):
         return part if self.cut is None else self.cut.of(part)
 
 
+@pytest.mark.parametrize("path", [contextlib.nullcontext, accelerated], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_pieces_move_as_whole_matrices_do(nesterov):
+def test_pieces_move_as_whole_matrices_do(nesterov, path):
     # A flat fp32 partition of two matrices, a bf16 matrix, and an int8 parameter of two, cut through its blocks.
     shapes = [(100,), (8, 20), (6, 150)]
     pieces = [Piece(0, slice(0, 25)), Piece(2), Piece(3, cut=Columns(0, 70)), Piece(0, slice(25, 60)), Piece(1)]
@@ -300,8 +306,29 @@ def test_pieces_move_as_whole_matrices_do(nesterov):
 
     whole_state, whole = start()
     cut_state, cut = start()
-    expected = dict(zip(whole_state, whole.updates([Piece(k) for k in whole_state]), strict=True))
-    for part, update in zip(pieces, cut.updates(pieces[:2]) + cut.updates(pieces[2:]), strict=True):
+    with path():
+        expected = dict(zip(whole_state, whole.updates([Piece(k) for k in whole_state]), strict=True))
+        updates = cut.updates(pieces[:2]) + cut.updates(pieces[2:])
+    for part, update in zip(pieces, updates, strict=True):
         assert torch.equal(update, part.of(expected[part.matrix]))
     for k, tensors in whole_state.items():
         assert all(torch.equal(tensors[key], cut_state[k][key]) for key in tensors)
+
+
+def test_blocks_of_pieces_with_gaps_are_compiled_as_others_are(monkeypatch):
+    layouts = set()
+
+    def noted(self, *tensors, **options):
+        layouts.update((tensor.shape[1:], tensor.is_contiguous()) for tensor in tensors if tensor.ndim)
+        self.plain(*tensors, **options)
+
+    monkeypatch.setattr(Elementwise, "__call__", noted)
+    shape = (3, 24, 128)
+    state = {"momentum_buffer": torch.zeros(shape, dtype=torch.int8), "momentum_scale": torch.zeros(scale_shape(shape))}
+    grad = torch.randn(shape)
+    pieces = [Piece(0, cut=Columns(0, 10)), Piece(0, cut=Columns(10, 14))]  # rows of each matrix of a stack
+    with accelerated():
+        updates = MomentumBuffers({0: state}, {0: grad}, momentum=0.0, nesterov=False).updates(pieces)
+    assert layouts == {((BLOCK,), True), ((), True)}
+    assert torch.equal(Quantized(state["momentum_buffer"], state["momentum_scale"]).values(), torch.cat(updates, 1))
+    assert (torch.cat(updates, 1) - grad).abs().max() < 0.05

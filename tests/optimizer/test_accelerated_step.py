@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 
@@ -17,6 +18,7 @@ from hf_muon.math.codes import FOURTH_POWERS, SQUARES, Quantized
 from hf_muon.math.elementwise import number
 from hf_muon.math.moments import decoded
 from hf_muon.optimizer.state import state_keys, zero_state
+from hf_muon.plan.live_bytes import LiveBytes
 from tests.accelerated import accelerated, compiling_but_on_rank_1, decided_before, given_gradients
 from tests.distributed.cases import given_gradients as on_cpu
 from tests.distributed.test_layouts import assert_equal
@@ -130,14 +132,41 @@ def test_ranks_that_have_decided_differently_refuse(pools, layout):
         assert "are not compiled in this process: there is no no_such_compiler for cpu" in error
 
 
-@pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])
-def test_directions_do_not_depend_on_the_scale(scale):
+@pytest.mark.parametrize("exponent", [-149, -140, -126, -100, -60, 60, 100, 120])
+def test_directions_do_not_depend_on_the_scale(exponent):
+    """Down to the least number of fp32, and up to norms that it does not have."""
     from hf_muon.math.newton_schulz import orthogonalize
 
-    matrix = torch.randn(40, 60)
+    matrix = torch.randint(-100, 101, (2, 40, 60)).float()  # keeps its bits among subnormal numbers
     with accelerated():
-        assert torch.equal(orthogonalize(matrix * scale), orthogonalize(matrix))
-        assert not orthogonalize(torch.zeros(4, 5)).any()
+        expected = orthogonalize(matrix)
+        assert expected.abs().max() > 0.1
+        assert torch.equal(orthogonalize(torch.ldexp(matrix, torch.tensor(exponent))), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_are_normalized_as_on_a_cpu(dtype):
+    module = importlib.import_module("hf_muon.math.newton_schulz")
+    matrices = (torch.randn(5, 30, 20) * torch.tensor([1e-4, 1.0, 100.0, 0.0, 1e-2]).view(5, 1, 1)).to(dtype)
+    exact = matrices.double() / torch.linalg.matrix_norm(matrices.double(), keepdim=True).clamp(min=1e-300)
+    for products in (torch.float32, torch.bfloat16):
+        result = module._normalized_in_three(matrices, products, None)
+        assert result.dtype is products
+        assert (result - exact).abs().max() <= 2 * torch.finfo(products).eps * exact.abs().max()
+        assert not result[3].any()
+        there = torch.empty_like(result)
+        assert module._normalized_in_three(matrices, products, there) is there
+        assert torch.equal(there, result)
+
+
+def test_normalizing_copies_no_batch_where_nothing_is_compiled(monkeypatch):
+    module = importlib.import_module("hf_muon.math.newton_schulz")
+    monkeypatch.setattr(module, "_PLAIN_ELEMENTS", 4000)
+    matrices = torch.randn(64, 50, 80)
+    with LiveBytes() as live:
+        result = module._normalized_in_three(matrices, torch.bfloat16, None)
+    each = 50 * 80 * 8
+    assert live.peak <= result.nbytes + 4 * each + 64 * 50 * 8
 
 
 def test_orthogonalizing_in_the_memory_of_the_input_changes_nothing():
@@ -178,7 +207,7 @@ def test_moments_in_8_bits_are_decoded_stepped_and_stored(dtype, rounding, copie
             state["step"] += 1
             rates = [number(rate) for rate in (1 - 0.9, 0.95, 1 - 0.95)]
             corrections = 1 - 0.9**step, 1 - 0.95**step
-            factors = [number(x) for x in (1 - 0.01 * 0.1, 0.01 / corrections[0], math.sqrt(corrections[1]), 1e-8)]
+            factors = [number(x) for x in (1 - 0.01 * 0.1, 0.01 / corrections[0], 1 / math.sqrt(corrections[1]), 1e-8)]
             moments = [decoded(state, key) for key in ("exp_avg", "exp_avg_sq")]
             exact, *moments = next_values(param, grad, *moments, rates, factors)
             for key, moment, code in zip(("exp_avg", "exp_avg_sq"), moments, (SQUARES, FOURTH_POWERS), strict=True):
