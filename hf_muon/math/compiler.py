@@ -22,6 +22,7 @@ _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 # Options of Inductor, each under the names that versions of torch have for it.
 _OPTIONS = {
     ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels that round differently
+    ("deterministic", "test_configs.force_filter_reduction_configs"): True,  # nor between those of rows
     ("emulate_precision_casts",): True,  # no product and sum are contracted
     ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
 }
@@ -112,7 +113,7 @@ def compiled(
 ) -> Callable[..., None]:
     """Return a function, compiled for tensors like these, but of any size and values; see `call`."""
     order = {id(tensor): k for k, tensor in reversed([*enumerate(tensors)])}
-    kinds = ((t.dtype, t.ndim, t.is_contiguous(), t.device, order[id(t)]) for t in tensors)
+    kinds = ((t.dtype, t.ndim, _is_wide(t), t.is_contiguous(), t.device, order[id(t)]) for t in tensors)
     divides = tensors[0].numel() % _WIDE == 0
     key = (function, divides, *kinds, *options.items())
     if key not in _functions:
@@ -136,18 +137,22 @@ def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., N
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros in a size that depends on none of the tensors; but 16 divides it where it divides theirs."""
-    width = max((tensor.shape[-1] for tensor in tensors if tensor.ndim == 2), default=0)
-    width = width if width <= _BLOCK else _WIDTH
+    width = _WIDTH if any(map(_is_wide, tensors)) else max((t.shape[1] for t in tensors if t.ndim == 2), default=0)
     size = _ROWS if width else _ROWS * _BLOCK + (tensors[0].numel() % _WIDE > 0)
 
     def zeros(k: int, tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
             return tensor.new_zeros(size)
         gap = 0 if tensor.is_contiguous() else _WIDE + k  # no two alike, since torch takes equal strides for one number
-        return tensor.new_zeros(_ROWS, width + gap)[:, :width]
+        return tensor.new_zeros(_ROWS, width + gap)[:, :width].detach()  # a view would be told from other tensors
 
     own = {id(tensor): zeros(k, tensor) for k, tensor in enumerate(tensors) if tensor.ndim}
     return [own.get(id(tensor), tensor) for tensor in tensors]
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Return whether rows are longer than blocks."""
+    return tensor.ndim == 2 and tensor.shape[1] > _BLOCK
 
 
 def _inductor_options() -> dict[str, Any]:
