@@ -47,13 +47,13 @@ _functions: dict[Any, Callable[..., None]] = {}
 
 
 def is_compiled(device: torch.device) -> bool:
-    """Return whether functions are compiled on a device; never those of fake tensors, which estimate memory."""
-    return _decision is True and device in _tried and not _is_fake()
+    """Return whether functions are compiled on a device."""
+    return _decision is True and device in _tried and not _is_watched()
 
 
 def untried(devices: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices for which it is not yet known whether functions can be compiled there."""
-    if _decision is False or _is_fake():
+    if _decision is False or _is_watched():
         return []
     return [device for device in devices if device.type in _COMPILERS and device not in _tried]
 
@@ -200,5 +200,6 @@ def _trial(*tensors: Tensor) -> None:
         tensor.copy_(exact / (exact * exact).sqrt())
 
 
-def _is_fake() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+def _is_watched() -> bool:
+    """Return whether operators go to a dispatch mode, as of fake tensors or FlopCounterMode: torch compiles nothing."""
+    return torch._C._len_torch_dispatch_stack() > 0

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import Muon
 from hf_muon.math import adamw, compiler, elementwise, momentum, newton_schulz, update
@@ -305,6 +306,21 @@ def test_an_error_that_waited_on_the_device_is_not_the_compilers(monkeypatch):
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: exec("raise BrokenError"))
     with compiling(), pytest.raises(BrokenError):
         stepped()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_under_a_dispatch_mode_is_plain_and_later_ones_are_compiled():
+    param = torch.nn.Parameter(torch.randn(20, 30))
+    param.grad = torch.randn(20, 30)
+    with compiling():
+        optimizer = Muon([param])
+        optimizer.step()
+        with FlopCounterMode(display=False), mock.patch.object(compiler, "call") as call:
+            optimizer.step()
+        call.assert_not_called()
+        with mock.patch.object(compiler, "call", wraps=compiler.call) as call:
+            optimizer.step()
+        call.assert_called()
 
 
 @pytest.mark.filterwarnings("ignore")
