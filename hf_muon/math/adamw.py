@@ -49,7 +49,7 @@ def adamw_(
     rounding: str = "auto",
     observer: Observer | None = None,
 ) -> None:
-    """Step with torch's functional AdamW: its fused kernel on accelerators, torch's default elsewhere.
+    """Step with torch's functional AdamW: on accelerators its fused kernel, or `STEP` for dtypes that it does not take.
 
     On a CPU the fused kernel rounds the last elements of a tensor differently, so that sharded tensors would not be
     bit-identical to whole ones. There large tensors are stepped in chunks, which needs little temporary memory.

@@ -1,7 +1,7 @@
 """Numbers in 8 bits: a code for each element, and a scale for each block of a row.
 
-Encoding and decoding round alike on every rank and in every layout; compiled for a GPU, whose division is not exact,
-codes may differ from a CPU's. Blocks lie within the rows of a matrix. Block-wise scales:
+Blocks lie within the rows of a matrix, and codes do not depend on where a block lies. A CPU's may differ from a card's:
+torch's square root on a CPU may be off by a unit in the last place. Block-wise scales:
 https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
 """
 

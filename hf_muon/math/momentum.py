@@ -1,7 +1,7 @@
 """The momentum of matrices: an exponential moving average of their gradients.
 
-A step always computes in fp32. How a value is rounded depends on the value, its block and the number of the step alone,
-and blocks lie within the rows of a matrix. So every layout is bit-identical to a single process.
+A step computes in fp32, or in the dtype of a wider parameter. How a value is rounded depends on the value, its block
+and the number of the step alone, and blocks lie within the rows of a matrix: layouts do not matter.
 """
 
 from __future__ import annotations
@@ -175,7 +175,6 @@ class MomentumBuffers:
 
     def _columns(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step whole int8 parameters, since columns cut through blocks, and compute updates from what is stored."""
-        rate = number(1 - self._momentum)
         updates = []
         for piece in pieces:
             blocks, grad = self._blocks[piece.matrix], self._grads[piece.matrix]
@@ -184,6 +183,7 @@ class MomentumBuffers:
                 self._moved([blocks.codes], [blocks.scales], [grad])
             if wanted:
                 stored = blocks.values_of(piece)
+                rate = self._rate(stored.device)
                 updates.append(_ahead(stored, piece.of(grad).float(), rate) if self._nesterov else stored)
         return updates
 
@@ -197,12 +197,16 @@ class MomentumBuffers:
         row_grads.gathered(into=values)
         both = values.view(-1, BLOCK)
         arguments = [stored.view(-1, BLOCK), stored_scales, both, both]
-        over_blocks(MOVE_CODES, arguments, number(1 - self._momentum), nesterov=self._nesterov)
+        over_blocks(MOVE_CODES, arguments, self._rate(flat.device), nesterov=self._nesterov)
         rows.scatter(stored)
         row_scales.scatter(stored_scales)
         if rows.has_padding:
             padded_rows(updates, BLOCK).scatter(values)
         return updates
+
+    def _rate(self, device: torch.device) -> Tensor:
+        """Return the rate for computations in fp32; MPS has no fp64."""
+        return number(1 - self._momentum, torch.float64 if is_accelerator(device) else torch.float32)
 
     def _exact(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
         """Step buffers in the dtype of the step, all at once."""

@@ -1,7 +1,7 @@
 """Stochastic rounding of fp32 to bf16 and fp16, without a generator: random bits are a hash of values and the step.
 
-Equal values are rounded alike on every rank and in every layout. Functions compiled for a GPU may compute other values
-than a CPU: Triton contracts products and sums.
+Equal values are rounded alike on every rank, in every layout and on every device. Which values are computed may depend
+on the device.
 """
 
 from __future__ import annotations
