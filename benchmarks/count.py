@@ -38,6 +38,7 @@ _FREE = {
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 # Reductions that first convert their input to `dtype`; those of half precision to fp32 convert as they read.
 _CONVERTING = {"linalg_vector_norm", "sum", "mean", "prod"}
+_LAUNCHES = {"eye": 2}  # zeros, and the diagonal
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
 # Inductor's kernels take tensors at such addresses.
 _ALIGNED_BYTES = 16
@@ -94,7 +95,7 @@ class Count(TorchDispatchMode):
         result = function(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs), *_tensors_in(result)]
         if name not in _FREE and any(tensor.device.type == self.device for tensor in tensors):
-            self.launches[name] += _launches_of_lists(args) if name.startswith("_foreach") else 1
+            self.launches[name] += _launches_of_lists(args) if name.startswith("_foreach") else _LAUNCHES.get(name, 1)
             if name not in _PRODUCTS:
                 self.traffic[name] += _traffic_of(function, name, args, kwargs, result)
             if copied := _copied_inside(name, args, kwargs, result):

@@ -25,7 +25,7 @@ _TILES = 2048
 _UNITS_OF_ALL = 6
 # Stacks are cut at common indices, into at most this many ranges, for at most this many times as many units.
 _MOST_COLUMNS = 64
-_MORE_UNITS = 1.1
+_MORE_UNITS = 1.2
 
 
 class MatrixRange(NamedTuple):
@@ -136,7 +136,7 @@ def _units_by_work(shapes: Mapping[int, Sequence[int]], kinds: Sequence[Hashable
     for (shape, _), members in alike.items():
         lengths = segments(shape, 5, torch.float16)
         tiles = math.ceil(min(shape) / _TILE) ** 2
-        share = total // _UNITS_OF_ALL // flops(shape, lengths)
+        share = math.ceil(total / _UNITS_OF_ALL / flops(shape, lengths))
         whole = BlockRows(min(shape), min(shape))
         nbytes = working_bytes(shape, lengths, torch.float16, whole)
         fits = min(max_batch_bytes // nbytes, most_elements(max_batch_bytes) // math.prod(shape))
@@ -149,7 +149,7 @@ def _units_by_work(shapes: Mapping[int, Sequence[int]], kinds: Sequence[Hashable
 
 
 def _columns(stacks: Sequence[int], size: int) -> int:
-    """Return into how many ranges of indices to cut all stacks: as many as cost at most a tenth more units."""
+    """Return into how many ranges of indices to cut all stacks: as many as cost at most a fifth more units."""
     whole, columns = sum(stacks), 1
     while columns < _MOST_COLUMNS and all(stack % (2 * columns) == 0 for stack in stacks):
         units = 2 * columns * math.ceil(whole / (2 * columns) / size)

@@ -151,8 +151,8 @@ def batch_size(
 
 
 def small_matrices(lengths: Sequence[int]) -> int:
-    """Return how many matrices of ``s x s`` the segments need at once."""
-    return 2 if max(lengths) == 1 else 4
+    """Return how many matrices of ``s x s`` the segments need at once, besides one in the memory of their output."""
+    return 2 if max(lengths) == 1 else 3
 
 
 def row_length(size: int, rows: BlockRows) -> int:

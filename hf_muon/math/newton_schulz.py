@@ -19,38 +19,38 @@ from hf_muon.math.coefficients import AUTO, Coefficients, Steps, Triple, resolve
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.gram import polynomial_of_gram
 from hf_muon.math.precision import compute_dtype
-from hf_muon.math.products import Workspace, is_aligned
+from hf_muon.math.products import Workspace, is_aligned, symmetric_
 
-MAX_BATCH_BYTES = 512 * 2**20
-# What is subtracted from the diagonal of a Gram matrix whose eigenvalues are near one.
-_SHIFT = 0.75
+MAX_BATCH_BYTES = 576 * 2**20
+# Dtypes in which the identity is kept apart from small matrices: on their diagonal it would cost bits of the rest.
+_APART = {torch.bfloat16}
 
 
-def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace) -> Tensor:
-    """Return ``a X + b R X + c R^2 X`` with ``R = X X^T``: every singular value ``s`` becomes ``a s + b s^3 + c s^5``.
+def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace, *, apart: bool = False) -> Tensor:
+    """Return ``W X`` with ``W = a I + b R + c R^2``, ``R = X X^T``: singular values become ``a s + b s^3 + c s^5``.
 
     Args:
         x: ``(B, m, n)``, with singular values up to about one; may be overwritten by the next step.
         coefficients: ``(a, b, c)``.
-        work: memory for ``R`` and ``P``, ``(B, m, m)``, and for the result.
+        work: memory for ``R`` and ``W``, ``(B, m, m)``, and for the result.
+        apart: whether to compute ``a X + P X``, ``P = b R + c R^2``, which reads ``X`` once more.
     """
     a, b, c = coefficients
-    r = work.gram_of(x)  # R = X X^T
-    p = work.quadratic(b, c, r)  # P = b R + c R^2
-    return work.apply(a, p, x)  # a X + P X
+    r, out = work.gram_of(x), work.small[-1]
+    if apart:
+        return work.apply(symmetric_(out, r, r, add=r, beta=b, alpha=c, rows=work.rows.small), x, a)
+    return work.apply(work.weight_(out, r, coefficients), x)
 
 
-def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], shift: float, work: Workspace) -> Tensor:
+def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], work: Workspace) -> Tensor:
     """Return ``X`` after several steps, computed in the Gram form.
 
     Args:
         x: see `newton_schulz_step`.
         coefficients: ``(a, b, c)`` of each step.
-        shift: multiple of the identity to subtract from ``R``, for precision.
         work: memory for the products and the result.
     """
-    q, p = polynomial_of_gram(work.gram_of(x, shift), shift, coefficients, work.small, work.rows.small)
-    return work.apply(q, p, x)
+    return work.apply(polynomial_of_gram(work.gram_of(x), coefficients, work), x)
 
 
 def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -157,8 +157,6 @@ def newton_schulz(
         ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
     """
     device = matrices.device.type
-    # On a GPU fp32 products may use TF32, which has as few significant bits as fp16.
-    low_precision = dtype.itemsize < 4 or device != "cpu"
     lengths = lengths or cost.segments(matrices.shape, len(coefficients), dtype)
     rows = rows or cost.block_rows(min(matrices.shape[1:]), dtype, device)
     with _without_autocast(device):
@@ -167,17 +165,14 @@ def newton_schulz(
         normalized = _normalized_in_three if device in _WITH_FP64 else _normalized
         x = normalized(matrices, dtype, out if ends_where_it_starts else None)
         into, free = None if ends_where_it_starts else out, matrices if overwrite else None
-        work = Workspace(x, lengths, rows, low_precision=low_precision, into=into, free=free)
+        work = Workspace(x, lengths, rows, into=into, free=free)
         start = 0
         for length in lengths:
             steps = coefficients[start : start + length]
             if length == 1:
-                x = newton_schulz_step(x, steps[0], work)
+                x = newton_schulz_step(x, steps[0], work, apart=dtype in _APART)
             else:
-                # After the first segment most eigenvalues of R are near one. In low precision R - 3/4 I keeps more of
-                # their significant bits.
-                shift = _SHIFT if low_precision and start and length == 2 else 0.0
-                x = newton_schulz_segment(x, steps, shift, work)
+                x = newton_schulz_segment(x, steps, work)
             start += length
     return x if out is None else out
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_muon.math import cost
+from hf_muon.math.coefficients import Triple
+from hf_muon.math.elementwise import is_accelerator
 
 # Kernels for sums and products may add in another order where memory is not aligned.
 _ALIGNED_BYTES = 256
@@ -97,13 +99,12 @@ class Workspace:
         x: the batch. Its memory is used too: the first `apply` makes it the output of the second one.
         lengths: lengths of the segments.
         rows: rows of the blocks of symmetric products.
-        low_precision: whether ``a I + P`` would lose significant bits of ``P`` in this dtype.
         into: contiguous memory like that of `x`, for the output of the first `apply`; by default other memory.
         free: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
 
     Attributes:
         gram: ``(B, s, s)``, where ``R`` is computed.
-        small: more matrices ``(B, s, s)``: one, or three if any segment is longer than one step.
+        small: more matrices ``(B, s, s)``: one, or two if any segment is longer than one step.
     """
 
     def __init__(
@@ -112,36 +113,46 @@ class Workspace:
         lengths: Sequence[int],
         rows: cost.BlockRows,
         *,
-        low_precision: bool,
         into: Tensor | None = None,
         free: Tensor | None = None,
     ) -> None:
-        size = min(x.shape[1:])
+        self._size = min(x.shape[1:])
         memory = _Free(free, x)
         self._next = memory.take(x.shape) if into is None else into
-        shape = (x.size(0), size, cost.row_length(size, rows))
-        self.gram, *self.small = (memory.take(shape)[..., :size] for _ in range(cost.small_matrices(lengths)))
+        self._shape = (x.size(0), self._size, cost.row_length(self._size, rows))
+        count = cost.small_matrices(lengths)
+        self.gram, *self.small = (memory.take(self._shape)[..., : self._size] for _ in range(count))
         self.rows = rows
+        self._identity: Tensor | None = None
         self._tall = x.size(-2) > x.size(-1)
-        self._low_precision = low_precision
 
-    def gram_of(self, x: Tensor, shift: float = 0.0) -> Tensor:
-        """Return ``R - shift * I`` for ``R = X X^T``."""
+    def scratch(self) -> Tensor:
+        """Return one more matrix ``(B, s, s)``, until the next `apply`, in whose output it lies if it fits there."""
+        numel = math.prod(self._shape)
+        if numel > self._next.numel():
+            return self._next.new_empty(self._shape)[..., : self._size]
+        return self._next.view(-1)[:numel].view(self._shape)[..., : self._size]
+
+    def gram_of(self, x: Tensor) -> Tensor:
+        """Return ``R = X X^T``."""
         wide, long = (x.mT, x) if self._tall else (x, x.mT)
-        identity = None
-        if shift:
-            identity = torch.eye(self.gram.size(-1), dtype=x.dtype, device=x.device).expand_as(self.gram)
-        return symmetric_(self.gram, wide, long, add=identity, beta=-shift, rows=self.rows.gram)
+        return symmetric_(self.gram, wide, long, rows=self.rows.gram)
 
-    def quadratic(self, b: float, c: float, r: Tensor) -> Tensor:
-        """Return ``b R + c R^2``, in the last of `small`."""
-        return symmetric_(self.small[-1], r, r, add=r, beta=b, alpha=c, rows=self.rows.small)
+    def weight_(self, out: Tensor, r: Tensor, step: Triple) -> Tensor:
+        """Compute ``W = a I + b R + c R^2`` into `out`, which is not `r`; ``R`` is symmetric."""
+        a, b, c = step
+        if not b or not is_accelerator(r.device):
+            symmetric_(out, r, r, add=r, beta=b, alpha=c, rows=self.rows.small)
+            out.diagonal(dim1=-2, dim2=-1).add_(a)
+            return out
+        # One launch for the identity and for the addend, which would be copied into `out` anyway.
+        if self._identity is None:
+            self._identity = torch.eye(self._size, dtype=r.dtype, device=r.device)
+        torch.add(r, self._identity, alpha=a / b, out=out)
+        return symmetric_(out, r, r, add=out, beta=b, alpha=c, rows=self.rows.small)
 
-    def apply(self, a: float, p: Tensor, x: Tensor) -> Tensor:
-        """Return ``a X + P X``. ``P`` may be written to, and ``X`` is overwritten by the next call."""
+    def apply(self, p: Tensor, x: Tensor, a: float = 0.0) -> Tensor:
+        """Return ``a X + P X``. ``X`` is overwritten by the next call."""
         out, self._next = self._next, x
         factors = (x, p) if self._tall else (p, x)
-        if self._low_precision:
-            return _product_(out, *factors, x, a, 1.0)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)  # saves reading X once more; fp32 has the bits for it
-        return torch.bmm(*factors, out=out)
+        return _product_(out, *factors, x if a else None, a, 1.0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.newton_schulz import newton_schulz, newton_schulz_step
 from hf_muon.math.products import Workspace, symmetric_
+from tests.accelerated import accelerated
 from tests.math.matrices import STANDARD, WAYS, frobenius_normalized
 
 
@@ -40,15 +43,16 @@ def test_symmetric_products_of_parts_in_bf16(rows, tall):
         assert memory[..., 12:].isnan().all()
 
 
-@pytest.mark.parametrize("low_precision", [True, False])
+@pytest.mark.parametrize("way", ["apart", "explicit", "accelerated"])
 @pytest.mark.parametrize("shape", [(2, 17, 17), (3, 9, 40), (3, 40, 9)], ids=str)
-def test_a_step_is_the_formula(shape, low_precision):
+def test_a_step_is_the_formula(shape, way):
     x = frobenius_normalized(shape)
     wide = x if shape[1] <= shape[2] else x.mT
     r = wide @ wide.mT
     expected = 2.0 * wide - 1.5 * r @ wide + 0.5 * r @ r @ wide
-    work = Workspace(x, (1,), cost.BlockRows(5, 4), low_precision=low_precision)
-    result = newton_schulz_step(x, (2.0, -1.5, 0.5), work)
+    work = Workspace(x, (1,), cost.BlockRows(5, 4))
+    with accelerated() if way == "accelerated" else contextlib.nullcontext():
+        result = newton_schulz_step(x, (2.0, -1.5, 0.5), work, apart=way == "apart")
     torch.testing.assert_close(result, expected if wide is x else expected.mT)
 
 
@@ -57,7 +61,7 @@ def test_a_step_is_the_formula(shape, low_precision):
 def test_every_form_takes_the_same_steps(shape, lengths, rows):
     x = frobenius_normalized(shape)
     result = newton_schulz(x, resolve("polar_express", 5), torch.float64, lengths=lengths, rows=rows)
-    work = Workspace(x, STANDARD, cost.BlockRows(*shape[1:]), low_precision=False)
+    work = Workspace(x, STANDARD, cost.BlockRows(*shape[1:]))
     for coefficients in resolve("polar_express", 5):
         x = newton_schulz_step(x, coefficients, work)
     torch.testing.assert_close(result, x, rtol=0, atol=1e-10)
