@@ -53,7 +53,6 @@ class Argument(NamedTuple):
     ndim: int
     device: str
     contiguous: bool
-    in_blocks: bool
     place: int
     """Of the first argument that is the same tensor."""
 
@@ -76,8 +75,8 @@ class Call(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether rows are blocks."""
-        return any(argument.in_blocks for argument in self.arguments)
+        """Whether rows are blocks: there are codes."""
+        return any(argument.ndim == 2 and not argument.dtype.is_floating_point for argument in self.arguments)
 
     @property
     def in_rows(self) -> bool:
@@ -130,7 +129,6 @@ def _call_of(function: Elementwise, tensors: Sequence[Tensor], options: dict[str
             tensor.ndim,
             tensor.device.type,
             tensor.is_contiguous(),
-            tensor.ndim == 2 and tensor.shape[1] == BLOCK,
             next(place for place, other in enumerate(tensors) if other is tensor),
         )
         for tensor in tensors
