@@ -3,6 +3,7 @@
 #   make quick     tests of what needs torch and transformers alone, on the newest stack
 #   make test      what tests/readme.py lists, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make test-all  every test
+#   make test-cuda what CUDA code becomes, compiled and interpreted without a GPU; `make test` runs it, too
 #   make lint      ruff and mypy
 #   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
@@ -15,6 +16,7 @@ VENV := .venv
 LF := .venv-llamafactory
 DS := .venv-deepspeed
 BENCHMARKS := .venv-bench
+CUDA := .venv-cuda
 DEVICE ?= cpu
 JOBS ?= 1
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -26,11 +28,12 @@ PYTEST := -m pytest -n 2 --dist loadgroup --durations 20
 NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,sphinx,trl
 DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
 LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
+CUDA_HAS := HF_MUON_PROMISED=cuda
 
-.PHONY: install async_io chromium demo quick test rest test-all lint docs golden bench evidence clean
+.PHONY: install async_io chromium demo quick test rest test-all test-cuda lint docs golden bench evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
-install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made chromium
+install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
 
 # These two know themselves whether they are done. What fails is tried again by the next make.
 async_io: $(DS)/.made
@@ -62,6 +65,13 @@ $(DS)/.made: pyproject.toml constraints-deepspeed.txt
 	$(PYTHON) -m venv $(DS)
 	$(DS)/bin/python $(PIP) -c constraints-deepspeed.txt torch
 	$(DS)/bin/python $(PIP) -c constraints-deepspeed.txt -e ".[test,deepspeed]"
+	@touch $@
+
+$(CUDA)/.made: pyproject.toml constraints-cuda.txt
+	@echo "== making $(CUDA): the newest supported stack with Triton (some minutes)"
+	$(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python $(PIP) -c constraints-cuda.txt torch triton
+	$(CUDA)/bin/python $(PIP) -c constraints-cuda.txt -e ".[test]"
 	@touch $@
 
 $(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
@@ -103,6 +113,11 @@ test rest test-all:
 		OMP_NUM_THREADS=1 $(DS_HAS) $(DS)/bin/python $(PYTEST) --tier $(TIER) tests/deepspeed tests/e2e/test_deepspeed.py
 	@echo "== the stack of LLaMA-Factory 0.9.5"
 	OMP_NUM_THREADS=1 $(LF_ENV) $(LF_HAS) $(LF)/bin/python $(PYTEST) --tier $(TIER)
+	@[ $@ = rest ] || $(MAKE) --no-print-directory test-cuda
+
+test-cuda: $(CUDA)/.made
+	@echo "== CUDA, without a GPU"
+	OMP_NUM_THREADS=1 $(CUDA_HAS) $(CUDA)/bin/python $(PYTEST) tests/cuda
 
 lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""The meta device as an accelerator: have hf_muon take the branches that it takes on CUDA.
+"""A device without values as an accelerator: have hf_muon take the branches that it takes on CUDA.
 
 `tests/test_rehearsal.py` lists the places in hf_muon that ask for a type of device.
 """
@@ -28,14 +28,15 @@ class Noted(Protocol):
 
 
 @contextlib.contextmanager
-def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterator[None]:
-    """Have hf_muon take the branches of CUDA for the meta device.
+def as_accelerator(count: Noted | None = None, *, reads: bool = True, device: torch.device = META) -> Iterator[None]:
+    """Have hf_muon take the branches of CUDA for the meta device, or for fake tensors of CUDA.
 
     Moments can be offloaded to the host, whose memory is not touched, and copies have streams.
 
     Args:
         count: a `Count`; notes when the host waits for a stream or an event.
         reads: whether values can be read, which it then has to answer. Otherwise gradients are not checked.
+        device: of the parameters.
     """
 
     class Stream:
@@ -65,8 +66,8 @@ def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterato
         current_stream=lambda device=None: Stream(),
     )
 
-    def asynchronous(device: torch.device) -> Any:
-        return module if reads and device == META else None
+    def asynchronous(asked: torch.device) -> Any:
+        return module if reads and asked == device else None
 
     def untouched(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
         return torch.empty(tuple(local.shape if shape is None else shape), dtype=dtype, device="cpu")
@@ -74,7 +75,7 @@ def as_accelerator(count: Noted | None = None, *, reads: bool = True) -> Iterato
     with (
         mock.patch.object(consensus, "has_data", return_value=reads),
         mock.patch.object(gradients, "has_data", return_value=reads),
-        mock.patch.object(layout, "model_device", return_value=META),
+        mock.patch.object(layout, "model_device", return_value=device),
         mock.patch.object(host, "_HAS_NO_HOST", ("cpu",)),
         mock.patch.object(host, "zeros_like", untouched),
         mock.patch.object(transport, "asynchronous", asynchronous),

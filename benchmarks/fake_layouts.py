@@ -117,13 +117,14 @@ def replace_(model: nn.Module, stored: Callable[[str, Tensor], Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def rank_of(ranks: int, rank: int, *, reads: bool = True) -> Iterator[None]:
+def rank_of(ranks: int, rank: int, *, reads: bool = True, device: torch.device = META) -> Iterator[None]:
     """Be a rank of a fake process group, whose other ranks report what this one does; of one rank, be a process.
 
     Args:
         ranks: number of ranks.
         rank: of this process.
         reads: whether the device answers reads.
+        device: of the parameters.
     """
     if ranks == 1:
         yield
@@ -141,7 +142,7 @@ def rank_of(ranks: int, rank: int, *, reads: bool = True) -> Iterator[None]:
     try:
         with (
             mock.patch.object(agreement, "exchange_reports", reports),
-            mock.patch.object(agreement, "report_device", return_value=META),
+            mock.patch.object(agreement, "report_device", return_value=device),
         ):
             yield
     finally:
@@ -151,14 +152,14 @@ def rank_of(ranks: int, rank: int, *, reads: bool = True) -> Iterator[None]:
 # --- layouts
 
 
-def mesh_of(kind: str, ranks: int) -> DeviceMesh:
+def mesh_of(kind: str, ranks: int, device_type: str = "cpu") -> DeviceMesh:
     """Return the mesh of a layout: HSDP has two replicas, FSDP2 with tensor parallel as many ranks on both axes."""
     if kind == "HSDP":
-        return init_device_mesh("cpu", (2, ranks // 2))
+        return init_device_mesh(device_type, (2, ranks // 2))
     if kind == "FSDP2 and TP":
         across = 2 ** (int(math.log2(ranks)) // 2)
-        return init_device_mesh("cpu", (ranks // across, across))
-    return init_device_mesh("cpu", (ranks,))
+        return init_device_mesh(device_type, (ranks // across, across))
+    return init_device_mesh(device_type, (ranks,))
 
 
 def placements_of(kind: str, mesh: DeviceMesh, name: str, ndim: int) -> list[Any]:

@@ -20,6 +20,7 @@ REASONS = {
     "nvme": r"async_io|NVMe",
     "browser": r"no browser|playwright",
     **{package: rf"\b{package}\b.*\bnot installed\b|could not import '{package}" for package in PACKAGES},
+    "cuda": r"no compiler for CUDA",
 }
 
 

@@ -32,10 +32,11 @@ ROOMS = [
 FLOORS = {
     "math": [
         "coefficients compiler cost precision rounding",
-        "elementwise logits products weight_rounding",
-        "codes gram update",
-        "adamw_functions moments newton_schulz",
-        "adamw momentum",
+        "elementwise",
+        "codes logits products weight_rounding",
+        "gram moments update",
+        "adamw_functions momentum newton_schulz",
+        "adamw",
     ],
     "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "head", "page"],
     "storage": [

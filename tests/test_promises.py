@@ -83,7 +83,8 @@ def test_passes(): ...
         assert broken("llamafactory is not installed", ["trl", "llamafactory"]) == "llamafactory"
         assert broken("trl >= 1 is not installed", ["trl"]) == "trl"
         assert broken("could not import 'llamafactory.third_party.muon': No module", ["llamafactory"])
-        assert broken("no CUDA device", ["nvme", "browser", "deepspeed"]) is None
+        assert broken("no CUDA device", ["nvme", "browser", "deepspeed", "cuda"]) is None
+        assert broken("no compiler for CUDA: triton 3.7 is not installed", ["cuda"]) == "cuda"
 
 
 class TestAsyncIO:

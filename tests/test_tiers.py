@@ -74,6 +74,7 @@ ITEMS = [
     Item(nodeid="tests/deepspeed/test_training.py::test_f", marks=[], fixturenames=["ranks"]),
     Item(nodeid="tests/e2e/test_deepspeed.py::test_g", marks=["slow", "extended"], fixturenames=[]),
     Item(nodeid="tests/e2e/test_llamafactory.py::test_h", marks=["slow"], fixturenames=[]),
+    Item(nodeid="tests/cuda/test_kernels.py::test_of_no_stack", marks=[], fixturenames=[]),
     Item(nodeid="tests/deepspeed/test_gradients.py::test_x[2-cpu-4]", marks=[], fixturenames=["ranks"]),
 ]
 

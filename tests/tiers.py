@@ -24,6 +24,8 @@ TIERS = {
 # Tests of DeepSpeed and of LLaMA-Factory; elsewhere they would skip.
 DEEPSPEED = ("tests/deepspeed/", "tests/e2e/test_deepspeed.py")
 LLAMAFACTORY = ("tests/e2e/test_llamafactory", "tests/e2e/test_v1_ulysses.py")
+# `make test-cuda` runs these alone, all of them, in an environment that no other test needs.
+CUDA = "tests/cuda/"
 # Tests of code that depends on torch alone run once, on the newest stack: all stacks have the same torch.
 TORCH_ALONE = (
     *("tests/chaos/", "tests/diagnostics/", "tests/docs/", "tests/distributed/", "tests/math/", "tests/storage/"),
@@ -61,6 +63,8 @@ def stack() -> str:
 
 def belongs(nodeid: str, name: str) -> bool:
     """Return whether a stack runs a test."""
+    if nodeid.startswith(CUDA):
+        return False
     if name == "deepspeed":
         return nodeid.startswith(DEEPSPEED)
     if name == "llamafactory":

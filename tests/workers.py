@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # The tests of each of these files run in one worker: they share ranks, or runs that others are compared with.
 WHOLE_FILES = (
     *("tests/chaos/", "tests/deepspeed/", "tests/distributed/"),
+    "tests/cuda/test_numerics.py",
     *("tests/e2e/test_deepspeed.py", "tests/e2e/test_llamafactory.py", "tests/e2e/test_llamafactory_v1.py"),
 )
 

@@ -21,12 +21,11 @@ _COMPILERS = {"cuda": "triton", "xpu": "triton"}
 _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 # Options of Inductor by which each operation is rounded once, under the names that versions of torch have for them.
 _OPTIONS: dict[tuple[str, ...], bool] = {
-    ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels
+    ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels that round differently
+    ("deterministic", "test_configs.force_filter_reduction_configs"): True,  # nor between those of rows
     ("emulate_precision_casts",): True,  # no product and sum are contracted
     ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
 }
-# Where a version lacks it, a stopwatch chooses kernels of blocks, which differ in nothing but speed.
-_WANTED: dict[tuple[str, ...], bool] = {("deterministic",): True}
 _BACKEND = "inductor"
 _WIDE = 16  # elements that a kernel may load at once
 # Functions are compiled with tensors of so many elements that torch writes the kernel for large ones.
@@ -105,6 +104,9 @@ def call(
         options: of the function.
         row: length of all rows; None for any.
     """
+    # torch tells views from other tensors, and would compile anew for them.
+    own = {id(tensor): tensor.detach() for tensor in tensors}
+    tensors = [own[id(tensor)] for tensor in tensors]
     known = len(_functions)
     compiled_ = compiled(function, tensors, options)
     if len(_functions) > known:  # with tensors of one size, so that the kernel depends on no tensor's size
@@ -149,7 +151,7 @@ def _like(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
         own = shape[: tensor.ndim]
         if tensor.is_contiguous():
             return tensor.new_zeros(own)
-        return tensor.new_zeros((own[0], own[1] + _WIDE + k, *own[2:]))[:, : own[1]]
+        return tensor.new_zeros((own[0], own[1] + _WIDE + k, *own[2:]))[:, : own[1]].detach()
 
     zeros_of = {id(tensor): zeros(k, tensor) for k, tensor in enumerate(tensors) if tensor.ndim}
     return [zeros_of.get(id(tensor), tensor) for tensor in tensors]
@@ -165,12 +167,11 @@ def _inductor_options() -> dict[str, Any]:
 
     known = set(torch._inductor.list_options())
     chosen: dict[str, Any] = {}
-    for names, value in {**_OPTIONS, **_WANTED}.items():
+    for names, value in _OPTIONS.items():
         name = next((name for name in names if name in known), None)
-        if name is not None:
-            chosen[name] = value
-        elif names in _OPTIONS:
+        if name is None:
             raise RuntimeError(f"torch {torch.__version__} has no option {names[0]} of torch.compile")
+        chosen[name] = value
     return chosen
 
 

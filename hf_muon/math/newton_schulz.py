@@ -119,12 +119,11 @@ def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | Non
     flat = matrices.reshape(count, -1)
     sums = flat.new_empty(count * min(sides), dtype=torch.float64)
     powers, rests = (flat.new_empty(count, dtype=wide) for _ in range(2))
-    # Detached, because a compiled function asks what a view is a view of.
-    SUM_SQUARES(flat.view(-1, max(sides)).detach(), sums)
-    INVERT(sums.view(count, -1).detach(), powers, rests)
+    SUM_SQUARES(flat.view(-1, max(sides)), sums)
+    INVERT(sums.view(count, -1), powers, rests)
     if out is None:
         out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
-    SCALE(flat.detach(), powers, rests, out.view(count, -1).detach())
+    SCALE(flat, powers, rests, out.view(count, -1))
     return out
 
 
