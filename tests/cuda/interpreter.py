@@ -102,8 +102,10 @@ def interpreted(call: Call, size: int) -> Callable[[Sequence[Tensor]], None]:
         source = source.replace(old, new)
     names = {"async_compile": _Interpreter(), "contextlib": contextlib, "get_raw_stream": lambda index: 0}
     exec(compile(source, "wrapper", "exec"), names)  # what Inductor does with it
+    storages = [fake.untyped_storage()._cdata for fake in fakes]
     places = [
-        next((place for place, fake in enumerate(fakes) if fake is argument), None) for argument in written.arguments
+        storages.index(argument.untyped_storage()._cdata) if torch.is_tensor(argument) else None
+        for argument in written.arguments
     ]
 
     def run(tensors: Sequence[Tensor]) -> None:

@@ -27,7 +27,7 @@ def compilations(call, sizes, devices):
             for size in sizes:
                 before = len(written.modules)
                 tensors = call.tensors(size, device)
-                compiler.call(function.plain, tensors, options)
+                compiler.call(function.plain, tensors, options, function.row)
                 at += [(str(device), size)] * (len(written.modules) - before)
     return at
 
