@@ -176,7 +176,7 @@ def newton_schulz(
     return x if out is None else out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch before 2.9 hashes it before it has attributes, while it compiles
 class Orthogonalizer:
     """`newton_schulz` with its options: whole matrices ``(B, m, n)`` to their directions, in `dtype`.
 
