@@ -3,18 +3,26 @@
 #   make quick     tests of what needs torch and transformers alone, on the newest stack
 #   make test      what tests/readme.py lists, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make test-all  every test
-#   make test-cuda what CUDA code becomes, compiled and interpreted without a GPU; `make test` runs it, too
+#   make test-cuda  what CUDA code becomes, compiled and interpreted without a GPU; `make test` runs it, too
+#   make on-newest, on-deepspeed, on-llamafactory   the first tier on one stack; with TORCH=2.8.0, on another torch
 #   make lint      ruff and mypy
+#   make wheel     the wheel, in build/wheel; installed with what it requires alone it runs README's script and a command
 #   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
-#   make gpu      what the first ten minutes on a card should run, and a page of results; with DEVICE=cpu at small sizes
+#   make gpu       what the first ten minutes on a card should run, and a page of results; with DEVICE=cpu at small sizes
 #   make evidence   tables of the studies of Muon beside AdamW; with STUDY=name it runs or continues one, JOBS=2 two trials at once
 #   make golden    the tables in tests/golden and the tables of options in docs/options.md, written anew: look at the diff
 
 PYTHON ?= python3
-VENV := .venv
-LF := .venv-llamafactory
-DS := .venv-deepspeed
+# Another torch than the pinned one, in environments of its own: 2.8.0, the `oldest` of pyproject.toml, or the `newest`.
+TORCH ?=
+OF_TORCH := $(if $(TORCH),-torch-$(TORCH))
+VENV := .venv$(OF_TORCH)
+LF := .venv-llamafactory$(OF_TORCH)
+DS := .venv-deepspeed$(OF_TORCH)
+OLDEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1.*/p' pyproject.toml)
+PINNED := s/^torch==.*/torch==$(TORCH:oldest=$(OLDEST))/
+PIN := sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,$(PINNED)))'
 BENCHMARKS := .venv-bench
 CUDA := .venv-cuda
 DEVICE ?= cpu
@@ -30,7 +38,8 @@ DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
 LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 CUDA_HAS := HF_MUON_PROMISED=cuda
 
-.PHONY: install async_io chromium demo quick test rest test-all test-cuda lint docs golden bench evidence clean
+.PHONY: install async_io chromium demo quick test rest test-all test-cuda on-newest on-deepspeed on-llamafactory
+.PHONY: wheel lint docs golden bench gpu evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
@@ -45,17 +54,19 @@ chromium: $(VENV)/.made
 $(VENV)/.made: pyproject.toml constraints.txt
 	@echo "== making $(VENV): the newest supported stack (some minutes)"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP) -c constraints.txt torch
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[test,lint,docs,trl,report,browser]"
+	$(PIN) constraints.txt >$(VENV)/constraints.txt
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e ".[test,lint,docs,trl,report,browser]"
 	@touch $@
 
 $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt
 	@echo "== making $(LF): LLaMA-Factory 0.9.5 and what it allows (some minutes)"
 	$(PYTHON) -m venv $(LF)
-	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt torch
-	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -r requirements-llamafactory.txt
+	$(PIN) constraints-llamafactory.txt >$(LF)/constraints.txt
+	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt torch
+	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -r requirements-llamafactory.txt
 	$(LF)/bin/python $(PIP) --no-deps llamafactory==0.9.5
-	$(LF)/bin/python $(PIP) -c constraints-llamafactory.txt -e ".[test,deepspeed]"
+	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -e ".[test,deepspeed]"
 	# LLaMA-Factory imports torchaudio, which text training never uses and which has no CPU build.
 	@touch "$$($(LF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@
@@ -63,8 +74,9 @@ $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafacto
 $(DS)/.made: pyproject.toml constraints-deepspeed.txt
 	@echo "== making $(DS): the newest supported stack with DeepSpeed (some minutes)"
 	$(PYTHON) -m venv $(DS)
-	$(DS)/bin/python $(PIP) -c constraints-deepspeed.txt torch
-	$(DS)/bin/python $(PIP) -c constraints-deepspeed.txt -e ".[test,deepspeed]"
+	$(PIN) constraints-deepspeed.txt >$(DS)/constraints.txt
+	$(DS)/bin/python $(PIP) -c $(DS)/constraints.txt torch
+	$(DS)/bin/python $(PIP) -c $(DS)/constraints.txt -e ".[test,deepspeed]"
 	@touch $@
 
 $(CUDA)/.made: pyproject.toml constraints-cuda.txt
@@ -86,7 +98,6 @@ $(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
 bench: $(BENCHMARKS)/.made
 	$(BENCHMARKS)/bin/python benchmarks/bench.py --device $(DEVICE) $(BENCH)
 
-.PHONY: gpu
 gpu: DEVICE = cuda
 gpu: $(BENCHMARKS)/.made
 	$(BENCHMARKS)/bin/python benchmarks/gpu.py --device $(DEVICE) $(GPU)
@@ -106,18 +117,41 @@ rest: TIER := rest
 test-all: TIER := all
 test rest test-all:
 	@$(MAKE) --no-print-directory -j3 install
+	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium on-newest on-deepspeed on-llamafactory TIER=$(TIER)
+	@[ $@ = rest ] || $(MAKE) --no-print-directory test-cuda
+
+# One stack alone, for a CI that runs them beside each other.
+TIER ?= first
+on-newest: $(VENV)/.made chromium
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(NEWEST_HAS) $(VENV)/bin/python $(PYTEST) --tier $(TIER)
+
+on-deepspeed: $(DS)/.made async_io
 	@echo "== DeepSpeed"
 	DS=$(abspath $(DS)) && . tests/deepspeed/async_io_env && \
 		OMP_NUM_THREADS=1 $(DS_HAS) $(DS)/bin/python $(PYTEST) --tier $(TIER) tests/deepspeed tests/e2e/test_deepspeed.py
+
+on-llamafactory: $(LF)/.made
 	@echo "== the stack of LLaMA-Factory 0.9.5"
 	OMP_NUM_THREADS=1 $(LF_ENV) $(LF_HAS) $(LF)/bin/python $(PYTEST) --tier $(TIER)
-	@[ $@ = rest ] || $(MAKE) --no-print-directory test-cuda
 
 test-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
 	OMP_NUM_THREADS=1 $(CUDA_HAS) $(CUDA)/bin/python $(PYTEST) tests/cuda
+
+# From a copy: setuptools also packs what earlier builds left in build/lib and listed in hf_muon.egg-info.
+wheel: export PYTHONPATH =
+wheel:
+	rm -rf build/wheel
+	mkdir -p build/wheel/source
+	git ls-files -z | tar -c --null -T - | tar -x -C build/wheel/source
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheel build/wheel/source
+	$(PIN) constraints.txt >build/wheel/constraints.txt
+	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt build/wheel/*.whl
+	sed -n '/^```python/,/^```$$/{//!p}' README.md >build/wheel/script.py
+	cd build/wheel && venv/bin/python script.py && venv/bin/hf-muon inspect qwen3-0.6b
+	rm -rf build/wheel/venv build/wheel/source build/wheel/out
 
 lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .

@@ -1,12 +1,12 @@
-"""The declarations of pyproject.toml, and the files of a source distribution."""
+"""The declarations of pyproject.toml, and the files of the distributions."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,29 +29,35 @@ def test_the_oldest_versions_are_refused_and_tested():
     assert OLDEST.items() <= declared.items()
 
 
-def test_data_files_are_in_the_wheel():
-    """Check that `package-data` names every file of the package that is no module."""
-    (patterns,) = re.findall(r"^hf_muon = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    files = [path.relative_to(ROOT / "hf_muon") for path in (ROOT / "hf_muon").rglob("*") if path.is_file()]
-    data = [path for path in files if path.suffix not in (".py", ".pyc")]
-    assert {str(path) for path in data} >= {"cli/known_configs.yaml"}
-    assert all(any(path.match(pattern) for pattern in json.loads(patterns)) for path in data), data
+def build(folder, what):
+    """Build a distribution of a folder, beside it, with the build system of pyproject.toml."""
+    code = f"import setuptools.build_meta as build; print(build.build_{what}('..'))"
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return folder.parent / process.stdout.split()[-1]
 
 
-def test_the_sdist_is_the_whole_repository(tmp_path):
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_sdist_is_the_repository_and_the_wheel_the_package(tmp_path):
+    """Check that nothing tracked is missing from either, and that sdist and checkout build one wheel."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    clone = tmp_path / "clone"
-    for name in tracked.rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            (clone / name).write_bytes((ROOT / name).read_bytes())
-    build = "import setuptools.build_meta as build; build.build_sdist('..')"
-    process = subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    missing = [str(path.relative_to(clone)) for path in clone.rglob("*") if path.is_file()]
-    missing = [name for name in missing if ".egg-info" not in name and name not in names]
+    files = {name: (ROOT / name).read_bytes() for name in tracked.split("\0") if (ROOT / name).is_file()}
+    clone = tmp_path / "clone" / "checkout"
+    for name, content in files.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_bytes(content)
+    with tarfile.open(build(clone, "sdist")) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("hf_muon-*")
+    missing = [name for name in files if not (unpacked / name).is_file()]
     assert not missing, missing
+    wheel = contents(build(unpacked, "wheel"))
+    assert wheel == contents(build(clone, "wheel"))
+    package = {name: content for name, content in files.items() if name.startswith(("hf_muon/", "hf_muon_autoload"))}
+    assert {name: content for name, content in wheel.items() if ".dist-info/" not in name} == package

@@ -31,6 +31,7 @@ TORCH_ALONE = (
     *("tests/chaos/", "tests/diagnostics/", "tests/docs/", "tests/distributed/", "tests/math/", "tests/storage/"),
     *("tests/optimizer/", "tests/test_benchmarks.py", "tests/test_bounds.py", "tests/test_config.py"),
     *(
+        "tests/test_deprecations.py",
         "tests/test_imports.py",
         "tests/test_rehearsal.py",
         "tests/test_packaging.py",
