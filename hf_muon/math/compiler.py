@@ -107,24 +107,15 @@ def call(
     # torch tells views from other tensors, and would compile anew for them.
     own = {id(tensor): tensor.detach() for tensor in tensors}
     tensors = [own[id(tensor)] for tensor in tensors]
-    known = len(_functions)
-    compiled_ = compiled(function, tensors, options)
-    if len(_functions) > known:  # with tensors of one size, so that the kernel depends on no tensor's size
-        compiled_(*_like(tensors, row or _WIDTH), **options)
-    compiled_(*tensors, **options)
-
-
-def compiled(
-    function: Callable[..., None], tensors: Sequence[Tensor], options: Mapping[str, Any]
-) -> Callable[..., None]:
-    """Return a function, compiled for tensors like these, but of any size and values; see `call`."""
     order = {id(tensor): k for k, tensor in reversed([*enumerate(tensors)])}
     kinds = ((t.dtype, t.ndim, t.is_contiguous(), t.device, order[id(t)]) for t in tensors)
     divides = tensors[0].numel() % _WIDE == 0
     key = (function, divides, *kinds, *options.items())
     if key not in _functions:
-        _functions[key] = _compile(function, divides=divides)
-    return _functions[key]
+        compiled = _compile(function, divides=divides)
+        compiled(*_like(tensors, row or _WIDTH), **options)  # of one size, so that the kernel depends on no tensor's
+        _functions[key] = compiled
+    _functions[key](*tensors, **options)
 
 
 def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., None]:

@@ -67,10 +67,6 @@ class Elementwise:
         else:
             self._call_compiled(*tensors, **options)
 
-    def compiled(self, *tensors: Tensor, **options: Any) -> Callable[..., None]:
-        """Return the function, compiled for arguments like these, but of any size and values."""
-        return compiler.compiled(self.plain, tensors, options)
-
     def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
         # Inductor copies tensors that are not aligned, and what early versions then write stays in the copies.
         odd = {id(tensor): tensor.clone() for tensor in tensors if tensor.ndim and tensor.data_ptr() % _ALIGNED_BYTES}
