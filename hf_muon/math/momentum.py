@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.codes import BLOCK, SQUARES, Piece, Quantized, check_blocks, over_blocks
-from hf_muon.math.elementwise import (
-    Elementwise,
-    is_accelerator,
-    number,
-    over,
-    padded_rows,
-    shaped_like,
-)
+from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over, padded_rows, shaped_like
 from hf_muon.math.moments import MOMENTS
 from hf_muon.math.rounding import salt, salted_bf16, store_bf16_
 
@@ -196,7 +189,7 @@ class MomentumBuffers:
         """Move int8 buffers towards gradients and return updates, which lie in memory one after the other."""
         flat = torch.empty(sum(own.numel() for own in codes), device=codes[0].device)
         updates = shaped_like(flat, codes)
-        rows, row_scales, row_grads = padded_rows(codes, BLOCK), padded_rows(scales, 1), padded_rows(grads, BLOCK)
+        rows, row_scales = padded_rows(codes, BLOCK), padded_rows(scales, 1)
         has_gaps = any(not own.is_contiguous() for own in codes)
         if has_gaps and _are_stacks([*codes, *scales, *grads]) and not rows.has_padding and is_accelerator(flat.device):
             for own, own_scales, grad, update in zip(codes, scales, grads, updates, strict=True):  # without copies
@@ -206,7 +199,7 @@ class MomentumBuffers:
             return updates
         stored, stored_scales = rows.gathered(), row_scales.gathered()
         values = torch.zeros(stored.numel(), device=flat.device) if rows.has_padding else flat
-        row_grads.gathered(into=values)
+        padded_rows(grads, BLOCK).gathered(into=values)
         both = values.view(-1, BLOCK)
         arguments = [stored.view(-1, BLOCK), stored_scales, both, both]
         over_blocks(MOVE_CODES, arguments, self._rate(flat.device), nesterov=self._nesterov)
