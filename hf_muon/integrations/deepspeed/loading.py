@@ -1,54 +1,62 @@
-"""Load checkpoints with DeepSpeed: check on all ranks first, restore everything with NVMe, and compare afterwards.
+"""Load checkpoints with DeepSpeed, whatever the stage and number of ranks that wrote them; all ranks check them first.
 
-In DeepSpeed, each rank loads its own files: an error on one rank leaves the others waiting in a collective, with their
-weights overwritten. With the optimizer on NVMe, DeepSpeed restores master weights only. If the options that order the
-partitions have changed, it loads them in the old order.
+In DeepSpeed, each rank loads files of its own layout: an error on one rank leaves the others waiting in a collective,
+with their weights overwritten. Here each rank reads its elements of every parameter from the files of the ranks that
+stored them, in its own layout too, and makes the content of the two files that it would have written itself: weights,
+and its partitions of master weights and moments. When all ranks agree, DeepSpeed loads these in place of files, so that
+schedules, counters and the user's state go their usual way.
+
+With the optimizer on NVMe the layout must stay. There DeepSpeed restores master weights only; the rest is loaded after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.diagnostics.log import first_few
 from hf_muon.distributed.agreement import exchange_texts
-from hf_muon.distributed.groups import root_group
-from hf_muon.integrations.deepspeed.files import (
-    BEFORE,
+from hf_muon.integrations.deepspeed.partitions import is_swapped
+from hf_muon.integrations.deepspeed.saving import (
+    INDEX,
     SAVE,
-    WEIGHTS,
-    DamagedError,
-    Files,
-    mixture,
-    stages_of,
-    using,
-)
-from hf_muon.integrations.deepspeed.index import INDEX
-from hf_muon.integrations.deepspeed.order import differing_masters, moved, options_to_set
-from hf_muon.integrations.deepspeed.resharding import Resharding, resharding
-from hf_muon.integrations.deepspeed.saving import binder, replaced
-from hf_muon.integrations.deepspeed.swapping import (
-    all_standing,
-    partitions_on_nvme,
-    restore_swapped,
-    unfit_swap_files,
+    Index,
+    StoredPartition,
+    binder,
+    index_of,
+    mark_of,
+    replaced,
+    swap_folder,
+    world,
 )
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
-from hf_muon.optimizer.state_check import load_complaints
+from hf_muon.optimizer.rule_state import is_reduced, reduced_numel, reduced_shapes
+from hf_muon.optimizer.state_check import load_complaints, steps_of
+from hf_muon.routing.parameters import unwrapped
 
-WEIGHTS_OF_NVME = "which stage3_gather_16bit_weights_on_model_save writes whole"
+BEFORE = "Resume from the checkpoint before it"
+WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
+FROZEN = "frozen_param_fragments"
+OF_THE_RUN = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""What ZeRO's optimizers store beside partitions."""
 
 
 def check_before_loading(engine: Any, optimizer: Muon) -> None:
-    """Wrap `engine.load_checkpoint` to check files on all ranks, load everything, and compare masters with weights."""
+    """Wrap `engine.load_checkpoint` to check files on all ranks, and to load any layout."""
     load = engine.load_checkpoint
     if getattr(load, OURS, False):
         return
@@ -56,232 +64,558 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
 
     @functools.wraps(load)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        values = bind(*args, **kwargs).arguments
-        swapping = bool(getattr(engine.optimizer, "swap_optimizer", False))
-        saved: dict[str, Any] = {}
-        complaints: list[str] = []
-        files = Files()
-        tag, other = None, None
-        with _as_complaints(values["load_dir"], complaints):
-            tag = _latest(values["load_dir"]) if values["tag"] is None else str(values["tag"])
-            if tag:
-                files = Files(engine._get_ckpt_name(str(values["load_dir"]), tag))
-            if tag and _moments(values):
-                other = resharding(engine, optimizer, Path(values["load_dir"], tag), files)
-            if other is None:
-                complaints += _complaints(engine, optimizer, values, tag, files, saved)
-            else:
-                complaints += _complaints_of_another_layout(other)
-        exchange = functools.partial(exchange_texts, _ranks(optimizer), engine.device)
-        several_saves = mixture(Path(values["load_dir"], tag or ""), exchange(files.saves))
-        texts = exchange(several_saves or complaints)
-        if any(texts) and not (tag is None and all(texts)):  # without a tag, DeepSpeed loads nothing and returns None
+        own = Loading(engine, optimizer, bind(*args, **kwargs).arguments)
+        complaints = own.check()
+        exchange = functools.partial(exchange_texts, world(), engine.device)
+        texts = exchange(_mixture(own.folder, exchange(own.saves)) or complaints)
+        if any(texts) and not (own.tag is None and all(texts)):  # without a tag, DeepSpeed loads nothing, returns None
             raise ValueError(
                 "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
-        with _weights_of(engine, tag), other.in_place_of_files() if other else contextlib.nullcontext():
+        with own.in_place_of_files():
             result = load(*args, **kwargs)
         for key in (SAVE, INDEX) if isinstance(result[1], dict) else ():
             result[1].pop(key, None)
-        if other is not None and is_rank_zero():
-            logger().info("%s, written by %s, was loaded as %s", other.folder, other.source, other.here)
-        if tag is not None:
-            if swapping:
-                restore_swapped(engine.optimizer, optimizer, saved["zero"])
-            elif (
-                optimizer.partitioned.partitions is None
-                and hasattr(engine.optimizer, "refresh_fp32_params")
-                and not _moments(values)
-            ):
-                engine.optimizer.refresh_fp32_params()  # ZeRO-0 does not load the masters
-            _refuse_other_masters(engine, optimizer, Path(values["load_dir"], tag))
+        if own.swapped:
+            restore_swapped(engine.optimizer, optimizer, own.swapped)
+        elif own.tag and not own.moments and optimizer.partitioned.partitions is None:
+            getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()  # ZeRO-0 does not load the masters
         return result
 
     setattr(checked, OURS, True)
     engine.load_checkpoint = checked
 
 
+def _mixture(folder: Path, of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the complaint that a folder holds files of several saves, by what each rank has read; none otherwise."""
+    files: dict[str, dict[str, None]] = {}
+    for line in chain(*of_ranks):
+        save, _, name = line.partition(" ")
+        files.setdefault(save, {})[name] = None
+    sides = [first_few(names) for names in sorted(files.values(), key=len)]
+    return [f"{folder} holds files of several saves: {'; '.join(sides)}. {BEFORE}"] if len(sides) > 1 else []
+
+
+class DamagedError(Exception):
+    """A file of a checkpoint cannot be used. The text names it and says what to do."""
+
+
 @contextlib.contextmanager
-def _as_complaints(folder: Any, complaints: list[str]) -> Iterator[None]:
-    """Turn what goes wrong on one rank into a complaint, so that all ranks can agree."""
+def _using(file: Path | str) -> Iterator[None]:
+    """Name the file in whatever error its content leads to.
+
+    Raises:
+        DamagedError: in place of any error.
+    """
     try:
         yield
-    except DamagedError as error:
-        complaints.append(str(error))
-    except Exception as error:  # noqa: BLE001  what reading raises depends on the bytes
-        complaints.append(f"{folder} cannot be read ({type(error).__name__}: {error}). {BEFORE}")
+    except DamagedError:
+        raise
+    except Exception as error:  # what unpickling and unexpected content raise depends on the bytes
+        if unsafe := re.search(r"\bGLOBAL (\S+)", str(error)):
+            raise DamagedError(
+                f"{file} holds an object of {unsafe[1]}, and hf_muon does not unpickle objects of any class from files "
+                f"that DeepSpeed would not read itself. If you trust it: torch.serialization.add_safe_globals([...])"
+            ) from error
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        raise DamagedError(f"{file} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}") from error
+
+
+class Loading:
+    """The load of a checkpoint on this rank.
+
+    Args:
+        engine: DeepSpeed's.
+        optimizer: that the engine steps with.
+        values: the arguments of `engine.load_checkpoint`.
+
+    Attributes:
+        moments: whether the optimizer is loaded.
+        tag: of the checkpoint; None where no tag was given, and there is no `latest`.
+        folder: of the checkpoint.
+        saves: the id of the save that wrote each file that was read ("" for none), a space, and the file's name.
+        content: by path, what DeepSpeed loads in place of the file.
+        swapped: with NVMe, this rank's file of the optimizer.
+    """
+
+    def __init__(self, engine: Any, optimizer: Muon, values: Mapping[str, Any]) -> None:
+        self.engine, self.optimizer, self.values = engine, optimizer, values
+        self.moments = bool(values["load_optimizer_states"] and not values["load_module_only"])
+        self.tag: str | None = None
+        self.folder = Path(values["load_dir"])
+        self.saves: list[str] = []
+        self.content: dict[str, dict[str, Any]] = {}
+        self.swapped: dict[str, Any] = {}
+        self._read_files: dict[str, dict[str, Any]] = {}
+        self._stored_by: dict[int, Stored] = {}
+
+    def check(self) -> list[str]:
+        """Return why this rank cannot load the checkpoint; read what it needs of it."""
+        complaints: list[str] = []
+        try:
+            complaints.extend(self._complaints())
+        except DamagedError as error:
+            complaints.append(str(error))
+        except Exception as error:  # noqa: BLE001  what reading raises depends on the bytes
+            complaints.append(f"{self.folder} cannot be read ({type(error).__name__}: {error}). {BEFORE}")
+        return complaints
+
+    @contextlib.contextmanager
+    def in_place_of_files(self) -> Iterator[None]:
+        """Have DeepSpeed load `content` where it reads files."""
+
+        def load(plain: Any) -> Any:
+            def given(path: Any, *args: Any, **kwargs: Any) -> Any:
+                name = str(path)  # DeepSpeed reads some files twice
+                return dict(self.content[name]) if name in self.content else plain(path, *args, **kwargs)
+
+            return given
+
+        # DeepSpeed, 0.19.8 too, converts the masters of `latest` to weights, whatever the tag.
+        tagged = functools.partial(functools.partial, tag=self.tag)
+        module = sys.modules[type(self.engine).__module__]
+        with contextlib.ExitStack() as context:
+            context.enter_context(replaced(module, "get_fp32_state_dict_from_zero_checkpoint", tagged))
+            if self.content:
+                names = [next(iter(self.content))]
+                context.enter_context(replaced(self.engine, "_get_all_ckpt_names", lambda _: lambda *args: names))
+                context.enter_context(replaced(self.engine.checkpoint_engine, "load", load))
+            yield
+
+    # --- what cannot be loaded
+
+    def _complaints(self) -> Iterator[str]:
+        """Yield why the checkpoint cannot be loaded; read what this rank needs of it.
+
+        Raises:
+            DamagedError: a file is missing, cut off or overwritten.
+        """
+        stage, swaps = (
+            int(self.engine.zero_optimization_stage()),
+            getattr(self.engine.optimizer, "swap_optimizer", False),
+        )
+        latest = self.folder / "latest"
+        self.tag = None if self.values["tag"] is None else str(self.values["tag"])
+        if self.tag is None and latest.is_file():
+            self.tag = latest.read_text().strip()
+        if swaps and not self.moments:
+            yield (
+                "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
+                "files in any case. Load the weights into the model before DeepSpeed is started"
+            )
+        elif stage == 3 and self.values["load_module_only"] and self.values["load_optimizer_states"]:
+            yield "with load_module_only DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False as well"
+        elif not self.tag:
+            yield f"{self.folder} names no checkpoint in a file `latest`, which is written last. Give the tag of one"
+        else:
+            self.folder /= self.tag
+            self.own = self.engine._get_ckpt_name(self.values["load_dir"], self.tag)
+            self._mp = re.findall(r"mp_rank_(\d+)_", self.own)[-1]
+            yield from self._complaints_of_moments() if self.moments else self._complaints_of_weights(stage)
+
+    def _complaints_of_weights(self, stage: int) -> Iterator[str]:
+        """Yield why DeepSpeed cannot load the weights alone; it does so in the stage that wrote them."""
+        if not Path(self.own).is_file():
+            yield (
+                f"{self.own} is missing: weights without the optimizer load in the stage that wrote them, and in "
+                f"ZeRO-3 on no more ranks. Set zero_optimization.stage, or make them with {WEIGHTS}"
+            )
+            return
+        self._read(self.own)
+        files = sorted(self.folder.glob("*_optim_states.pt")) if stage == 3 else []  # converted to weights
+        for file in files[dist.get_rank() :: dist.get_world_size()]:
+            self._read(file)
+
+    def _complaints_of_moments(self) -> Iterator[str]:
+        """Yield why the optimizer cannot be loaded; fill `content`, or `swapped`."""
+        names = (f"*zero_pp_rank_*_mp_rank_{self._mp}_optim_states.pt", f"mp_rank_{self._mp}_model_states.pt")
+        files = [file for name in names for file in sorted(self.folder.glob(name))]
+        if not files:
+            yield f"{self.folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the tag"
+            return
+        with _using(files[0]):
+            plain = self._read(files[0]).get(INDEX)
+            if plain is None:
+                yield (
+                    f"{files[0]} does not say where moments of Muon lie: it was written by another optimizer. Start "
+                    f"from the weights alone ({WEIGHTS}) without the optimizer"
+                )
+                return
+            self.source = Index.read(plain)
+        self.here = index_of(self.engine, self.optimizer)
+        lines = list(self._refusals())
+        yield from lines
+        if not lines:
+            yield from self._complaints_of_swapped() if self.here.is_swapped else self._complaints_of_files()
+
+    def _refusals(self) -> Iterator[str]:
+        """Yield why this run cannot load the layout, whatever the files hold."""
+        source, here = self.source, self.here
+        if source.precision != here.precision:
+            option = f"{here.precision}.enabled to false"
+            if source.precision != "fp32":
+                option = f"{source.precision}.enabled to true"
+            yield (
+                f"{self.folder} was written in {source.precision}, and this run is in {here.precision}. Set {option}, "
+                f"or start from the weights alone ({WEIGHTS}) without the optimizer"
+            )
+        moves = (source.stage, source.ranks, source.is_swapped) != (here.stage, here.ranks, here.is_swapped)
+        if moves and (source.is_swapped or here.is_swapped):
+            yield (
+                f"{self.folder} was written by {source}, and this run is {here}; with the optimizer on NVMe on either "
+                "side, the layout must stay. Resume in that layout, or with the optimizer on the CPU from a checkpoint "
+                "that was written so"
+            )
+        if here.precision == "fp16" and 0 in (source.stage, here.stage) and source.stage != here.stage:
+            yield (
+                f"{self.folder} was written by {source}, and this run is {here}: DeepSpeed stores fp16's loss scale "
+                f"differently in ZeRO-0. Set zero_optimization.stage to {source.stage}"
+            )
+        there = source.parameters
+        for name, (_, parameter) in here.parameters.items():
+            if name in there and there[name][1].shape != parameter.shape:
+                yield (
+                    f"{name} has shape {there[name][1].shape} in the checkpoint, and {parameter.shape} in this run. "
+                    "Resume with the model that wrote it"
+                )
+
+    def _complaints_of_state(self, state: Any) -> Iterator[str]:
+        """Yield why a state dict is not this optimizer's."""
+        with all_standing(self.engine.optimizer):
+            lines = list(load_complaints(self.optimizer.param_groups, state))
+        if lines:
+            lines[-1] += (
+                ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
+            )
+            yield from lines
+
+    def _complaints_of_swapped(self) -> Iterator[str]:
+        file = self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)
+        self._read(self.own)
+        with _using(file):
+            self.swapped = self._read(file)["optimizer_state_dict"]
+            yield from self._complaints_of_state(self.swapped["optimizer_state_dict"])
+        saved = swap_folder(self.engine, self.folder)
+        mark = mark_of(saved)
+        self.saves.append(f"{mark.read_text() if mark.is_file() else ''} {mark.name}")
+        yield from unfit_swap_files(self.engine, saved)
+
+    # --- files
+
+    def _read(self, file: Path | str) -> dict[str, Any]:
+        """Read a file of torch.save once. Tensors are memory-mapped.
+
+        DeepSpeed unpickles objects of any class from this rank's file of weights, into which users put what they like.
+        From other files only classes of torch and DeepSpeed are read.
+
+        Raises:
+            DamagedError: the file is missing, cut off or overwritten.
+        """
+        path = Path(file)
+        if str(path) in self._read_files:
+            return self._read_files[str(path)]
+        if not path.is_file():
+            raise DamagedError(
+                f"{path} is missing. On another number of ranks, or in another stage, a rank reads the files of "
+                f"others, which must lie where it sees them. {BEFORE}"
+            )
+        with _using(path), torch.serialization.safe_globals(_classes_of_deepspeed()):
+            with path.open("rb") as stream:
+                is_zip = stream.read(2) == b"PK"  # torch's older format cannot be mapped
+            weights_only = path != Path(self.own)
+            content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
+            content["ds_version"]  # which is in every file of DeepSpeed
+            self.saves.append(f"{content.get(SAVE, '')} {path.name}")
+        self._read_files[str(path)] = content
+        return content
+
+    def _weights_file(self, rank: int) -> Path:
+        own = f"zero_pp_rank_{rank}_" if self.source.stage == 3 else ""
+        return self.folder / f"{own}mp_rank_{self._mp}_model_states.pt"
+
+    def _stored(self, rank: int) -> Stored:
+        """Return what a rank has stored of the optimizer."""
+        if rank not in self._stored_by:
+            name = f"mp_rank_{self._mp}_model_states.pt"
+            if self.source.stage:
+                precision = "bf16_" if self.source.precision == "bf16" else ""
+                name = f"{precision}zero_pp_rank_{rank}_mp_rank_{self._mp}_optim_states.pt"
+            with _using(self.folder / name):
+                self._stored_by[rank] = Stored(self._read(self.folder / name), self.source)
+        return self._stored_by[rank]
+
+    # --- what this rank's files would hold
+
+    def _complaints_of_files(self) -> Iterator[str]:
+        """Yield why the files cannot be loaded; fill `content`.
+
+        Raises:
+            DamagedError: a file is missing, cut off or overwritten.
+        """
+        zero, here, source = self.engine.optimizer, self.here, self.source
+        self._rank = dist.get_rank(zero.dp_process_group) if here.stage else 0
+        self._template = self._stored(self._rank % source.ranks)
+        masters, states = [], []
+        for part, small in zip(here.partitions, self._template.small_states(source, here), strict=True):
+            flat, state = torch.zeros(part.numel), self._template.zeros_like(part)
+            for name, parameter in part.parameters.items():
+                first, last, at = parameter.division.held(self._rank)
+                yield from self._fill(flat, state, name, first, last, at)
+            masters.append(flat)
+            states.append({**state, **small})
+        file = self._weights_file(self._rank % source.ranks)  # DeepSpeed wants a file that exists
+        weights = self._read(file)
+        if source.stage != 3 and (names := first_few(self._differing(masters, weights["module"]))):
+            yield (
+                f"{self.folder}: the fp32 master weights of {names} are not the weights of the model. They belong to "
+                f"another checkpoint. {BEFORE}"
+            )
+        state_dict = self._template.state_dict(here, states)
+        yield from self._complaints_of_state(state_dict)
+        with _using(self.folder):
+            content = self.content[str(file)] = self._content_of_weights(weights)
+            if here.stage:
+                about = {"optimizer_state_dict": self._content_of_optimizer(masters, state_dict)}
+                self.content[self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)] = about
+            else:
+                content["optimizer"] = self._whole_optimizer(masters, state_dict)
+
+    def _fill(self, flat: Tensor, state: dict[str, Any], name: str, first: int, last: int, at: int) -> Iterator[str]:
+        """Copy elements of a parameter and of its moments to `at`; a moment that is not stored is removed."""
+        if name not in self.source.parameters:
+            return  # the check of the state says so
+        number, there = self.source.parameters[name]
+        for rank, begin, end, where in there.division.overlaps(first, last):
+            stored = self._stored(rank)
+            target, elements = slice(at + begin - first, at + end - first), slice(where, where + end - begin)
+            flat[target] = stored.masters[number][elements]
+            for key, value in list(state.items()):
+                if key not in stored.states[number]:
+                    del state[key]  # the check of the state misses it
+                elif key != "step":
+                    value[target] = stored.states[number][key][elements]
+                elif steps_of(stored.states[number][key]) != steps_of(value):
+                    yield "parameters that share a partition here have taken different numbers of steps of AdamW"
+
+    def _differing(self, masters: Sequence[Tensor], module: Mapping[str, Tensor]) -> Iterator[str]:
+        """Name the parameters whose weights this rank's master weights do not round to."""
+        weights = {unwrapped(name): weight for name, weight in module.items()}
+        for name, (k, parameter) in self.here.parameters.items():
+            first, last, at = parameter.division.held(self._rank)
+            if name in weights and name in self.source.parameters:
+                weight = weights[name].detach().reshape(-1)[first:last]
+                if not torch.equal(masters[k][at : at + last - first].to(weight), weight):
+                    yield name
+
+    def _content_of_weights(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the file of weights: whole ones but in ZeRO-3, where masters are loaded in their place."""
+        left_out = ("module", "optimizer", "param_shapes", FROZEN, SAVE, INDEX)
+        about = copy.deepcopy({key: value for key, value in saved.items() if key not in left_out})
+        about["dp_world_size"] = self.engine.seq_dp_world_size
+        stages, ranks = {self.source.stage, self.here.stage}, {self.source.ranks, self.here.ranks}
+        if 3 not in stages or (stages == {3} and len(ranks) == 1):
+            return {**about, **{key: saved[key] for key in ("module", FROZEN) if key in saved}}
+        module = saved["module"]
+        names = {param: unwrapped(name) for name, param in self.engine.module.named_parameters()}
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.engine.module.state_dict(keep_vars=True).items():
+            if hasattr(tensor, "ds_id"):
+                weights[name] = torch.empty(0, dtype=tensor.dtype)
+            elif tensor not in names and name in module:
+                weights[name] = module[name].clone()  # a buffer
+            elif tensor in names and (whole := self._whole(names[tensor], tensor.dtype)) is not None:
+                weights[name] = whole.view(tensor.shape)
+        frozen = {p: name for p, name in names.items() if hasattr(p, "ds_id") and name not in self.here.parameters}
+        fragments = {}
+        for param, name in frozen.items():
+            if (whole := self._whole(name, param.dtype)) is not None:
+                size = param.ds_tensor.numel()
+                part = fragments[self.engine.param_names[param]] = torch.zeros(size, dtype=whole.dtype)
+                own = whole.reshape(-1)[self._rank * size :][:size]
+                part[: own.numel()] = own
+        about[FROZEN] = fragments if fragments else None  # none with exclude_frozen_parameters
+        return {**about, "module": weights}
+
+    def _whole(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Return a parameter's weight as the checkpoint has it, flat or not; None if it has none."""
+        if self.source.stage != 3:
+            return self._module.get(name)
+        if name in self.source.parameters:
+            flat = torch.empty(self.source.parameters[name][1].division.numel)
+            list(self._fill(flat, {}, name, 0, flat.numel(), 0))
+            return flat.to(dtype)
+        parts = [self._read(self._weights_file(rank)).get(FROZEN) or {} for rank in range(self.source.ranks)]
+        own = [part for fragments in parts for key, part in fragments.items() if unwrapped(key) == name]
+        return torch.cat([part.detach().reshape(-1) for part in own])[: self._shapes[name].numel()] if own else None
+
+    @functools.cached_property
+    def _module(self) -> dict[str, Tensor]:
+        return {unwrapped(name): weight for name, weight in self._read(self._weights_file(0))["module"].items()}
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        params = self.engine.module.named_parameters()
+        return {unwrapped(name): getattr(param, "ds_shape", param.shape) for name, param in params}
+
+    def _content_of_optimizer(self, masters: Sequence[Tensor], state: Any) -> dict[str, Any]:
+        template = self.engine.optimizer.state_dict()
+        keys = ("optimizer_state_dict", "fp32_flat_groups")
+        keys = keys if self.here.stage == 3 else ("base_optimizer_state", "single_partition_of_fp32_groups")
+        about = {key: self._template.about[key] for key in OF_THE_RUN if key in self._template.about.keys() & template}
+        return {**template, **about, keys[0]: state, keys[1]: list(masters)}
+
+    def _whole_optimizer(self, masters: Sequence[Tensor], state: dict[str, Any]) -> Any:
+        zero = self.engine.optimizer
+        if isinstance(zero, Muon):
+            return state
+        shaped = iter(m.view(one.shape) for m, (_, one) in zip(masters, self.here.parameters.values(), strict=True))
+        groups = [[next(shaped) for _ in group] for group in zero.fp16_groups]
+        return {**zero.state_dict(), "optimizer_state_dict": state, "fp32_groups": groups}
+
+
+def _classes_of_deepspeed() -> list[Any]:
+    """Return the classes of which DeepSpeed stores objects beside tensors."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+class Stored:
+    """The optimizer in a file, whatever the stage that wrote it.
+
+    Attributes:
+        about: what DeepSpeed stores beside.
+        groups: the param groups.
+        masters: the fp32 weights, flat, by the number of the partition; shorter where DeepSpeed leaves padding out.
+        states: moments, and AdamW's count of steps.
+        numbers: of the param groups.
+    """
+
+    def __init__(self, content: Mapping[str, Any], index: Index) -> None:
+        about = content["optimizer_state_dict"] if index.stage else content["optimizer"]
+        muon = about.get("base_optimizer_state", about.get("optimizer_state_dict", about))
+        masters = about.get("fp32_flat_groups", about.get("single_partition_of_fp32_groups"))
+        if masters is None and "fp32_groups" in about:
+            masters = [one for group in about["fp32_groups"] for one in group]
+        elif masters is None:
+            weights = {unwrapped(name): weight for name, weight in content["module"].items()}
+            masters = [weights[name] for name in index.parameters]
+        keys = {number: iter(group["params"]) for number, group in enumerate(muon["param_groups"])}
+        self.about: Mapping[str, Any] = about
+        self.groups: Sequence[Mapping[str, Any]] = muon["param_groups"]
+        self.masters: list[Tensor] = [_flat(one) for one in masters]
+        self.numbers = [part.group for part in index.partitions]
+        states = [muon["state"].get(next(keys[number]), {}) for number in self.numbers]
+        self.states: list[dict[str, Any]] = [{key: _flat(v) for key, v in state.items()} for state in states]
+
+    def zeros_like(self, part: StoredPartition) -> dict[str, Any]:
+        """Return moments of zeros for a partition of the same param group, with the counts of its steps."""
+        state = next((one for one, number in zip(self.states, self.numbers, strict=True) if number == part.group), {})
+        return {
+            key: value.clone() if key == "step" else torch.zeros(part.numel, dtype=value.dtype)
+            for key, value in state.items()
+            if not is_reduced(key)
+        }
+
+    def small_states(self, source: Index, target: Index) -> list[dict[str, Tensor]]:
+        """Return the state of rules for each partition of another layout; each file has that of whole parameters."""
+        by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for part, state in zip(source.partitions, self.states, strict=True):
+            for key in filter(is_reduced, state):
+                numels = self._small_numels(part, key)
+                if sum(numels) == len(state[key]):  # the check of the state misses it otherwise
+                    for name, own in zip(part.parameters, torch.split(state[key], numels), strict=True):
+                        by_name[key][name] = own
+        return [
+            {
+                key: torch.cat([of[name] for name in part.parameters])
+                for key, of in by_name.items()
+                if all(name in of for name in part.parameters)
+            }
+            for part in target.partitions
+        ]
+
+    def _small_numels(self, part: StoredPartition, key: str) -> list[int]:
+        """Return how many elements of a rule's state each parameter of a partition has."""
+        group = self.groups[part.group]
+        names = [unwrapped(name) for name in group["param_names"]]
+        views = dict(zip(names, group.get("views") or [""] * len(names), strict=True))
+        return [reduced_numel(reduced_shapes(key, one.shape, views[name])) for name, one in part.parameters.items()]
+
+    def state_dict(self, index: Index, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a Muon's state dict with moments of other partitions."""
+        groups = [{**group, "params": []} for group in self.groups]
+        order = sorted(range(len(states)), key=lambda k: index.partitions[k].group)
+        state = {}
+        for key, k in enumerate(order):
+            part = index.partitions[k]
+            groups[part.group]["params"].append(key)
+            shape = next(iter(part.parameters.values())).shape if index.stage == 0 else (part.numel,)
+            state[key] = {
+                name: v if name == "step" or is_reduced(name) else v.view(shape) for name, v in states[k].items()
+            }
+        return {"state": state, "param_groups": groups}
+
+
+def _flat(value: Any) -> Any:
+    return value.detach().reshape(-1) if isinstance(value, Tensor) and value.ndim else value
+
+
+# --- partitions of ZeRO-3 that stand outside of its param groups, or lie on NVMe
 
 
 @contextlib.contextmanager
-def _weights_of(engine: Any, tag: str | None) -> Iterator[None]:
-    """Have ZeRO-3 convert the masters of `tag` to weights; DeepSpeed converts those of `latest`."""
-
-    def tagged(function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(function, tag=tag)
-
-    with replaced(sys.modules[type(engine).__module__], "get_fp32_state_dict_from_zero_checkpoint", tagged):
+def all_standing(zero: Any) -> Iterator[None]:
+    """Put all partitions into the param groups, as ZeRO-3 does while it saves and loads."""
+    if not hasattr(zero, "_set_fp32_optimizer_param_groups"):
         yield
+        return
+    zero._set_fp32_optimizer_param_groups()
+    try:
+        yield
+    finally:
+        zero._clear_fp32_optimizer_param_groups()
 
 
-def _moments(values: Mapping[str, Any]) -> bool:
-    """Return whether a call loads the optimizer's moments."""
-    return bool(values["load_optimizer_states"] and not values["load_module_only"])
+def partitions_on_nvme(zero: Any) -> list[Tensor]:
+    """Return the partitions on NVMe."""
+    flats = enumerate(getattr(zero, "fp32_partitioned_groups_flat", ()))
+    return [flat for i, flat in flats if is_swapped(zero, i)]
 
 
-def _latest(folder: Any) -> str | None:
-    file = Path(folder, "latest")
-    return file.read_text().strip() if file.is_file() else None
+def unfit_swap_files(engine: Any, saved: Path) -> Iterator[str]:
+    """Yield the swap files that a folder lacks. DeepSpeed numbers them in the order of parameters' creation."""
+    for flat in partitions_on_nvme(engine.optimizer):
+        for path in engine.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].get_swap_paths():  # type: ignore[attr-defined]
+            own, other = Path(path), saved / Path(path).name
+            if not other.is_file() or other.stat().st_size != own.stat().st_size:
+                yield (
+                    f"{other} is missing, or has another size than {own}. DeepSpeed names swap files after the order "
+                    "in which a process makes parameters: make the same models as the run that wrote it, in the same "
+                    "order, with the same sub_group_size, and with the optimizer on NVMe"
+                )
+                return
 
 
-def _ranks(optimizer: Muon) -> dist.ProcessGroup:
-    if optimizer.partitioned.partitions:
-        return root_group([partition.group for partition in optimizer.partitioned.partitions.values()])
-    group = optimizer.replicate_group or dist.group.WORLD
-    assert group is not None
-    return group
+def restore_swapped(zero: Any, optimizer: Muon, saved: dict[str, Any]) -> None:
+    """Load what DeepSpeed skips with NVMe: steps, options, and the partitions that stay in memory.
 
-
-def _refuse_other_masters(engine: Any, optimizer: Muon, folder: Path) -> None:
-    """Raise on all ranks if master weights differ from the model's weights, as after a load in another order.
-
-    Raises:
-        RuntimeError: with the parameters.
+    DeepSpeed has read the moments of swapped partitions together with their master weights.
     """
-    names = first_few(differing_masters(engine))
-    texts = exchange_texts(_ranks(optimizer), engine.device, [names] if names else [])
-    if any(texts):
-        raise RuntimeError(
-            f"{folder} was loaded, and the fp32 master weights of some parameters are not the weights of the model: "
-            f"{'; '.join(together(texts))}. The first step would scramble them. Start again, with the DeepSpeed config "
-            f"that wrote the checkpoint, or from the weights alone ({WEIGHTS}) without the optimizer"
-        )
-
-
-def _complaints(
-    engine: Any, optimizer: Muon, values: Mapping[str, Any], tag: str | None, files: Files, saved: dict[str, Any]
-) -> Iterator[str]:
-    """Yield why this rank's files cannot be loaded; store their content in `saved`."""
-    moments = _moments(values)
-    if getattr(engine.optimizer, "swap_optimizer", False) and not moments:
-        yield (
-            "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
-            "files in any case. Load the weights into the model before DeepSpeed is started"
-        )
-        return
-    if engine.zero_optimization_stage() == 3 and values["load_module_only"] and values["load_optimizer_states"]:
-        yield "with load_module_only DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False as well"
-        return
-    if not tag:
-        words = "has no file `latest`" if tag is None else "has an empty file `latest`"
-        yield f"{values['load_dir']} {words}, which is written when all else is. Give the tag of a checkpoint"
-        return
-    folder = Path(values["load_dir"], tag)
-    if complaint := _stage_complaint(engine, folder, moments):
-        yield complaint
-        return
-    yield from _complaints_of_files(engine, optimizer, str(values["load_dir"]), tag, moments, files, saved)
-
-
-def _complaints_of_another_layout(other: Resharding) -> Iterator[str]:
-    """Yield why files of another layout cannot be loaded; `other` reads this rank's share of them.
-
-    Raises:
-        DamagedError: a file is missing, cut off or overwritten.
-    """
-    lines = list(other.complaints())
-    yield from lines
-    if not lines:
-        yield from _complaints_of_state(other.engine, other.optimizer, other.optimizer_state)
-
-
-def _stage_complaint(engine: Any, folder: Path, moments: bool) -> str | None:
-    """Return why a checkpoint's file names do not fit this run's ZeRO stage; None if they fit."""
-    stages, own = stages_of(folder), int(engine.zero_optimization_stage())
-    if not stages:
-        return f"{folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the tag"
-    if own in stages or (not moments and 3 not in (own, *stages)):
-        return None
-    there = " or ".join(map(str, stages))
-    weights = "`module` of mp_rank_00_model_states.pt" if stages == (0,) else WEIGHTS
-    return (
-        f"{folder} was written by ZeRO-{there}, and this run has ZeRO-{own}, which stores the optimizer "
-        f"differently. Set zero_optimization.stage to {there}, or start from the weights alone ({weights}) "
-        "without the optimizer"
-    )
-
-
-def _complaints_of_files(
-    engine: Any, optimizer: Muon, where: str, tag: str, moments: bool, files: Files, saved: dict[str, Any]
-) -> Iterator[str]:
-    """Yield why the content of this rank's files cannot be loaded; store it in `saved`.
-
-    Raises:
-        DamagedError: a file is missing, cut off or overwritten.
-    """
-    folder, partitioned = Path(where, tag), optimizer.partitioned.partitions is not None
-    by_rank = engine.zero_optimization_stage() == 3  # in other stages, all ranks read one file of weights
-    own = engine._get_ckpt_name(where, tag)
-    has_own = by_rank and Path(own).is_file()  # false if fewer ranks have written the checkpoint
-    file_of_weights = own if has_own else engine._get_ckpt_name(where, tag, pp_placeholder="0")
-    weights = files.read(file_of_weights)
-    with using(file_of_weights):
-        ranks, here = weights["dp_world_size"], engine.seq_dp_world_size
-        names = moved(engine, weights) if partitioned else []
-    if partitioned and ((moments and ranks != here) or (by_rank and here > ranks)):
-        yield (
-            f"{folder} was written by {ranks} ranks, and this run has {here}: DeepSpeed stores each rank's "
-            f"partition in files of its own. Resume on {ranks} ranks, or start from the weights alone "
-            f"({WEIGHTS_OF_NVME if partitions_on_nvme(engine.optimizer) else WEIGHTS}) without the optimizer"
-        )
-        return
-    if by_rank and not has_own:
-        raise DamagedError(f"{own} is missing. {BEFORE}")
-    if not moments:
-        # In ZeRO-3, DeepSpeed converts the masters of all ranks to weights.
-        group = _ranks(optimizer)
-        every = sorted(folder.glob("*_optim_states.pt")) if by_rank else []
-        for masters in every[dist.get_rank(group) :: group.size()]:
-            files.read(masters)
-        return
-    file = engine._get_zero_ckpt_name(where, tag) if partitioned else file_of_weights
-    if partitioned and (complaint := _precision_complaint(Path(file))):
-        yield complaint
-        return
-    content = files.read(file) if partitioned else weights
-    with using(file):
-        state = saved["zero"] = content["optimizer_state_dict" if partitioned else "optimizer"]
-        state = state.get("base_optimizer_state", state.get("optimizer_state_dict", state))
-    if names:
-        advice = options_to_set(engine.config, content.get("ds_config"))
-        advice = advice or "Resume with the model and the DeepSpeed config that wrote it"
-        yield (
-            f"{folder} has {first_few(names, 3)} elsewhere in the fp32 partitions than this run. {advice}, "
-            f"or start from the weights alone ({WEIGHTS}) without the optimizer"
-        )
-        return
-    with using(file):
-        yield from _complaints_of_state(engine, optimizer, state)
-    yield from unfit_swap_files(engine, folder, files)
-
-
-def _complaints_of_state(engine: Any, optimizer: Muon, state: Any) -> Iterator[str]:
-    """Yield why a state dict is not this optimizer's."""
-    with all_standing(engine.optimizer):
-        lines = list(load_complaints(optimizer.param_groups, state))
-    if lines:
-        lines[-1] += (
-            ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
-        )
-        yield from lines
-
-
-def _precision_complaint(file: Path) -> str | None:
-    """Return why a rank's file is named for another precision than this run's; None if it is not."""
-    other = file.with_name(file.name.removeprefix("bf16_") if file.name.startswith("bf16_") else f"bf16_{file.name}")
-    if file.is_file() or not other.is_file():
-        return None
-    there, here = ("without", "with") if file.name.startswith("bf16_") else ("with", "without")
-    return (
-        f"{file.parent} was written {there} bf16, and this run is {here} it. Set bf16.enabled to "
-        f"{str(there == 'with').lower()}, or start from the weights alone ({WEIGHTS}) without the optimizer"
-    )
+    swapped = {flat: dict(optimizer.state[flat]) for flat in partitions_on_nvme(zero)}
+    zero.checkpoint_event_prologue()
+    with all_standing(zero):
+        optimizer.load_state_dict(saved["optimizer_state_dict"])
+    for flat, state in swapped.items():
+        for name, moment in state.items():
+            if hasattr(moment, "ds_id"):  # DeepSpeed swaps this tensor
+                optimizer.state[flat][name] = moment
+    for i, (flat, master) in enumerate(zip(zero.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)):
+        if flat not in swapped:
+            flat.data.copy_(master.data)
+            zero._reassign_or_swap_out_partitioned_parameters(i)
+    zero.loss_scaler, zero.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
+    zero.overflow = saved["overflow"]
+    zero.checkpoint_event_epilogue()

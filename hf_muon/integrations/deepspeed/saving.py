@@ -1,4 +1,8 @@
-"""Save checkpoints with DeepSpeed: all ranks write their files, then `latest` is written, or all ranks raise.
+"""Save checkpoints with DeepSpeed: what each file says about itself, and `latest` after the files of all ranks.
+
+DeepSpeed stores flat partitions, and not how they divide the parameters: that follows from the stage, the number of
+ranks and options (`round_robin_gradients`, `parameter_alignment`, `sub_group_size`). So each file gets the index of
+where all ranks store what, from which any other layout can read them, and the random id of its save.
 
 DeepSpeed writes `latest` as soon as the first rank has written its files, and an error on one rank leaves the others
 waiting in a barrier. Files of a tag that is used again are overwritten one by one: `latest` does not name it meanwhile.
@@ -13,28 +17,134 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from hf_muon.distributed.agreement import exchange_texts
 from hf_muon.integrations.archives import complete_or_absent
-from hf_muon.integrations.deepspeed.files import SAVE, mark
-from hf_muon.integrations.deepspeed.index import INDEX, index_of
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
+from hf_muon.routing.parameters import unwrapped
+from hf_muon.storage.partitions import Division
+
+SAVE = "hf_muon_save"
+INDEX = "hf_muon_index"
+
+
+class StoredParameter(NamedTuple):
+    """A parameter in a partition: its shape, and how ranks divide it."""
+
+    shape: tuple[int, ...]
+    division: Division
+
+
+@dataclass(frozen=True)
+class StoredPartition:
+    """One flat tensor of every rank, whose elements differ from rank to rank.
+
+    Attributes:
+        group: number of the param group.
+        numel: elements on each rank.
+        parameters: by name.
+    """
+
+    group: int
+    numel: int
+    parameters: Mapping[str, StoredParameter]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where all ranks store the master weights and moments of all parameters.
+
+    Attributes:
+        stage: of ZeRO. In ZeRO-0 each parameter is a partition, and there is one file.
+        ranks: the number of files.
+        precision: "fp32", "bf16" or "fp16".
+        is_swapped: whether partitions are on NVMe, and not in these files.
+        partitions: in the order of the master weights; none on NVMe.
+    """
+
+    stage: int
+    ranks: int
+    precision: str
+    is_swapped: bool
+    partitions: tuple[StoredPartition, ...]
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, tuple[int, StoredParameter]]:
+        """By name, the number of the partition and the parameter in it."""
+        return {name: (k, one) for k, part in enumerate(self.partitions) for name, one in part.parameters.items()}
+
+    def __str__(self) -> str:
+        """Return the layout in words."""
+        return f"ZeRO-{self.stage}" + (f" on {self.ranks} ranks" if self.stage else "")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the index as what a file holds: numbers, texts, lists and dicts."""
+        partitions = [
+            {
+                "group": part.group,
+                "numel": part.numel,
+                "parameters": {
+                    name: {"shape": list(one.shape), **one.division._asdict()} for name, one in part.parameters.items()
+                },
+            }
+            for part in self.partitions
+        ]
+        about = {"stage": self.stage, "ranks": self.ranks, "precision": self.precision, "is_swapped": self.is_swapped}
+        return {"version": 1, **about, "partitions": partitions}
+
+    @staticmethod
+    def read(plain: Mapping[str, Any]) -> Index:
+        """Return the index that `plain` made; what other versions may add is left out."""
+        partitions = []
+        for part in plain["partitions"]:
+            parameters = {
+                name: StoredParameter(tuple(one["shape"]), Division(*(one[field] for field in Division._fields)))
+                for name, one in part["parameters"].items()
+            }
+            partitions.append(StoredPartition(part["group"], part["numel"], parameters))
+        return Index(plain["stage"], plain["ranks"], plain["precision"], plain["is_swapped"], tuple(partitions))
+
+
+def index_of(engine: Any, optimizer: Muon) -> Index:
+    """Return where this run stores its parameters."""
+    zero, stage = engine.optimizer, int(engine.zero_optimization_stage())
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    partitions = optimizer.partitioned.partitions
+    if partitions is None:
+        names = {param: unwrapped(name) for name, param in engine.module.named_parameters()}
+        groups = [group["params"] for group in zero.param_groups] if isinstance(zero, Muon) else zero.fp16_groups
+        whole = []
+        for group, params in enumerate(groups):
+            for param in params:
+                stored_whole = StoredParameter(tuple(param.shape), Division(param.numel(), param.numel()))
+                whole.append(StoredPartition(group, param.numel(), {names[param]: stored_whole}))
+        return Index(0, 1, precision, False, tuple(whole))
+    ranks = dist.get_world_size(zero.dp_process_group)
+    if getattr(zero, "swap_optimizer", False):
+        return Index(stage, ranks, precision, True, ())
+    group_of = getattr(zero, "sub_group_to_group_id", {})
+    stored = []
+    for i, (flat, partition) in enumerate(partitions.items()):
+        parameters = {
+            unwrapped(part.name): StoredParameter(tuple(part.shape), part.division)
+            for part in partition.slices
+            if part.division is not None
+        }
+        stored.append(StoredPartition(group_of.get(i, i), flat.numel(), parameters))
+    return Index(stage, ranks, precision, False, tuple(stored))
 
 
 def write_latest_last(engine: Any, optimizer: Muon) -> None:
-    """Wrap `engine.save_checkpoint` to write `latest` after the files of all ranks, and to return after that.
-
-    Each file also gets the random id of the save, and the index of where the ranks store parameters.
-    """
-    save = engine.save_checkpoint
-    writer = getattr(engine, "checkpoint_engine", None)
-    if getattr(save, OURS, False) or writer is None or getattr(writer, "is_decoupled", lambda: False)():
+    """Wrap `engine.save_checkpoint` to extend its files, and to write `latest` after the files of all ranks."""
+    save, writer = engine.save_checkpoint, engine.checkpoint_engine
+    if getattr(save, OURS, False):
         return
     bind = binder(save)
 
@@ -42,34 +152,30 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
     def ordered(*args: Any, **kwargs: Any) -> Any:
         call = bind(*args, **kwargs)
         values = call.arguments
-        if not values["save_dir"]:
-            return save(*args, **kwargs)  # DeepSpeed raises
         tag = f"global_step{engine.global_steps}" if values["tag"] is None else str(values["tag"])
-        folder = Path(values["save_dir"], tag)
-        with_latest, values["save_latest"] = values["save_latest"], False
-        latest = folder.with_name("latest")
+        folder, latest = Path(values["save_dir"], tag), Path(values["save_dir"], "latest")
+        with_latest = values["save_latest"] and not writer.is_decoupled()
+        values["save_latest"] &= writer.is_decoupled()  # such a writer goes on after the save, and names it then
         errors: list[str] = []
-        also: dict[str, Any] = {SAVE: exchange_texts(_world(), engine.device, [uuid.uuid4().hex])[0][0]}
+        also: dict[str, Any] = {SAVE: exchange_texts(world(), engine.device, [uuid.uuid4().hex])[0][0]}
         with _noting(errors):
-            if (index := index_of(engine, optimizer)) is not None:
-                also[INDEX] = index.plain()
-        _raise_together(engine, folder, errors)
-        with _noting(errors):
+            also[INDEX] = index_of(engine, optimizer).plain()
             if engine.global_rank == 0:
-                os.makedirs(values["save_dir"], exist_ok=True)
+                os.makedirs(folder, exist_ok=True)
                 if latest.is_file() and latest.read_text().strip() == tag:
                     with_latest = True
                     latest.unlink()
         _raise_together(engine, folder, errors)
+        swapped = swap_folder(engine, folder)
+        shutil.rmtree(swapped, ignore_errors=True)  # DeepSpeed would refuse a folder that exists, but only at the end
         with contextlib.ExitStack() as context:
-            context.enter_context(_files_extended(writer, also, errors))
-            context.enter_context(_swap_files_noted(folder, errors))
-            for part in ("_copy_recovery_script", "_save_checkpoint", "_save_zero_checkpoint"):
+            context.enter_context(replaced(writer, "save", functools.partial(_extended, also)))
+            for part in ("_save_checkpoint", "_save_zero_checkpoint"):
                 context.enter_context(replaced(engine, part, _noting(errors)))
             result = save(*call.args, **call.kwargs)
         with _noting(errors):
-            if getattr(engine.optimizer, "swap_optimizer", False):
-                mark(swap_folder(engine, folder), also[SAVE])
+            if swapped.is_dir():
+                mark_of(swapped).write_text(also[SAVE])
         _raise_together(engine, folder, errors)
         with _noting(errors):
             if with_latest and engine.global_rank == 0:
@@ -80,6 +186,10 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
 
     setattr(ordered, OURS, True)
     engine.save_checkpoint = ordered
+
+
+def _extended(also: Mapping[str, Any], save: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state_dict, *args, **kwargs: save({**state_dict, **also}, *args, **kwargs)  # DeepSpeed's names
 
 
 def binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
@@ -100,10 +210,16 @@ def swap_folder(engine: Any, folder: Path) -> Path:
     return folder / "offloaded_tensors" / f"rank{rank:02d}"
 
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
+def mark_of(folder: Path) -> Path:
+    """Return the file beside a folder of swap files that says which save wrote them."""
+    return folder.with_name(f"{folder.name}.{SAVE}")
+
+
+def world() -> dist.ProcessGroup:
+    """Return the group of all ranks, which save and load together."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
@@ -112,7 +228,7 @@ def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
     Raises:
         RuntimeError: on all ranks.
     """
-    texts = exchange_texts(_world(), engine.device, errors)
+    texts = exchange_texts(world(), engine.device, errors)
     if any(texts):
         there = folder.with_name("latest").is_file()
         words = "`latest` names the one before it" if there else "there is none that `latest` names"
@@ -129,55 +245,14 @@ def _noting(errors: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _files_extended(writer: Any, also: Mapping[str, Any], errors: list[str]) -> Iterator[None]:
-    """Have the writer put something else into each file, and collect its errors."""
-
-    def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(save)
-        @_noting(errors)
-        def extending(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            return save({**state_dict, **also}, path, *args, **kwargs)
-
-        return extending
-
-    with replaced(writer, "save", wrap):
-        yield
-
-
-@contextlib.contextmanager
-def _swap_files_noted(folder: Path, errors: list[str]) -> Iterator[None]:
-    """Collect errors of `shutil.copytree`, with which DeepSpeed copies files on NVMe into a checkpoint.
-
-    DeepSpeed asks it to refuse a folder that exists, when the files of weights have been overwritten already.
-    """
-
-    def wrap(copytree: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(copytree)
-        def noting(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            if not Path(target).is_relative_to(folder):
-                return copytree(source, target, *args, **kwargs)
-            with _noting(errors):
-                return copytree(source, target, *args, **{**kwargs, "dirs_exist_ok": True})
-
-        return noting
-
-    with replaced(shutil, "copytree", wrap):
-        yield
-
-
-@contextlib.contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap a function of an object or a module within the context."""
-    method = getattr(owner, name, None)
-    if method is None:
-        yield
-        return
-    own = name in vars(owner)
+    method, is_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, wrap(method))
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, method)
         else:
             delattr(owner, name)
