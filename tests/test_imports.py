@@ -31,7 +31,8 @@ ROOMS = [
 # The same order inside each room with more than one file.
 FLOORS = {
     "math": [
-        "coefficients compiler cost precision rounding",
+        "coefficients cost rounding torch_private",
+        "compiler precision",
         "elementwise",
         "codes logits products weight_rounding",
         "gram moments update",

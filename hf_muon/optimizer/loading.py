@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few
+from hf_muon.math.torch_private import load_hooks
 from hf_muon.optimizer import consensus, rule_state
 from hf_muon.optimizer.groups import check_written_option, hyperparameter_complaint
 from hf_muon.optimizer.load_notices import Notice, changes, own_options
@@ -50,9 +51,10 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
     """
     if not isinstance(state_dict, Mapping):
         return state_dict  # `check` refuses it
+    load_hooks(optimizer, "post")  # raises before the load, not after it
     state_dict = dict(state_dict)
     try:
-        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        for hook in load_hooks(optimizer, "pre"):
             result = hook(optimizer, state_dict)
             state_dict = state_dict if result is None else result
     except Exception as error:
@@ -65,7 +67,7 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
 
 def run_post_hooks(optimizer: Optimizer) -> None:
     """Run the hooks that users have registered to run after a load."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for hook in load_hooks(optimizer, "post"):
         hook(optimizer)
 
 

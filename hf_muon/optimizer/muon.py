@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
@@ -16,6 +15,7 @@ from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.select import accelerator
+from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
 from hf_muon.optimizer import compilation, consensus, copies, load_notices, loading, preflight, rule_state
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
@@ -129,6 +129,7 @@ class Muon(Optimizer):
         **rules: Any,
     ) -> None:
         refuse_older("torch")
+        refuse_strange_tensors()
         arguments = {**locals(), **{name: check_option(name, value) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
@@ -181,7 +182,7 @@ class Muon(Optimizer):
             complete_state_(group, self.state)
             rule_state.complete_(group, self.state)
 
-    @_disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
+    @disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Parameters without a gradient on any rank stay as they are, and so do their moments.
@@ -297,7 +298,7 @@ class Muon(Optimizer):
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
         return factors.with_texts(super().state_dict())
 
-    @_disable_dynamo
+    @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, after checking all of it.
 

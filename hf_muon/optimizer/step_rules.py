@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_muon.distributed.executor import Executor, Piece, UpdatesOf
 from hf_muon.distributed.units import Unit
+from hf_muon.math.torch_private import storage_id
 from hf_muon.optimizer.layout import GroupWork, Matrix
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.rules import registry
@@ -219,7 +220,7 @@ class _Brought:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_id(one) == storage_id(other)
 
 
 def _of_matrices(group: Group, matrices: Sequence[Matrix], state: Mapping[Tensor, Any], key: str) -> dict[int, Tensor]:

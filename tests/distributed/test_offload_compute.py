@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,18 +34,10 @@ def test_device(stored, home, option, expected):
 
 
 def test_data_travels_where_the_group_has_a_backend():
-    class Nccl:
-        def _get_backend(self, device):
-            if device.type != "cuda":
-                raise RuntimeError("No backend type associated with device type cpu")
-
-    class Both:
-        def _get_backend(self, device):
-            pass
-
-    assert comm_device(Nccl(), CPU, CUDA) == CUDA
-    assert comm_device(Both(), CPU, CUDA) == CPU
-    assert comm_device(Nccl(), CUDA, CUDA) == CUDA
+    nccl, both = SimpleNamespace(_device_types=["cuda"]), SimpleNamespace(_device_types=["cpu", "cuda"])
+    assert comm_device(nccl, CPU, CUDA) == CUDA
+    assert comm_device(both, CPU, CUDA) == CPU
+    assert comm_device(nccl, CUDA, CUDA) == CUDA
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
