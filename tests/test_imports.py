@@ -108,7 +108,7 @@ FLOORS = {
         "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",
     ],
     "cli": [
-        "console quantized sweep_files sweep_scores",
+        "console sweep_files sweep_scores",
         "model_source sweep_page sweep_trials",
         "convert inspect",
         "doctor plan report sweep",
@@ -145,7 +145,6 @@ ALSO = {
     "cli": {"typer", "rich"},
     "diagnostics.charts": {"plotly"},
     "cli.app": {"hf_muon"},
-    "cli.quantized": {"peft"},
     "cli.sweep_files": {"yaml"},
     "cli.model_source": {"transformers", "peft", "yaml"},
     "integrations.deepspeed": {"deepspeed", "hjson"},
