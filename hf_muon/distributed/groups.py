@@ -133,11 +133,6 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _groups[ranks]
 
 
-def use_group(group: dist.ProcessGroup) -> None:
-    """Use a group for meshes of its ranks, which would otherwise create one together."""
-    _groups[tuple(sorted(dist.get_process_group_ranks(group)))] = group
-
-
 def mesh_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
     """Return the groups of the meshes that this rank is in, created in the same order on all ranks."""
     own = {id(mesh): mesh for mesh in meshes if mesh.get_coordinate() is not None}

@@ -94,42 +94,6 @@ def one() -> list[Case]:
     return [base, resumed(base), even, *options, rounded, *(moved(item, seed) for item in exact for seed in (0, 1))]
 
 
-# Steps that plans are compared with: the words of `plan_step`, and what they are in DistributedConfig.
-MEASURED: dict[str, tuple[int, Case, dict[str, Any], dict[str, int]]] = {
-    "tp": (2, {"experts": False}, {"layout": "tp"}, {"tp_size": 2}),
-    "tp_experts": (2, {"experts": True, "momentum_dtype": "bf16"}, {"layout": "tp"}, {"tp_size": 2}),
-    "tp_ep": (2, {"experts": True}, {"layout": "tp", "ep_size": 2}, {"tp_size": 2, "ep_size": 2}),
-    "fsdp_tp": (
-        4,
-        {"experts": False, "comm_dtype": "bf16"},
-        {"layout": "fsdp", "tp_size": 2},
-        {"fsdp_size": 2, "tp_size": 2},
-    ),
-    "hsdp_tp": (
-        4,
-        {"experts": False},
-        {"layout": "hsdp", "replicas": 2, "tp_size": 2},
-        {"dp_replicate_size": 2, "tp_size": 2},
-    ),
-    "fsdp_ep": (4, {"experts": True}, {"layout": "fsdp", "ep_size": 2}, {"fsdp_size": 4, "ep_size": 2}),
-    "fsdp_tp_ep": (
-        4,
-        {"experts": True, "adamw_state_dtype": "int8"},
-        {"layout": "fsdp", "tp_size": 2, "ep_size": 4},
-        {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
-    ),
-}
-
-
-def measured(ranks: int) -> list[Case]:
-    """Return the measured steps of some ranks."""
-    return [
-        case(f"measured_{name}", "measured", measured=options | {"load": load})
-        for name, (size, options, _, load) in MEASURED.items()
-        if size == ranks
-    ]
-
-
 def two() -> list[Case]:
     ddp, fsdp = case("ddp", arguments=SAVE), case("fsdp", "fsdp2", arguments=SAVE)
     sharded = case("fsdp_sharded", "fsdp2", arguments=SAVE | SHARDED)
@@ -164,7 +128,7 @@ def two() -> list[Case]:
     if NATIVE:
         fsdp = case("native_fsdp", load={"fsdp_size": 2}, arguments=SAVE)
         tp = case("native_tp", model={"even": True}, load={"tp_size": 2}, arguments=SAVE)
-        cases += [fsdp, resumed(fsdp), tp, resumed(tp), *measured(2)]
+        cases += [fsdp, resumed(fsdp), tp, resumed(tp)]
         cases += [
             resumed(case("ddp_even", model={"even": True}), name="tp_to_ddp", source="native_tp"),
             resumed(fsdp, name="ddp_to_native_fsdp", source="ddp"),
@@ -191,7 +155,6 @@ def four() -> list[Case]:
         sizes = {"cp_size": 2, "dp_shard_size": 2}
         cases += [case("cp_fsdp", "fsdp2", model={"even": True}, arguments={"parallelism": sizes})]
     if NATIVE:
-        cases += measured(4)
         cases += [
             case("native_hsdp", load={"fsdp_size": 2, "dp_replicate_size": 2}),
             fsdp_tp := case(
@@ -255,5 +218,4 @@ FIRST = {
     *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
     *("fp16", "offload", "offload_resumed", "tp", "native_tp", "native_tp_resumed", "cp", "cp_resumed"),
     *("rule_on_whole", "rule_on_shards", "hsdp", "hsdp_resumed", "two_to_four_sharded", "launched", "launched_resumed"),
-    *(f"measured_{name}" for name in MEASURED),
 }

@@ -4,8 +4,7 @@ Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun or `accelera
 
 Each case is a mapping:
     name: of the file `FOLDER/name.pt` with the results, and of the folder of checkpoints
-    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`) |
-        measured (`measured_step.steps`, with the arguments `measured`)
+    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`)
     environment: environment variables, as `accelerate launch` sets them
     model: options of `network`
     load: how transformers shards the model while it loads: options of DistributedConfig, or `tp_plan`
@@ -44,7 +43,7 @@ from transformers import (
 
 from tests import fixtures_text
 from tests.bounds import move
-from tests.e2e import cpu_fsdp, measured_step
+from tests.e2e import cpu_fsdp
 from tests.integrations.accelerate_cases import shared_steps
 
 STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
@@ -253,8 +252,6 @@ def fp16_by_hand() -> dict[str, Any]:
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["layout"] == "fp16":
         return fp16_by_hand()
-    if case["layout"] == "measured":
-        return {"ranks": measured_step.steps(folder=folder / case["name"], **case["measured"])}
     args = arguments_of(case, folder / case["name"])
     model = network(**case.get("model", {}))
     if "load" in case:

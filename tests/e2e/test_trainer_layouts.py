@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_muon import MuonConfig
-from hf_muon.plan.step_plan import plan_step
 from tests.e2e import layouts_worker as worker
 from tests.e2e.harness import ROOT, python
 from tests.e2e.layout_cases import (
     DDP_RESUMES,
-    MEASURED,
     OPTIONS,
     SAVE,
     SHARDED,
@@ -42,7 +39,6 @@ from tests.e2e.layout_stages import (
     distance,
     start_of,
 )
-from tests.e2e.measured_step import on_meta
 
 pytestmark = pytest.mark.slow
 
@@ -134,25 +130,6 @@ def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(get: Get) -> None
 @pytest.mark.extended
 def test_further_fsdp_settings_change_nothing(get: Get) -> None:
     assert_identical(get("fsdp_settings"), get("fsdp"))
-
-
-# --- plans
-
-
-@needs_native
-@pytest.mark.parametrize("name", MEASURED)
-def test_a_plan_counts_what_ranks_hold_and_send(name: str, get: Get) -> None:
-    """Compare plans of tensor and expert parallelism with steps of models that transformers has cut."""
-    ranks, options, words, _ = MEASURED[name]
-    of_ranks = get(f"measured_{name}")["ranks"]
-    own = {key: value for key, value in options.items() if key != "experts"}
-    config = MuonConfig.from_mapping({"ns_dtype": "fp32", **own})
-    plan = plan_step(on_meta(experts=options["experts"]), config, ranks=ranks, **words)
-    for quantity in ("sent_bytes", "flops", "state_bytes"):
-        assert getattr(plan, quantity) == [rank[quantity] for rank in of_ranks], quantity
-    for quantity in ("weights", "gradients"):
-        assert getattr(plan.memory, quantity) == [rank[quantity] for rank in of_ranks], quantity
-    assert max(rank["peak"] for rank in of_ranks) <= plan.memory.step
 
 
 # --- mixed precision
