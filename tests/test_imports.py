@@ -144,7 +144,7 @@ def is_package(name):
 
 OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
 ALSO = {
-    "cli": {"typer", "rich"},
+    "cli": {"typer", "rich", "plotly"},
     "diagnostics.charts": {"plotly"},
     "cli.app": {"hf_muon"},
     "cli.quantized": {"peft"},
@@ -152,7 +152,7 @@ ALSO = {
     "cli.model_source": {"transformers", "peft", "yaml"},
     "plan.parallelism": {"transformers"},
     "integrations.deepspeed": {"deepspeed", "hjson"},
-    "integrations.transformers": {"transformers", "accelerate", "packaging", "yaml"},
+    "integrations.transformers": {"transformers", "accelerate", "yaml"},
     "integrations.ulysses": {"transformers", "accelerate", "deepspeed"},
 }
 

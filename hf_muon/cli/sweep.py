@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Sequence
@@ -68,6 +67,8 @@ def sweep(
     if words and not any("{file}" in word for word in words):
         raise typer.BadParameter("the command after -- has no {file}, which stands for the training file")
     try:
+        import plotly  # noqa: F401  before anything is trained
+
         from hf_muon.cli.sweep_files import ADAMW, MUON, default_command, file_rate, refuse_sweep
         from hf_muon.cli.sweep_scores import evaluates, recommendation
         from hf_muon.cli.sweep_trials import Sweep, locked, rates_around, read_results, terminated_as_interrupted
@@ -105,7 +106,7 @@ def sweep(
                 "score": "eval_loss" if evaluates(trials) else "loss",
                 "trials": rows,
                 "recommendation": advice,
-                "picture": str(picture) if picture else None,
+                "picture": str(picture),
                 "notes": notes,
             }
         )
@@ -228,10 +229,8 @@ def _time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _draw(shared: Sweep, file: Path, trials: Sequence[Trial], advice: dict[str, Any]) -> Path | None:
-    """Write the picture; return None without plotly."""
-    if importlib.util.find_spec("plotly") is None:
-        return None
+def _draw(shared: Sweep, file: Path, trials: Sequence[Trial], advice: dict[str, Any]) -> Path:
+    """Write the picture."""
     from hf_muon.cli.sweep_page import sweep_page
     from hf_muon.integrations.archives import complete_or_absent
 
@@ -246,9 +245,7 @@ def _draw(shared: Sweep, file: Path, trials: Sequence[Trial], advice: dict[str, 
     return shared.folder / _PAGE
 
 
-def _show(
-    shared: Sweep, trials: Sequence[Trial], advice: dict[str, Any], picture: Path | None, notes: Sequence[str]
-) -> None:
+def _show(shared: Sweep, trials: Sequence[Trial], advice: dict[str, Any], picture: Path, notes: Sequence[str]) -> None:
     from hf_muon.cli.sweep_scores import NAMES, rate_text
 
     evaluated = any(trial.eval_loss is not None for trial in trials)
@@ -270,15 +267,6 @@ def _show(
     screen = console()
     screen.print(table)
     screen.print(advice["text"], markup=False, highlight=False)
-    if picture:
-        screen.print(f"picture: {picture}", markup=False, highlight=False)
-    else:
-        screen.print(
-            "No picture, because plotly is not installed. Run pip install 'hf_muon[report]' and this command again: "
-            "no trial is run twice",
-            style="yellow",
-            markup=False,
-            highlight=False,
-        )
+    screen.print(f"picture: {picture}", markup=False, highlight=False)
     for note in notes:
         screen.print(note, style="yellow", markup=False, highlight=False)

@@ -16,9 +16,6 @@ def sweep_page(title: str, trials: Sequence[Trial], facts: Mapping[str, str]) ->
         title: heading of the page.
         trials: in any order.
         facts: shown under the heading.
-
-    Raises:
-        RuntimeError: plotly is not installed.
     """
     by_optimizer = {name: [trial for trial in trials if trial.optimizer == key] for key, name in NAMES.items()}
     evaluated = evaluates(trials)

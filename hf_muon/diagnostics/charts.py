@@ -1,4 +1,4 @@
-"""Charts of a page, drawn by plotly, which is imported when a chart is drawn. The page needs no network."""
+"""Charts of a page, drawn by plotly. The page needs no network."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import html
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from plotly import graph_objects as graphs
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 
 Line = Sequence[tuple[float, float]]
 """Points ``(x, y)`` with x ascending."""
@@ -67,22 +68,6 @@ _SCALE = [[0, "rgba(0,114,178,.65)"], [0.5, "rgba(128,136,148,.06)"], [1, "rgba(
 _LEAST_SPAN, _MOST_SPAN = 1.0, 6.0  # of colours around the median, as powers of 2
 
 
-def plotly() -> Any:
-    """Return plotly's `graph_objects`.
-
-    Raises:
-        RuntimeError: plotly is not installed.
-    """
-    try:
-        from plotly import graph_objects
-    except ImportError as error:
-        raise RuntimeError(
-            "hf-muon report draws its charts with plotly, which is not installed. Run: pip install 'hf_muon[report]'. "
-            "hf-muon report --json prints the last numbers without it"
-        ) from error
-    return graph_objects
-
-
 def line_chart(
     title: str,
     lines: Mapping[str, Line],
@@ -108,8 +93,7 @@ def line_chart(
     points = {name: line for name, line in points.items() if line}
     if not points:
         return None
-    graphs = plotly()
-    figure = graphs.Figure()
+    figure = Figure()
     for i, (name, line) in enumerate(points.items()):
         figure.add_scatter(
             x=[x for x, _ in line],
@@ -171,12 +155,11 @@ def heat_map(title: str, cells: Cells, *, per: float = 1.0, note: str = "", othe
     positive = [value for own in (others or [cells]) for value in own.values.values() if value > 0]
     if not cells.values or not positive:
         return None
-    graphs = plotly()
     middle = statistics.median(positive)
     ratios = {key: math.log2(value / middle) for key, value in cells.values.items() if value > 0}
     span = min(max(_LEAST_SPAN, *(abs(math.log2(value / middle)) for value in positive)), _MOST_SPAN)
     keys = [[(row, column) for column in cells.columns] for row in cells.rows]
-    figure = graphs.Figure(
+    figure = Figure(
         graphs.Heatmap(
             x=[html.escape(column) for column in cells.columns],
             y=[f"layer {row}" for row in cells.rows],
@@ -215,8 +198,6 @@ def page(title: str, head: str, grids: Sequence[Sequence[Chart]]) -> str:
         head: HTML between the title and the charts.
         grids: charts, each list in a grid of its own; None is left out.
     """
-    from plotly.offline import get_plotlyjs
-
     sections = ["".join(_section(figure) for figure in figures if figure is not None) for figures in grids]
     charts = "".join(f"<div class=grid>{charts}</div>" for charts in sections if charts)
     return (

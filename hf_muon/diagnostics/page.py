@@ -87,9 +87,6 @@ def render(runs: Mapping[str, Run], title: str) -> str:
     Args:
         runs: by name. Charts about whole runs have a line for each; those about kinds and layers come once for each.
         title: of the page.
-
-    Raises:
-        RuntimeError: plotly is not installed.
     """
     head = "".join(verdict(run, name if len(runs) > 1 else "") for name, run in runs.items())
     head = comparison(runs) + head + facts_table(runs)

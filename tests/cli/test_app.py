@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -140,6 +141,20 @@ def test_help_and_version():
 
     assert "doctor" in ask("--help")
     assert ask("--version") == f"hf-muon {hf_muon.__version__}\n"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "plotly"])
+def test_a_package_of_the_extra_that_is_missing(package, monkeypatch):
+    """Hide a package that the command imports when it starts, or when it draws a page."""
+    for module in [
+        name for name in sys.modules if f"{name}.".startswith(("hf_muon.cli.", "hf_muon.diagnostics.", f"{package}."))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["hf-muon", "report", "."])
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module("hf_muon.cli").main()
+    assert exit.value.code == (f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]'")
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["plan"], ["report"], ["convert"]])

@@ -178,15 +178,7 @@ class TestResults:
         assert result.exit_code == 0, result.output
         assert [row["rate"] for row in json.loads(result.stdout)["trials"]] == [3e-5, 1e-4, 3e-4]
 
-    def test_without_plotly_it_says_what_to_install(self, folder, monkeypatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        result = sweep(*RATES)
-        assert result.exit_code == 0, result.output
-        assert "pip install 'hf_muon[report]'" in result.output
-        assert not (folder / "run_sweep" / "sweep.html").exists()
-
     def test_the_page_has_both_charts(self, folder):
-        pytest.importorskip("plotly", reason="plotly is not installed")
         assert "picture: run_sweep/sweep.html" in sweep(*RATES, "--adamw").output
         page = (folder / "run_sweep" / "sweep.html").read_text()
         assert "Loss by learning rate" in page
@@ -238,7 +230,7 @@ class TestContinuing:
         whole, ran = rows(folder / "whole"), starts()
         (folder / "starts").unlink()
         environment = {**os.environ, "HANG": "3e-05"}
-        script = "from hf_muon.cli.app import main; main()"
+        script = "from hf_muon.cli import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", script, *arguments(*options, "--out", "parts")],
             env=environment,

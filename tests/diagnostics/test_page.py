@@ -176,16 +176,6 @@ def test_the_page_needs_nothing_else_and_names_cannot_break_out(tmp_path):
     assert list(page.charts) == page.titles[1:]
 
 
-def test_without_plotly_numbers_are_still_there(tmp_path, monkeypatch):
-    write(tmp_path)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    result = report(tmp_path)
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-    assert "pip install 'hf_muon[report]'" in result.stderr
-    assert not (tmp_path / "muon_report.html").exists()
-    assert report(tmp_path, "--json").exit_code == 0
-
-
 def test_of_steps_taken_again_the_later_ones_count(tmp_path):
     """Report a run that was killed after step 30 and resumed from step 10."""
     write(tmp_path, extra=[START, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}])

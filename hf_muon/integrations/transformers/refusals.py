@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from typing import TYPE_CHECKING
-
-from packaging.version import Version
 
 from hf_muon.integrations.names import is_set, refuse_failed
 from hf_muon.integrations.transformers.layout import (
@@ -46,7 +45,12 @@ def refuse_old_versions() -> None:
 
 def is_older(version: str, oldest: str) -> bool:
     """Return whether a version precedes another one. A pre-release counts as the release that it leads to."""
-    return Version(Version(version).base_version) < Version(oldest)
+
+    def release(text: str) -> list[int]:
+        numbers = re.match(r"[\d.]*\d", text)
+        return [int(number) for number in numbers[0].split(".")] if numbers else []
+
+    return release(version) < release(oldest)
 
 
 def refuse_unsupported(args: TrainingArguments) -> None:
