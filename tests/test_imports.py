@@ -38,7 +38,7 @@ FLOORS = {
         "adamw_functions momentum newton_schulz",
         "adamw",
     ],
-    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "head", "page"],
+    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "page"],
     "storage": [
         "blocks tensors",
         "factors host views",
@@ -145,6 +145,7 @@ OUTSIDE = {"torch", "typing", "__future__"} | set(sys.stdlib_module_names)
 ALSO = {
     "cli": {"typer", "rich", "plotly"},
     "diagnostics.charts": {"plotly"},
+    "diagnostics.page": {"plotly"},
     "cli.app": {"hf_muon"},
     "cli.quantized": {"peft"},
     "cli.sweep": {"yaml"},

@@ -282,14 +282,14 @@ def _picture(title: str, trials: Sequence[Trial], facts: Mapping[str, str], *, e
     scores = sorted(_scores(trials, evaluated=evaluated).items())
     what = "Evaluation loss" if evaluated else "Loss"
     note = "" if evaluated else "mean of the last tenth of the steps"
-    figure = line_chart(f"{what} by learning rate", {what.lower(): scores}, unit="loss", note=note)
+    figure = line_chart(f"{what} by learning rate", {"": {what.lower(): scores}}, unit="loss", note=note)
     if figure is not None:
         ticks = {"tickvals": [rate for rate, _ in scores], "ticktext": [rate_text(rate) for rate, _ in scores]}
         figure.update_traces(mode="lines+markers").update_xaxes(type="log", title="learning rate", **ticks)
     curves = {rate_text(trial.rate): [p for p in trial.losses.items() if math.isfinite(p[1])] for trial in trials}
     rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in facts.items())
-    steps = line_chart("Loss of each trial", curves, unit="loss", note="each step's batch")
-    return page(title, f'<section class="scroll"><table class="facts one">{rows}</table></section>', [[figure, steps]])
+    steps = line_chart("Loss of each trial", {"": curves}, unit="loss", note="each step's batch")
+    return page(title, f'<section class="scroll"><table class="facts one">{rows}</table></section>', [figure, steps])
 
 
 def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
