@@ -8,7 +8,7 @@
 #   make test-versions  the first tier with other versions, in an environment that is deleted: TORCH=2.9.1, TRANSFORMERS=, DEEPSPEED=;
 #                  without these, the oldest and the newest of each
 #   make lint      ruff and mypy
-#   make wheel     the wheel, in build/wheel; installed with what it requires alone it runs README's script and a command
+#   make wheel     the wheel, in build/wheel; installed with what it requires alone it runs README's script, and with [cli] a command
 #   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
 #   make gpu       what the first ten minutes on a card should run, and a page of results; with DEVICE=cpu at small sizes
@@ -59,7 +59,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIN) constraints.txt >$(VENV)/constraints.txt
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch
-	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e ".[test,lint,docs,trl,report,browser]"
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e ".[test,lint,docs,trl,cli,browser]"
 	@touch $@
 
 $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt
@@ -69,7 +69,7 @@ $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafacto
 	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt torch
 	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -r requirements-llamafactory.txt
 	$(LF)/bin/python $(PIP) --no-deps llamafactory==0.9.5
-	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -e ".[test,deepspeed]"
+	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -e ".[test,deepspeed,cli]"
 	# LLaMA-Factory imports torchaudio, which text training never uses and which has no CPU build.
 	@touch "$$($(LF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@
@@ -165,7 +165,9 @@ wheel:
 	$(PIN) constraints.txt >build/wheel/constraints.txt
 	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt build/wheel/*.whl
 	sed -n '/^```python/,/^```$$/{//!p}' README.md >build/wheel/script.py
-	cd build/wheel && venv/bin/python script.py && venv/bin/hf-muon inspect qwen3-0.6b
+	cd build/wheel && venv/bin/python script.py
+	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt "$$(echo build/wheel/*.whl)[cli]"
+	build/wheel/venv/bin/hf-muon inspect qwen3-0.6b
 	rm -rf build/wheel/venv build/wheel/source build/wheel/out
 
 lint: $(VENV)/.made

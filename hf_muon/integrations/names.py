@@ -19,8 +19,6 @@ OWN_NAME = "hf_muon"
 NAMES = (NAME, OWN_NAME)
 OURS = "_from_hf_muon"
 """Attribute of everything that this package has put into another one."""
-TRAINER_LOG = "HF_MUON_TRAINER_LOG"
-"""The environment variable that names a file, to which Trainer's logs are appended whatever the optimizer is."""
 
 # The words that the other package itself reads as true.
 _TRUE = {"accelerate": ("1", "true", "yes", "on"), "llamafactory": ("1", "true", "y")}

@@ -182,6 +182,14 @@ class TestNonFinite:
 SCRIPT = Path(__file__).with_name("plain_script.py")
 
 
+WITHOUT_CLI = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["plotly", "rich", "typer"]))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run_script(path, *arguments, launcher=(), **environment):
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *launcher, str(SCRIPT), arguments[0], str(path), *arguments[1:]]
@@ -199,8 +207,9 @@ class TestProcesses:
         return network
 
     def test_script_without_our_import(self, tmp_path, expected):
-        """Compare a script that does not import hf_muon with the loop."""
-        weights = run_script(tmp_path / "weights.pt", "muon")
+        """Compare a script that does not import hf_muon with the loop, where no package of the extra cli is there."""
+        watched = {"HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "2"}
+        weights = run_script(tmp_path / "weights.pt", "muon", launcher=("-c", WITHOUT_CLI), **watched)
         ours = [weights[name] for name, _ in expected.named_parameters()]
         assert relative_difference(list(model().parameters()), list(expected.parameters()), ours) < 1e-6
 
