@@ -48,27 +48,6 @@ HOOKS = {
         f"{_TRANSFORMERS}.callback:patch_callbacks",
         "nobody tells a run's optimizer its number of steps, logs its metrics, or sees that another optimizer runs",
     ),
-    "console of Trainer": Hook(
-        "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_console", "the console shows all metrics, not a few"
-    ),
-    "damaged checkpoints": Hook(
-        "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_loading", "errors of damaged checkpoints name no file"
-    ),
-    "sharded models": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.sharded_models:patch_checkpoints",
-        "models that transformers shards while it loads them have no checkpoints",
-    ),
-    "checkpoints of other layouts": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.changed_layouts:patch_loading",
-        "errors of checkpoints of another layout do not say what to do",
-    ),
-    "context parallel": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.context_parallel:patch_trainer",
-        "losses and batches with wrong gradients under cp_size are not refused",
-    ),
     "Ulysses": Hook(
         "transformers.trainer",
         "hf_muon.integrations.ulysses.hooks:patch_trainer",

@@ -29,7 +29,6 @@ def test_trainer_clips_as_a_loop_does_and_logs_it(tmp_path):
     assert_same(model(), ours, theirs, losses, expected)
     logged = [entry for entry in trainer.state.log_history if "muon/max_logit" in entry]
     assert len(logged) == STEPS
-    assert logged[-1]["muon/max_logit"] == max(v for k, v in logged[-1].items() if k.startswith("muon/max_logit/"))
     assert sum(entry["muon/clipped_heads"] for entry in logged) > 0
     without = model()
     by_hand(without, ns_dtype="fp32")

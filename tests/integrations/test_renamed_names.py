@@ -44,14 +44,6 @@ class Row(NamedTuple):
 ROWS = [
     Row("optimizer of Trainer", "_OPTIMIZER_HANDLERS", (OPTIMIZERS, TRAINER), is_needed=True),
     Row("callback of Trainer", "DEFAULT_CALLBACKS", (TRAINER,), is_needed=True),
-    Row("console of Trainer", "PrinterCallback", (TRAINER, "transformers.trainer_callback", "transformers")),
-    Row("damaged checkpoints", "_load_optimizer_and_scheduler", (TRAINER,)),
-    Row("sharded models", "_save_optimizer_and_scheduler", (TRAINER,)),
-    Row("sharded models", "_load_from_checkpoint", (TRAINER,)),
-    Row("sharded models", "_load_best_model", (TRAINER,)),
-    Row("checkpoints of other layouts", "_load_from_checkpoint", (TRAINER,)),
-    Row("context parallel", "training_step", (TRAINER,)),
-    Row("context parallel", "compute_loss", (TRAINER,)),
     Row("Ulysses", "compute_loss", (TRAINER,)),
     Row("Ulysses", "skip_first_batches", (TRAINER, "accelerate", "accelerate.data_loader", ACCELERATOR)),
     Row("batches of Ulysses", "deepspeed_ulysses_dl_adapter", (TRAINER, ACCELERATOR)),
@@ -62,8 +54,6 @@ ROWS = [
     Row("whole states", "fqn_param_mapping", (DCP,)),
 ]
 NEEDED_BY = {
-    "sharded models": {"model": SimpleNamespace(is_distributed_loading_by_transformers=True)},
-    "context parallel": {"cp_size": 2},
     "Ulysses": {"sp_size": 2},
     "batches of Ulysses": {"sp_size": 2},
     "whole states": {"fsdp": "full_shard"},
@@ -103,7 +93,7 @@ def assert_row(row, seen):
 
 
 @pytest.mark.slow
-@pytest.mark.extended(but="info|_OPTIMIZER_HANDLERS|_load_best_model")
+@pytest.mark.extended(but="info|_OPTIMIZER_HANDLERS")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook}: {row.name}")
 def test_a_renamed_name(row):
     if row.hook not in run()["states"] or not all(map(importlib.util.find_spec, row.modules)):

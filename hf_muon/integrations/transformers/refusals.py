@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
 OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
-# The oldest versions whose context parallel was compared with one process.
-CONTEXT_PARALLEL = {"transformers": "5.23", "accelerate": "1.15"}
 
 
 def refuse_old_versions() -> None:
@@ -69,9 +67,6 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             sequence = []
     if state is not None and axis_size(args, "sp") == 1:
         ulysses.refuse_ignored_size()
-    if sequence == ["cp"]:
-        refuse_context_parallel(args)
-        sequence = []
     if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         layout = "Megatron-LM, which brings an optimizer of its own"
     elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
@@ -102,8 +97,6 @@ def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> Non
     state = accelerator_state()
     needed = {
         "callback of Trainer": True,
-        "sharded models": getattr(model, "is_distributed_loading_by_transformers", False),
-        "context parallel": axis_size(args, "cp") > 1,
         "Ulysses": axis_size(args, "sp") > 1,
         "batches of Ulysses": axis_size(args, "sp") > 1,
         "Accelerator.prepare": state is not None and state.distributed_type.value == "DEEPSPEED",
@@ -112,40 +105,17 @@ def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> Non
     refuse_failed(*(name for name, is_needed in needed.items() if is_needed))
 
 
-def refuse_context_parallel(args: TrainingArguments) -> None:
-    """Raise for context parallel in set-ups that were not compared with one process.
-
-    Raises:
-        RuntimeError: the set-up, and what to do instead.
-    """
-    layout, advice = None, ""
-    if axis_size(args, "tp") > 1:
-        layout = "with tp_size"
-        advice = "accelerate does not prepare models that transformers has sharded for it. Use one of the two."
-    elif not asks_for_fsdp(args) or fsdp_version(args) == 1:
-        layout = "without FSDP2"
-        advice = 'accelerate supports it with FSDP2 only. Add fsdp="full_shard" and fsdp_config={"version": 2}.'
-    else:
-        for package, oldest in CONTEXT_PARALLEL.items():
-            installed = importlib.metadata.version(package)
-            if is_older(installed, oldest):
-                layout, advice = f"of {package} {installed}", f'Run: pip install "{package}>={oldest}"'
-    if layout:
-        raise RuntimeError(f"optim: muon does not run under ParallelismConfig(cp_size) {layout}. {advice}")
-
-
 def refuse_parts_of_sequences(args: TrainingArguments, qk_clip: float | None) -> None:
     """Raise where attention logits are to be measured and each rank has a part of each sequence.
 
     Raises:
-        RuntimeError: the axis of parallelism.
+        RuntimeError: both options.
     """
-    for axis in ("cp", "sp"):
-        if qk_clip is not None and axis_size(args, axis) > 1:
-            raise RuntimeError(
-                f"optim: muon does not measure attention logits under ParallelismConfig({axis}_size): each rank has a "
-                f"part of each sequence. Remove qk_clip={qk_clip:g}, or {axis}_size"
-            )
+    if qk_clip is not None and axis_size(args, "sp") > 1:
+        raise RuntimeError(
+            "optim: muon does not measure attention logits under ParallelismConfig(sp_size): each rank has a part of "
+            f"each sequence. Remove qk_clip={qk_clip:g}, or sp_size"
+        )
 
 
 def refuse_plain_shards(model: nn.Module | None) -> None:
