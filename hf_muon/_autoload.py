@@ -78,21 +78,6 @@ HOOKS = {
         "hf_muon.integrations.torch_states:patch_loading",
         "moments that a whole state lacks are loaded as zeros",
     ),
-    "log of axolotl": Hook(
-        "axolotl.logging_config",
-        "hf_muon.integrations.axolotl:patch_log_filter",
-        "axolotl hides the table of routes; LOG_LEVEL=INFO shows it",
-    ),
-    "Muon of axolotl": Hook(
-        "axolotl.contribs.mit.muon",
-        "hf_muon.integrations.other_muons:patch_axolotl",
-        "nothing warns where axolotl's own Muon runs",
-    ),
-    "Muon of ms-swift": Hook(
-        "swift.optimizers.muon",
-        "hf_muon.integrations.other_muons:patch_swift",
-        "nothing warns where ms-swift's own Muon runs",
-    ),
     "timm": Hook(
         "timm.optim._optim_factory",
         "hf_muon.integrations.timm:patch_registry",
@@ -107,14 +92,6 @@ HOOKS = {
         "llamafactory.hparams.parser",
         f"{_V0}:patch_parser",
         "options of LLaMA-Factory that replace the optimizer in silence are not refused",
-    ),
-    "LLaMA-Factory's packages": Hook(
-        "llamafactory.hparams.parser",
-        f"{_V0}:patch_dependencies",
-        "the package of an optimizer beside optim: muon is asked for, before the optimizer is refused",
-    ),
-    "LLaMA-Factory's plots": Hook(
-        "llamafactory.extras.ploting", f"{_V0}:patch_plots", "plot_loss draws no metrics of Muon"
     ),
     "LLaMA-Factory v1's parser": Hook(
         "llamafactory.v1.config.arg_parser",

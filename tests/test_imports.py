@@ -93,7 +93,7 @@ FLOORS = {
     ],
     "integrations": [
         "names archives",
-        "axolotl other_muons torch_states",
+        "torch_states",
         "timm",
         "ulysses.batches ulysses.gradients ulysses.packed_texts ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",

@@ -9,8 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, NAMES, is_muon, is_ours, mark, refuse_failed
-from hf_muon.integrations.other_muons import warn_that_ours_runs
+from hf_muon.integrations.names import NAME, NAMES, is_muon, is_ours, mark, refuse_failed, warn_that_ours_runs
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
 
