@@ -95,7 +95,7 @@ FLOORS = {
         "names archives",
         "torch_states",
         "timm",
-        "ulysses.batches ulysses.gradients ulysses.packed_texts ulysses.refusals",
+        "ulysses.batches ulysses.gradients ulysses.refusals",
         "ulysses.hooks deepspeed.arguments deepspeed.gradients",
         "deepspeed.files deepspeed.index deepspeed.partitions",
         "deepspeed.order deepspeed.saving deepspeed.stored deepspeed.refusals",
