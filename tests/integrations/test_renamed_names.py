@@ -106,15 +106,14 @@ def test_a_renamed_name(row):
 @pytest.mark.parametrize("hook", NEEDED_BY)
 def test_runs_that_rest_on_a_failed_hook_are_refused_by_its_name(hook, monkeypatch):
     changes = dict(NEEDED_BY[hook])
-    model = changes.pop("model", None)
     fsdp = changes.pop("fsdp", None)
     args = SimpleNamespace(fsdp=fsdp, parallelism_config=SimpleNamespace(**changes))
-    refuse_failed_hooks(args, model)
+    refuse_failed_hooks(args)
     monkeypatch.setitem(_autoload._states, hook, "failed: AttributeError: gone")
     with pytest.raises(RuntimeError, match=rf"hook '{hook}' into \S+ is not in place \(failed: AttributeError: gone\)"):
-        refuse_failed_hooks(args, model)
-    if changes or model or fsdp:
-        refuse_failed_hooks(SimpleNamespace(fsdp=None, parallelism_config=None), None)
+        refuse_failed_hooks(args)
+    if changes or fsdp:
+        refuse_failed_hooks(SimpleNamespace(fsdp=None, parallelism_config=None))
 
 
 # --- programs that are not installed everywhere, on stand-ins

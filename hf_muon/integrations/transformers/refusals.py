@@ -88,7 +88,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
 
 
-def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> None:
+def refuse_failed_hooks(args: TrainingArguments) -> None:
     """Raise where the guarantee of a run rests on a hook that has failed.
 
     Raises:
