@@ -4,7 +4,9 @@
 #   make test      what tests/readme.py lists, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make test-all  every test
 #   make test-cuda  what CUDA code becomes, compiled and interpreted without a GPU; `make test` runs it, too
-#   make on-newest, on-deepspeed, on-llamafactory   the first tier on one stack; with TORCH=2.8.0, on another torch
+#   make on-newest, on-deepspeed, on-llamafactory   the first tier on one stack
+#   make test-versions  the first tier with other versions, in an environment that is deleted: TORCH=2.9.1, TRANSFORMERS=, DEEPSPEED=;
+#                  without these, the oldest and the newest of each
 #   make lint      ruff and mypy
 #   make wheel     the wheel, in build/wheel; installed with what it requires alone it runs README's script and a command
 #   make docs      the documentation as pages, in build/docs; warnings are errors
@@ -14,15 +16,16 @@
 #   make golden    the tables in tests/golden and the tables of options in docs/options.md, written anew: look at the diff
 
 PYTHON ?= python3
-# Another torch than the pinned one, in environments of its own: 2.8.0, the `oldest` of pyproject.toml, or the `newest`.
+# Other versions than the pinned ones, in environments of their own: 2.9.1, the `oldest` of pyproject.toml, or the `newest`.
+# TRANSFORMERS=oldest and =newest take accelerate, peft and TRL along.
 TORCH ?=
-OF_TORCH := $(if $(TORCH),-torch-$(TORCH))
-VENV := .venv$(OF_TORCH)
-LF := .venv-llamafactory$(OF_TORCH)
-DS := .venv-deepspeed$(OF_TORCH)
-OLDEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1.*/p' pyproject.toml)
-PINNED := s/^torch==.*/torch==$(TORCH:oldest=$(OLDEST))/
-PIN := sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,$(PINNED)))'
+TRANSFORMERS ?=
+DEEPSPEED ?=
+OTHER := $(if $(TORCH),-torch-$(TORCH))$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))$(if $(DEEPSPEED),-deepspeed-$(DEEPSPEED))
+VENV := .venv$(OTHER)
+LF := .venv-llamafactory$(OTHER)
+DS := .venv-deepspeed$(OTHER)
+PIN := $(PYTHON) tests/pin.py torch=$(TORCH) transformers=$(TRANSFORMERS) deepspeed=$(DEEPSPEED)
 BENCHMARKS := .venv-bench
 CUDA := .venv-cuda
 DEVICE ?= cpu
@@ -39,7 +42,7 @@ LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 CUDA_HAS := HF_MUON_PROMISED=cuda
 
 .PHONY: install async_io chromium demo quick test rest test-all test-cuda on-newest on-deepspeed on-llamafactory
-.PHONY: wheel lint docs golden bench gpu evidence clean
+.PHONY: test-versions wheel lint docs golden bench gpu evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
@@ -138,6 +141,18 @@ on-llamafactory: $(LF)/.made
 test-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
 	OMP_NUM_THREADS=1 $(CUDA_HAS) $(CUDA)/bin/python $(PYTEST) tests/cuda
+
+# With another DeepSpeed the stack that has DeepSpeed, else the newest. An interrupted run deletes its environment, too.
+VERSIONS := TORCH=oldest TORCH=newest TRANSFORMERS=oldest TRANSFORMERS=newest DEEPSPEED=oldest DEEPSPEED=newest
+test-versions:
+ifeq ($(OTHER),)
+	@failed=; for version in $(VERSIONS); do \
+		$(MAKE) --no-print-directory test-versions $$version || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "== failed:$$failed"; exit 1; }
+else
+	@trap 'rm -rf $(VENV) $(DS)' EXIT; echo "== $(OTHER:-%=%)"; \
+	$(MAKE) --no-print-directory $(if $(DEEPSPEED),on-deepspeed,on-newest)
+endif
 
 # From a copy: setuptools also packs what earlier builds left in build/lib and listed in hf_muon.egg-info.
 wheel: export PYTHONPATH =

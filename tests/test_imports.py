@@ -16,7 +16,7 @@ ROOT = Path(hf_muon.__file__).parent
 
 # Lowest first: a room imports only from lines above its own.
 ROOMS = [
-    ["_autoload", "math", "diagnostics"],
+    ["_autoload", "math", "diagnostics", "versions"],
     ["storage"],
     ["distributed", "options"],
     ["rules"],
@@ -152,7 +152,7 @@ ALSO = {
     "cli.model_source": {"transformers", "peft", "yaml"},
     "plan.parallelism": {"transformers"},
     "integrations.deepspeed": {"deepspeed", "hjson"},
-    "integrations.transformers": {"transformers", "accelerate", "packaging", "yaml"},
+    "integrations.transformers": {"transformers", "accelerate", "yaml"},
     "integrations.ulysses": {"transformers", "accelerate", "deepspeed"},
 }
 

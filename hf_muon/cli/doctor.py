@@ -173,9 +173,9 @@ except BaseException as error:
 if "hf_muon._autoload" in sys.modules:
     seen["states"] = sys.modules["hf_muon._autoload"].status()
 if seen["accepted"]:
-    from hf_muon.integrations.transformers.refusals import refuse_old_versions
+    from hf_muon.versions import NEEDED, refuse_older
     try:
-        refuse_old_versions()
+        refuse_older(*NEEDED)
     except RuntimeError as error:
         seen.update(accepted=False, stage="versions", error=str(error))
 if seen["stage"] != "torch":

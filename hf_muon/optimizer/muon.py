@@ -30,6 +30,7 @@ from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
+from hf_muon.versions import refuse_older
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,8 +83,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option that is not valid, or a Muon group with a parameter that is not a matrix.
-        RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO), or
-            `offload_compute=accelerator` on a machine without one.
+        RuntimeError: a torch that is too old, a parameter stored in a way that this version cannot step (FSDP1,
+            ZeRO), or `offload_compute=accelerator` on a machine without one.
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; defaults of scale and decay from Liu et al.,
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
@@ -127,6 +128,7 @@ class Muon(Optimizer):
         diagnostics_file: str | None = MuonConfig.diagnostics_file,
         **rules: Any,
     ) -> None:
+        refuse_older("torch")
         arguments = {**locals(), **{name: check_option(name, value) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})

@@ -54,8 +54,10 @@ def mesh_complaint(param: DTensor) -> str | None:
     """Return why a parameter's local tensor is not the one that its placements mean, or None if it is."""
     if param.device_mesh.get_coordinate() is None:
         return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
+    # A `_StridedShard` is one way to write an order, which torch 2.10 then repeats here.
+    strided = {getattr(each, "dim", None) for each in param.placements if hasattr(each, "split_factor")}
     for entry in getattr(param._spec, "shard_order", None) or ():  # not in all versions of torch
-        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims) and entry.tensor_dim not in strided:
             return (
                 f"has its dim {entry.tensor_dim} sharded over the mesh dims {tuple(entry.mesh_dims)} in this order, "
                 "and only their own order is known here: redistribute it in torch's default shard order"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hf_muon._autoload import Change
 from hf_muon.integrations.names import NAME, NAMES, is_muon, is_ours, mark, refuse_failed, warn_that_ours_runs
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
-from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
+from hf_muon.integrations.transformers.refusals import refuse_deepspeed
+from hf_muon.versions import NEEDED, OLDEST, refuse_older
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -39,7 +40,8 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
             return
         from hf_muon.optim_args import text_of
 
-        refuse_old_versions()
+        program = type(self).__module__.partition(".")[0]  # TRL has arguments of its own
+        refuse_older(*NEEDED, *({program} & OLDEST.keys()))
         importlib.import_module("transformers.trainer_optimizer")  # and with it, its hook
         refuse_failed(*_ALWAYS)
         if is_theirs and self.optim == NAME:

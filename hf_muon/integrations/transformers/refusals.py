@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
 from hf_muon.integrations.names import is_set, refuse_failed
 from hf_muon.integrations.transformers.layout import (
     accelerator_state,
@@ -15,36 +13,11 @@ from hf_muon.integrations.transformers.layout import (
     fsdp_version,
 )
 from hf_muon.integrations.ulysses import refusals as ulysses
+from hf_muon.versions import is_older
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
-
-# What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
-OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
-
-
-def refuse_old_versions() -> None:
-    """Raise where a package is older than what `optim: muon` needs; its first use would fail somewhere else.
-
-    Raises:
-        RuntimeError: the package, its version, and the oldest one that works.
-    """
-    for package, oldest in OLDEST.items():
-        try:
-            installed = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if is_older(installed, oldest):
-            raise RuntimeError(
-                f"optim: muon needs {package} {oldest} or newer, and {installed} is installed. "
-                f'Run: pip install "{package}>={oldest}"'
-            )
-
-
-def is_older(version: str, oldest: str) -> bool:
-    """Return whether a version precedes another one. A pre-release counts as the release that it leads to."""
-    return Version(Version(version).base_version) < Version(oldest)
 
 
 def refuse_unsupported(args: TrainingArguments) -> None:
