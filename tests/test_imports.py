@@ -103,7 +103,6 @@ FLOORS = {
         "deepspeed.loading",
         "deepspeed.engine",
         "accelerate transformers.attention",
-        "transformers.layout",
         "transformers.callback",
         "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
         "llamafactory.v1.handler transformers.handler",

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.names import is_set, refuse_failed
-from hf_muon.integrations.transformers.layout import (
-    accelerator_state,
-    asks_for_fsdp,
-    axis_size,
-    fsdp_version,
-)
 from hf_muon.integrations.ulysses import refusals as ulysses
 from hf_muon.versions import is_older
 
@@ -146,3 +141,31 @@ def warn_of_fsdp(args: TrainingArguments) -> None:
             "accelerate config file), or use accelerate 1.13 or newer",
             version,
         )
+
+
+def accelerator_state() -> Any:
+    """Return what accelerate has decided for this process; None before a Trainer has made its Accelerator."""
+    from accelerate.state import AcceleratorState, is_initialized  # type: ignore[import-untyped]
+
+    return AcceleratorState() if is_initialized() else None
+
+
+def axis_size(args: TrainingArguments, axis: str) -> int:
+    """Return the size of an axis of ParallelismConfig, as the arguments or `accelerate launch` set it."""
+    configs = (getattr(args, "parallelism_config", None), getattr(accelerator_state(), "parallelism_config", None))
+    return max(getattr(config, f"{axis}_size", None) or 1 for config in configs)
+
+
+def asks_for_fsdp(args: TrainingArguments) -> bool:
+    """Return whether the arguments or `accelerate launch` ask for FSDP."""
+    return bool(getattr(args, "fsdp", None)) or is_set("accelerate", "ACCELERATE_USE_FSDP")
+
+
+def fsdp_version(args: TrainingArguments) -> int:
+    """Return the version of FSDP that runs, or would run on a GPU."""
+    plugin = getattr(accelerator_state(), "fsdp_plugin", None)
+    if plugin is not None:
+        return int(plugin.fsdp_version)
+    if getattr(args, "fsdp", None):
+        return int((args.fsdp_plugin_args or {}).get("fsdp_version", 1))
+    return int(os.environ.get("FSDP_VERSION", "1"))
