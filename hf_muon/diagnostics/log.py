@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 REPORT = "HF_MUON_STEP_REPORT"
 EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
-CONSOLE = "HF_MUON_DIAGNOSTICS_CONSOLE"
-CONSOLE_FORMS = ("short", "all", "none")
 # Older names, which go on working where the ones above are not set. The first one meant both: a report of the first
 # step unless it is off, and metrics every N steps where it is a number above one.
 BOTH = "HF_MUON_DIAG"
@@ -37,18 +35,6 @@ def every_from_environment() -> int:
         return int(text)
     old = _text(BOTH)
     return int(old) if _is_count(old) and int(old) > 1 else 0
-
-
-def console_form() -> str:
-    """Return how many of the metrics a console shows: one of `CONSOLE_FORMS`, `short` unless the environment says more.
-
-    Raises:
-        ValueError: another word.
-    """
-    text = _text(CONSOLE) or CONSOLE_FORMS[0]
-    if text not in CONSOLE_FORMS:
-        raise ValueError(f"{CONSOLE}={text} is not valid. Valid: {', '.join(CONSOLE_FORMS)}")
-    return text
 
 
 def _text(variable: str) -> str:

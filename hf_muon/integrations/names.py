@@ -100,6 +100,31 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
     )
 
 
+_warned: set[str] = set()
+
+
+def warn_that_ours_runs(program: str, setting: str) -> None:
+    """Log once, on rank 0, that this package's Muon runs where another program has one of the same name.
+
+    Args:
+        program: whose Muon does not run.
+        setting: what asks for either.
+    """
+    from hf_muon.diagnostics.log import is_rank_zero, logger
+
+    if setting in _warned or not is_rank_zero():
+        return
+    _warned.add(setting)
+    logger().warning(
+        "%s: this %s has a Muon of that name, too, with other rules and other rates; hf_muon's runs, because it is "
+        "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's",
+        setting,
+        program,
+        program,
+        OWN_NAME,
+    )
+
+
 def is_set(package: str, variable: str) -> bool:
     """Return whether an environment variable is true for the package that reads it.
 

@@ -38,7 +38,7 @@ def test_doctor():
     assert process.returncode == 0, process.stderr
     assert "optim: muon is accepted without any import" in process.stdout
     assert "found: hf_muon_autoload:activate" in process.stdout
-    for hook in ("optim: muon", "optimizer of Trainer", "context parallel", "Accelerator.prepare", "whole states"):
+    for hook in ("optim: muon", "optimizer of Trainer", "callback of Trainer", "Accelerator.prepare", "whole states"):
         assert re.search(rf"{re.escape(hook)} +│ patched", process.stdout), hook
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import sys
 import traceback
@@ -165,9 +164,7 @@ def arguments_of(case: dict[str, Any], folder: Path) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     options = ARGUMENTS | case.get("arguments", {})
     sizes = options.pop("parallelism", None)
-    copies = math.prod((sizes or {}).get(axis, 1) for axis in ("tp_size", "cp_size")) * case.get("load", {}).get(
-        "tp_size", 1
-    )
+    copies = (sizes or {}).get("tp_size", 1) * case.get("load", {}).get("tp_size", 1)
     accumulation = options.get("gradient_accumulation_steps", 1)
     options["per_device_train_batch_size"] = GLOBAL_BATCH * copies // (world * accumulation)
     if sizes:

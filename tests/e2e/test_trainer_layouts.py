@@ -23,7 +23,6 @@ from tests.e2e.layout_cases import (
     Case,
     case,
     moved,
-    needs_context_parallel,
     needs_native,
     needs_parallelism,
     resumed,
@@ -56,7 +55,7 @@ def test_one_process_learns(get: Get) -> None:
     assert losses[worker.STEPS] < 0.95 * losses[1]
 
 
-@pytest.mark.extended(but="^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp|cp)-one")
+@pytest.mark.extended(but="^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp)-one")
 @pytest.mark.parametrize(
     ("name", "reference", "kind", "storage"),
     [
@@ -77,9 +76,6 @@ def test_one_process_learns(get: Get) -> None:
         ),
         pytest.param("native_hsdp", "one", "MULTI_CPU", {HSDP2}, marks=needs_native),
         pytest.param("native_fsdp_tp", "one_even", "MULTI_CPU", None, marks=needs_native),
-        pytest.param("cp", "one_even", "FSDP", {FSDP2}, marks=needs_context_parallel),
-        pytest.param("cp_accumulation", "one_even", "FSDP", {FSDP2}, marks=needs_context_parallel),
-        pytest.param("cp_fsdp", "one_even", "FSDP", {FSDP2}, marks=needs_context_parallel),
     ],
 )
 def test_layout_equals_one_process(name: str, reference: str, kind: str, storage: set[str] | None, get: Get) -> None:
