@@ -36,7 +36,7 @@ __all__ = [
 
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
-LORA = ("adamw", "muon", "muon_b", "product")
+LORA = ("adamw", "muon", "muon_b")
 _JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
 _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
@@ -193,7 +193,9 @@ class MuonConfig(RuleOptions, ScaleOptions):
         fallback="TrainingArguments' own",
         source="transformers",
     )
-    lora: str = option("adamw", types.choice(LORA), "Optimizer of LoRA factors: `adamw`, `muon`, `muon_b`, `product`.")
+    lora: str = option(
+        "adamw", types.choice(LORA), "Optimizer of LoRA factors: `adamw`, `muon` or `muon_b` (lora_B alone)."
+    )
     split_fused: bool = option(
         True,
         types.flag(),

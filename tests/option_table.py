@@ -21,7 +21,7 @@ SECTIONS = {
     "Mathematics that few should touch": ("momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps"),
     "Rules, which change the step": (
         "momentum_warmup momentum_cooldown momentum_min training_steps weight_decay_schedule normalize normalize_beta "
-        "weight_decay_mode qk_clip qk_clip_force lora_product"
+        "weight_decay_mode qk_clip qk_clip_force"
     ),
     "Limits of a step that nobody should need": "max_bucket_bytes max_batch_bytes comm_dtype offload_compute",
 }

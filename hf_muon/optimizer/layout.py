@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,8 @@ from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
-from hf_muon.optimizer.partners import Partner, has_sides, names_of, pairs_of, sides_of, whole_weights
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, device_of_moments, dtype_of
+from hf_muon.rules.registry import has_sides
 from hf_muon.storage import views
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-Gather = Callable[[Mapping[int, Tensor]], dict[int, Tensor]]
 
 
 class Matrix(NamedTuple):
@@ -73,16 +72,12 @@ class GroupWork:
         shared: for each parameter, the ranks that store it together; None where this process stores it alone.
         matrices: of a Muon group; empty for an AdamW group.
         executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
-        pairs: the partners of matrices that a rule steps in pairs.
-        gather: returns copies of whole partners, by their positions, from their parameters; all ranks call it together.
         factors: of an AdamW group, for each parameter the factors of its elements; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
-    pairs: Mapping[int, Partner] = field(default_factory=dict)
-    gather: Gather = whole_weights
     factors: list[FactorRuns] = field(default_factory=list)
 
     @property
@@ -141,10 +136,8 @@ class StepLayout:
                     if products_on is not None:  # a plan for another device
                         placed = [place._replace(device=products_on) for place in placed]
                     matrices = [place.matrix for place in placed]
-                    names = names_of(group)
-                    pairs = pairs_of(group, [(one.name or names[one.param], one.shape) for one in matrices])
-                    executors = _executors(group, placed, pairs, max_bucket_bytes, comm_dtype, max_batch_bytes)
-                    work = GroupWork(ranks, matrices, executors, pairs)
+                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype, max_batch_bytes)
+                    work = GroupWork(ranks, matrices, executors)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
@@ -364,7 +357,6 @@ def _matrices_of_partition(
 def _executors(
     group: Group,
     placed: Sequence[_PlacedMatrix],
-    pairs: Mapping[int, Partner],
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None,
     max_batch_bytes: int,
@@ -378,5 +370,5 @@ def _executors(
         max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
         max_batch_bytes=max_batch_bytes,
-        sides=sides_of(group, [place.matrix.transposed for place in placed], pairs),
+        sides=[place.matrix.transposed for place in placed] if has_sides(group) else None,
     )

@@ -20,7 +20,6 @@ from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, zero_state
 from hf_muon.optimizer.step import MuonStep
-from hf_muon.plan import pairs
 from hf_muon.plan.live_bytes import LiveBytes
 
 ACCELERATOR = torch.device("meta")
@@ -34,14 +33,11 @@ class StepBuffers:
     """The temporary tensors of a step of one process.
 
     Attributes:
-        temporary: the most bytes while Muon steps units together, without what a rule of pairs adds.
+        temporary: the most bytes while Muon steps units together.
         numel: elements of the most that it steps together.
         of_adamw: the most bytes while AdamW steps a group, or a chunk of a parameter.
         moments: bytes of the moments of the most that moves together.
         of_chunks: bytes of the moments of two chunks of AdamW's, or of all if they are less.
-        paired: `temporary` with what a rule of pairs adds, but for copies of partners; 0 without such a rule.
-        around: the most bytes that the rule adds to units that are stepped together.
-        copies: bytes of the copies of partners, which are there throughout the step of a group.
     """
 
     temporary: int
@@ -49,9 +45,6 @@ class StepBuffers:
     of_adamw: int
     moments: int
     of_chunks: int
-    paired: int
-    around: int
-    copies: int
 
 
 def step_buffers(
@@ -67,9 +60,8 @@ def step_buffers(
         config: the options of the run.
         ns_dtype: of the products, as the option has it.
     """
-    temporary = paired = around = numel = copies = 0
+    temporary = numel = 0
     for group, work in zip(groups, layout.works, strict=True):
-        copies = max(copies, pairs.copied_bytes(work, range(len(group["params"]))))
         options = {name: config.value_of(name) for name in GROUP_OPTIONS} | {**group, "ns_dtype": ns_dtype}
         for executor in work.executors:
             assert isinstance(executor, LocalExecutor)
@@ -77,23 +69,17 @@ def step_buffers(
             kinds = {tuple(_kind(unit, work, group) for unit in bucket.units): bucket.units for bucket in buckets}
             for units in kinds.values():
                 only = LocalExecutor(units, executor.stored, ACCELERATOR, config.max_batch_bytes)
-                plain = _peak_of_units(options, replace(work, pairs={}), only, config.max_batch_bytes)
-                temporary = max(temporary, plain)
-                if work.pairs:
-                    peak = _peak_of_units(options, work, only, config.max_batch_bytes)
-                    paired, around = max(paired, peak), max(around, peak - plain)
+                temporary = max(temporary, _peak_of_units(options, work, only, config.max_batch_bytes))
                 numel = max(numel, sum(unit.numel for unit in units))
     of_adamw = _peak_of_adamw(groups, config)
-    return StepBuffers(temporary, numel, of_adamw, *_largest_moments(layout, groups), paired, around, copies)
+    return StepBuffers(temporary, numel, of_adamw, *_largest_moments(layout, groups))
 
 
 def _kind(unit: Unit, work: GroupWork, group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the buffers of a unit depend on."""
     params = (group["params"][work.matrices[one.matrix].param] for one in unit.ranges)
-    pair = work.pairs.get(unit.ranges[0].matrix)
     return (
         unit.shape,
-        pair and (pair.shape, pair.role),
         tuple((one.stop - one.start, p.shape) for one, p in zip(unit.ranges, params, strict=True)),
     )
 
@@ -111,7 +97,7 @@ def _peak_of_units(group: Mapping[str, Any], work: GroupWork, executor: LocalExe
     with live:
         of_units = replace(work, executors=[executor])
         MuonStep(own, of_units, indices, state, 1, max_batch_bytes).take()
-    return live.peak - pairs.copied_bytes(work, indices)
+    return live.peak
 
 
 def _largest_moments(layout: StepLayout, groups: Sequence[Mapping[str, Any]]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.rule_state import reduced_shape
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
-from hf_muon.plan import pairs
 from hf_muon.plan.parallelism import Cuts
 from hf_muon.routing.model_facts import expert_counts, text_config_of
 from hf_muon.rules import registry
@@ -61,9 +60,7 @@ def step_cost(
     in_flight = largest = turn = 0
     of_groups = list(zip(groups, layout.works, strict=True))
     for group, work, executor in [(group, own, executor) for group, own in of_groups for executor in own.executors]:
-        more = pairs.flops_of(group, work, config)
-        # The directions that a rule of pairs makes are of any size, and travel in fp32.
-        own = executor.cost(_sum(newton_schulz, more), torch.float32 if work.pairs else ns_dtype)
+        own = executor.cost(newton_schulz, ns_dtype)
         # Without a group every rank does all of it. Other groups of the same axes do the same as this rank's.
         places = _places(getattr(executor, "group", None), ranks, cuts)
         of_rules = _sent_by_rules(group, work, executor, len(own.sent_bytes))
@@ -71,14 +68,7 @@ def step_cost(
         sent = [total + own.sent_bytes[k] + of_rules[k] for total, k in zip(sent, places, strict=True)]
         in_flight = max(in_flight, own.in_flight_bytes)  # executors step one after the other
         largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
-    for group, work in of_groups:
-        gathered = pairs.gathering(group, work).sent_bytes
-        sent = [total + gathered for total in sent]
     return StepCost(flops, sent, in_flight, largest, turn)
-
-
-def _sum(one: Callable[[Unit], int], other: Callable[[Unit], int]) -> Callable[[Unit], int]:
-    return lambda unit: one(unit) + other(unit)
 
 
 def _places(group: ProcessGroup | None, ranks: int, cuts: Cuts | None) -> list[int]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hf_muon.build import groups_of
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MuonConfig
 from hf_muon.diagnostics.log import has_process_group
-from hf_muon.optimizer import partners
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.plan.parallelism import DENSE, EXPERT, Cuts, Sizes, all_axes, cuts_of
 from hf_muon.routing.route import Route
@@ -108,9 +107,6 @@ def stored_groups(
         return _groups(routes, _sharded(routes, replicas if layout == "hsdp" else 1, dtype), config), None, None
     params = [nn.Parameter(_empty(route.shape, torch.float32)) for route in routes]
     whole = _groups(routes, params, config)
-    for group in whole:
-        if text := partners.partition_complaint(group, int(layout.removeprefix("zero"))):
-            raise RuntimeError(text)
     groups, partitions = _partitioned(whole, layout)
     return groups, partitions, None
 
@@ -155,9 +151,9 @@ def _groups(routes: Sequence[Route], params: Sequence[nn.Parameter], config: Muo
         names, members = zip(*group["params"], strict=True)
         group["param_names"], group["params"] = list(names), list(members)
         for name in (*_OF_GROUPS, *registry.option_names()):
-            group.setdefault(name, config.value_of(name))  # `lora: product` sets one of them
+            group.setdefault(name, config.value_of(name))
         options = {name: config.value_of(name) for name in GROUP_OPTIONS}
-        if text := registry.complaint({**options, **group}) or partners.complaint(group):
+        if text := registry.complaint({**options, **group}):
             raise ValueError(text)
     return groups
 

@@ -17,7 +17,7 @@ from torch import nn
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import NS_DTYPES
-from hf_muon.plan import buffers, costs, pairs, stand_ins
+from hf_muon.plan import buffers, costs, stand_ins
 from hf_muon.plan.memory import (
     Memory,
     Training,
@@ -53,8 +53,8 @@ class Plan:
         muon_weights, adamw_weights: number of trained weights by route.
         state_bytes: optimizer state, bytes.
         adamw_state_bytes: optimizer state if torch's AdamW had all weights, bytes.
-        sent_bytes: updates, directions and partners of `lora: product` sent to other ranks, bytes.
-        flops: multiplications and additions of Newton-Schulz, and of the inverse roots of `lora: product`.
+        sent_bytes: updates and directions sent to other ranks, bytes.
+        flops: multiplications and additions of Newton-Schulz.
         working_bytes: bound on the temporary memory of updates and directions on a rank, bytes.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
         memory: on the device and on the host.
@@ -133,7 +133,6 @@ def plan_step(
         step = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
         steps = len(resolve(config.ns_coefficients, config.ns_steps))
         cost = costs.step_cost(step, groups, ranks, steps, products, config, cuts)
-        gathered = max(pairs.gathering(*own).peak for own in zip(groups, step.works, strict=True))
         state = costs.state_bytes(step, groups, ranks, cuts)
     shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
     flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []
@@ -145,15 +144,14 @@ def plan_step(
     fp32_gradients = 4 * max(flats, default=0) if training.offload == "none" else 0
     matrices = state.matrices
     unit = _step_buffers(routes, config, torch.float32 if flats else dtype, products)
-    temporary, in_turn = max(unit.temporary, unit.paired), unit.numel
+    temporary, in_turn = unit.temporary, unit.numel
     if ranks > 1:
         in_turn = min(max(matrices), max(cost.turn, unit.numel // shards))
         # Updates as they arrive lie beside the batch. The pieces of a bucket need as much per element as units.
-        temporary = max(unit.temporary, unit.temporary * in_turn // max(1, unit.numel)) + unit.around
+        temporary = max(unit.temporary, unit.temporary * in_turn // max(1, unit.numel))
         temporary += in_flight + cost.unit_bytes
         if dtype.itemsize < 4:  # copies of small pieces
             temporary += 8 * min(in_turn, buffers.CHUNK)
-    temporary = max(temporary + unit.copies, gathered)
     of_adamw = unit.of_adamw
     if config.momentum_offload == "cpu":  # two turns
         temporary += min(2 * unit.moments * in_turn // max(1, unit.numel), max(state.large[True]))

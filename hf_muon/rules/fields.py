@@ -22,4 +22,3 @@ class RuleOptions:
     weight_decay_mode: str = declared(BUILT_IN_OPTIONS["weight_decay_mode"])
     qk_clip: float | None = declared(BUILT_IN_OPTIONS["qk_clip"])
     qk_clip_force: bool = declared(BUILT_IN_OPTIONS["qk_clip_force"])
-    lora_product: bool = declared(BUILT_IN_OPTIONS["lora_product"])
