@@ -181,7 +181,7 @@ def test_bad_optim_args(text, message):
         MuonConfig.from_mapping(parse_optim_args(text))
 
 
-FLAGS = ("nesterov", "accept_rerouted", "split_fused", "per_head", "qk_clip_force")
+FLAGS = ("nesterov", "split_fused", "per_head")
 
 
 @pytest.mark.parametrize("name", [n for n in MuonConfig.names() if n != "lora"])

@@ -165,9 +165,6 @@ def plan_step(
     )
     if config.momentum_offload == "cpu":
         there = back = state.large[True]
-        if config.offload_compute == "cpu":
-            there = [numel * products.itemsize for numel in matrices]
-            back = [numel * dtype.itemsize for numel in matrices]
         memory = with_moments_on_host(
             memory,
             [sum(own) for own in zip(*state.large.values(), strict=True)],
@@ -221,7 +218,5 @@ def _step_buffers(
 
 def _travels(matrices: Sequence[int], config: MuonConfig, ns_dtype: torch.dtype) -> list[tuple[int, int]]:
     """Return the bytes of updates to the device and of directions back, where the state of a rank is on the host."""
-    if config.offload_compute == "cpu":
-        return [(0, 0) for _ in matrices]
     there = (COMM_DTYPES[config.comm_dtype] or torch.float32).itemsize
     return [(numel * there, numel * min(there, ns_dtype.itemsize)) for numel in matrices]
