@@ -186,8 +186,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 def _of_matrices(group: Group, matrices: Sequence[Matrix], state: Mapping[Tensor, Any], key: str) -> dict[int, Tensor]:
     """Return the small state of each matrix, a view of that of its parameter, which is created where it is missing."""
-    kind = registry.state_kinds()[key]
-    shapes = {k: reduced_shape(kind, one.shape, transposed=one.transposed) for k, one in enumerate(matrices)}
+    shapes = {k: reduced_shape(one.shape, transposed=one.transposed) for k, one in enumerate(matrices)}
     by_param: dict[int, list[int]] = {}
     for k, matrix in enumerate(matrices):
         by_param.setdefault(matrix.param, []).append(k)

@@ -157,7 +157,7 @@ def _reduced_bytes(group: Mapping[str, Any], work: GroupWork, matrix: int, *, pe
     one = work.matrices[matrix]
     shape = one.shape[-2:] if per_matrix else one.shape
     kinds = [kind for kind in registry.state_of(group).values() if kind != "weight"]
-    return sum(4 * math.prod(reduced_shape(kind, shape, transposed=one.transposed)) for kind in kinds)
+    return len(kinds) * 4 * math.prod(reduced_shape(shape, transposed=one.transposed))
 
 
 def _moment_bytes(group: Mapping[str, Any], param: Tensor, shape: Sequence[int]) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_muon.options.declaration import Option
 from hf_muon.rules.heads import Heads
 
-StateKind = Literal["weight", "row", "column", "matrix"]
-"""What a state has a number for: an element of a weight, a row or column of a matrix ``(out, in)``, or a matrix."""
+StateKind = Literal["weight", "row"]
+"""What a state has a number for: an element of a weight, or a row of a matrix ``(out, in)``."""
 
 Options = Mapping[str, Any]
 """The options of a param group, by name, with the learning rate of this step."""
@@ -41,8 +41,8 @@ class Rule:
         update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
             the options and the number of the step; returns the updates to orthogonalize, in their dtype.
         direction: on whole matrices, where they are orthogonalized. Called with directions ``(B, out, in)`` in fp32,
-            state ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` by its kind, the options and the number of the step;
-            returns directions ``(B, out, in)``.
+            state ``(B, out, 1)`` of the kind `row`, the options and the number of the step; returns directions of that
+            shape.
         apply: elementwise, as directions are applied, ``weight -= lr * scale * direction``. Called with directions and
             weights in fp32, their state of the kind `weight`, the options, the number of the step and the scale;
             returns directions.
