@@ -51,7 +51,7 @@ FLOORS = {
     ],
     "options": ["patterns", "types", "declaration", "scales"],
     "rules": [
-        *("heads", "rule", "cautious decay_schedule lora_product momentum_schedule normalize qk_clip"),
+        *("heads", "rule", "cautious decay_schedule momentum_schedule normalize qk_clip"),
         *("registry", "fields"),
     ],
     "distributed": [
@@ -73,7 +73,6 @@ FLOORS = {
     ],
     "optimizer": [
         "state copies empty_steps lost_updates unmarked",
-        "partners",
         "factor_runs groups gradients layout_lines offloaded rule_state",
         "state_check layout",
         "compilation preflight first_step_report step_rules watching",

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from hf_muon._autoload import HOOKS
 from hf_muon.cli.console import console, print_json
-from hf_muon.diagnostics.log import EVERY, OLD_REPORTS, REPORT, is_on
+from hf_muon.diagnostics.log import EVERY, OF_LLAMAFACTORY, REPORT, is_on
 
-VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, *OLD_REPORTS)
+VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, OF_LLAMAFACTORY)
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
 
 

@@ -14,7 +14,6 @@ from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_O
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
-from hf_muon.distributed.select import accelerator
 from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
 from hf_muon.optimizer import compilation, consensus, copies, load_notices, loading, preflight, rule_state
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
@@ -83,8 +82,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option that is not valid, or a Muon group with a parameter that is not a matrix.
-        RuntimeError: a torch that is too old, a parameter stored in a way that this version cannot step (FSDP1,
-            ZeRO), or `offload_compute=accelerator` on a machine without one.
+        RuntimeError: a torch that is too old, or a parameter stored in a way that this version cannot step (FSDP1,
+            ZeRO).
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; defaults of scale and decay from Liu et al.,
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
@@ -94,8 +93,6 @@ class Muon(Optimizer):
     max_bucket_bytes: int
     max_batch_bytes: int
     comm_dtype: str
-    offload_compute: str
-    accept_rerouted: bool
     diagnostics_every: int
     diagnostics_file: str | None
 
@@ -121,8 +118,6 @@ class Muon(Optimizer):
         max_bucket_bytes: int = MuonConfig.max_bucket_bytes,
         max_batch_bytes: int = MuonConfig.max_batch_bytes,
         comm_dtype: str = MuonConfig.comm_dtype,
-        offload_compute: str = MuonConfig.offload_compute,
-        accept_rerouted: bool = MuonConfig.accept_rerouted,
         replicate_group: ProcessGroup | None = None,
         diagnostics_every: int = MuonConfig.diagnostics_every,
         diagnostics_file: str | None = MuonConfig.diagnostics_file,
@@ -133,8 +128,6 @@ class Muon(Optimizer):
         arguments = {**locals(), **{name: check_option(name, value) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
-        if self.offload_compute == "accelerator":
-            accelerator()
         self.replicate_group = replicate_group
         defaults = {"use_muon": True, **factors.NONE, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
@@ -238,7 +231,6 @@ class Muon(Optimizer):
             self.partitioned.partitions,
             max_bucket_bytes=self.max_bucket_bytes,
             comm_dtype=COMM_DTYPES[self.comm_dtype],
-            offload_compute=self.offload_compute,
             max_batch_bytes=self.max_batch_bytes,
         )
 
@@ -267,14 +259,13 @@ class Muon(Optimizer):
                 if self.metrics is not None and can_watch(groups):
                     watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
             complaints = list(dict.fromkeys(complaints))  # groups may agree
-            with self._report.ends_if_refused():
-                refusal = self.partitioned.refusal
-                readiness = functools.partial(compilation.readiness, groups, layout, self.state)
-                indices = consensus.agree(
-                    groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
-                )
-                if indices is not None:
-                    self.head_rules.begin(groups, layout)
+            refusal = self.partitioned.refusal
+            readiness = functools.partial(compilation.readiness, groups, layout, self.state)
+            indices = consensus.agree(
+                groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
+            )
+            if indices is not None:
+                self.head_rules.begin(groups, layout)
         except BaseException:
             steps.undo()
             raise
@@ -314,7 +305,6 @@ class Muon(Optimizer):
         checked, notices = loading.check(
             self.param_groups,
             state_dict,
-            accept_rerouted=self.accept_rerouted,
             replicate_group=self.replicate_group,
         )
         previous = {"state": self.state, "param_groups": self.param_groups}

@@ -187,10 +187,6 @@ REFUSED = [
     ),
     ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not run under DeepSpeed"),
     ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "adamw_state_dtype=int8 does not run under"),
-    (
-        {"deepspeed": {"zero_optimization": {"stage": 3}}, "optim_args": "lora=product", "use_peft": True},
-        "lora_product (lora=product) needs whole factors, and ZeRO-3 cuts matrices anywhere. Use ZeRO-0, DDP or FSDP2",
-    ),
     ({"deepspeed": ZERO3, "optim_args": "momentum_offload=cpu"}, "momentum_offload=cpu does not run under DeepSpeed"),
     ({"use_muon": True}, "use_muon: true and optim: muon are two different optimizers"),
     ({"use_hyper_parallel": True}, "does not run with use_hyper_parallel: true"),

@@ -47,12 +47,12 @@ def test_weights_and_random_numbers_do_not_differ_by_a_bit(tmp_path, options):
 
 def test_nothing_is_written_or_kept_without_being_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for variable in ("", "0", "1"):
-        monkeypatch.setenv("HF_MUON_DIAG", variable)
+    for variable in ("", "0", "off"):
+        monkeypatch.setenv("HF_MUON_DIAGNOSTICS_EVERY", variable)
         _, optimizer = trained(2)
         assert optimizer.metrics is None
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setenv("HF_MUON_DIAG", "2")
+    monkeypatch.setenv("HF_MUON_DIAGNOSTICS_EVERY", "2")
     trained(2)
     assert [path.name for path in tmp_path.iterdir()] == [metrics.FILE]
 

@@ -86,7 +86,7 @@ class Stored(NamedTuple):
         group = self.groups[part.group]
         names = [unwrapped(name) for name in group["param_names"]]
         views = dict(zip(names, group.get("views") or [""] * len(names), strict=True))
-        shapes = [reduced_shapes(key, one.shape, views[name]) for name, one in part.parameters.items()]
+        shapes = [reduced_shapes(one.shape, views[name]) for name, one in part.parameters.items()]
         return [reduced_numel(own) for own in shapes]
 
     def state_dict(self, index: Index, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -173,7 +173,6 @@ def _check_deepspeed(settings: Settings) -> None:
 
     options = options_of(settings)
     of_rules = {name: options.value_of(name) for name in registry.option_names()}
-    of_rules["lora_product"] |= options.lora == "product"
     groups = [
         {
             **of_rules,
