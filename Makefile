@@ -4,9 +4,11 @@
 #   make test      what tests/readme.py lists, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
 #   make test-all  every test
 #   make test-cuda  what CUDA code becomes, compiled and interpreted without a GPU; `make test` runs it, too
-#   make on-newest, on-deepspeed, on-llamafactory   the first tier on one stack; with TORCH=2.8.0, on another torch
+#   make on-newest, on-deepspeed, on-llamafactory   the first tier on one stack
+#   make test-versions  the first tier with other versions, in an environment that is deleted: TORCH=2.9.1, TRANSFORMERS=, DEEPSPEED=;
+#                  without these, the oldest and the newest of each
 #   make lint      ruff and mypy
-#   make wheel     the wheel, in build/wheel; installed with what it requires alone it runs README's script and a command
+#   make wheel     the wheel, in build/wheel; installed with what it requires alone it runs README's script, and with [cli] a command
 #   make docs      the documentation as pages, in build/docs; warnings are errors
 #   make bench     the benchmarks, beside other Muons; on a GPU with DEVICE=cuda, more options in BENCH
 #   make gpu       what the first ten minutes on a card should run, and a page of results; with DEVICE=cpu at small sizes
@@ -14,15 +16,16 @@
 #   make golden    the tables in tests/golden and the tables of options in docs/options.md, written anew: look at the diff
 
 PYTHON ?= python3
-# Another torch than the pinned one, in environments of its own: 2.8.0, the `oldest` of pyproject.toml, or the `newest`.
+# Other versions than the pinned ones, in environments of their own: 2.9.1, the `oldest` of pyproject.toml, or the `newest`.
+# TRANSFORMERS=oldest and =newest take accelerate, peft and TRL along.
 TORCH ?=
-OF_TORCH := $(if $(TORCH),-torch-$(TORCH))
-VENV := .venv$(OF_TORCH)
-LF := .venv-llamafactory$(OF_TORCH)
-DS := .venv-deepspeed$(OF_TORCH)
-OLDEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1.*/p' pyproject.toml)
-PINNED := s/^torch==.*/torch==$(TORCH:oldest=$(OLDEST))/
-PIN := sed '$(if $(TORCH),$(if $(filter newest,$(TORCH)),/^torch==/d,$(PINNED)))'
+TRANSFORMERS ?=
+DEEPSPEED ?=
+OTHER := $(if $(TORCH),-torch-$(TORCH))$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))$(if $(DEEPSPEED),-deepspeed-$(DEEPSPEED))
+VENV := .venv$(OTHER)
+LF := .venv-llamafactory$(OTHER)
+DS := .venv-deepspeed$(OTHER)
+PIN := $(PYTHON) tests/pin.py torch=$(TORCH) transformers=$(TRANSFORMERS) deepspeed=$(DEEPSPEED)
 BENCHMARKS := .venv-bench
 CUDA := .venv-cuda
 DEVICE ?= cpu
@@ -39,7 +42,7 @@ LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
 CUDA_HAS := HF_MUON_PROMISED=cuda
 
 .PHONY: install async_io chromium demo quick test rest test-all test-cuda on-newest on-deepspeed on-llamafactory
-.PHONY: wheel lint docs golden bench gpu evidence clean
+.PHONY: test-versions wheel lint docs golden bench gpu evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
@@ -56,7 +59,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIN) constraints.txt >$(VENV)/constraints.txt
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt torch
-	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e ".[test,lint,docs,trl,report,browser]"
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e ".[test,lint,docs,trl,cli,browser]"
 	@touch $@
 
 $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafactory.txt
@@ -66,7 +69,7 @@ $(LF)/.made: pyproject.toml constraints-llamafactory.txt requirements-llamafacto
 	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt torch
 	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -r requirements-llamafactory.txt
 	$(LF)/bin/python $(PIP) --no-deps llamafactory==0.9.5
-	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -e ".[test,deepspeed]"
+	$(LF)/bin/python $(PIP) -c $(LF)/constraints.txt -e ".[test,deepspeed,cli]"
 	# LLaMA-Factory imports torchaudio, which text training never uses and which has no CPU build.
 	@touch "$$($(LF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@
@@ -139,6 +142,18 @@ test-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
 	OMP_NUM_THREADS=1 $(CUDA_HAS) $(CUDA)/bin/python $(PYTEST) tests/cuda
 
+# With another DeepSpeed the stack that has DeepSpeed, else the newest. An interrupted run deletes its environment, too.
+VERSIONS := TORCH=oldest TORCH=newest TRANSFORMERS=oldest TRANSFORMERS=newest DEEPSPEED=oldest DEEPSPEED=newest
+test-versions:
+ifeq ($(OTHER),)
+	@failed=; for version in $(VERSIONS); do \
+		$(MAKE) --no-print-directory test-versions $$version || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "== failed:$$failed"; exit 1; }
+else
+	@trap 'rm -rf $(VENV) $(DS)' EXIT; echo "== $(OTHER:-%=%)"; \
+	$(MAKE) --no-print-directory $(if $(DEEPSPEED),on-deepspeed,on-newest)
+endif
+
 # From a copy: setuptools also packs what earlier builds left in build/lib and listed in hf_muon.egg-info.
 wheel: export PYTHONPATH =
 wheel:
@@ -150,7 +165,9 @@ wheel:
 	$(PIN) constraints.txt >build/wheel/constraints.txt
 	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt build/wheel/*.whl
 	sed -n '/^```python/,/^```$$/{//!p}' README.md >build/wheel/script.py
-	cd build/wheel && venv/bin/python script.py && venv/bin/hf-muon inspect qwen3-0.6b
+	cd build/wheel && venv/bin/python script.py
+	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt "$$(echo build/wheel/*.whl)[cli]"
+	build/wheel/venv/bin/hf-muon inspect qwen3-0.6b
 	rm -rf build/wheel/venv build/wheel/source build/wheel/out
 
 lint: $(VENV)/.made

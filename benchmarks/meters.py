@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-from hf_muon.plan.live_bytes import LiveBytes
 
 
 class Stopwatch:

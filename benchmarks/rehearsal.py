@@ -29,6 +29,7 @@ from torch import nn
 from benchmarks.accelerator import META, as_accelerator
 from benchmarks.count import counting
 from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.rehearsal_table import (
     CASES,
     LORA,
@@ -44,7 +45,6 @@ from benchmarks.rehearsal_table import (
 )
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import log
-from hf_muon.plan.live_bytes import LiveBytes
 from hf_muon.storage.tensors import local_of
 
 MOST_RANKS = 4  # counted of each case, evenly spaced

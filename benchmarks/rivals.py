@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import meters
 import torch
@@ -95,11 +96,12 @@ def one_by_one(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Call
 
 
 def _torch(dtype: torch.dtype) -> Side:
-    zeropower = importlib.import_module("torch.optim._muon")._zeropower_via_newtonschulz
+    module = importlib.import_module("torch.optim._muon")
     ((a, b, c),) = PRESETS["original"].steps
 
     def run(matrix: Tensor) -> Tensor:
-        return zeropower(matrix, (a, b, c), STEPS, 1e-7)  # type: ignore[no-any-return]
+        with mock.patch.object(module, "torch", _Torch(dtype)):  # torch 2.15 writes `to(dtype=torch.bfloat16)`
+            return module._zeropower_via_newtonschulz(matrix, (a, b, c), STEPS, 1e-7)  # type: ignore[no-any-return]
 
     return Side(one_by_one(run, dtype), resolve("original", STEPS), torch.__version__)
 

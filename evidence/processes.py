@@ -8,12 +8,14 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from evidence.corpus import BUILD, Corpus
@@ -115,3 +117,17 @@ def locked(path: Path) -> Iterator[None]:
         except OSError as error:
             raise RuntimeError(f"another process runs {path.stem}: wait for it, or end it") from error
         yield
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that the processes of trials end with the study."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -16,10 +16,9 @@ from typing import Any
 
 from evidence.agenda import all_trials, failed_rows, remaining, wanted, without_running
 from evidence.corpus import Corpus
-from evidence.processes import launch, locked, machine, new_folder, source, versions
+from evidence.processes import launch, locked, machine, new_folder, source, terminated_as_interrupted, versions
 from evidence.results import DIVERGED, DONE, FAILED, add_row, losses_text, read_rows, refuse_other_setups, write_rows
 from evidence.study import START, Study, Trial
-from hf_muon.cli.sweep_trials import terminated_as_interrupted
 
 MOST_FAILURES = 2  # in one call; then something is wrong that the next trial would repeat
 TRIAL = ("-m", "evidence.trial")

@@ -10,10 +10,9 @@ from pathlib import Path
 from statistics import median
 
 from evidence.corpus import Corpus
-from evidence.processes import launch, locked, machine, new_folder, source, versions
+from evidence.processes import launch, locked, machine, new_folder, source, terminated_as_interrupted, versions
 from evidence.results import Row, read_rows, write_rows
 from evidence.study import Study, Trial
-from hf_muon.cli.sweep_trials import terminated_as_interrupted
 
 FILE = "times.csv"
 COLUMNS = (

@@ -29,7 +29,9 @@ class Hook(NamedTuple):
     patch: str
     """The function that is called with the module and yields every `Change` of it, before any of them is made."""
     lost: str
-    """What a run lacks where the hook has failed."""
+    """What a run lacks where the hook has failed: the reason for the hook."""
+    seam: str
+    """What the module does not offer in public, so that it is patched."""
 
 
 _TRANSFORMERS = "hf_muon.integrations.transformers"
@@ -38,127 +40,106 @@ _V1_PLUGINS = "llamafactory.v1.plugins.trainer_plugins"
 
 HOOKS = {
     "optim: muon": Hook(
-        "transformers.training_args", f"{_TRANSFORMERS}.hooks:patch_training_args", "TrainingArguments know no muon"
+        "transformers.training_args",
+        f"{_TRANSFORMERS}.hooks:patch_training_args",
+        "TrainingArguments know no muon",
+        "transformers has no registry for the names of `optim`",
     ),
     "optimizer of Trainer": Hook(
-        "transformers.trainer_optimizer", f"{_TRANSFORMERS}.hooks:patch_trainer_optimizer", "Trainer cannot make a Muon"
+        "transformers.trainer_optimizer",
+        f"{_TRANSFORMERS}.hooks:patch_trainer_optimizer",
+        "Trainer cannot make a Muon",
+        "the registry of handlers is private",
     ),
     "callback of Trainer": Hook(
         "transformers.trainer",
         f"{_TRANSFORMERS}.callback:patch_callbacks",
         "nobody tells a run's optimizer its number of steps, logs its metrics, or sees that another optimizer runs",
-    ),
-    "console of Trainer": Hook(
-        "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_console", "the console shows all metrics, not a few"
-    ),
-    "damaged checkpoints": Hook(
-        "transformers.trainer", f"{_TRANSFORMERS}.hooks:patch_loading", "errors of damaged checkpoints name no file"
-    ),
-    "sharded models": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.sharded_models:patch_checkpoints",
-        "models that transformers shards while it loads them have no checkpoints",
-    ),
-    "checkpoints of other layouts": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.changed_layouts:patch_loading",
-        "errors of checkpoints of another layout do not say what to do",
-    ),
-    "context parallel": Hook(
-        "transformers.trainer",
-        f"{_TRANSFORMERS}.context_parallel:patch_trainer",
-        "losses and batches with wrong gradients under cp_size are not refused",
+        "a script can pass callbacks, and a name in a YAML cannot",
     ),
     "Ulysses": Hook(
         "transformers.trainer",
         "hf_muon.integrations.ulysses.hooks:patch_trainer",
         "nobody sees whether losses under sp_size are gathered",
+        "no event shows which compute_loss has run",
     ),
     "batches of Ulysses": Hook(
         "accelerate.accelerator",
         "hf_muon.integrations.ulysses.hooks:patch_adapter",
         "epochs under sp_size end early, and their batches are not complete",
+        "accelerate makes DeepSpeed's adapter itself, for each loader",
     ),
     "shards in Trainer": Hook(
         "transformers.trainer",
         "hf_muon.integrations.accelerate:patch_sharded_loading",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
+        "no event comes before the folder of shards is read",
     ),
     "shards in accelerate": Hook(
         "accelerate.accelerator",
         "hf_muon.integrations.accelerate:patch_sharded_loading",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
+        "its hooks before a load do not run where Trainer loads",
     ),
     "Accelerator.prepare": Hook(
         "accelerate.accelerator",
         "hf_muon.integrations.accelerate:patch_prepare",
         "Muon is not attached to DeepSpeed's engine",
+        "no event comes between accelerate's config of DeepSpeed and its engine",
     ),
     "whole states": Hook(
         "torch.distributed.checkpoint.state_dict",
         "hf_muon.integrations.torch_states:patch_loading",
         "moments that a whole state lacks are loaded as zeros",
-    ),
-    "log of axolotl": Hook(
-        "axolotl.logging_config",
-        "hf_muon.integrations.axolotl:patch_log_filter",
-        "axolotl hides the table of routes; LOG_LEVEL=INFO shows it",
-    ),
-    "Muon of axolotl": Hook(
-        "axolotl.contribs.mit.muon",
-        "hf_muon.integrations.other_muons:patch_axolotl",
-        "nothing warns where axolotl's own Muon runs",
-    ),
-    "Muon of ms-swift": Hook(
-        "swift.optimizers.muon",
-        "hf_muon.integrations.other_muons:patch_swift",
-        "nothing warns where ms-swift's own Muon runs",
+        "torch copies a checkpoint over a template, and tells nobody what the checkpoint lacks",
     ),
     "timm": Hook(
         "timm.optim._optim_factory",
         "hf_muon.integrations.timm:patch_registry",
         "timm knows no --opt hf_muon; timm 1.0.12 is the first that can",
+        "the registry is public, and drops what stands before the last underscore of a name",
     ),
     "names of timm": Hook(
         "timm.optim",
         "hf_muon.integrations.timm:patch_names",
         "nobody sees whether timm knows --opt hf_muon, in whose place it takes its own Muon",
+        "as for its registry, which timm before 1.0.12 lacks",
     ),
     "LLaMA-Factory's parser": Hook(
         "llamafactory.hparams.parser",
         f"{_V0}:patch_parser",
         "options of LLaMA-Factory that replace the optimizer in silence are not refused",
-    ),
-    "LLaMA-Factory's packages": Hook(
-        "llamafactory.hparams.parser",
-        f"{_V0}:patch_dependencies",
-        "the package of an optimizer beside optim: muon is asked for, before the optimizer is refused",
-    ),
-    "LLaMA-Factory's plots": Hook(
-        "llamafactory.extras.ploting", f"{_V0}:patch_plots", "plot_loss draws no metrics of Muon"
+        "LLaMA-Factory has no events before it builds an optimizer of its own",
     ),
     "LLaMA-Factory v1's parser": Hook(
         "llamafactory.v1.config.arg_parser",
         f"{_V1}:patch_parser",
         "LoRA without lora=muon is refused after the model is loaded, and not before",
+        "v1 checks no arguments of plugins",
     ),
     "LLaMA-Factory v1's arguments": Hook(
         "llamafactory.v1.config.training_args",
         f"{_V1}:patch_training_arguments",
         "optim_config is not checked, and layouts in which Muon does not step are not refused",
+        "v1 checks no arguments of plugins",
     ),
     "LLaMA-Factory v1's optimizers": Hook(
-        f"{_V1_PLUGINS}.optimizer", f"{_V1}:patch_optimizers", "optim_config: {name: muon} is not this package's"
+        f"{_V1_PLUGINS}.optimizer",
+        f"{_V1}:patch_optimizers",
+        "optim_config: {name: muon} is not this package's",
+        "none is missing but an entry point that loads plugins",
     ),
     "newer v1's optimizers": Hook(
         f"{_V1_PLUGINS}.optimizers.optimizer",
         f"{_V1}:patch_optimizers",
         "optim_config: {name: muon} is not this package's",
+        "none is missing but an entry point that loads plugins",
     ),
     "LLaMA-Factory v1's shards": Hook(
         f"{_V1_PLUGINS}.distributed.fsdp2",
         f"{_V1}:patch_checkpoints",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
+        "no event comes before the folder of shards is read",
     ),
 }
 """The hooks by name. A module that is reloaded loses its patches, and is patched again."""

@@ -120,11 +120,6 @@ def group_of(
         **({"views": [route.view for route in routes]} if use_muon else {}),
         **({"lr_factors": [r.factors.lr for r in routes]} if any(r.factors.lr != 1 for r in routes) else {}),
         **({"wd_factors": [r.factors.wd for r in routes]} if any(r.factors.wd != 1 for r in routes) else {}),
-        **(
-            {"lora_product": True}
-            if config.lora == "product" and use_muon and any(is_lora(r.name) for r in routes)
-            else {}
-        ),
         "use_muon": use_muon,
         "lr": lr,
         "weight_decay": weight_decay,

@@ -36,7 +36,7 @@ __all__ = [
 
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
-LORA = ("adamw", "muon", "muon_b", "product")
+LORA = ("adamw", "muon", "muon_b")
 _JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
 _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
@@ -193,7 +193,9 @@ class MuonConfig(RuleOptions, ScaleOptions):
         fallback="TrainingArguments' own",
         source="transformers",
     )
-    lora: str = option("adamw", types.choice(LORA), "Optimizer of LoRA factors: `adamw`, `muon`, `muon_b`, `product`.")
+    lora: str = option(
+        "adamw", types.choice(LORA), "Optimizer of LoRA factors: `adamw`, `muon` or `muon_b` (lora_B alone)."
+    )
     split_fused: bool = option(
         True,
         types.flag(),
@@ -220,13 +222,6 @@ class MuonConfig(RuleOptions, ScaleOptions):
         "Dtype in which updates and directions travel between ranks: `fp32` (exact) or `bf16` (half the bytes).",
         scope="optimizer",
     )
-    offload_compute: str = option(
-        "auto",
-        types.choice(("auto", "cpu", "accelerator")),
-        "Where to orthogonalize momentum that is offloaded to the CPU: `auto` (on the accelerator if the model "
-        "computes on one, else on the CPU), `cpu` or `accelerator`.",
-        scope="optimizer",
-    )
     momentum_offload: str = option(
         "none",
         types.choice(OFFLOADS),
@@ -234,13 +229,6 @@ class MuonConfig(RuleOptions, ScaleOptions):
         "host's memory; a step brings them to the device in turn). The weights stay bit-identical.",
         scope="group",
         source="[docs](docs/offload.md)",
-    )
-    accept_rerouted: bool = option(
-        False,
-        types.flag(),
-        "Load checkpoints in which some parameters belonged to the other optimizer, Muon or AdamW; their moments start "
-        "from zero. If false, such a checkpoint is refused.",
-        scope="optimizer",
     )
     diagnostics_every: int = option(
         0,
@@ -302,6 +290,12 @@ class MuonConfig(RuleOptions, ScaleOptions):
 
 
 _OWN = dict(sorted(options_of(MuonConfig).items(), key=lambda item: item[0] not in MuonConfig.__annotations__))
+FRONT = (
+    *("lr", "weight_decay", "muon_lr", "adamw_lr", "adamw_weight_decay", "lora", "muon_patterns", "adamw_patterns"),
+    *("momentum_dtype", "adamw_state_dtype", "momentum_offload", "diagnostics_every"),
+)
+"""The options that errors and documents name first; the rest is for experiments."""
+_OWN = {name: _OWN[name] for name in (*FRONT, *(name for name in _OWN if name not in FRONT))}
 registry.reserve([*_OWN, "rules"])
 OPTIONS = ChainMap(_OWN, registry.OTHERS_OPTIONS)
 """Every option by name, with those of registered rules."""
@@ -332,7 +326,9 @@ def known_option(name: Any) -> Option | None:
 
 def unknown_option(name: Any, valid: Sequence[str] | None = None) -> ValueError:
     """Return the error for a key that is not an option, with the closest one that is."""
-    return declaration.unknown_option(name, MuonConfig.names() if valid is None else valid)
+    return declaration.unknown_option(
+        name, MuonConfig.names() if valid is None else valid, hidden=OPTIONS.keys() - FRONT
+    )
 
 
 def check_option(name: str, value: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_muon.config import MuonConfig, known_option, unknown_option
-from hf_muon.options.declaration import as_text, quoted
+from hf_muon.config import FRONT, OPTIONS, MuonConfig, known_option, unknown_option
+from hf_muon.options.declaration import as_text, listed, quoted
 
 
 def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -29,10 +29,11 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
         if not item and not text:
             continue
         name, equals, value = item.partition("=")
+        names = listed(MuonConfig.names(), OPTIONS.keys() - FRONT)
         if not (name and equals and value) or "=" in value:
             raise ValueError(
                 f"optim_args: {quoted(item)} is not of the form name=value. Items are joined by commas, lists by |, "
-                f"and a value cannot hold a comma or an equals sign. Valid names: {', '.join(MuonConfig.names())}"
+                f"and a value cannot hold a comma or an equals sign. Valid names: {names}"
             )
         if known_option(name) is None:
             raise unknown_option(name)

@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 
 from tests.distributed.pool import Pool
+from tests.known_failures import skip_known_failures
 from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
 from tests.tiers import keep_tier, pytest_addoption  # noqa: F401  hook
 from tests.workers import long_files_first, pytest_xdist_make_scheduler  # noqa: F401  hook
@@ -53,6 +54,7 @@ def _skip_gpu(request: pytest.FixtureRequest) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     keep_tier(config, items)
     long_files_first(items)
+    skip_known_failures(items)
 
 
 def pytest_collection_finish() -> None:

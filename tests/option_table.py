@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_muon.config import OPTIONS
+from hf_muon.config import FRONT, OPTIONS
 from hf_muon.options.declaration import Option, as_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m tests.option_table` -->\n"
 END = "<!-- end of options -->\n"
 SECTIONS = {
-    "Rates and decay, which everyone sets": (
-        "lr weight_decay muon_lr adamw_lr adamw_weight_decay adjust_lr_fn update_rms"
+    "The options in front": " ".join(FRONT),
+    "For experiments: rates and decay": "adjust_lr_fn update_rms lr_scales wd_scales layer_decay",
+    "For experiments: which weights go where": "optim_target_modules split_fused per_head",
+    "For experiments: mathematics": (
+        "momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps weight_rounding"
     ),
-    "Rates and decay of some parameters": "lr_scales wd_scales layer_decay",
-    "Which weights go where": "lora muon_patterns adamw_patterns optim_target_modules split_fused per_head",
-    "Memory": "momentum_dtype adamw_state_dtype momentum_offload weight_rounding",
-    "What a run tells, and what a resumed run accepts": "diagnostics_every diagnostics_file accept_rerouted",
-    "Mathematics that few should touch": ("momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps"),
-    "Rules, which change the step": (
-        "momentum_warmup momentum_cooldown momentum_min training_steps weight_decay_schedule normalize normalize_beta "
-        "weight_decay_mode qk_clip qk_clip_force lora_product"
+    "For experiments: rules, which change the step": (
+        "momentum_warmup momentum_cooldown training_steps weight_decay_schedule normalize weight_decay_mode qk_clip"
     ),
-    "Limits of a step that nobody should need": "max_bucket_bytes max_batch_bytes comm_dtype offload_compute",
+    "For experiments: files and limits": "diagnostics_file max_bucket_bytes max_batch_bytes comm_dtype",
 }
 
 

@@ -1,4 +1,4 @@
-"""Plain implementations of other Muons' rules and states, the reference for `hf_muon.convert.conversion`."""
+"""Plain implementations of other Muons' rules and states, the reference for `hf_muon.convert`."""
 
 from __future__ import annotations
 
@@ -66,43 +66,34 @@ MOONLIGHT = {
 }
 JORDAN_MUON = {"momentum": 0.95, "weight_decay": 0.0, "use_muon": True}
 JORDAN_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "use_muon": False}
-JORDAN_2024 = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_lr_ratio": 1.0, "adamw_wd": 0.0}
-JORDAN_2024 |= {"adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
 
 WORDS = {
     "llamafactory-v0": ("embed", "lm_head"),
     "llamafactory-v1": ("embed", "lm_head", "wte", "wpe", "lora"),
-    "moonlight": ("embed_tokens", "lm_head"),
 }
 
 
-def halves(model, words=("embed", "lm_head"), frozen=False):
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
+def halves(model, words=("embed", "lm_head")):
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     muon = [p for name, p in named if p.ndim == 2 and not any(word in name for word in words)]
     return muon, [p for _, p in named if all(p is not other for other in muon)]
 
 
 def moonlight_like(model, source="llamafactory-v0", lr=0.02, **options):
-    muon, adamw = halves(model, WORDS[source], frozen=source == "moonlight")
+    muon, adamw = halves(model, WORDS[source])
     groups = [{"params": [*muon, *adamw], "lr": lr, **MOONLIGHT, **options}]
     averages = ("moment1", "moment2")
     return OtherMuon(groups, muon, form="sgd", averages=averages, flag_in_state=True, scale="match_rms_adamw")
 
 
-def jordan_2025(model, lr=0.02, form="ema", **options):
+def deepspeed_like(model, lr=0.02):
     muon, adamw = halves(model)
     groups = [
-        {"params": sorted(muon, key=lambda p: p.size(), reverse=True), "lr": lr, **JORDAN_MUON, **options},
+        {"params": sorted(muon, key=lambda p: p.size(), reverse=True), "lr": lr, **JORDAN_MUON},
         {"params": adamw, "lr": lr, **JORDAN_ADAM},
     ]
     averages = ("exp_avg", "exp_avg_sq")
-    return OtherMuon(groups, muon, form=form, averages=averages, flag_in_state=False, scale="original")
-
-
-def jordan_2024(model, lr=0.02):
-    muon, adamw = halves(model)
-    groups = [{"params": [*muon, *adamw], "lr": lr, **JORDAN_2024}]
-    return OtherMuon(groups, muon, form="sgd", averages=("moment1", "moment2"), flag_in_state=True, scale="original")
+    return OtherMuon(groups, muon, form="ema", averages=averages, flag_in_state=False, scale="original")
 
 
 class Block(nn.Module):

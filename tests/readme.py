@@ -52,12 +52,6 @@ LAYOUTS = {
         "distributed/test_offload.py::test_every_layout_gives_the_bits_of_a_run_without_offload",
         "e2e/test_trainer_layouts.py::test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing",
     ],
-    "accelerate's context parallel": [
-        "e2e/test_trainer_layouts.py::test_layout_equals_one_process",
-        "e2e/test_trainer_resume.py::test_resumed_run_is_the_uninterrupted_one",
-        "integrations/test_context_parallel.py::test_losses_that_need_more_than_a_ranks_tokens_are_refused",
-        "integrations/test_context_parallel.py::test_masks_other_than_the_causal_one_are_refused",
-    ],
     "FSDP version 1": [
         "integrations/test_transformers_layout.py::TestRefusedLayouts::test_fsdp1_of_the_arguments",
         "integrations/test_transformers_layout.py::TestRefusedLayouts::test_megatron",

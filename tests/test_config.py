@@ -173,7 +173,7 @@ def test_frozen():
         ("ns_coefficients=you_jiacheng,ns_steps=3", "exactly 5 steps"),
         ("ns_dtype=float32", "ns_dtype='float32' is not valid. Valid: auto, bf16, fp16 or fp32"),
         ("adjust_lr_fn=none", "Valid: match_rms_adamw, original or spectral_unclamped"),
-        ("lora=yes", "lora='yes' is not valid. Valid: adamw, muon, muon_b or product"),
+        ("lora=yes", "lora='yes' is not valid. Valid: adamw, muon or muon_b"),
     ],
 )
 def test_bad_optim_args(text, message):
@@ -181,7 +181,7 @@ def test_bad_optim_args(text, message):
         MuonConfig.from_mapping(parse_optim_args(text))
 
 
-FLAGS = ("nesterov", "accept_rerouted", "split_fused", "per_head", "qk_clip_force", "lora_product")
+FLAGS = ("nesterov", "split_fused", "per_head")
 
 
 @pytest.mark.parametrize("name", [n for n in MuonConfig.names() if n != "lora"])

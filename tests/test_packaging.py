@@ -2,31 +2,85 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hf_muon.integrations.transformers.refusals import OLDEST
+from hf_muon.integrations.deepspeed.engine import wrapping
+from hf_muon.optimizer.muon import Muon
+from hf_muon.versions import OLDEST
+from tests.known_failures import Failure, skip_known_failures
+from tests.pin import bounds, pinned
 
 ROOT = Path(__file__).parents[1]
 
 
-def bounds():
-    return dict(re.findall(r'^    "(\w+)>=([\d.]+)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+def test_the_oldest_versions_are_declared_documented_and_refused():
+    """Check that pyproject.toml, README's table and the errors of older versions have the same ones."""
+    rows = re.findall(r"^\| (\w+)[^|]*\| ([\d.]+) \| [^|]+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    documented = {package.lower(): version for package, version in rows}
+    assert {package: bounds()[package] for package in OLDEST} == OLDEST
+    assert {package: documented[package] for package in OLDEST} == OLDEST
 
 
-def test_the_oldest_versions_are_refused_and_tested():
-    """Check that CI runs the oldest allowed versions, with LLaMA-Factory, and that errors name these versions."""
-    declared = bounds()
+def test_the_oldest_stack_is_that_of_llamafactory():
     pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints-llamafactory.txt").read_text(), re.MULTILINE))
-    for package in ("transformers", "accelerate", "peft"):
-        assert pins[package].removesuffix(".0") == declared[package]
-    assert OLDEST.items() <= declared.items()
+    assert {package: pins[package].removesuffix(".0") for package in OLDEST if package != "torch"} == {
+        package: version for package, version in OLDEST.items() if package != "torch"
+    }
+
+
+@pytest.fixture
+def says_old(monkeypatch):
+    """Return a function that has a package say that it is a version before the oldest."""
+    installed = importlib.metadata.version
+
+    def change(package):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1" if name == package else installed(name))
+        return rf"Muon needs {package} {OLDEST[package]} or newer, and 0\.1 is installed\. Run: pip install"
+
+    return change
+
+
+def test_an_older_torch_has_no_muon(says_old):
+    with pytest.raises(RuntimeError, match=says_old("torch")):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))])
+
+
+def test_an_older_deepspeed_does_not_start(says_old):
+    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(RuntimeError, match=says_old("deepspeed")):
+        wrapping(optimizer, {}).__enter__()
+
+
+def test_versions_in_a_file_of_constraints():
+    text = 'torch==2.13.0\ntransformers==5.23.0; python_version >= "3.11"\ntrl==1.16.0\nplotly==7.1.0\n'
+    assert pinned(text, {"torch": "", "transformers": ""}) == text
+    oldest = {"torch": "2.12.0", "transformers": "oldest"}
+    lines = ["torch==2.12.0", f"transformers=={OLDEST['transformers']}", f"trl=={OLDEST['trl']}", "plotly==7.1.0"]
+    assert pinned(text, oldest).splitlines() == lines
+    assert pinned(text, {"transformers": "newest"}).split() == ["torch==2.13.0", "plotly==7.1.0"]
+    with pytest.raises(ValueError, match="no deepspeed"):
+        pinned(text, {"deepspeed": "0.19"})
+
+
+def test_what_a_version_cannot_do_is_skipped_there_alone():
+    here = importlib.metadata.version("torch").partition("+")[0]
+    marks = []
+    others = [Failure("torch", f">{here}", "it fails", "odd"), Failure("torch", f"<={here}", "it fails", "even")]
+    item = SimpleNamespace(nodeid="tests/a.py::test_odd[4]", add_marker=marks.append)
+    skip_known_failures([item], others)
+    assert not marks
+    skip_known_failures([item], [Failure("torch", f"<={here}", "it fails", r"odd\[4")])
+    assert [mark.kwargs["reason"] for mark in marks] == [f"torch <={here}: it fails"]
 
 
 def build(folder, what):

@@ -1,8 +1,23 @@
 """The `hf-muon` command: a module for each of its commands.
 
-The room imports all others. Nothing imports it.
+The room imports all others. Nothing imports it. What it needs beside them is the extra `cli`.
 """
 
-from hf_muon.cli.app import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import sys
+
+_EXTRA = ("plotly", "rich", "typer")
+
+
+def main() -> None:
+    """Run the console script."""
+    try:
+        from hf_muon.cli.app import app
+
+        app(prog_name="hf-muon")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        sys.exit(f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]'")

@@ -39,12 +39,3 @@ def _options(
 
 for command in (doctor, inspect, plan, sweep, report, convert):
     app.command()(command)
-
-
-def main() -> None:
-    """Run the console script."""
-    app(prog_name="hf-muon")
-
-
-if __name__ == "__main__":
-    main()

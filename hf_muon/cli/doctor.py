@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,21 +15,24 @@ from rich.table import Table
 
 from hf_muon._autoload import HOOKS
 from hf_muon.cli.console import console, print_json
-from hf_muon.diagnostics.log import CONSOLE, EVERY, OLD_REPORTS, REPORT, is_on
+from hf_muon.diagnostics.log import EVERY, OF_LLAMAFACTORY, REPORT, is_on
 
-VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, CONSOLE, REPORT, *OLD_REPORTS)
-# Packages that are installed under another name.
-_DISTRIBUTIONS = {"swift": "ms-swift"}
+VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, OF_LLAMAFACTORY)
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show what is installed, what is hooked, and why not. Exits with 1 if `optim: muon` is not accepted."""
+def doctor(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list what is not installed, variables that are not set, and hooks.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is installed, and whether `optim: muon` is accepted. Exits with 1 if it is not."""
     findings = _examine()
     if as_json:
         print_json(findings)
     else:
-        _show(findings)
+        _show(findings, everything=everything)
     if not findings["accepted"]:
         raise typer.Exit(1)
 
@@ -76,22 +77,21 @@ def _reason(trial: dict[str, Any], transformers: str | None) -> str:
     return "no hook is placed. Say `import hf_muon` in the script, or see the entry point above"
 
 
-def _show(findings: dict[str, Any]) -> None:
+def _show(findings: dict[str, Any], *, everything: bool) -> None:
     screen = console()
-    versions = Table("package", "version", title="installed", title_justify="left")
-    for package, version in findings["versions"].items():
-        versions.add_row(package, version or "not installed")
-    screen.print(versions)
-
-    hooks = Table(title="how optim: muon gets in", title_justify="left")
-    hooks.add_column("what", no_wrap=True)  # a name is searched for as a whole
-    hooks.add_column("state", overflow="fold")
-    hooks.add_row("entry point run by import torch", findings["entry_point"])
-    for variable, value in findings["variables"].items():
-        hooks.add_row(variable, "not set" if value is None else value)
-    for name, state in findings["hooks"].items():
-        hooks.add_row(name, state + _absence(HOOKS[name].module))
-    screen.print(hooks, soft_wrap=False)
+    rows = {
+        **findings["versions"],
+        "entry point run by import torch": findings["entry_point"],
+        **findings["variables"],
+        **(findings["hooks"] if everything else {}),
+    }
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)  # a name is searched for as a whole
+    table.add_column(overflow="fold")
+    for name, state in rows.items():
+        if everything or state is not None:
+            table.add_row(name, "-" if state is None else state)
+    screen.print(table, soft_wrap=False)
 
     dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in findings["newton_schulz"].items()) or "no dtype"
     screen.print(f"Newton-Schulz runs in {dtypes}")
@@ -121,17 +121,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _absence(module: str) -> str:
-    """Return why a hooked module will not be imported, judging by its file: importing its package is slow."""
-    package, *parts = module.split(".")
-    if _version(_DISTRIBUTIONS.get(package, package)) is None:
-        return " (not installed)"
-    spec = importlib.util.find_spec(package)
-    files = [Path(folder, *parts) for folder in (spec and spec.submodule_search_locations) or ()]
-    here = any(file.with_suffix(".py").exists() or file.is_dir() for file in files)
-    return "" if here else f" (not in this {package})"
 
 
 def _entry_point() -> str:
@@ -173,9 +162,9 @@ except BaseException as error:
 if "hf_muon._autoload" in sys.modules:
     seen["states"] = sys.modules["hf_muon._autoload"].status()
 if seen["accepted"]:
-    from hf_muon.integrations.transformers.refusals import refuse_old_versions
+    from hf_muon.versions import NEEDED, refuse_older
     try:
-        refuse_old_versions()
+        refuse_older(*NEEDED)
     except RuntimeError as error:
         seen.update(accepted=False, stage="versions", error=str(error))
 if seen["stage"] != "torch":

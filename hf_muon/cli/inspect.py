@@ -24,7 +24,6 @@ SOURCE_HELP = (
 )
 TRUST_HELP = "Run the code that comes with a model that transformers does not know."
 COLUMNS = 60
-DEQUANTIZE_HELP = "Treat a quantized checkpoint as if it were loaded with dequantize=True."
 
 
 def inspect(
@@ -34,7 +33,6 @@ def inspect(
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="Print one line per parameter.")] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
-    dequantize: Annotated[bool, typer.Option("--dequantize", help=DEQUANTIZE_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which weights go to Muon, which to AdamW, and why; check whether a training file's run would be refused.
@@ -46,7 +44,7 @@ def inspect(
         from hf_muon.cli.model_source import read_source
         from hf_muon.routing.route import route_parameters
 
-        described = read_source(source, optim_args, trust_remote_code=trust_remote_code, dequantize=dequantize)
+        described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
         routes = route_parameters(described.model, described.config)
         if as_json:
             print_json(_as_json(described, routes))
@@ -212,17 +210,8 @@ def _tied_lines(model: nn.Module) -> list[str]:
 
 
 def _frozen_lines(source: Source) -> list[str]:
-    """Return how much is frozen, and in which layers."""
     frozen = _frozen(source)
-    if not frozen["parameters"]:
-        return []
-    layers_of: dict[str, set[int]] = {}
-    for name, parameter in source.model.named_parameters():
-        if not parameter.requires_grad:
-            stack, layer, _ = _split(name)
-            layers_of.setdefault(stack or name, set()).update([] if layer is None else [layer])
-    places = ", ".join(f"{name}{_ranges(sorted(layers))}" for name, layers in layers_of.items())
-    return [f"frozen: {frozen['parameters']} parameters, {frozen['weights']:,} weights, of {places}"]
+    return [f"frozen: {frozen['parameters']} parameters, {frozen['weights']:,} weights"] * bool(frozen["parameters"])
 
 
 def _split(name: str) -> tuple[str, int | None, str]:

@@ -6,17 +6,11 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.cli.quantized import (
-    DEQUANTIZED_BY_LLAMAFACTORY,
-    freeze_quantized,
-    quantization_of_checkpoint,
-    quantization_of_run,
-)
 from hf_muon.config import MuonConfig
 from hf_muon.integrations.names import is_muon
 from hf_muon.integrations.transformers.training_file import (
@@ -25,9 +19,9 @@ from hf_muon.integrations.transformers.training_file import (
     options_of,
     read_training_file,
     refusals,
-    unknown_optimizer,
 )
 from hf_muon.optim_args import parse_optim_args
+from hf_muon.routing.model_facts import text_config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +35,8 @@ _AUTO = (
     "AutoModel",
 )
 _KINDS = ("full", "freeze", "lora")  # what a run trains, in LLaMA-Factory's words
+_QUANTIZING = ("quantization_bit", "load_in_4bit", "load_in_8bit", "quant_config")
+_DEQUANTIZED = ("fp8", "mxfp4")  # which LLaMA-Factory v0 dequantizes when it loads a checkpoint
 
 
 @dataclass(frozen=True)
@@ -64,35 +60,27 @@ class Source:
     complete: bool = True
 
 
-def read_source(
-    text: str, optim_args: str = "", *, trust_remote_code: bool = False, dequantize: bool = False
-) -> Source:
+def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = False) -> Source:
     """Return a model and its options.
 
     Args:
-        text: a model's directory or `config.json`, an adapter's directory, a training YAML or JSON file, the name of a
-            known configuration, or a name on the hub.
+        text: a model's directory or `config.json`, a training YAML or JSON file, the name of a known configuration, or
+            one on the hub.
         optim_args: options that override those of a training file, as in TrainingArguments.
         trust_remote_code: run the code that comes with a model which transformers does not know.
-        dequantize: treat a quantized checkpoint as if it were loaded with `dequantize=True`.
 
     Raises:
         ValueError: `text` is none of these, or its contents are not valid.
     """
     path = Path(text).expanduser()
-    make = functools.partial(model_from, trust_remote_code=trust_remote_code)
     if path.is_file() and path.suffix in (".yaml", ".yml", ".json") and not _is_model_config(path):
-        return _source_of_run(path, optim_args, make, dequantize)
-    if path.is_dir() and not (path / "config.json").exists() and (path / "adapter_config.json").exists():
-        model, notes = _adapted(path, make)
-    else:
-        model, notes = make(text), []
-    quantization = None if dequantize else quantization_of_checkpoint(model.config)
-    refusals = freeze_quantized(text, model, quantization, notes)
-    return Source(text, model, _replaced(MuonConfig(), optim_args), notes, refusals)
+        return _source_of_run(path, optim_args, trust_remote_code)
+    model = model_from(text, trust_remote_code=trust_remote_code)
+    complaints = _freeze_quantized(text, model, _quantized(model.config, {}), [])
+    return Source(text, model, _replaced(MuonConfig(), optim_args), [], complaints)
 
 
-def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module], dequantize: bool) -> Source:
+def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Source:
     """Return the model and the options that a training file describes."""
     settings = read_training_file(path)
     name, optim = str(settings.get("model_name_or_path", settings.get("model"))), optimizer_of(settings)
@@ -101,24 +89,20 @@ def _source_of_run(path: Path, optim_args: str, make: Callable[[str], nn.Module]
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: {error}") from error
     try:
-        model = make(name)
+        model = model_from(name, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ValueError(f"{path}, its model: {error}") from error
-    notes = []
+    notes: list[str] = []
     if settings.get("stage") in ("rm", "ppo"):
         notes.append(f"stage {settings['stage']} adds a value head, which goes to AdamW and is not in this table")
-    quantization = None if dequantize else quantization_of_checkpoint(model.config)
-    if quantization and is_llamafactory(settings) and quantization.method in DEQUANTIZED_BY_LLAMAFACTORY:
-        notes.append(f"LLaMA-Factory dequantizes {name} {quantization} when it loads it")
-        quantization = None
+    quantized = _quantized(model.config, settings)
     model = _tuned(path, model, settings, notes)
     complete = _kind_of(settings) in _KINDS
-    complaints = freeze_quantized(name, model, quantization or quantization_of_run(settings), notes, complete)
-    complaints += refusals(settings)
+    complaints = _freeze_quantized(name, model, quantized, notes, complete) + refusals(settings)
     if not is_muon(optim):
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
         notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
-        complaints = unknown_optimizer(settings)
+        complaints = []
     return Source(str(path), model, _replaced(config, optim_args), notes, complaints, complete)
 
 
@@ -157,30 +141,23 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     import transformers
 
     path = Path(text).expanduser()
+    is_here, known = path.exists(), _known(str(text))
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training YAML")
+    if not (is_here or known or _is_hub_name(str(text))):
+        raise ValueError(f"{text} does not exist. {_valid()}")
     try:
-        if path.exists():
-            if path.is_dir() and not (path / "config.json").exists():
-                raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training YAML")
-            config = transformers.AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        elif known := _known(str(text)):
+        if known and not is_here:
             config = transformers.AutoConfig.for_model(**known)
-        elif _is_hub_name(str(text)):
-            config = transformers.AutoConfig.from_pretrained(str(text), trust_remote_code=trust_remote_code)
         else:
-            raise ValueError(f"{text} does not exist. {_valid()}")
-    except ValueError as error:
-        if str(error).startswith(f"{text} ") or str(error).startswith(f"{path} "):
-            raise
-        raise _no_model(text, error) from error
-    except OSError as error:
-        if path.exists():
-            raise _no_model(text, error) from error
-        raise ValueError(
-            f"{text} does not exist here and cannot be fetched from the hub: {_first_line(error)}. {_valid()}"
-        ) from error
+            config = transformers.AutoConfig.from_pretrained(
+                path if is_here else str(text), local_files_only=is_here, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # a configuration can fail anywhere in a model's own code
+        if isinstance(error, OSError) and not is_here:
+            raise ValueError(
+                f"{text} does not exist here and cannot be fetched from the hub: {_first_line(error)}. {_valid()}"
+            ) from error
         raise _no_model(text, error) from error
     return _model_of(text, config, trust_remote_code)
 
@@ -240,24 +217,6 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     return model
 
 
-def _adapted(path: Path, make: Callable[[str], nn.Module]) -> tuple[nn.Module, list[str]]:
-    """Return the model of an adapter's directory, with the adapter."""
-    import torch
-
-    try:
-        from peft import PeftConfig, get_peft_model
-
-        adapter = PeftConfig.from_pretrained(str(path))
-        base = make(str(adapter.base_model_name_or_path))
-        adapter.inference_mode = False
-        with torch.device("meta"):
-            return get_peft_model(base, adapter), [f"{path} holds an adapter of {adapter.base_model_name_or_path}"]
-    except ValueError:
-        raise
-    except Exception as error:  # an adapter's configuration can fail anywhere in peft
-        raise _no_model(path, error) from error
-
-
 # --- training files
 
 
@@ -271,24 +230,66 @@ def _is_model_config(path: Path) -> bool:
     return isinstance(content, dict) and not {"model_name_or_path", "model"} & content.keys()
 
 
+def _quantized(config: Any, settings: Mapping[str, Any]) -> str:
+    """Return how weights are quantized once a model is loaded, in words; empty where they can be trained.
+
+    Args:
+        config: of the model, as transformers' AutoConfig reads it.
+        settings: of a training file.
+    """
+    for key in _QUANTIZING:
+        if settings.get(key):
+            return f"by {key}: {settings[key]}"
+    for part in (config, text_config_of(config)):
+        section = getattr(part, "quantization_config", None)
+        if section is not None:
+            section = section if isinstance(section, Mapping) else section.to_dict()
+            method = str(section.get("quant_method")).rpartition(".")[2].lower()
+            is_undone = section.get("dequantize") is True or (is_llamafactory(settings) and method in _DEQUANTIZED)
+            return "" if is_undone else f"({method})"
+    return ""
+
+
+def _freeze_quantized(
+    name: str, model: nn.Module, quantized: str, notes: list[str], complete: bool = True
+) -> list[str]:
+    """Freeze the weights of a quantized model; return why a run of it would be refused, if it has no adapters.
+
+    Args:
+        name: of the model, for people.
+        model: with its adapters.
+        quantized: see `_quantized`.
+        notes: gets what a reader should know.
+        complete: whether the model has all adapters of the run.
+    """
+    if not quantized:
+        return []
+    adapted = hasattr(model, "peft_config")
+    for parameter in model.parameters() if not adapted else ():
+        parameter.requires_grad_(False)
+    if adapted or not complete:  # such as oft, LLaMA-Factory's QOFT
+        notes.append(f"{name} is quantized {quantized}: its own weights are frozen")
+        return []
+    return [
+        f"{name} is quantized {quantized}: its weights cannot be trained. Train LoRA factors over it (finetuning_type: "
+        "lora in LLaMA-Factory; lora=muon gives them to Muon), or load weights that are not quantized"
+    ]
+
+
 def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str]) -> nn.Module:
     """Freeze what a run freezes and add the adapters that it adds; return the model."""
-    v1, llamafactory, kind = _adapter_section(run), is_llamafactory(run), _kind_of(run)
-    if kind == "lora":
-        target = run.get(
-            "lora_target", run.get("lora_target_modules", v1.get("target_modules", "all" if llamafactory else None))
-        )
-        rank = run.get("lora_rank", run.get("lora_r", v1.get("r", 8)))
-        return _with_lora(path, model, target, rank, run.get("additional_target"))
-    if kind == "freeze":
-        _freeze(model, run)
-        notes.append("finetuning_type freeze: frozen parameters are in no table")
-    elif kind not in _KINDS:
+    kind = _kind_of(run)
+    if kind not in _KINDS:
         notes.append(
             f"finetuning_type {kind} is not known here: what it adds is in no table, and may need muon_patterns to "
             "reach Muon; weights that are not quantized are taken to be trained"
         )
-    return model
+    try:
+        if kind == "freeze":
+            _freeze(model, run)
+        return _with_lora(model, run) if kind == "lora" else model
+    except Exception as error:  # peft raises many kinds if targets do not fit the model
+        raise ValueError(f"{path}: {kind} does not fit the model: {_first_line(error)}") from error
 
 
 def _kind_of(run: Mapping[str, Any]) -> str:
@@ -305,23 +306,20 @@ def _adapter_section(run: Mapping[str, Any]) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _with_lora(path: Path, model: nn.Module, target: Any, rank: Any, extra: Any) -> nn.Module:
+def _with_lora(model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
     import torch
+    from peft import LoraConfig, get_peft_model
 
-    try:
-        from peft import LoraConfig, get_peft_model
-
-        targets = _names(target)
-        config = LoraConfig(
-            r=_integer("the rank of LoRA", rank),
-            target_modules="all-linear" if targets in (["all"], ["all-linear"]) else targets or None,
-            modules_to_save=_names(extra) or None,
-            task_type="CAUSAL_LM",
-        )
-        with torch.device("meta"):
-            return get_peft_model(model, config)
-    except Exception as error:  # peft raises many kinds if targets do not fit the model
-        raise ValueError(f"{path}: LoRA cannot be added to the model: {_first_line(error)}") from error
+    v1, default = _adapter_section(run), "all" if is_llamafactory(run) else None
+    targets = _names(run.get("lora_target", run.get("lora_target_modules", v1.get("target_modules", default))))
+    config = LoraConfig(
+        r=int(run.get("lora_rank", run.get("lora_r", v1.get("r", 8)))),
+        target_modules="all-linear" if targets in (["all"], ["all-linear"]) else targets or None,
+        modules_to_save=_names(run.get("additional_target")) or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.device("meta"):
+        return get_peft_model(model, config)
 
 
 def _names(value: Any) -> list[str]:
@@ -329,17 +327,10 @@ def _names(value: Any) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} is {value!r}, and no integer") from None
-
-
 def _freeze(model: nn.Module, run: Mapping[str, Any]) -> None:
     """Train some layers at the end (or, with a negative number, at the beginning) and freeze the rest."""
     layers = int(getattr(model.config, "num_hidden_layers", 0))
-    count = _integer("freeze_trainable_layers", run.get("freeze_trainable_layers", 2))
+    count = int(run.get("freeze_trainable_layers", 2))
     chosen = range(max(0, layers - count), layers) if count > 0 else range(min(-count, layers))
     modules = _names(run.get("freeze_trainable_modules", "all"))
     trained = [f".{i}." if module == "all" else f".{i}.{module}" for i in chosen for module in modules]

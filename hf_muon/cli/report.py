@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +25,6 @@ def report(
             help="Where to write the page. Default: muon_report.html beside the metrics, or here for several."
         ),
     ] = None,
-    skip_broken: Annotated[
-        bool,
-        typer.Option("--skip-broken", help="Skip lines that cannot be read. Half a line at the end is no error."),
-    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the last numbers as JSON instead of writing a page.")
     ] = False,
@@ -37,38 +32,27 @@ def report(
     """Write one HTML page about a run, or several side by side: what to look at, loss, rates, updates, time."""
     try:
         from hf_muon.diagnostics.page import render, summary
-        from hf_muon.diagnostics.run_file import diagnostics_of, read_run
+        from hf_muon.diagnostics.run_file import read_run
         from hf_muon.integrations.archives import complete_or_absent
 
-        files = [diagnostics_of(run) for run in runs]
-        named = {name: read_run(file, skip_broken=skip_broken) for name, file in zip(_names(files), files, strict=True)}
+        folders = [(run if run.is_dir() else run.parent).resolve() for run in runs]
+        names = [folder.name for folder in folders]
+        names = names if len(set(names)) == len(names) else [str(run) for run in runs]
+        if len(set(names)) < len(names):
+            raise ValueError("a run is named twice. Name each once")
+        named = {name: read_run(run) for name, run in zip(names, runs, strict=True)}
         if as_json:
             summaries = {name: summary(run) for name, run in named.items()}
-            print_json(summaries if len(files) > 1 else next(iter(summaries.values())))
+            print_json(summaries if len(runs) > 1 else summaries[names[0]])
             return
-        target = out or (Path(PAGE) if len(files) > 1 else files[0].with_name(PAGE))
+        target = out or (Path(PAGE) if len(runs) > 1 else folders[0] / PAGE)
         text = render(named, f"Muon: {' and '.join(named)}")
-        if not target.parent.is_dir():
-            raise ValueError(f"{target.parent} is not a directory")
-        if target.is_dir():
-            raise ValueError(f"{target} is a directory. Name the page itself: --out {target / 'page.html'}")
         with complete_or_absent(target) as file:
             file.write_text(text, encoding="utf-8")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     watched = ", ".join(f"{len(run.steps):,} watched steps" for run in named.values())
     console().print(f"{target} ({len(text) / 1000:.0f} kB, {watched})", markup=False)
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Return a name for each file: its folder's, or where those are equal its folder's path.
-
-    Raises:
-        ValueError: a file comes twice.
-    """
-    folders = [file.resolve().parent for file in files]
-    paths = [str(file.resolve()) for file in files]
-    for names in ([folder.name for folder in folders], list(map(str, folders)), paths):
-        if len(set(names)) == len(names):
-            return names
-    raise ValueError("a run is named twice. Name each once")
+    for name, run in named.items():
+        if run.unread:
+            console().print(f"{name}: {len(run.unread)} lines cannot be read, {run.unread[0]}", markup=False)

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-import importlib.util
+import html
+import json
 import math
+import shutil
+import signal
+import statistics
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_muon.cli.console import console, fail, print_json
+from hf_muon.cli.console import console, fail
 
-if TYPE_CHECKING:
-    from hf_muon.cli.sweep_scores import Trial
-    from hf_muon.cli.sweep_trials import Sweep
+_FILE = "{file}"
+_RESULT, _LOG, _PAGE = "result.json", "output.log", "sweep.html"
+_STEPS = ("step", "current_steps", "global_step")
 
-_PAGE = "sweep.html"
+
+@dataclass
+class Trial:
+    """A short run, and what came out of it.
+
+    Attributes:
+        rate: the learning rate.
+        losses: the training loss by step.
+        eval_loss: of the last evaluation; None without one.
+        failure: why it has no losses; empty if it has.
+        seconds: how long it took, the start of the command included.
+        setup: what a result depends on: the settings, the command.
+    """
+
+    rate: float
+    losses: dict[int, float] = field(default_factory=dict)
+    eval_loss: float | None = None
+    failure: str = ""
+    seconds: float = 0.0
+    setup: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the last tenth of the steps; NaN if the trial failed."""
+        last = list(self.losses.values())[-max(1, len(self.losses) // 10) :]
+        return statistics.fmean(last) if last else math.nan
 
 
 def sweep(
@@ -30,95 +59,60 @@ def sweep(
         typer.Argument(metavar="FILE", help="A training file: YAML or JSON of transformers, TRL or LLaMA-Factory."),
     ],
     command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- COMMAND]",
-            help="After --, the command that trains, with {file} for the training file. Default for LLaMA-Factory: "
-            "llamafactory-cli train {file}; for TRL's sft: trl sft --config {file}.",
-            show_default=False,
-        ),
-    ] = None,
+        list[str],
+        typer.Argument(metavar="-- COMMAND", help="The command that trains, with {file} for the training file."),
+    ],
+    rates: Annotated[str, typer.Option(help="Learning rates, as in 1e-5,3e-5,1e-4.")],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a trial.")] = 100,
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            help="Learning rates, as in 1e-5,3e-5,1e-4. Default: a third of FILE's, FILE's, and three times that.",
-            show_default=False,
-        ),
-    ] = None,
-    adamw: Annotated[bool, typer.Option("--adamw", help="Also try each rate with AdamW (adamw_torch).")] = False,
-    extend: Annotated[
-        bool,
-        typer.Option(
-            "--extend/--no-extend", help="While the best rate is the lowest or highest, try the next (at most two)."
-        ),
-    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of trials and results. Default: FILE's name with _sweep.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train some steps at each of a few learning rates, and compare their losses.
 
     Each trial runs your own command with a copy of FILE. If interrupted, run the same command again to continue.
     """
     ladder = _read_rates(rates)
-    words = list(command or ())
-    if words and not any("{file}" in word for word in words):
+    if not any(_FILE in word for word in command):
         raise typer.BadParameter("the command after -- has no {file}, which stands for the training file")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the command of a trial ends, too
     try:
-        from hf_muon.cli.sweep_files import ADAMW, MUON, default_command, file_rate, refuse_sweep
-        from hf_muon.cli.sweep_scores import evaluates, recommendation
-        from hf_muon.cli.sweep_trials import Sweep, locked, rates_around, read_results, terminated_as_interrupted
+        import plotly  # noqa: F401  before anything is trained
+
+        from hf_muon.integrations.archives import complete_or_absent
         from hf_muon.integrations.transformers.training_file import read_training_file
 
         settings = read_training_file(file)
-        words = words or default_command(file, settings)
-        notes = refuse_sweep(file, settings, words, steps)
-        if not ladder:
-            rate = file_rate(settings)
-            if rate is None:
-                raise ValueError(f"{file} has no learning_rate to begin with. Name some: --rates 1e-5,3e-5,1e-4")
-            ladder = rates_around(rate)
+        _refuse(file, settings, command, steps)
         folder = out or Path(f"{file.stem}_sweep")
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out {folder} is not a directory")
-        shared = Sweep(folder, settings, file.suffix, words, steps)
-        optimizers = [MUON, *([ADAMW] if adamw else [])]
-        with terminated_as_interrupted(), locked(folder) as lock:
-            trials = _Runner(shared, read_results(shared), lock).run(optimizers, ladder, extend=extend)
-        advice = recommendation(trials)
-        picture = _draw(shared, file, trials, advice)
+        trials: list[Trial] = []
+        for rate in ladder:
+            own = folder / rate_text(rate)
+            trials.append(_run(own, file.suffix, settings, command, rate, steps))
+            if trials[0].failure:
+                raise RuntimeError(f"the command fails at the lowest rate, {trials[0].failure}: see {own / _LOG}")
+        evaluated = all(trial.eval_loss is not None for trial in trials if not trial.failure)
+        text, best = _result(trials, evaluated=evaluated)
+        facts = {"result": text, "trials": f"{len(trials)}, of {steps} steps each", "command": " ".join(command)}
+        with complete_or_absent(folder / _PAGE) as target:
+            picture = _picture(f"Learning rates for {file.name}", trials, facts, evaluated=evaluated)
+            target.write_text(picture, encoding="utf-8")
     except KeyboardInterrupt:
         fail("interrupted. Run the same command again to continue: trials that have ended are kept")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    if as_json:
-        rows = [trial.as_json() for trial in trials]
-        print_json(
-            {
-                "file": str(file),
-                "command": words,
-                "steps": steps,
-                "folder": str(folder),
-                "score": "eval_loss" if evaluates(trials) else "loss",
-                "trials": rows,
-                "recommendation": advice,
-                "picture": str(picture) if picture else None,
-                "notes": notes,
-            }
-        )
-    else:
-        _show(shared, trials, advice, picture, notes)
-    if advice["rate"] is None:
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _show(trials, best, text, folder / _PAGE, steps)
+    if best is None:
         raise typer.Exit(1)
 
 
-def _read_rates(text: str | None) -> list[float]:
-    """Return the rates of `--rates`, ascending, each once; empty if there are none."""
+def _read_rates(text: str) -> list[float]:
+    """Return the rates of `--rates`, ascending, each once."""
     try:
-        numbers = {float(word) for word in text.split(",")} if text is not None else set()
+        numbers = {float(word) for word in text.split(",")}
     except ValueError:
         numbers = {math.nan}
     if not all(0 < number < math.inf for number in numbers):
@@ -126,159 +120,187 @@ def _read_rates(text: str | None) -> list[float]:
     return sorted(numbers)
 
 
-class _Runner:
-    """Run the trials that a sweep lacks, show progress on stderr, and write every result as soon as it is there."""
+def rate_text(rate: float) -> str:
+    """Return a rate as people write it: 0.002, 1e-4, 2.5e-5."""
+    mantissa, exponent = f"{rate:.5e}".split("e")
+    return f"{rate:g}" if rate >= 1e-3 else f"{float(mantissa):g}e{int(exponent)}"
 
-    def __init__(self, shared: Sweep, results: Sequence[Trial], lock: IO[str]) -> None:
-        self.shared = shared
-        self.lock = lock
-        self.trials = [trial for trial in results if trial.status != "failed"]
-        self.screen = Console(stderr=True, soft_wrap=True)
-        self._last_failure: Trial | None = None
-        ended = ", ".join(f"{trial.name}" for trial in self.trials)
-        again = ", ".join(f"{trial.name}" for trial in results if trial.status == "failed")
-        self._say(f"trials in {shared.folder}" + (f": continued, without {ended}, which ended before" if ended else ""))
-        if again:
-            self._say(f"run again, because they failed before: {again}")
 
-    def run(self, optimizers: Sequence[str], rates: Sequence[float], *, extend: bool) -> list[Trial]:
-        """Return the results of all trials of these optimizers, those that were there before included.
+def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output: Path) -> dict[str, Any]:
+    """Return the settings of a trial: the user's, with another rate, few steps, and no output but the losses.
 
-        Raises:
-            RuntimeError: the first two commands that were run failed alike.
-        """
-        from hf_muon.cli.sweep_scores import rate_text
-        from hf_muon.cli.sweep_trials import next_rate
+    A Trainer writes its losses, trainer_state.json, beside a checkpoint: there is one, of the weights, at the end.
+    """
+    from hf_muon.integrations.transformers.training_file import is_llamafactory_v1
 
-        for k, optimizer in enumerate(optimizers):
-            while True:
-                own = [trial for trial in self.trials if trial.optimizer == optimizer]
-                due = next_rate(own, rates, extend=extend)
-                if due is None:
-                    break
-                rate, reason = due
-                if reason:
-                    self._say(f"{reason} of these: {rate_text(rate)} is tried, too")
-                tried = {trial.rate for trial in own}
-                ahead = sum(other not in tried for other in rates) + len(rates) * (len(optimizers) - k - 1)
-                self._run(optimizer, rate, max(ahead, 1), added=bool(reason))
-        return sorted((t for t in self.trials if t.optimizer in optimizers), key=_order)
+    trial = {**settings, "learning_rate": rate, "max_steps": steps, "output_dir": str(output), "logging_steps": 1}
+    trial.pop("resume_from_checkpoint", None)
+    if is_llamafactory_v1(settings):
+        section = trial.get("optim_config") or {}
+        section = json.loads(section) if isinstance(section, str) else section
+        return {**trial, "optim_config": {**section, "lr": rate}} if section else trial
+    trial |= {
+        "logging_strategy": "steps",
+        "logging_nan_inf_filter": False,  # else Trainer logs the mean of earlier losses in place of NaN
+        "save_strategy": "steps",
+        "save_steps": steps,
+        "save_only_model": True,
+        "load_best_model_at_end": False,
+        "report_to": "none",
+        "push_to_hub": False,
+    }
+    if str(trial.get("eval_strategy", "no")).lower() not in ("no", "false"):
+        trial |= {"eval_strategy": "steps", "eval_steps": steps}
+    return trial
 
-    def _run(self, optimizer: str, rate: float, ahead: int, *, added: bool) -> None:
-        from hf_muon.cli.sweep_scores import NAMES, rate_text
-        from hf_muon.cli.sweep_trials import fail_alike, last_lines, log_of, run_trial, write_results
 
-        name = f"{NAMES[optimizer]} at {rate_text(rate)}"
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], steps: int) -> None:
+    """Raise where trials of a file cannot be compared, or where Muon refuses the run.
+
+    Raises:
+        ValueError: the setting.
+    """
+    from hf_muon.integrations.names import is_muon
+    from hf_muon.integrations.transformers.training_file import optimizer_of, options_of, refusals
+
+    method = next((word for word in (*command, settings.get("stage")) if word in ("grpo", "rloo", "ppo")), None)
+    if method:
+        raise ValueError(
+            f"{method} maximizes a reward, and its loss says nothing about a learning rate: compare the rewards of a "
+            "few short runs"
         )
-        with Progress(*columns, console=self.screen, transient=True, disable=not self.screen.is_terminal) as progress:
-            task = progress.add_task(name, total=self.shared.steps, left="")
-            began = time.monotonic()
-
-            def tick(step: int) -> None:
-                left = self._left(step, time.monotonic() - began, ahead)
-                description = f"trial {len(self.trials) + 1}, {name}, step {step} of {self.shared.steps}"
-                progress.update(task, completed=step, description=description, left=left)
-
-            trial = run_trial(self.shared, optimizer, rate, self.lock, tick)
-        trial.added = added
-        self.trials.append(trial)
-        write_results(self.shared, sorted(self.trials, key=_order))
-        self._say(f"{name}: {_outcome(trial)} in {_time(trial.seconds)}")
-        alone = all(other.status == "failed" for other in self.trials)
-        if alone and self._last_failure and fail_alike(self._last_failure, trial):
-            log = log_of(self.shared, trial)
-            lines = "\n".join(f"  {line}" for line in last_lines(log))
-            raise RuntimeError(
-                f"the command fails at once, with {self._last_failure.name} and with {trial.name}: {trial.reason}. "
-                f"The end of {log}:\n{lines}"
-            )
-        self._last_failure = trial if trial.status == "failed" else None
-
-    def _left(self, step: int, elapsed: float, ahead: int) -> str:
-        """Say how long the rest takes, without rates that may be added."""
-        known = [trial.seconds for trial in self.trials if trial.status == "finished"]
-        if not known and step < 2:
-            return ""
-        whole = sum(known) / len(known) if known else elapsed * self.shared.steps / step
-        return f"about {_time(max(whole - elapsed, 0) + whole * (ahead - 1))} left"
-
-    def _say(self, text: str) -> None:
-        self.screen.print(text, style="dim", markup=False, highlight=False)
+    try:
+        warmup = float(settings.get("warmup_steps") or 0)
+    except (TypeError, ValueError):
+        warmup = 0.0  # the run says what is wrong with it
+    if warmup >= steps:
+        raise ValueError(
+            f"{path}: warmup_steps: {warmup:g} leaves no step at the full rate in trials of {steps} steps. Take more "
+            "(--steps), or a share of all steps, as in warmup_steps: 0.03 (warmup_ratio: 0.03 before transformers 5)"
+        )
+    if not is_muon(optimizer_of(settings)):
+        return
+    trial = trial_settings(settings, 1e-5, steps, Path("unused"))
+    if complaints := refusals(trial):
+        raise ValueError(f"{path}: optim: muon would be refused: {complaints[0]}")
+    if (rate := options_of(trial).muon_lr) is not None:
+        raise ValueError(
+            f"{path}: muon_lr={rate:g} is the rate of the Muon groups whatever learning_rate is, so that all "
+            "trials would be alike. Remove it from the options of Muon"
+        )
 
 
-def _order(trial: Trial) -> tuple[bool, float]:
-    return trial.optimizer != "muon", trial.rate
+def _run(
+    folder: Path, suffix: str, settings: Mapping[str, Any], command: Sequence[str], rate: float, steps: int
+) -> Trial:
+    """Return the result of a trial: that which its folder holds, or that of a run."""
+    import yaml
 
-
-def _outcome(trial: Trial) -> str:
-    if trial.loss is None:
-        return f"{trial.status}, {trial.reason}"
-    evaluation = "" if trial.eval_loss is None else f", evaluation loss {trial.eval_loss:.4f}"
-    return f"loss {trial.loss:.4f}{evaluation}{f', {trial.reason}' if trial.reason else ''}"
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _draw(shared: Sweep, file: Path, trials: Sequence[Trial], advice: dict[str, Any]) -> Path | None:
-    """Write the picture; return None without plotly."""
-    if importlib.util.find_spec("plotly") is None:
-        return None
-    from hf_muon.cli.sweep_page import sweep_page
     from hf_muon.integrations.archives import complete_or_absent
 
-    facts = {
-        "result": advice["text"],
-        "trials": f"{len(trials)}, of {shared.steps} steps each",
-        "command": " ".join(shared.command),
-    }
-    text = sweep_page(f"Learning rates for {file.name}", trials, facts)
-    with complete_or_absent(shared.folder / _PAGE) as target:
-        target.write_text(text, encoding="utf-8")
-    return shared.folder / _PAGE
+    output, file = folder / "output", folder / f"run{suffix}"
+    own = trial_settings(settings, rate, steps, output.absolute())
+    setup = json.loads(json.dumps({"command": list(command), "settings": own}, default=str))
+    say = Console(stderr=True, soft_wrap=True, style="dim", markup=False, highlight=False).print
+    if (folder / _RESULT).is_file():
+        before = Trial(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
+        if before.setup == setup:
+            say(f"{rate_text(rate)}: ended before, in {folder}")
+            return Trial(**{**asdict(before), "losses": {int(step): loss for step, loss in before.losses.items()}})
+    say(f"{rate_text(rate)}: runs in {folder}")
+    shutil.rmtree(folder, ignore_errors=True)
+    output.mkdir(parents=True)
+    text = json.dumps(own, indent=2) if suffix == ".json" else yaml.safe_dump(own, sort_keys=False)
+    file.write_text(text, encoding="utf-8")
+    words = [word.replace(_FILE, str(file.absolute())) for word in command]
+    began = time.monotonic()
+    with (folder / _LOG).open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()
+    losses, evaluation = read_losses(output)
+    trial = Trial(rate, losses, evaluation, seconds=round(time.monotonic() - began, 1), setup=setup)
+    if code or not losses:
+        trial.failure = f"exit status {code}" if code else "without a loss in a trainer_state.json or trainer_log.jsonl"
+        trial.losses = {}
+    else:
+        with complete_or_absent(folder / _RESULT) as target:
+            target.write_text(json.dumps(asdict(trial)), encoding="utf-8")
+    for weights in output.rglob("*"):
+        if weights.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+            weights.unlink()
+    return trial
 
 
-def _show(
-    shared: Sweep, trials: Sequence[Trial], advice: dict[str, Any], picture: Path | None, notes: Sequence[str]
-) -> None:
-    from hf_muon.cli.sweep_scores import NAMES, rate_text
+def read_losses(output: Path) -> tuple[dict[int, float], float | None]:
+    """Return the training loss by step and the last evaluation loss that a run has written below a folder.
 
+    The files are Trainer's trainer_state.json, or LLaMA-Factory's trainer_log.jsonl. Of several data sets the
+    evaluation loss is the mean.
+    """
+    lines: list[dict[str, Any]] = []
+    if states := sorted(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime):
+        lines = json.loads(states[-1].read_text(encoding="utf-8"))["log_history"]
+    elif (log := output / "trainer_log.jsonl").is_file():
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    losses: dict[int, float] = {}
+    evaluations: dict[int, list[float]] = {}
+    for line in lines:
+        step = next((line[key] for key in _STEPS if key in line), 0)
+        if line.get("loss") is not None:
+            losses[step] = float(line["loss"])
+        means = [value for key, value in line.items() if key.startswith("eval_") and key.endswith("loss")]
+        evaluations.setdefault(step, []).extend(value for value in means if value is not None)
+    last = [means for _, means in sorted(evaluations.items()) if means]
+    return losses, statistics.fmean(last[-1]) if last else None
+
+
+def _scores(trials: Sequence[Trial], *, evaluated: bool) -> dict[float, float]:
+    """Return the score by rate of the trials that have one: the evaluation loss if all have one, else the loss."""
+    scores = {trial.rate: trial.eval_loss if evaluated else trial.loss for trial in trials if not trial.failure}
+    return {rate: score for rate, score in scores.items() if score is not None and math.isfinite(score)}
+
+
+def _result(trials: Sequence[Trial], *, evaluated: bool) -> tuple[str, float | None]:
+    """Return the sentence about the rate with the lowest score, and that rate; None without one."""
+    scores = _scores(trials, evaluated=evaluated)
+    if not scores:
+        return "No trial ended with a finite loss.", None
+    best = min(scores, key=lambda rate: scores[rate])
+    edge = {trials[0].rate: "no lower rate was tried, ", trials[-1].rate: "no higher rate was tried, "}.get(best, "")
+    return (
+        f"Lowest {'evaluation loss' if evaluated else 'loss'}: {scores[best]:.4g} at learning_rate {rate_text(best)}; "
+        f"but {edge}short runs favour higher rates than long ones, and this is one seed."
+    ), best
+
+
+def _picture(title: str, trials: Sequence[Trial], facts: Mapping[str, str], *, evaluated: bool) -> str:
+    """Return an HTML page with loss over learning rate, and the loss of each trial over steps."""
+    from hf_muon.diagnostics.charts import line_chart, page
+
+    scores = sorted(_scores(trials, evaluated=evaluated).items())
+    what = "Evaluation loss" if evaluated else "Loss"
+    note = "" if evaluated else "mean of the last tenth of the steps"
+    figure = line_chart(f"{what} by learning rate", {"": {what.lower(): scores}}, unit="loss", note=note)
+    if figure is not None:
+        ticks = {"tickvals": [rate for rate, _ in scores], "ticktext": [rate_text(rate) for rate, _ in scores]}
+        figure.update_traces(mode="lines+markers").update_xaxes(type="log", title="learning rate", **ticks)
+    curves = {rate_text(trial.rate): [p for p in trial.losses.items() if math.isfinite(p[1])] for trial in trials}
+    rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in facts.items())
+    steps = line_chart("Loss of each trial", {"": curves}, unit="loss", note="each step's batch")
+    return page(title, f'<section class="scroll"><table class="facts one">{rows}</table></section>', [figure, steps])
+
+
+def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
     evaluated = any(trial.eval_loss is not None for trial in trials)
-    table = Table(title=f"{shared.steps} steps; loss: mean of the last tenth of them", title_justify="left")
-    table.add_column("")
-    table.add_column("rate", justify="right")
-    table.add_column("loss", justify="right")
-    if evaluated:
-        table.add_column("evaluation", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("")
+    title = f"{steps} steps; loss: mean of the last tenth of them"
+    table = Table("rate", "loss", *(["evaluation"] if evaluated else []), "seconds", "", title=title)
     for trial in trials:
-        best = trial.optimizer == "muon" and trial.rate == advice["rate"]
-        remark = trial.reason if trial.status == "finished" else f"{trial.status}: {trial.reason}"
-        cells = [NAMES[trial.optimizer], rate_text(trial.rate), "" if trial.loss is None else f"{trial.loss:.4f}"]
-        if evaluated:
-            cells.append("" if trial.eval_loss is None else f"{trial.eval_loss:.4f}")
-        table.add_row(*cells, _time(trial.seconds), escape(remark), style="bold" if best else "")
+        numbers = [trial.loss, trial.eval_loss] if evaluated else [trial.loss]
+        cells = ["" if trial.failure or number is None else f"{number:.4f}" for number in numbers]
+        style = "bold" if trial.rate == best else ""
+        table.add_row(rate_text(trial.rate), *cells, f"{trial.seconds:.0f}", trial.failure, style=style)
     screen = console()
     screen.print(table)
-    screen.print(advice["text"], markup=False, highlight=False)
-    if picture:
-        screen.print(f"picture: {picture}", markup=False, highlight=False)
-    else:
-        screen.print(
-            "No picture, because plotly is not installed. Run pip install 'hf_muon[report]' and this command again: "
-            "no trial is run twice",
-            style="yellow",
-            markup=False,
-            highlight=False,
-        )
-    for note in notes:
-        screen.print(note, style="yellow", markup=False, highlight=False)
+    screen.print(f"{text}\npicture: {picture}", markup=False, highlight=False)

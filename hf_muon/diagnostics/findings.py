@@ -34,26 +34,14 @@ _LARGE_FACTOR = 3.0
 
 
 class Finding(NamedTuple):
-    """A sentence about a run.
-
-    Attributes:
-        level: `good`, `look` (worth a look) or `bad`.
-        text: the sentence.
-    """
+    """A sentence about a run, whose level is `good`, `look` (worth a look) or `bad`."""
 
     level: str
     text: str
 
 
 class Spike(NamedTuple):
-    """A loss that jumped.
-
-    Attributes:
-        step: of its largest value.
-        value: the largest value.
-        usual: median of the losses before it.
-        is_over: whether the loss came back.
-    """
+    """The step and the value of the highest loss of a jump, the usual loss before it, and whether it came back."""
 
     step: int
     value: float
@@ -62,13 +50,7 @@ class Spike(NamedTuple):
 
 
 class Outlier(NamedTuple):
-    """A matrix whose relative update differs from those of its kind.
-
-    Attributes:
-        name: of the matrix or parameter.
-        value: median of its relative updates.
-        usual: the median over the others.
-    """
+    """A matrix, its median relative update, and the median over the others of its kind."""
 
     name: str
     value: float
@@ -156,39 +138,25 @@ def outliers(run: Run) -> list[Outlier]:
 
 def diagnose(run: Run) -> list[Finding]:
     """Return what the metrics of a run say, its learning rate first."""
-    losses = sorted(run.logs.get("loss", {}).items())
+    losses = run.losses
     trouble = _trouble(run, losses)
     findings = [_of_rate(run, losses, trouble)]
     errors = list(typical(run, "orthogonality_error").values())
-    if errors and (middle := statistics.median(errors)) > USUAL_ERROR[1]:
-        findings.append(
-            Finding(
-                "look",
-                f"Orthogonality error {middle:.2f} in the median over matrices, above the usual {USUAL_ERROR[1]}: "
-                "ns_steps is small, or updates have a low rank (few tokens a step; see the stable rank).",
-            )
-        )
     shares = list(run.traces.get("time_share", {}).values())
-    if shares and (share := statistics.median(shares)) > _LARGE_SHARE:
-        findings.append(
-            Finding(
-                "look",
-                f"The optimizer takes {share:.0%} of a training step. More tokens a step (batch, gradient "
-                "accumulation) make that less.",
-            )
-        )
     table = run.table("weight_rms")
-    if len(table.steps) > _WINDOW:
-        ratios = table.values[-1] / table.values[len(table.steps) // 2]
-        growth = torch.nanquantile(ratios, 0.5).item() if len(ratios) else math.nan
-        if growth > 1.5:
-            findings.append(
-                Finding(
-                    "look",
-                    f"Weights have grown {growth:.1f} times in the second half of the run (median over matrices), "
-                    "which makes updates smaller relative to them. Weight decay bounds it (Moonlight uses 0.1).",
-                )
-            )
+    ratios = table.values[-1] / table.values[len(table.steps) // 2] if len(table.steps) > _WINDOW else torch.zeros(0)
+    growth = torch.nanquantile(ratios, 0.5).item() if len(ratios) else 0.0
+    if errors and (middle := statistics.median(errors)) > USUAL_ERROR[1]:
+        text = f"Orthogonality error {middle:.2f} in the median over matrices, above the usual {USUAL_ERROR[1]}: "
+        text += "ns_steps is small, or updates have a low rank (few tokens a step; see the stable rank)."
+        findings.append(Finding("look", text))
+    if shares and (share := statistics.median(shares)) > _LARGE_SHARE:
+        text = f"The optimizer takes {share:.0%} of a training step. More tokens a step (batch, gradient accumulation) "
+        findings.append(Finding("look", text + "make that less."))
+    if growth > 1.5:
+        text = f"Weights have grown {growth:.1f} times in the second half of the run (median over matrices), "
+        text += "which makes updates smaller relative to them. Weight decay bounds it (Moonlight uses 0.1)."
+        findings.append(Finding("look", text))
     return findings
 
 
@@ -219,7 +187,7 @@ def _of_rate(run: Run, losses: Sequence[tuple[int, float]], trouble: Sequence[st
     medians = list(typical(run, "relative_update").values())
     harm = " and ".join(trouble)
     if not medians:
-        text = "Learning rate: this file has no RMS of weights, which older versions of hf_muon did not write."
+        text = "Learning rate: no matrix has a relative update here."
         return Finding("bad", f"{text} {_sentence(harm)}") if harm else Finding("look", text)
     calm = "The loss shows no harm." if losses else "The file has no loss."
     size, low, high = statistics.median(medians), *USUAL_UPDATE

@@ -8,18 +8,14 @@ from collections.abc import Iterable
 
 REPORT = "HF_MUON_STEP_REPORT"
 EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
-CONSOLE = "HF_MUON_DIAGNOSTICS_CONSOLE"
-CONSOLE_FORMS = ("short", "all", "none")
-# Older names, which go on working where the ones above are not set. The first one meant both: a report of the first
-# step unless it is off, and metrics every N steps where it is a number above one.
-BOTH = "HF_MUON_DIAG"
-OLD_REPORTS = (BOTH, "LLAMAFACTORY_MUON_DIAG")
+# The name that the pull request of LLaMA-Factory gave it.
+OF_LLAMAFACTORY = "LLAMAFACTORY_MUON_DIAG"
 _OFF = ("0", "false", "off", "no")
 
 
 def report_wanted() -> bool:
     """Return whether the user has asked for a report of the first step."""
-    return is_on(REPORT, unset=any(is_on(name) for name in OLD_REPORTS))
+    return is_on(REPORT, unset=is_on(OF_LLAMAFACTORY))
 
 
 def every_from_environment() -> int:
@@ -29,26 +25,11 @@ def every_from_environment() -> int:
         ValueError: text that is neither a number of steps nor a word for none.
     """
     text = _text(EVERY)
-    if text:
-        if not is_on(EVERY):
-            return 0
-        if not _is_count(text):
-            raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never")
-        return int(text)
-    old = _text(BOTH)
-    return int(old) if _is_count(old) and int(old) > 1 else 0
-
-
-def console_form() -> str:
-    """Return how many of the metrics a console shows: one of `CONSOLE_FORMS`, `short` unless the environment says more.
-
-    Raises:
-        ValueError: another word.
-    """
-    text = _text(CONSOLE) or CONSOLE_FORMS[0]
-    if text not in CONSOLE_FORMS:
-        raise ValueError(f"{CONSOLE}={text} is not valid. Valid: {', '.join(CONSOLE_FORMS)}")
-    return text
+    if not text or not is_on(EVERY):
+        return 0
+    if not _is_count(text):
+        raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never")
+    return int(text)
 
 
 def _text(variable: str) -> str:

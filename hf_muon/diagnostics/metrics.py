@@ -24,8 +24,6 @@ from hf_muon.diagnostics.names import layers_and_kinds
 from hf_muon.diagnostics.watch import Clock, Watch
 
 FILE = "muon_diagnostics.jsonl"
-IN_SHORT = ("muon/relative_update", "muon/orthogonality_error", "muon/time_share", "muon/max_logit")
-"""What a console shows of the summary, unless it is told otherwise."""
 
 
 class Metrics:
@@ -39,7 +37,6 @@ class Metrics:
     def __init__(self, every: int, file: str | os.PathLike[str] | None = None) -> None:
         self.every = every
         self.file = Path(file or FILE)
-        log.console_form()  # refuses a word that is not valid before training
         self.model: dict[str, Any] = {}
         self._device = torch.device("cpu")
         self._watch: Watch | None = None
@@ -100,12 +97,9 @@ class Metrics:
             line["max_logit"] = {name: _short(value) for name, value in watch.logits.items()}
             line["clipped_heads"] = watch.clipped
         self._write(line)
-        self._summary = {
-            **_summary_of_logits(watch),
-            **_summary(values),
-            **{f"muon/{key.removeprefix('muon_')}": v for key, v in watch.rates.items()},
-        }
-        self._summary |= {f"muon/{key}": value for key, value in times.items()}
+        self._summary = _summary(values, watch)
+        if "time_share" in times:
+            self._summary["muon/time_share"] = times["time_share"]
 
     def _times(self, step: int) -> dict[str, float]:
         before, clock = step - 1, self._clock
@@ -142,10 +136,7 @@ class Metrics:
         log.logger().info("metrics every %d steps: %s", self.every, self.file)
 
     def pop_summary(self) -> dict[str, float]:
-        """Return the means over matrices of the last measured step, named `muon/...`; each of them once.
-
-        Of relative updates it is the median: one matrix that begins at zero would make the mean.
-        """
+        """Return the few numbers of the last measured step that belong beside a loss, named `muon/...`; each once."""
         self.flush()
         summary, self._summary = self._summary, {}
         return summary
@@ -175,39 +166,13 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a console shows of a Trainer's logs: a few of Muon's metrics, unless the environment asks for more.
-
-    Args:
-        logs: keys and values; is not written to.
-    """
-    form = log.console_form()
-    shown = IN_SHORT if form == "short" else ()
-    return {key: value for key, value in logs.items() if form == "all" or key in shown or not key.startswith("muon/")}
-
-
-def _summary_of_logits(watch: Watch) -> dict[str, float]:
-    """Return the largest logit of all attentions and of each layer; and how many heads were rescaled."""
-    if not watch.logits:
-        return {}
-    names = list(watch.logits)
-    layers = [layer for layer, _ in layers_and_kinds([f"{name}.weight" for name in names])]
-    distinct = None not in layers and len(set(layers)) == len(layers)
-    keys = [str(layer) for layer in layers] if distinct else names
-    by_layer = {f"muon/max_logit/{key}": watch.logits[name] for key, name in zip(keys, names, strict=True)}
-    return {"muon/max_logit": max(watch.logits.values()), "muon/clipped_heads": watch.clipped, **by_layer}
-
-
-def _summary(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return means over matrices, medians of relative updates, and the means of update RMS also by kind."""
-    means = {
-        f"muon/{measure}": statistics.median(by_name.values())
-        if measure.endswith("relative_update")
-        else math.fsum(by_name.values()) / len(by_name)
-        for measure, by_name in values.items()
-    }
-    by_kind: dict[str, list[float]] = {}
-    updates = values.get("update_rms", {})
-    for (_, kind), value in zip(layers_and_kinds(list(updates)), updates.values(), strict=True):
-        by_kind.setdefault(kind, []).append(value)
-    return means | {f"muon/update_rms/{kind}": math.fsum(numbers) / len(numbers) for kind, numbers in by_kind.items()}
+def _summary(values: Mapping[str, Mapping[str, float]], watch: Watch) -> dict[str, float]:
+    """Return the median relative update, because one matrix that begins at zero would make the mean, and others."""
+    summary = {}
+    if updates := values.get("relative_update"):
+        summary["muon/relative_update"] = statistics.median(updates.values())
+    if errors := values.get("orthogonality_error"):
+        summary["muon/orthogonality_error"] = math.fsum(errors.values()) / len(errors)
+    if watch.logits:
+        summary |= {"muon/max_logit": max(watch.logits.values()), "muon/clipped_heads": watch.clipped}
+    return summary

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from array import array
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +16,6 @@ from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.metrics import FILE
 
 _TRACES = ("muon_lr", "adamw_lr", "muon_momentum", "muon_weight_decay", "time_share", "optimizer_ms", "step_ms")
-_MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{300}")
-
-Row = tuple[tuple[str, ...], dict[str, "array[float]"]]
-"""Parameters, and for each measure a number for each of them, NaN where the line has none."""
 
 
 class Table(NamedTuple):
@@ -46,19 +40,21 @@ class Run:
         start: the last line about the run as a whole.
         logs: numbers that the Trainer logged, by name and step.
         traces: numbers about a whole step, by name and step.
-        rows: numbers about each parameter, by step.
+        rows: parameters, and for each measure a number for each of them, NaN where the line has none; by step.
         logits: the largest logit of each attention, by its name and step, where they were measured.
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
         not_finite: steps at which the Trainer logged a loss that was no finite number.
+        unread: lines that could not be read, as half a line that a killed run has left, and why.
     """
 
     start: dict[str, Any] = field(default_factory=dict)
     logs: dict[str, dict[int, float]] = field(default_factory=dict)
     traces: dict[str, dict[int, float]] = field(default_factory=dict)
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, tuple[tuple[str, ...], dict[str, array[float]]]] = field(default_factory=dict)
     logits: dict[str, dict[int, float]] = field(default_factory=dict)
     kinds: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     not_finite: list[int] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     _tables: dict[str, Table] = field(default_factory=dict)
 
     @property
@@ -66,8 +62,18 @@ class Run:
         """Watched steps, ascending."""
         return sorted(self.traces.get("muon_lr", {}))
 
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """The training losses that the Trainer logged, by step."""
+        return sorted(self.logs.get("loss", {}).items())
+
+    @property
+    def measures(self) -> list[str]:
+        """The measures of parameters that any step has."""
+        return list(dict.fromkeys(measure for _, own in self.rows.values() for measure in own))
+
     def table(self, measure: str) -> Table:
-        """Return a measure at all steps; empty where the file does not have it, as those of older versions."""
+        """Return a measure at all steps that have it."""
         if measure not in self._tables:
             self._tables[measure] = self._table(measure)
         return self._tables[measure]
@@ -86,102 +92,48 @@ class Run:
             numbers = array("d")
             for step in own:
                 numbers.extend(self.rows[step][1][measure])
-            if numbers:
-                block = torch.frombuffer(numbers, dtype=torch.float64).view(len(own), len(names))
-                rows, columns = [row_of[step] for step in own], [column_of[name] for name in names]
-                values[torch.tensor(rows).unsqueeze(1), torch.tensor(columns)] = block
-        present = (~values.isnan()).any(dim=0).tolist() if steps else []
-        shown = [i for i, there in enumerate(present) if there]
+            block = torch.frombuffer(numbers, dtype=torch.float64).view(len(own), len(names))
+            rows, columns = [row_of[step] for step in own], [column_of[name] for name in names]
+            values[torch.tensor(rows).unsqueeze(1), torch.tensor(columns)] = block
+        shown = [i for i, there in enumerate((~values.isnan()).any(dim=0).tolist()) if there]
         return Table(steps, [every[i] for i in shown], values[:, shown])
 
 
-def diagnostics_of(run: Path) -> Path:
-    """Return the file of metrics of a run.
+def read_run(path: Path) -> Run:
+    """Read the metrics of a run. Lines that cannot be read are left out, and counted.
 
     Args:
-        run: its output directory, or the file.
+        path: the run's output directory, or the file, JSON lines as `metrics` writes them.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: there is no such file, or none with a watched step.
     """
-    if not run.exists():
-        raise ValueError(f"{run} does not exist. Name a run's output directory, or its {FILE}")
-    if run.is_file():
-        return run
-    file = run / FILE
+    if not path.exists():
+        raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE}")
+    file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"{run} holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50 in its environment, or with "
+            f"{path} holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50 in its environment, or with "
             'optim_args: "diagnostics_every=50"'
         )
-    return file
-
-
-def read_run(file: Path, *, skip_broken: bool = False) -> Run:
-    """Read a file of metrics. Half a line, which a killed run has left at its end, is left out.
-
-    Args:
-        file: JSON lines, as `metrics` writes them.
-        skip_broken: leave out all lines that cannot be read.
-
-    Raises:
-        ValueError: another line that cannot be read, with its number; or a file without a watched step.
-    """
     run = Run()
     names: tuple[str, ...] = ()
-    half: ValueError | None = None  # of a line that is no JSON, which only a new start may follow
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
-            content = _parsed(line)
-            if half is not None and content["event"] != "start":
-                raise half
-            half, names = None, _add(run, content, names)
+            names = _add(run, json.loads(line, parse_constant=_refuse), names) if line.strip() else names
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            if skip_broken:
-                half = None
-                continue
-            if error is half:
-                raise
-            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            refusal = ValueError(f"{file}, line {number} cannot be read: {reason}. --skip-broken leaves such lines out")
-            if half is not None or not isinstance(error, json.JSONDecodeError):
-                raise half or refusal from None
-            half = refusal
-    if half is not None and text.endswith("\n"):
-        raise half
+            run.unread.append(f"line {number}: {error!r}")
     if not run.steps:
+        unread = f" {len(run.unread)} lines cannot be read, {run.unread[0]}." if run.unread else ""
         raise ValueError(
-            f"{file} holds no watched step yet. The first comes after as many steps as diagnostics_every says "
+            f"{file} holds no watched step yet.{unread} The first comes after as many steps as diagnostics_every says "
             "(HF_MUON_DIAGNOSTICS_EVERY): wait, or train with a smaller number"
         )
     return run
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Raises:
-        ValueError: something else, or NaN or infinity, which JSON does not have and `metrics` does not write.
-    """
-
-    def refuse(word: str) -> Any:
-        raise ValueError(f"{word} is not a number of JSON; hf_muon writes null in its place")
-
-    def finite(word: str) -> float:
-        return number if math.isfinite(number := float(word)) else refuse(word)
-
-    # A function of our own for every number would make long files slow.
-    parse_float = finite if _MAY_OVERFLOW.search(line) else None
-    value = json.loads(line, parse_constant=refuse, parse_float=parse_float)
-    if not isinstance(value, dict):
-        raise ValueError(f"it is no object, but a {type(value).__name__}")
-    return value
+def _refuse(word: str) -> Any:
+    raise ValueError(word)  # NaN and Infinity, which JSON does not have
 
 
 def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -197,62 +149,45 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
     """
     event = line["event"]
     if event == "start":
-        _check_facts(line)
-        kinds = {str(entry["name"]): _layer_and_kind(entry) for entry in line["parameters"]}
-        run.start = {key: value for key, value in line.items() if key not in ("event", "parameters")}
+        layers = [(entry["layer"], str(entry["kind"])) for entry in line["parameters"]]
+        kinds = {
+            str(entry["name"]): (None if layer is None else int(layer), kind)
+            for entry, (layer, kind) in zip(line["parameters"], layers, strict=True)
+        }
+        model, options = dict(line.get("model", {})), dict(line.get("options", {}))
+        model = {key: (int if key.endswith("_weights") else str)(value) for key, value in model.items()}
+        options = {key: dict(own) for key, own in options.items()}
+        if "update_rms" in options.get("muon", {}):
+            options["muon"]["update_rms"] = float(options["muon"]["update_rms"])
+        facts = {
+            **line,
+            "model": model,
+            "options": options,
+            "versions": dict(line.get("versions", {})),
+            "ranks": int(line["ranks"]) if "ranks" in line else 1,
+        }
+        run.start = {key: value for key, value in facts.items() if key not in ("event", "parameters")}
         run.kinds |= kinds
         return tuple(kinds)
     if event not in ("step", "log"):
-        raise ValueError(f"event {event!r} is not known")
+        raise ValueError(f"event {event!r}")
     step = int(line["step"])
     if event == "log":
-        logs = {key: float(value) for key, value in line.items() if key not in ("event", "step") and value is not None}
-        for key, number in logs.items():
-            run.logs.setdefault(key, {})[step] = number
-        if "loss" in line and line["loss"] is None:
-            run.not_finite.append(step)
-        return names
-    known = (key for key in line if key in (*MEASURES, *ADAMW_MEASURES) or key.endswith("_rms"))
-    measures = {key: _numbers(line[key], step, names) for key in known}
-    traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
-    logits = {str(name): float(number) for name, number in line.get("max_logit", {}).items() if number is not None}
-    for name, number in logits.items():
-        run.logits.setdefault(name, {})[step] = number
-    for key, number in traces.items():
-        run.traces.setdefault(key, {})[step] = number
-    run.rows[step] = (names, measures)
+        numbers = {
+            key: float(value) for key, value in line.items() if key not in ("event", "step") and value is not None
+        }
+        run.not_finite += [step] if "loss" in line and line["loss"] is None else []
+        into = [(run.logs, numbers)]
+    else:
+        traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
+        logits = {str(name): float(value) for name, value in line.get("max_logit", {}).items() if value is not None}
+        known = [key for key in line if key in (*MEASURES, *ADAMW_MEASURES) or key.endswith("_rms")]
+        measures = {key: array("d", [math.nan if v is None else float(v) for v in line[key]]) for key in known}
+        if any(len(own) != len(names) for own in measures.values()):
+            raise ValueError(f"not {len(names)} numbers")
+        run.rows[step] = (names, measures)
+        into = [(run.traces, traces), (run.logits, logits)]
+    for target, own in into:
+        for key, number in own.items():
+            target.setdefault(key, {})[step] = number
     return names
-
-
-_FACTS: dict[tuple[str, ...], Any] = {
-    **dict.fromkeys((("model",), ("versions",), ("options",), ("options", "muon"), ("options", "adamw")), dict),
-    **dict.fromkeys((("model", "class"), ("model", "name")), str),
-    **dict.fromkeys((("model", "muon_weights"), ("model", "adamw_weights")), int),
-    ("options", "muon", "update_rms"): (int, float),
-}
-"""The types of what a page reads of the first line, where the line has it; outer keys come first."""
-
-
-def _check_facts(start: Mapping[str, Any]) -> None:
-    for path, kind in _FACTS.items():
-        value: Any = start
-        for key in path:
-            value = value.get(key, _ABSENT) if value is not _ABSENT else value
-        if value is not _ABSENT and not isinstance(value, kind):
-            raise ValueError(f"{'.'.join(path)} is {json.dumps(value)[:40]}, which hf_muon does not write")
-
-
-_ABSENT = object()
-
-
-def _numbers(values: Sequence[float | None], step: int, names: Sequence[str]) -> array[float]:
-    """Return a number for each parameter, NaN for null."""
-    if len(values) != len(names):
-        raise ValueError(f"step {step} has numbers for {len(values)} parameters of {len(names)}")
-    return array("d", [math.nan if value is None else float(value) for value in values])
-
-
-def _layer_and_kind(entry: Mapping[str, Any]) -> tuple[int | None, str]:
-    """Return the layer and the kind of a parameter."""
-    layer = entry["layer"]
-    return None if layer is None else int(layer), str(entry["kind"])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.math.compiler import Readiness
+from hf_muon.math.torch_private import device_types
 
 _BITS = 62  # in an int64, clear of its sign
 # torch 2.13 renamed it and deprecates the old name.
@@ -113,7 +114,7 @@ def report_device(group: dist.ProcessGroup, model_device: torch.device) -> torch
     The type depends only on what all ranks share, so that all use the same backend. The index matters because scripts
     may never set the current device: without it all ranks would use the first one.
     """
-    types = [device.type for device in map(torch.device, group._device_types)]
+    types = device_types(group)
     return model_device if model_device.type in types else torch.device(types[0])
 
 

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_muon.distributed.groups import is_alive
+from hf_muon.math.torch_private import communication_hooks, is_joining
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,36 +68,32 @@ class Replicas:
         key = (_registered, *map(id, params))
         if key != self._key:
             own = set(params)
-            self._holding = [weakref.ref(ddp) for ddp in list(_wrappers) if own <= set(ddp.parameters())]
+            whole = (ddp for ddp in list(_wrappers) if hasattr(ddp, "reducer"))  # its `__init__` has not failed
+            self._holding = [weakref.ref(ddp) for ddp in whole if own <= set(ddp.parameters())]
             self._key = key
         holding = [ddp for ref in self._holding if (ddp := ref()) is not None and is_alive(ddp.process_group)]
-        if not holding or any(map(_is_joining, holding)):
+        if not holding or any(map(is_joining, holding)):
             return None
         groups = {ddp.process_group for ddp in holding}
         self._have_parted = len(groups) > 1 or not all(map(has_reduced, holding))
         return None if self._have_parted else groups.pop()
 
 
-def _is_joining(ddp: DistributedDataParallel) -> bool:
-    """Return whether ranks may have no batch left: they take no step, so that the others must not wait for them."""
-    return getattr(getattr(ddp, "_join_config", None), "enable", False)
-
-
 def has_reduced(ddp: DistributedDataParallel) -> bool:
     """Return whether DDP has reduced the gradients of its last forward pass, all of them, over all of its ranks.
 
     It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a node.
+
+    Raises:
+        RuntimeError: this torch does not say so where it is looked for.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-    try:
-        return (
-            ddp.require_backward_grad_sync
-            and ddp.require_forward_param_sync  # of the last forward pass, where the other one is of this moment
-            and all(hook in over_all for hook, _ in ddp._comm_hooks)
-            and not ddp.parameters_to_ignore
-            and not ddp.is_multi_device_module
-        )
-    except AttributeError:  # its `__init__` has failed, or a torch that says these things in another way
-        return False
+    return (
+        ddp.require_backward_grad_sync
+        and ddp.require_forward_param_sync  # of the last forward pass, where the other one is of this moment
+        and all(hook in over_all for hook in communication_hooks(ddp))
+        and not ddp.parameters_to_ignore
+        and not ddp.is_multi_device_module
+    )

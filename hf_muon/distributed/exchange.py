@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.distributed.executor import (
-    AroundRule,
     Directions,
     NewtonSchulz,
     Observer,
@@ -75,7 +74,6 @@ class Exchange:
         self.comm_device = comm_device
         self.max_bucket_bytes = max_bucket_bytes
         self.observer: Observer | None = None
-        self.around: AroundRule | None = None
         self.rule: OwnerRule | None = None
         owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
@@ -171,8 +169,6 @@ class Exchange:
         for (k, box), data in zip(current.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
         dtype = min(newton_schulz.dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
-        if self.around is not None:  # whose directions are of any size
-            dtype = self.comm_dtype
         leaving = [torch.empty(sum(part.leave), dtype=dtype, device=self.device) for part in current.returns]
         places: dict[int, list[tuple[BatchBox, Tensor]]] = {}
         for part, send in zip(current.returns, leaving, strict=True):

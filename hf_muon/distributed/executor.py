@@ -98,23 +98,15 @@ OwnerRule = Callable[["Unit", Tensor], Tensor]
 """Receives a unit and its directions ``(B, m, n)``, and returns others in their place, of the same dtype."""
 
 
-AroundRule = Callable[["Unit", Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""Receives a unit, its updates and what orthogonalizes contiguous matrices, which it overwrites; returns directions
-``(B, m, n)``."""
-
-
 class Executor(Protocol):
     """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Attributes:
         observer: sees what this rank orthogonalizes; None for nobody.
-        around: makes directions in the place of Newton-Schulz alone, fp32 where Newton-Schulz's are narrower; the same
-            on all ranks. None for nothing.
         rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
     """
 
     observer: Observer | None
-    around: AroundRule | None
     rule: OwnerRule | None
 
     @property
@@ -168,15 +160,9 @@ def directions_of(executor: Executor, unit: Unit, updates: Tensor, newton_schulz
         newton_schulz: orthogonalizes.
     """
     observer = executor.observer
-
-    def orthogonalize(matrices: Tensor) -> Tensor:
-        if observer is not None:
-            observer.updates(unit, matrices)
-        directions = newton_schulz(matrices, overwrite=True)
-        if observer is not None:
-            observer.orthogonalized(unit, directions)
-        return directions
-
-    around = executor.around
-    directions = orthogonalize(updates) if around is None else around(unit, updates, orthogonalize)
+    if observer is not None:
+        observer.updates(unit, updates)
+    directions = newton_schulz(updates, overwrite=True)
+    if observer is not None:
+        observer.orthogonalized(unit, directions)
     return directions if executor.rule is None else executor.rule(unit, directions)

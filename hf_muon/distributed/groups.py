@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_muon.distributed.agreement import gather, pack_bits, unpack_bits
+from hf_muon.math.torch_private import device_types, new_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
 
 def has_backend(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether a process group has a backend for tensors of a device type."""
-    try:
-        group._get_backend(torch.device(device_type))
-    except RuntimeError:
-        return False
-    return True
+    return device_type in device_types(group)
 
 
 def backend_complaint(param: DTensor) -> str | None:
@@ -61,7 +58,10 @@ def root_group(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Return whether a group still exists: destroying the default process group destroys all."""
-    return group in dist.distributed_c10d._world.pg_map
+    try:
+        return len(dist.get_process_group_ranks(group)) > 0
+    except (KeyError, RuntimeError, ValueError):
+        return False
 
 
 def _order(group: dist.ProcessGroup) -> tuple[list[int], str]:
@@ -96,39 +96,23 @@ def connected(groups: Sequence[dist.ProcessGroup]) -> list[int]:
     return [other for other in range(world) if known[other]]
 
 
+_made: list[dist.ProcessGroup] = []
+
+
 def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Create a process group without the other ranks taking part.
 
-    torch would derive its name from how many groups a rank is in, or since 2.14 was asked to create, and hang where
-    ranks differ in that; and since 2.14 the other ranks would name their next groups differently. So the name is given
-    here, and torch's count of groups stays as it was.
-
     Args:
-        ranks: of the new group, in order.
+        ranks: of the new group, in order, which must call this together.
 
     Raises:
-        RuntimeError: this version of torch names groups in another way.
+        RuntimeError: this torch names groups in a way that is not known here.
     """
-    c10d = dist.distributed_c10d
-    try:
-        world, own = c10d._world, c10d._hash_ranks_to_str
-        count = world.group_count
-        earlier = sum(dist.get_process_group_ranks(group) == list(ranks) for group in world.pg_map)
-        name = f"hf_muon.{hashlib.blake2b(str(ranks).encode(), digest_size=16).hexdigest()}.{earlier}"
-        c10d._hash_ranks_to_str = lambda *_, **__: name
-        try:
-            if c10d._process_group_name(list(ranks), use_hashed_name=True) != name:
-                raise AttributeError
-            group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-        finally:
-            c10d._hash_ranks_to_str = own
-            world.group_count = count
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} names process groups in a way that this version of hf_muon does not know, and "
-            f"ranks {', '.join(map(str, ranks))} need a group of their own: use torch 2.6 to 2.15, or a newer hf_muon"
-        ) from error
-    return group
+    digest = hashlib.blake2b(str(ranks).encode(), digest_size=16).hexdigest()
+    # Those that were destroyed do not count: a rank that has been restarted knows nothing of them.
+    earlier = sum(is_alive(group) and dist.get_process_group_ranks(group) == list(ranks) for group in _made)
+    _made.append(new_group(ranks, f"hf_muon.{digest}.{earlier}"))
+    return _made[-1]
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -147,11 +131,6 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if ranks not in _groups or not is_alive(_groups[ranks]):
         _groups[ranks] = make_group(ranks)
     return _groups[ranks]
-
-
-def use_group(group: dist.ProcessGroup) -> None:
-    """Use a group for meshes of its ranks, which would otherwise create one together."""
-    _groups[tuple(sorted(dist.get_process_group_ranks(group)))] = group
 
 
 def mesh_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:

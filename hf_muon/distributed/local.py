@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_muon.distributed.executor import (
-    AroundRule,
     Directions,
     NewtonSchulz,
     Observer,
@@ -63,7 +62,6 @@ class LocalExecutor:
         self.device = device
         self.max_batch_bytes = max_batch_bytes
         self.observer: Observer | None = None
-        self.around: AroundRule | None = None
         self.rule: OwnerRule | None = None
         self._planned: tuple[frozenset[int] | None, list[Bucket]] = (None, [])
 

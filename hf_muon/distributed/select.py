@@ -49,7 +49,7 @@ def accelerator() -> torch.device:
         RuntimeError: there is none.
     """
     if not torch.accelerator.is_available():
-        raise RuntimeError("offload_compute=accelerator needs an accelerator, and torch sees none. Use auto or cpu")
+        raise RuntimeError("a device mesh of an accelerator needs one, and torch sees none")
     return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
 
 
@@ -58,24 +58,6 @@ def model_device(param: Tensor) -> torch.device:
     local = local_of(param)
     kind = param.device_mesh.device_type if is_dtensor(param) else local.device.type  # type: ignore[attr-defined]
     return local.device if kind == local.device.type else accelerator()
-
-
-def compute_device(stored: torch.device, model_device: torch.device, offload_compute: str) -> torch.device:
-    """Return the device on which a matrix is orthogonalized.
-
-    Args:
-        stored: device of its momentum.
-        model_device: on which the model computes; not `stored` if the momentum is offloaded.
-        offload_compute: `auto`, `cpu` or `accelerator`, for momentum on the CPU.
-
-    Raises:
-        RuntimeError: `accelerator`, and there is none.
-    """
-    if stored.type != "cpu" or offload_compute == "auto":
-        return model_device
-    if offload_compute == "cpu":
-        return stored
-    return model_device if model_device.type != "cpu" else accelerator()
 
 
 def comm_device(group: ProcessGroup, device: torch.device, model_device: torch.device) -> torch.device:

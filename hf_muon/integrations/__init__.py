@@ -10,7 +10,6 @@ The same file names mean the same thing in each folder:
 - `hooks`: what patches the other package. Each function yields every change of one feature, and makes none itself.
 - `handler`: from the other package's arguments to options and to a `Muon`.
 - `refusals`: what is refused, with the reason and what to do instead; nothing there changes anything.
-- `layout`: how the other package lays a run out over processes.
 
 A folder has those of them that it needs. Its other files are named for what they hold (`ulysses/batches`,
 `transformers/training_file`). At this level stand `names`, which every integration shares, and `archives`.

@@ -28,8 +28,8 @@ def patch_prepare(module: ModuleType) -> Iterator[Change]:
         from hf_muon.integrations.deepspeed import engine as deepspeed
 
         with deepspeed.wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):
-            with ulysses.preparing(self, [arg for arg in args if hasattr(arg, "config")]):
-                result = prepare(self, *args, **kwargs)
+            ulysses.check_before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
+            result = prepare(self, *args, **kwargs)
             deepspeed.attach_one_of(result if isinstance(result, tuple) else (result,), optimizers[0])
         return result
 

@@ -19,8 +19,6 @@ OWN_NAME = "hf_muon"
 NAMES = (NAME, OWN_NAME)
 OURS = "_from_hf_muon"
 """Attribute of everything that this package has put into another one."""
-TRAINER_LOG = "HF_MUON_TRAINER_LOG"
-"""The environment variable that names a file, to which Trainer's logs are appended whatever the optimizer is."""
 
 # The words that the other package itself reads as true.
 _TRUE = {"accelerate": ("1", "true", "yes", "on"), "llamafactory": ("1", "true", "y")}
@@ -99,6 +97,31 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
     return RuntimeError(
         f"Muon refuses this run, because hf_muon's hook {name!r} into {HOOKS[name].module} is not in place ({reason}): "
         f"{HOOKS[name].lost}. Use versions that hf_muon was tested with, as its README lists them, or another optimizer"
+    )
+
+
+_warned: set[str] = set()
+
+
+def warn_that_ours_runs(program: str, setting: str) -> None:
+    """Log once, on rank 0, that this package's Muon runs where another program has one of the same name.
+
+    Args:
+        program: whose Muon does not run.
+        setting: what asks for either.
+    """
+    from hf_muon.diagnostics.log import is_rank_zero, logger
+
+    if setting in _warned or not is_rank_zero():
+        return
+    _warned.add(setting)
+    logger().warning(
+        "%s: this %s has a Muon of that name, too, with other rules and other rates; hf_muon's runs, because it is "
+        "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's",
+        setting,
+        program,
+        program,
+        OWN_NAME,
     )
 
 

@@ -8,8 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, OWN_NAME, refuse_unless
-from hf_muon.integrations.other_muons import warn_of_other_muon
+from hf_muon.integrations.names import OWN_NAME, refuse_unless
 
 if TYPE_CHECKING:
     from hf_muon.optimizer.muon import Muon
@@ -54,7 +53,7 @@ def _entry() -> dict[str, Any]:
 
 
 def patch_registry(module: ModuleType) -> Iterator[Change]:
-    """Register `hf_muon` in timm.optim._optim_factory, and warn when timm makes the Muon of its `--opt muon`."""
+    """Register `hf_muon` in timm.optim._optim_factory, and have it found by its whole name."""
     kind, registry, info = module.OptimizerRegistry, module.default_registry, module.OptimInfo(**_entry())
     create, register, register_alias = kind.create_optimizer, registry.register, registry.register_alias
     register(info)
@@ -62,10 +61,9 @@ def patch_registry(module: ModuleType) -> Iterator[Change]:
 
     @functools.wraps(create)
     def create_optimizer(self: Any, model_or_params: Any, opt: Any, *args: Any, **kwargs: Any) -> Any:
-        name = opt.lower().replace(OWN_NAME, _REGISTERED) if isinstance(opt, str) else ""
-        if name.split("_")[-1] == NAME:
-            warn_of_other_muon("timm", f"--opt {NAME}", f"write --opt {OWN_NAME}")
-        return create(self, model_or_params, name if _REGISTERED in name else opt, *args, **kwargs)
+        if isinstance(opt, str) and OWN_NAME in opt.lower():
+            opt = opt.lower().replace(OWN_NAME, _REGISTERED)
+        return create(self, model_or_params, opt, *args, **kwargs)
 
     yield kind, "create_optimizer", create_optimizer
 

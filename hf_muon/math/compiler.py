@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.math.torch_private import inductor_options, is_watched
+
 # By type of device: the package that torch needs to compile for it.
 _COMPILERS = {"cuda": "triton", "xpu": "triton"}
 _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
@@ -48,14 +50,13 @@ _functions: dict[Any, Callable[..., None]] = {}
 
 def is_compiled(device: torch.device) -> bool:
     """Return whether functions are compiled on a device."""
-    return _decision is True and device in _tried and not _is_watched()
+    return _decision is True and device in _tried and not is_watched()
 
 
 def untried(devices: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices for which it is not yet known whether functions can be compiled there."""
-    if _decision is False or _is_watched():
-        return []
-    return [device for device in devices if device.type in _COMPILERS and device not in _tried]
+    new = [device for device in devices if device.type in _COMPILERS and device not in _tried]
+    return [] if _decision is False or not new or is_watched() else new
 
 
 def readiness(dtypes: Mapping[torch.device, Iterable[torch.dtype]]) -> tuple[Readiness, str]:
@@ -154,9 +155,7 @@ def _inductor_options() -> dict[str, Any]:
     Raises:
         RuntimeError: this version of torch lacks one.
     """
-    import torch._inductor
-
-    known = set(torch._inductor.list_options())
+    known = set(inductor_options())
     chosen: dict[str, Any] = {}
     for names, value in _OPTIONS.items():
         name = next((name for name in names if name in known), None)
@@ -191,8 +190,3 @@ def _trial(*tensors: Tensor) -> None:
     for tensor in tensors:
         exact = tensor.float() * 0.5 + 1
         tensor.copy_(exact / (exact * exact).sqrt())
-
-
-def _is_watched() -> bool:
-    """Return whether operators go to a dispatch mode, as of fake tensors or FlopCounterMode: torch compiles nothing."""
-    return torch._C._len_torch_dispatch_stack() > 0

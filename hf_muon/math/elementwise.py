@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math import compiler
+from hf_muon.math.torch_private import storage_id
 
 _HOSTS = {"cpu", "mps"}  # MPS has no fp64 for the numbers below, and nobody has counted there
 # Copying this many bytes takes as long as several launches: 20 us at 3 TB/s.
@@ -215,7 +216,7 @@ def adjacent_runs(tensors: Sequence[Tensor]) -> list[int]:
     last: tuple[Any, Any] | None = None
     run = end = -1
     for tensor in tensors:
-        storage, offset = (tensor.untyped_storage()._cdata, tensor.dtype), int(tensor.storage_offset())
+        storage, offset = (storage_id(tensor), tensor.dtype), int(tensor.storage_offset())
         if offset != end or storage != last:
             run += 1
         runs.append(run)
@@ -259,7 +260,7 @@ class PaddedRows(NamedTuple):
 
     def scatter(self, flat: Tensor) -> None:
         """Copy the rows back, unless they are a view."""
-        if flat.untyped_storage()._cdata != self.tensors[0].untyped_storage()._cdata:
+        if storage_id(flat) != storage_id(self.tensors[0]):
             torch._foreach_copy_(self._sources(), self._parts(flat))
 
     def _sizes(self) -> list[int]:

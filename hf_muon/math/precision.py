@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from hf_muon.math.torch_private import cpu_multiplies_bf16
+
 NS_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
     "bf16": torch.bfloat16,
@@ -59,8 +61,4 @@ def _has_bf16(device_type: str, device_index: int | None) -> bool:
 @functools.lru_cache(maxsize=1)
 def cpu_has_bf16() -> bool:
     """Return whether this CPU multiplies bf16 natively; emulated bf16 is about a hundred times slower than fp32."""
-    get_capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if get_capabilities is not None:
-        capabilities = get_capabilities()
-        return any(capabilities.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-    return any(getattr(torch.cpu, probe, bool)() for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return cpu_multiplies_bf16()

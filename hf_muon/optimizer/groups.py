@@ -12,7 +12,6 @@ from hf_muon.config import GROUP_OPTIONS, check_option, known_option, unknown_op
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import check_scale
-from hf_muon.optimizer import partners
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.rules import registry
 from hf_muon.storage import factors, views
@@ -130,7 +129,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
                 compute_dtype(group["ns_dtype"], device.type, device.index)
     except ValueError as error:
         return str(error)
-    return registry.complaint(group, is_step=is_step) or partners.complaint(group)
+    return registry.complaint(group, is_step=is_step)
 
 
 def held_options(group: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_muon.distributed.executor import Executor
-from hf_muon.distributed.select import compute_device, model_device, select_executors, shared_storage
+from hf_muon.distributed.select import model_device, select_executors, shared_storage
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
-from hf_muon.optimizer.partners import Partner, has_sides, names_of, pairs_of, sides_of, whole_weights
-from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, device_of_moments, dtype_of
+from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
+from hf_muon.rules.registry import has_sides
 from hf_muon.storage import views
 from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-Gather = Callable[[Mapping[int, Tensor]], dict[int, Tensor]]
 
 
 class Matrix(NamedTuple):
@@ -73,16 +72,12 @@ class GroupWork:
         shared: for each parameter, the ranks that store it together; None where this process stores it alone.
         matrices: of a Muon group; empty for an AdamW group.
         executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
-        pairs: the partners of matrices that a rule steps in pairs.
-        gather: returns copies of whole partners, by their positions, from their parameters; all ranks call it together.
         factors: of an AdamW group, for each parameter the factors of its elements; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     executors: list[Executor] = field(default_factory=list)
-    pairs: Mapping[int, Partner] = field(default_factory=dict)
-    gather: Gather = whole_weights
     factors: list[FactorRuns] = field(default_factory=list)
 
     @property
@@ -116,7 +111,6 @@ class StepLayout:
         max_bucket_bytes: int,
         comm_dtype: torch.dtype | None,
         partitions: Partitions | None = None,
-        offload_compute: str = "auto",
         max_batch_bytes: int = MAX_BATCH_BYTES,
         products_on: torch.device | None = None,
     ) -> None:
@@ -137,20 +131,17 @@ class StepLayout:
             for group, ranks in zip(groups, stored, strict=True):
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
-                    placed = list(_placed_matrices(group, ranks, partitions, offload_compute))
+                    placed = list(_placed_matrices(group, ranks, partitions))
                     if products_on is not None:  # a plan for another device
                         placed = [place._replace(device=products_on) for place in placed]
                     matrices = [place.matrix for place in placed]
-                    names = names_of(group)
-                    pairs = pairs_of(group, [(one.name or names[one.param], one.shape) for one in matrices])
-                    executors = _executors(group, placed, pairs, max_bucket_bytes, comm_dtype, max_batch_bytes)
-                    work = GroupWork(ranks, matrices, executors, pairs)
+                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype, max_batch_bytes)
+                    work = GroupWork(ranks, matrices, executors)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
             self.lines = [
-                f"max_bucket_bytes={max_bucket_bytes}, max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}, "
-                f"offload_compute={offload_compute}",
+                f"max_bucket_bytes={max_bucket_bytes}, max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}",
                 *lines_of(groups),
             ]
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
@@ -331,40 +322,35 @@ class _PlacedMatrix(NamedTuple):
 
 
 def _placed_matrices(
-    group: Group, ranks: Sequence[SharedStorage | None], partitions: Partitions, offload_compute: str
+    group: Group, ranks: Sequence[SharedStorage | None], partitions: Partitions
 ) -> Iterator[_PlacedMatrix]:
     """Yield the matrices of a Muon group, in the order of its parameters."""
     each = factors_of(group) if has_factors(group) else []
     for i, (param, place, text) in enumerate(zip(group["params"], ranks, views.views_of(group), strict=True)):
         partition = partitions.get(param)
         if partition is not None:
-            yield from _matrices_of_partition(i, param, partition, offload_compute)
+            yield from _matrices_of_partition(i, partition)
             continue
-        shape, view, on_device = shape_of(param), views.parse(text), model_device(param)
-        device = compute_device(device_of_moments(group, param), on_device, offload_compute)
+        shape, view, device = shape_of(param), views.parse(text), model_device(param)
         factors = each[i] if each else ONE
         stored: Sequence[SharedStorage | Stored] = place.parts(view, shape) if place else unshared_parts(view, shape)
         for one, part in zip(view.shapes(shape), stored, strict=True):
-            yield _PlacedMatrix(Matrix(i, one, view.transposed, factors=factors), part, on_device, device)
+            yield _PlacedMatrix(Matrix(i, one, view.transposed, factors=factors), part, device, device)
 
 
-def _matrices_of_partition(
-    index: int, flat: Tensor, partition: Partition, offload_compute: str
-) -> Iterator[_PlacedMatrix]:
+def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_PlacedMatrix]:
     """Yield the matrices of whose parameters a flat partition holds slices, in the order of the slices."""
-    device = compute_device(flat.device, partition.device, offload_compute)
     for part in partition.slices:
         elements = part.elements(partition.rank)
         shapes = part.view.shapes(part.shape)
         for shape, stored in zip(shapes, part.parts(partition.group), strict=True):
             matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factors)
-            yield _PlacedMatrix(matrix, stored, partition.device, device)
+            yield _PlacedMatrix(matrix, stored, partition.device, partition.device)
 
 
 def _executors(
     group: Group,
     placed: Sequence[_PlacedMatrix],
-    pairs: Mapping[int, Partner],
     max_bucket_bytes: int,
     comm_dtype: torch.dtype | None,
     max_batch_bytes: int,
@@ -378,5 +364,5 @@ def _executors(
         max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
         max_batch_bytes=max_batch_bytes,
-        sides=sides_of(group, [place.matrix.transposed for place in placed], pairs),
+        sides=[place.matrix.transposed for place in placed] if has_sides(group) else None,
     )

@@ -1,6 +1,6 @@
 """Loading a state dict: `check` on all ranks, then `restore_`; a load that fails changes nothing.
 
-Moments are matched with parameters by position, as in torch, unless `accept_rerouted` matches them by name. Options,
+Moments are matched with parameters by position, as in torch. Options,
 learning rates and step counts come from the checkpoint; views and the options of `own_options` stay this run's.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few
+from hf_muon.math.torch_private import load_hooks
 from hf_muon.optimizer import consensus, rule_state
 from hf_muon.optimizer.groups import check_written_option, hyperparameter_complaint
 from hf_muon.optimizer.load_notices import Notice, changes, own_options
@@ -29,13 +29,11 @@ from hf_muon.optimizer.state import (
     describe,
     has_own,
     state_keys,
-    zero_state,
 )
 from hf_muon.optimizer.state_check import fit_complaints, form_complaints, refuse_load, steps_of, with_steps
 from hf_muon.rules import registry
-from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of
+from hf_muon.storage.factors import KEYS
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
-from hf_muon.storage.views import views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,9 +48,10 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
     """
     if not isinstance(state_dict, Mapping):
         return state_dict  # `check` refuses it
+    load_hooks(optimizer, "post")  # raises before the load, not after it
     state_dict = dict(state_dict)
     try:
-        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        for hook in load_hooks(optimizer, "pre"):
             result = hook(optimizer, state_dict)
             state_dict = state_dict if result is None else result
     except Exception as error:
@@ -65,7 +64,7 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
 
 def run_post_hooks(optimizer: Optimizer) -> None:
     """Run the hooks that users have registered to run after a load."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for hook in load_hooks(optimizer, "post"):
         hook(optimizer)
 
 
@@ -73,7 +72,6 @@ def check(
     groups: Sequence[Group],
     state_dict: Any,
     *,
-    accept_rerouted: bool,
     replicate_group: ProcessGroup | None = None,
 ) -> tuple[dict[str, Any], list[Notice]]:
     """Check a state dict on all ranks that store parameters together.
@@ -81,7 +79,6 @@ def check(
     Args:
         groups: the param groups that it is to be loaded into.
         state_dict: anything.
-        accept_rerouted: whether parameters may have moved between Muon and AdamW; their moments are zero then.
         replicate_group: over which plain parameters are replicated.
 
     Returns:
@@ -99,9 +96,6 @@ def check(
             steps = max((group["step"] for group in state_dict["param_groups"]), default=0)
             text = f"the checkpoint's param groups do not say how many steps they have taken; {steps} are assumed"
             notices.append(Notice(logging.INFO, text))
-        if not complaints and accept_rerouted:
-            state_dict, reroute_notices = reroute(groups, state_dict)
-            notices += reroute_notices
         complaints = complaints or list(fit_complaints(groups, state_dict))
         if not complaints:
             state_dict = _completed(groups, state_dict, notices)
@@ -113,65 +107,6 @@ def check(
     refuse_load(consensus.complaints_of_all(groups, complaints, replicate_group))
     _agree(groups, transfers)
     return state_dict, notices + list(changes(groups, state_dict))
-
-
-class SavedParameter(NamedTuple):
-    """A parameter in a state dict: the key of its state, its view, whether Muon stepped it, and its factors."""
-
-    key: Any
-    view: str
-    use_muon: bool
-    factors: Factors
-
-
-def reroute(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Notice]]:
-    """Return a state dict with this optimizer's groups, and zero moments for parameters whose routing changed.
-
-    Parameters are matched by name. Where names are missing, or no routing changed, the state dict is returned as it is.
-    """
-    saved_groups = state_dict["param_groups"]
-    if not all(len(group.get("param_names") or []) == len(group["params"]) for group in (*groups, *saved_groups)):
-        return state_dict, []
-    saved_params = {
-        name: SavedParameter(key, view, saved["use_muon"], factors)
-        for saved in saved_groups
-        for name, key, view, factors in zip(
-            saved["param_names"],
-            saved["params"],
-            views_of(saved),
-            itertools.chain(factors_of(saved), itertools.repeat(ONE)),
-            strict=False,
-        )
-    }
-    routes = {name: group["use_muon"] for group in groups for name in group["param_names"]}
-    rerouted = [name for name in routes if name in saved_params and saved_params[name].use_muon != routes[name]]
-    if not rerouted or routes.keys() != saved_params.keys():
-        return state_dict, []
-    state, rerouted_groups = {}, []
-    for group in groups:
-        candidates = [saved for saved in saved_groups if saved["use_muon"] == group["use_muon"]]
-        names = set(group["param_names"])
-        # The options come from the saved group that had most of these parameters.
-        origin = max(candidates, key=lambda saved: len(names & set(saved["param_names"])), default=group)
-        options = {key: value for key, value in origin.items() if key not in ("params", "param_names")}
-        options["step"] = max(steps_of(options["step"]) or 0, 1)
-        options.setdefault("momentum_dtype", "auto")
-        options["use_muon"] = group["use_muon"]
-        options["param_names"] = list(group["param_names"])
-        options["lr_factors"] = [saved_params[name].factors.lr for name in group["param_names"]]
-        options["wd_factors"] = [saved_params[name].factors.wd for name in group["param_names"]]
-        options["views"] = [saved_params[name].view for name in group["param_names"]]
-        options["params"] = [saved_params[name].key for name in group["param_names"]]
-        rerouted_groups.append(options)
-        routed = zip(options["param_names"], options["params"], group["params"], strict=True)
-        for i, (name, key, param) in enumerate(routed):
-            if name in rerouted:
-                state[key] = {kind: zero_state(param, kind, options) for kind in state_keys(options, param)}
-                state[key] |= {kind: rule_state.zeros(group, i, kind) for kind in rule_state.rule_keys(group)}
-            elif key in state_dict["state"]:
-                state[key] = state_dict["state"][key]
-    notice = Notice(logging.WARNING, f"moments start from zero for {first_few(rerouted)}, whose routing changed")
-    return {**state_dict, "state": state, "param_groups": rerouted_groups}, [notice]
 
 
 def _transfers(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[str]:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
-from hf_muon.distributed.select import accelerator
+from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
 from hf_muon.optimizer import compilation, consensus, copies, load_notices, loading, preflight, rule_state
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
@@ -30,6 +29,7 @@ from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
+from hf_muon.versions import refuse_older
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,8 +82,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option that is not valid, or a Muon group with a parameter that is not a matrix.
-        RuntimeError: a parameter stored in a way that this version cannot step (FSDP1, ZeRO), or
-            `offload_compute=accelerator` on a machine without one.
+        RuntimeError: a torch that is too old, or a parameter stored in a way that this version cannot step (FSDP1,
+            ZeRO).
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; defaults of scale and decay from Liu et al.,
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
@@ -93,8 +93,6 @@ class Muon(Optimizer):
     max_bucket_bytes: int
     max_batch_bytes: int
     comm_dtype: str
-    offload_compute: str
-    accept_rerouted: bool
     diagnostics_every: int
     diagnostics_file: str | None
 
@@ -120,18 +118,16 @@ class Muon(Optimizer):
         max_bucket_bytes: int = MuonConfig.max_bucket_bytes,
         max_batch_bytes: int = MuonConfig.max_batch_bytes,
         comm_dtype: str = MuonConfig.comm_dtype,
-        offload_compute: str = MuonConfig.offload_compute,
-        accept_rerouted: bool = MuonConfig.accept_rerouted,
         replicate_group: ProcessGroup | None = None,
         diagnostics_every: int = MuonConfig.diagnostics_every,
         diagnostics_file: str | None = MuonConfig.diagnostics_file,
         **rules: Any,
     ) -> None:
+        refuse_older("torch")
+        refuse_strange_tensors()
         arguments = {**locals(), **{name: check_option(name, value) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
-        if self.offload_compute == "accelerator":
-            accelerator()
         self.replicate_group = replicate_group
         defaults = {"use_muon": True, **factors.NONE, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
@@ -179,7 +175,7 @@ class Muon(Optimizer):
             complete_state_(group, self.state)
             rule_state.complete_(group, self.state)
 
-    @_disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
+    @disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Parameters without a gradient on any rank stay as they are, and so do their moments.
@@ -235,7 +231,6 @@ class Muon(Optimizer):
             self.partitioned.partitions,
             max_bucket_bytes=self.max_bucket_bytes,
             comm_dtype=COMM_DTYPES[self.comm_dtype],
-            offload_compute=self.offload_compute,
             max_batch_bytes=self.max_batch_bytes,
         )
 
@@ -264,14 +259,13 @@ class Muon(Optimizer):
                 if self.metrics is not None and can_watch(groups):
                     watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
             complaints = list(dict.fromkeys(complaints))  # groups may agree
-            with self._report.ends_if_refused():
-                refusal = self.partitioned.refusal
-                readiness = functools.partial(compilation.readiness, groups, layout, self.state)
-                indices = consensus.agree(
-                    groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
-                )
-                if indices is not None:
-                    self.head_rules.begin(groups, layout)
+            refusal = self.partitioned.refusal
+            readiness = functools.partial(compilation.readiness, groups, layout, self.state)
+            indices = consensus.agree(
+                groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
+            )
+            if indices is not None:
+                self.head_rules.begin(groups, layout)
         except BaseException:
             steps.undo()
             raise
@@ -295,7 +289,7 @@ class Muon(Optimizer):
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
         return factors.with_texts(super().state_dict())
 
-    @_disable_dynamo
+    @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, after checking all of it.
 
@@ -311,7 +305,6 @@ class Muon(Optimizer):
         checked, notices = loading.check(
             self.param_groups,
             state_dict,
-            accept_rerouted=self.accept_rerouted,
             replicate_group=self.replicate_group,
         )
         previous = {"state": self.state, "param_groups": self.param_groups}

@@ -1,6 +1,6 @@
 """The state that rules keep for the parameters of Muon groups.
 
-State of the kind `weight` is stored like its parameter. The other kinds are small: every rank that stores some of a
+State of the kind `weight` is stored like its parameter. State by row is small: every rank that stores some of a
 parameter has the state of all of its matrices, in one flat tensor, and the owner of a matrix sends what it has changed
 to all of them after a step.
 """
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_muon.optimizer.state import describe, stored_like
 from hf_muon.rules import registry
-from hf_muon.rules.rule import StateKind
 from hf_muon.storage import views
 from hf_muon.storage.tensors import local_of, shape_of
 
@@ -43,29 +42,26 @@ def is_partition(group: Group, param: Tensor) -> bool:
     return bool(group["use_muon"]) and len(shape_of(param)) < 2
 
 
-def reduced_shape(kind: StateKind, shape: Sequence[int], *, transposed: bool) -> tuple[int, int, int]:
-    """Return the shape ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` of the state of a matrix or stack.
+def reduced_shape(shape: Sequence[int], *, transposed: bool) -> tuple[int, int, int]:
+    """Return the shape ``(B, out, 1)`` of the state of a matrix or stack by row.
 
     Args:
-        kind: not `weight`.
         shape: ``(m, n)`` or ``(B, m, n)``, as it is stored.
         transposed: whether that is ``(in, out)``.
     """
-    rows, columns = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
-    return math.prod(shape[:-2]), rows if kind == "row" else 1, columns if kind == "column" else 1
+    return math.prod(shape[:-2]), shape[-1 if transposed else -2], 1
 
 
-def reduced_shapes(key: str, stored: Sequence[int], text: str) -> list[tuple[int, int, int]]:
+def reduced_shapes(stored: Sequence[int], text: str) -> list[tuple[int, int, int]]:
     """Return the shapes of the state of each matrix of a parameter.
 
     Args:
-        key: of the state, not of the kind `weight`.
         stored: shape of the parameter.
         text: of its view.
     """
     view = views.parse(text)
     shapes = view.shapes(stored)
-    return [reduced_shape(registry.state_kinds()[key], shape, transposed=view.transposed) for shape in shapes]
+    return [reduced_shape(shape, transposed=view.transposed) for shape in shapes]
 
 
 def reduced_numel(shapes: Iterable[Sequence[int]]) -> int:
@@ -73,9 +69,9 @@ def reduced_numel(shapes: Iterable[Sequence[int]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _numel(group: Group, index: int, key: str) -> int:
+def _numel(group: Group, index: int) -> int:
     """Return the number of elements of a parameter's flat state; the parameter is no flat partition."""
-    return reduced_numel(reduced_shapes(key, shape_of(group["params"][index]), views.views_of(group)[index]))
+    return reduced_numel(reduced_shapes(shape_of(group["params"][index]), views.views_of(group)[index]))
 
 
 def zeros(group: Group, index: int, key: str) -> Tensor:
@@ -83,7 +79,7 @@ def zeros(group: Group, index: int, key: str) -> Tensor:
     param = group["params"][index]
     if not is_reduced(key):
         return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
-    return flat_zeros(param, _numel(group, index, key))
+    return flat_zeros(param, _numel(group, index))
 
 
 def flat_zeros(param: Tensor, numel: int) -> Tensor:
@@ -176,5 +172,5 @@ def complaint(group: Group, index: int, key: str, value: Any) -> str | None:
     param = group["params"][index]
     if is_partition(group, param):
         return None  # its layout knows
-    numel = _numel(group, index, key)
+    numel = _numel(group, index)
     return None if value.numel() == numel else f"has {value.numel()} elements, and its matrices need {numel}"

@@ -203,7 +203,8 @@ def _differences_by_name(groups: Sequence[Group], saved_groups: Sequence[Group])
     if changed:
         routes = [f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed]
         complaints.append(
-            f"the routing changed for {first_few(routes)}; accept_rerouted=True loads it with their moments at zero"
+            f"the routing changed for {first_few(routes)}: route them as there (muon_patterns, adamw_patterns) or "
+            "start from the weights alone"
         )
     return complaints
 

@@ -76,7 +76,7 @@ class MuonStep:
         self._hyper = hyperparameters(group, number)
         self._rules = StepRules(group, work, self._active, self._weights, state, self._hyper, number)
         rule, rms = group["adjust_lr_fn"], group["update_rms"]
-        self._scales = {k: lr_scale(rule, self._rules.out_in(k), rms) for k in self._active}
+        self._scales = {k: lr_scale(rule, matrix.out_in, rms) for k, matrix in self._active.items()}
         self._options = {"momentum": self._hyper["momentum"], "nesterov": self._hyper["nesterov"], "step": number}
 
     def take(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
@@ -89,7 +89,6 @@ class MuonStep:
         grads = {i: gradients.local_grad(self.group["params"][i]) for i in self.indices}  # which may communicate
         of_matrices = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
         momentum = MomentumBuffers(self._stored, of_matrices, **self._options)
-        self._rules.gather()
         for executor in self._executors:
             executor.observer = watch
             self._rules.attach(executor)
@@ -130,20 +129,17 @@ class MuonStep:
         moves = self._rules.applied(pieces, beside(directions, weights), weights, scales)
         if factors is not None:
             scales = [scale * each.lr for scale, each in zip(scales, factors, strict=True)]
-        decays = [self._rules.decays(piece.matrix) for piece in pieces]
-        for of_rule in dict.fromkeys(decays):
-            own = [i for i, decay in enumerate(decays) if decay is of_rule]
-            apply_directions_(
-                [weights[i] for i in own],
-                [moves[i] for i in own],
-                lr=rate_of(self.group),
-                weight_decay=0.0 if of_rule else self._hyper["weight_decay"],
-                scales=[scales[i] for i in own],
-                decay_factors=None if factors is None else [factors[i].lr * factors[i].wd for i in own],
-                step=self._number,
-                rounding=self.group["weight_rounding"],
-                observer=observer,
-            )
+        apply_directions_(
+            weights,
+            moves,
+            lr=rate_of(self.group),
+            weight_decay=0.0 if self._rules.decays else self._hyper["weight_decay"],
+            scales=scales,
+            decay_factors=None if factors is None else [each.lr * each.wd for each in factors],
+            step=self._number,
+            rounding=self.group["weight_rounding"],
+            observer=observer,
+        )
 
 
 def adamw_step(

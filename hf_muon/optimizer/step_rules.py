@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_muon.distributed.executor import Executor, Piece, UpdatesOf
 from hf_muon.distributed.units import Unit
+from hf_muon.math.torch_private import storage_id
 from hf_muon.optimizer.layout import GroupWork, Matrix
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.rules import registry
@@ -64,12 +65,8 @@ class StepRules:
         self._on_updates = [rule for rule in rules if rule.update is not None]
         self._on_directions = [rule for rule in rules if rule.direction is not None]
         self._on_applying = [rule for rule in rules if rule.apply is not None]
-        self._decaying = [rule for rule in rules if rule.decays]
-        self._paired = registry.paired(group)
-        self._pairs = {k: pair for k, pair in work.pairs.items() if k in active}
-        self._params = {pair.matrix: group["params"][work.matrices[pair.matrix].param] for pair in self._pairs.values()}
-        self._gather = work.gather
-        self._partners: dict[int, Tensor] = {}  # whole
+        self.decays = any(rule.decays for rule in rules)
+        """Whether a rule takes care of the weight decay."""
         self._active = active
         self._weights = weights
         self._options = options
@@ -84,30 +81,10 @@ class StepRules:
                     own = local_of(state[group["params"][matrix.param]][key])
                     self._stored.setdefault(k, {})[key] = matrix.of(own)
 
-    def decays(self, matrix: int) -> bool:
-        """Return whether a rule takes care of the weight decay of a matrix."""
-        return any(self._follows(rule, matrix) for rule in self._decaying)
-
-    def _follows(self, rule: Rule, matrix: int) -> bool:
-        return rule.partner is None or matrix in self._pairs
-
-    def out_in(self, matrix: int) -> tuple[int, int]:
-        """Return the shape ``(out, in)`` by which the directions of a matrix are scaled."""
-        own = self._active[matrix].out_in
-        if self._paired is None or self._paired.scaled_like is None or matrix not in self._pairs:
-            return own
-        pair = self._pairs[matrix]
-        return self._paired.scaled_like(own, pair.shape, pair.role)
-
-    def gather(self) -> None:
-        """Copy the whole weights of partners before any weight moves; all ranks do so together."""
-        self._partners = self._gather(dict(sorted(self._params.items()))) if self._params else {}
-
     def release(self, executors: Sequence[Executor]) -> None:
-        """Let go of the copies of partners, which executors would keep until the next step."""
-        self._partners = {}
+        """Have executors, which stay until the next step, let go of this one."""
         for executor in executors:
-            executor.around = executor.rule = None
+            executor.rule = None
 
     def updates_of(self, updates_of: UpdatesOf) -> UpdatesOf:
         """Return what computes updates, changed by rules."""
@@ -133,19 +110,7 @@ class StepRules:
 
     def attach(self, executor: Executor) -> None:
         """Have an executor pass whole directions to the rules."""
-        executor.around = self._made if self._paired is not None else None
         executor.rule = self._directed if self._on_directions else None
-
-    def _made(self, unit: Unit, updates: Tensor, orthogonalize: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the directions of a unit ``(B, m, n)`` as the rule of pairs makes them."""
-        members = [matrices.matrix for matrices in unit.ranges]
-        if members[0] not in self._pairs:
-            return orthogonalize(updates)
-        assert self._paired is not None
-        assert self._paired.around is not None
-        pairs = [self._pairs[k] for k in members]
-        partners = torch.stack([self._partners[pair.matrix] for pair in pairs]).to(updates.device)
-        return self._paired.around(orthogonalize, updates, partners, pairs[0].role, self._options, self._number)
 
     def _directed(self, unit: Unit, directions: Tensor) -> Tensor:
         """Return the directions of a unit ``(B, m, n)`` as rules change them, in their dtype."""
@@ -193,8 +158,6 @@ class StepRules:
                 decay = options["weight_decay"] * factors.wd
                 options = {**options, "lr": options["lr"] * factors.lr, "weight_decay": decay}
             for rule in self._on_applying:
-                if not self._follows(rule, piece.matrix):
-                    continue
                 assert rule.apply is not None
                 with _Brought(self._stored.get(piece.matrix, {}), rule, piece, own.device) as state:
                     own = rule.apply(own, exact, state, options, self._number, scale)
@@ -219,13 +182,12 @@ class _Brought:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_id(one) == storage_id(other)
 
 
 def _of_matrices(group: Group, matrices: Sequence[Matrix], state: Mapping[Tensor, Any], key: str) -> dict[int, Tensor]:
     """Return the small state of each matrix, a view of that of its parameter, which is created where it is missing."""
-    kind = registry.state_kinds()[key]
-    shapes = {k: reduced_shape(kind, one.shape, transposed=one.transposed) for k, one in enumerate(matrices)}
+    shapes = {k: reduced_shape(one.shape, transposed=one.transposed) for k, one in enumerate(matrices)}
     by_param: dict[int, list[int]] = {}
     for k, matrix in enumerate(matrices):
         by_param.setdefault(matrix.param, []).append(k)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -100,11 +100,18 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def unknown_option(name: Any, valid: Sequence[str]) -> ValueError:
-    """Return the error for a key that is not an option, with the closest one that is."""
+def unknown_option(name: Any, valid: Sequence[str], hidden: Collection[str] = ()) -> ValueError:
+    """Return the error for a key that is not an option, with the closest one that is; it counts those in `hidden`."""
     near = difflib.get_close_matches(name[:100], valid, n=1) if isinstance(name, str) else []
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{quoted(name)} is not an option of muon.{hint} Valid: {', '.join(valid)}")
+    return ValueError(f"{quoted(name)} is not an option of muon.{hint} Valid: {listed(valid, hidden)}")
+
+
+def listed(names: Sequence[str], hidden: Collection[str]) -> str:
+    """Return names as an error lists them, and the number of those that are in `hidden`."""
+    rest = sum(name in hidden for name in names)
+    shown = ", ".join(name for name in names if name not in hidden)
+    return f"{shown}, and {rest} more in docs/options.md" if rest else shown
 
 
 def as_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""An estimate of what autograd holds for the backward pass of a decoder, from the shapes of its layers.
+"""What the forward and backward pass need: FLOPs, and for decoders an estimate of what autograd holds.
 
 Per token, with hidden size h, query and key-value widths q and v, MLP width f, and c bytes per element (2 for bf16), a
 layer of transformers' Llama family saves ``2 (4 + c) h`` for its norms, which compute in fp32, ``2 c h`` for the inputs
@@ -15,18 +15,18 @@ repeated here for the operations of these models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hf_muon.plan.costs import experts_per_token
+from hf_muon.routing.model_facts import expert_counts, text_config_of
 
 _BYTES_PER_LOGIT = 12
 _BYTES_OF_NORM = 14  # per element, in the backward pass of an RMSNorm
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class _Layer:
     gradients: int
 
 
-class _UnknownModuleError(Exception):
+class _UnknownModelError(Exception):
     """The estimate does not know some module."""
 
 
 def estimate_activations(
     model: nn.Module, tokens: int, dtype: torch.dtype, *, autocast: bool = False, checkpointing: bool = False
-) -> Activations | str:
-    """Estimate the bytes of activations, or say why this model has no estimate.
+) -> Activations | None:
+    """Estimate the bytes of activations; None for a model that is not built like the decoders that this knows.
 
     Args:
         model: a decoder as in transformers' Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, adapters included.
@@ -86,10 +86,10 @@ def estimate_activations(
         known = [module for module in model.modules() if _is_layer(module)]
         layers = [_layer(model, module, compute, residual) for module in known]
         hidden, vocabulary = _outside(model, known)
-    except _UnknownModuleError as unknown:
-        return f"activations are not estimated: {unknown}"
+    except _UnknownModelError:
+        return None
     if not layers:
-        return "activations are not estimated: no layer has self_attn and mlp, as in transformers' decoders"
+        return None
     # The last norm, and the input of the head.
     saved = _norm(hidden, 1, residual) + compute * hidden
     saved += sum(layer.hidden if checkpointing else layer.saved for layer in layers)
@@ -110,12 +110,10 @@ def estimate_activations(
     )
 
 
-def autocast_copies(
-    module: nn.Module, dtype: torch.dtype, numel_of: Callable[[torch.Tensor], int] = torch.Tensor.numel
-) -> int:
-    """Return the bytes of the copies that autocast makes of linear layers' weights, which have `numel_of` elements."""
+def autocast_copies(module: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the copies that autocast makes of linear layers' weights."""
     weights = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Linear)}
-    return sum(numel_of(weight) * dtype.itemsize for weight in weights.values())
+    return sum(weight.numel() * dtype.itemsize for weight in weights.values())
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -131,7 +129,7 @@ def _layer(model: nn.Module, layer: nn.Module, compute: int, residual: int) -> _
     _, keys = _features(attention, "k_proj")
     norms = [m for name, m in layer.named_children() if name not in ("self_attn", "mlp") and _numel(m)]
     if any(_numel(norm) != hidden for norm in norms):
-        raise _UnknownModuleError(f"a layer of {type(layer).__name__} has more than attention, an MLP and norms")
+        raise _UnknownModelError
     copies = (3, 1 if hasattr(mlp, "experts") else 2) if residual > compute else (1, 1)  # inputs of attention and MLP
     saved = len(norms) * _norm(hidden, 1, residual) + sum(copies) * compute * hidden
     head_size = getattr(attention, "head_dim", 0) or queries
@@ -162,7 +160,7 @@ def _mlp(model: nn.Module, mlp: nn.Module, hidden: int, compute: int, residual: 
     stack = getattr(experts, "gate_up_proj", None)
     routed = experts_per_token(model)
     if not isinstance(stack, torch.Tensor) or stack.ndim != 3 or not routed:
-        raise _UnknownModuleError(f"{type(experts).__name__} has no gate_up_proj, or the model no number of experts")
+        raise _UnknownModelError
     width = math.prod(stack.shape[1:]) // hidden // 2
     # grouped_mm does not take part in autocast: it computes in the dtype of the weights. Its input and output, gate and
     # up, the activation and the product; then indices of tokens, and fp32 probabilities of all experts.
@@ -179,20 +177,17 @@ def _outside(model: nn.Module, layers: list[nn.Module]) -> tuple[int, int]:
         if id(parameter) in inside or parameter.ndim < 2 or "lora_" in name:
             continue
         if id(parameter) not in embeddings:
-            raise _UnknownModuleError(f"{name} is in no layer that the estimate knows")
+            raise _UnknownModelError
         matrices.append(parameter)
     if not 1 <= len(matrices) <= 2 or len({matrix.shape for matrix in matrices}) > 1:
-        raise _UnknownModuleError(
-            "the estimate knows decoders with an embedding and a head of one size, and this is another model"
-        )
+        raise _UnknownModelError
     return matrices[0].shape[1], matrices[0].shape[0]
 
 
 def _expect(module: nn.Module, names: set[str]) -> None:
     """Raise an error if a module has weights under other names."""
-    for name, child in module.named_children():
-        if name not in names and _numel(child):
-            raise _UnknownModuleError(f"the estimate does not know {name} in {type(module).__name__}")
+    if any(name not in names and _numel(child) for name, child in module.named_children()):
+        raise _UnknownModelError
 
 
 def _features(module: nn.Module, name: str) -> tuple[int, int]:
@@ -200,12 +195,38 @@ def _features(module: nn.Module, name: str) -> tuple[int, int]:
     try:
         return int(linear.in_features), int(linear.out_features)  # type: ignore[union-attr]
     except AttributeError:
-        raise _UnknownModuleError(f"{type(module).__name__} has no linear {name}") from None
+        raise _UnknownModelError from None
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in _parameters(module))
+    return sum(parameter.numel() for name, parameter in module.named_parameters() if "lora_" not in name)
 
 
-def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for name, parameter in module.named_parameters() if "lora_" not in name)
+def model_flops(model: nn.Module) -> int:
+    """Return the FLOPs of a model's products with weights, for one token, forward and backward.
+
+    Per weight: 2 forward, 2 for the input's gradient, and if it is trained 2 for its own gradient. Of experts, only
+    those that a token is routed to count. An input embedding is looked up, not multiplied.
+    """
+    config = text_config_of(getattr(model, "config", None))
+    experts = next(iter(expert_counts(config)), 0)
+    routed = experts_per_token(model) or experts
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    looked_up = (
+        {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} if not tied else set()
+    )
+    total = 0
+    for name, param in model.named_parameters():
+        if param.ndim < 2 or id(param) in looked_up:
+            continue
+        numel = param.numel()
+        if experts and "experts." in name and "shared" not in name:
+            numel = numel * routed // experts
+        total += numel * (6 if param.requires_grad else 4)
+    return total
+
+
+def experts_per_token(model: nn.Module) -> int:
+    """Return the number of experts that a token is routed to; 0 if the model's configuration does not say."""
+    config = text_config_of(getattr(model, "config", None))
+    return next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), 0)

@@ -1,40 +1,30 @@
 """The cost of one optimizer step on some ranks: work, memory and communication.
 
-The plan comes from the code that the step itself uses, run on stand-ins for the weights in a fake process group
-(`stand_ins`); the numbers come from its executors and from the shapes that ranks store (`costs`).
+Who orthogonalizes what comes from the code that the step itself uses, run on stand-ins for the weights in a fake
+process group (`stand_ins`); the rest is arithmetic on shapes (`costs`, `memory`, `activations`).
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from hf_muon.config import COMM_DTYPES, MuonConfig
-from hf_muon.math.coefficients import resolve
+from hf_muon.config import MuonConfig
 from hf_muon.math.precision import NS_DTYPES
-from hf_muon.plan import buffers, costs, pairs, stand_ins
-from hf_muon.plan.memory import (
-    Memory,
-    Training,
-    model_memory,
-    offload_complaint,
-    with_moments_on_host,
-    with_state,
-)
-from hf_muon.plan.parallelism import sizes_of
-from hf_muon.routing.route import Route, route_parameters
+from hf_muon.plan import costs, stand_ins
+from hf_muon.plan.activations import model_flops
+from hf_muon.plan.memory import Memory, Training, model_memory
+from hf_muon.routing.route import route_parameters
 
 LAYOUTS = {
     "single": "one process",
     "ddp": "copies of the model on all ranks (DDP, ZeRO-0)",
     "fsdp": "FSDP2: each parameter cut along its first dim",
     "hsdp": "FSDP2 within a replica, several replicas",
-    "tp": "tensor parallel: each parameter cut as the model's tp_plan says",
     "zero1": "DeepSpeed ZeRO-1: flat partitions",
     "zero2": "DeepSpeed ZeRO-2: flat partitions",
     "zero3": "DeepSpeed ZeRO-3: each parameter cut into flat slices",
@@ -48,14 +38,11 @@ class Plan:
     Attributes:
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
-        tp_size: ranks that cut a matrix by tensor parallelism; 1 without it.
-        ep_size: ranks among which expert parallelism distributes experts; 1 without it.
         muon_weights, adamw_weights: number of trained weights by route.
-        state_bytes: optimizer state, bytes.
+        state_bytes: optimizer state, bytes, without the number a row of `normalize`.
         adamw_state_bytes: optimizer state if torch's AdamW had all weights, bytes.
-        sent_bytes: updates, directions and partners of `lora: product` sent to other ranks, bytes.
-        flops: multiplications and additions of Newton-Schulz, and of the inverse roots of `lora: product`.
-        working_bytes: bound on the temporary memory of updates and directions on a rank, bytes.
+        sent_bytes: updates and directions sent to other ranks, bytes.
+        flops: multiplications and additions of Newton-Schulz.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
         memory: on the device and on the host.
         adamw_memory: the same if torch's AdamW, with its fused kernel, had all weights.
@@ -63,15 +50,12 @@ class Plan:
 
     layout: str
     ranks: int
-    tp_size: int
-    ep_size: int
     muon_weights: int
     adamw_weights: int
     state_bytes: list[int]
     adamw_state_bytes: list[int]
     sent_bytes: list[int]
     flops: list[int]
-    working_bytes: int
     model_flops_per_token: int
     memory: Memory
     adamw_memory: Memory
@@ -98,8 +82,6 @@ def plan_step(
     ranks: int,
     *,
     replicas: int = 2,
-    tp_size: int | None = None,
-    ep_size: int = 1,
     dtype: torch.dtype = torch.float32,
     ns_dtype: torch.dtype = torch.float16,
     training: Training = Training(),  # noqa: B008 (frozen)
@@ -112,118 +94,60 @@ def plan_step(
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         replicas: copies of the model under `hsdp`.
-        tp_size: ranks that cut a matrix, under `fsdp` and `hsdp`; under `tp` it is all of them.
-        ep_size: ranks among which experts are distributed, under `tp`, `fsdp` and `hsdp`.
         dtype: of the stored weights; with bf16 mixed precision they are fp32. ZeRO's own are in `compute_dtype`.
         ns_dtype: that `ns_dtype: auto` means on the hardware of the ranks.
         training: how the run computes, for its memory.
 
     Raises:
-        ValueError: the layout is unknown, or `ranks`, `replicas`, `training.offload` or the sizes do not fit it.
-        RuntimeError: this process is in a process group already, or the model has no plan for tensor or expert
-            parallelism.
+        ValueError: the layout is unknown, or `ranks` or `replicas` do not fit it.
+        RuntimeError: this process is in a process group already, or the layout cannot have these options.
     """
-    _check(config, layout, ranks, replicas, training)
-    sizes = sizes_of(layout, ranks, replicas, tp_size, ep_size)
+    _check(layout, ranks, replicas)
     routes = route_parameters(model, config)
     products = NS_DTYPES[config.ns_dtype] or ns_dtype
-    cuts = stand_ins.cuts_on(model, sizes)
+    is_zero = layout.startswith("zero")
+    shards = {"fsdp": ranks, "hsdp": ranks // replicas}.get(layout, 1)
     with stand_ins.fake_ranks(ranks):
-        groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, layout, replicas, dtype, cuts)
-        step = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
-        steps = len(resolve(config.ns_coefficients, config.ns_steps))
-        cost = costs.step_cost(step, groups, ranks, steps, products, config, cuts)
-        gathered = max(pairs.gathering(*own).peak for own in zip(groups, step.works, strict=True))
-        state = costs.state_bytes(step, groups, ranks, cuts)
-    shards = {"fsdp": ranks, "hsdp": ranks // replicas, "zero3": ranks}.get(layout, 1)
-    flats = [param.numel() for group in groups for param in group["params"]] if partitions is not None else []
-    of_model = model_memory(model, layout, ranks, shards, sum(flats), dtype, training, cuts)
-    if cuts is not None:  # the fewest ranks that store a matrix together
-        shards = min((math.prod(r.shape) // max(cuts.stored([r.parameter])) for r in routes if r.use_muon), default=1)
-    in_flight = cost.in_flight_bytes
-    # DeepSpeed makes fp32 gradients of one partition at a time.
-    fp32_gradients = 4 * max(flats, default=0) if training.offload == "none" else 0
-    matrices = state.matrices
-    unit = _step_buffers(routes, config, torch.float32 if flats else dtype, products)
-    temporary, in_turn = max(unit.temporary, unit.paired), unit.numel
-    if ranks > 1:
-        in_turn = min(max(matrices), max(cost.turn, unit.numel // shards))
-        # Updates as they arrive lie beside the batch. The pieces of a bucket need as much per element as units.
-        temporary = max(unit.temporary, unit.temporary * in_turn // max(1, unit.numel)) + unit.around
-        temporary += in_flight + cost.unit_bytes
-        if dtype.itemsize < 4:  # copies of small pieces
-            temporary += 8 * min(in_turn, buffers.CHUNK)
-    temporary = max(temporary + unit.copies, gathered)
-    of_adamw = unit.of_adamw
-    if config.momentum_offload == "cpu":  # two turns
-        temporary += min(2 * unit.moments * in_turn // max(1, unit.numel), max(state.large[True]))
-        of_adamw += unit.of_chunks
-    memory = with_state(
-        of_model,
-        state.own,
-        max(temporary, of_adamw) + fp32_gradients,
-        training,
-        travels=_travels(matrices, config, products),
-    )
+        stored = torch.float32 if is_zero else dtype
+        groups, made = stand_ins.stored_groups(routes, config, layout, replicas, stored)
+        cost = costs.step_cost(made, ranks, config, products)
+        buffers = costs.step_buffers(made, cost, config, products)
+        state = costs.state_bytes(groups, ranks, shards)
+    flats = [param.numel() for group in groups for param in group["params"]] if is_zero else []
+    cut = ranks if layout == "zero3" else shards
+    of_model = model_memory(model, layout, ranks, cut, sum(flats), dtype, training)
+    fp32_gradients = 4 * max(flats, default=0)  # DeepSpeed makes those of one partition at a time
+    memory = replace(of_model, state=state.own, step=buffers + fp32_gradients)
     if config.momentum_offload == "cpu":
-        there = back = state.large[True]
-        if config.offload_compute == "cpu":
-            there = [numel * products.itemsize for numel in matrices]
-            back = [numel * dtype.itemsize for numel in matrices]
-        memory = with_moments_on_host(
-            memory,
-            [sum(own) for own in zip(*state.large.values(), strict=True)],
-            *([a + b for a, b in zip(way, state.large[False], strict=True)] for way in (there, back)),
-        )
+        on_device = [own - large for own, large in zip(state.own, state.large, strict=True)]
+        in_turn = min(max(state.large), costs.turns_of_moments(cost))
+        memory = replace(memory, state=on_device, host=state.large, step=memory.step + in_turn)
     weights = {side: sum(math.prod(r.shape) for r in routes if r.use_muon is side) for side in (True, False)}
     return Plan(
         layout=layout,
         ranks=ranks,
-        tp_size=sizes.tp if sizes else 1,
-        ep_size=ep_size,
         muon_weights=weights[True],
         adamw_weights=weights[False],
         state_bytes=state.own,
         adamw_state_bytes=state.adamw,
         sent_bytes=cost.sent_bytes,
         flops=cost.flops,
-        working_bytes=in_flight + cost.unit_bytes,
-        model_flops_per_token=costs.model_flops(model),
+        model_flops_per_token=model_flops(model),
         memory=memory,
-        adamw_memory=with_state(of_model, state.adamw, fp32_gradients, training),
+        adamw_memory=replace(of_model, state=state.adamw, step=fp32_gradients),
     )
 
 
-def _check(config: MuonConfig, layout: str, ranks: int, replicas: int, training: Training) -> None:
+def _check(layout: str, ranks: int, replicas: int) -> None:
     if layout not in LAYOUTS:
         near = difflib.get_close_matches(layout, LAYOUTS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"layout={layout!r} is not valid.{hint} Valid: {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {layout} is not valid.{hint} Valid: {', '.join(LAYOUTS)}")
     if ranks < 1:
-        raise ValueError(f"ranks={ranks} is not valid: expected an integer of at least 1")
+        raise ValueError(f"{ranks} ranks are not valid: expected at least 1")
     if layout == "single" and ranks > 1:
-        raise ValueError(f"layout=single is one process, and ranks={ranks}. Valid layouts: {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout single is one process, not {ranks} ranks. Valid layouts: {', '.join(LAYOUTS)}")
     if layout == "hsdp" and (replicas < 1 or ranks % replicas):
         raise ValueError(
-            f"replicas={replicas} do not divide ranks={ranks}: each replica has as many ranks as the others"
+            f"{replicas} replicas do not divide {ranks} ranks: each replica has as many ranks as the others"
         )
-    if complaint := offload_complaint(layout, training.offload):
-        raise ValueError(complaint)
-
-
-def _step_buffers(
-    routes: Sequence[Route], config: MuonConfig, dtype: torch.dtype, ns_dtype: torch.dtype
-) -> buffers.StepBuffers:
-    """Return the temporary tensors of one process's step."""
-    groups, partitions, replicate_group = stand_ins.stored_groups(routes, config, "single", 1, dtype)
-    layout = stand_ins.step_layout(groups, partitions, replicate_group, config, buffers.ACCELERATOR)
-    name = next(name for name, own in NS_DTYPES.items() if own == ns_dtype)
-    return buffers.step_buffers(layout, groups, config, name)
-
-
-def _travels(matrices: Sequence[int], config: MuonConfig, ns_dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return the bytes of updates to the device and of directions back, where the state of a rank is on the host."""
-    if config.offload_compute == "cpu":
-        return [(0, 0) for _ in matrices]
-    there = (COMM_DTYPES[config.comm_dtype] or torch.float32).itemsize
-    return [(numel * there, numel * min(there, ns_dtype.itemsize)) for numel in matrices]

@@ -19,7 +19,11 @@ _GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 STATE_SPACE = ("A_log", "D", "dt_bias")
 # Names of tables of learned vectors, for parameters that are not a module's `weight`.
 TABLE = re.compile(r"(^|_)(ape|pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
-_NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+_BATCH_NORM_TYPES = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_BATCH_NORM_TYPES)
 _TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 

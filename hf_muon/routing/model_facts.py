@@ -51,7 +51,7 @@ def outside_base_model(model: nn.Module) -> dict[int, int | None]:
     labels: int | None = None
     for module in model.modules():
         # Ask the class, and the module's own children: peft's wrappers forward attributes of the model inside.
-        base = module._modules.get(getattr(type(module), "base_model_prefix", "") or "")
+        base = dict(module.named_children()).get(getattr(type(module), "base_model_prefix", "") or "")
         if base is not None:
             inside.update(id(parameter) for parameter in base.parameters())
             labels = getattr(getattr(module, "config", None), "num_labels", labels)

@@ -15,7 +15,7 @@ from hf_muon.storage.tensors import class_complaint, shape_of, uninitialized
 # Components that torch.compile, FSDP and activation checkpointing put into names.
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-CONV_TYPES = (nn.modules.conv._ConvNd,)
+CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
 # The name of a weight norm's second factor, which no module gives to a parameter.
 MAGNITUDE = "magnitude of weight norm"
@@ -135,7 +135,7 @@ def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, 
     # As torch.nn.utils.weight_norm, the older of the two, names them.
     for suffix, role in (("_v", ""), ("_g", MAGNITUDE)):
         weight = name.removesuffix(suffix)
-        if weight != name and all(f"{weight}{other}" in owner._parameters for other in ("_g", "_v")):
+        if weight != name and {f"{weight}_g", f"{weight}_v"} <= dict(owner.named_parameters(recurse=False)).keys():
             return [*steps[:-1], (role or weight, owner)]
     return steps
 

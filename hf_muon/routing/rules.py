@@ -72,12 +72,6 @@ def is_lora_b(name: str) -> bool:
     return _LORA_B.search(name) is not None
 
 
-def _multiplies_otherwise(param: ModelParameter) -> bool:
-    """Return whether a parameter is of AdaLoRA, or of peft's LoRA on a stack of experts."""
-    classes = {type(module).__name__ for _, module in param.outward()}
-    return is_lora(param.name) and ("lora_E" in param.name or "ParamWrapper" in classes)
-
-
 class Rules:
     """The rules for one model, with the facts about it that they share."""
 
@@ -120,11 +114,6 @@ class Rules:
             raise ValueError(
                 f"lora={self.config.lora}: no {factor} factor is trained. Remove the option, or check the peft "
                 "configuration"
-            )
-        if self.config.lora == "product" and (others := [p for p in params if _multiplies_otherwise(p)]):
-            raise ValueError(
-                f"lora=product: {others[0].name} belongs to factors whose product is not lora_B times lora_A (AdaLoRA, "
-                "or factors of all experts in one). Use lora=muon"
             )
         targets = self.config.optim_target_modules
         if targets is not None and not any(_is_target(targets, param) for param in params):

@@ -14,12 +14,8 @@ class RuleOptions:
 
     momentum_warmup: int = declared(BUILT_IN_OPTIONS["momentum_warmup"])
     momentum_cooldown: int = declared(BUILT_IN_OPTIONS["momentum_cooldown"])
-    momentum_min: float = declared(BUILT_IN_OPTIONS["momentum_min"])
     training_steps: int | None = declared(BUILT_IN_OPTIONS["training_steps"])
     weight_decay_schedule: str = declared(BUILT_IN_OPTIONS["weight_decay_schedule"])
     normalize: str = declared(BUILT_IN_OPTIONS["normalize"])
-    normalize_beta: float = declared(BUILT_IN_OPTIONS["normalize_beta"])
     weight_decay_mode: str = declared(BUILT_IN_OPTIONS["weight_decay_mode"])
     qk_clip: float | None = declared(BUILT_IN_OPTIONS["qk_clip"])
-    qk_clip_force: bool = declared(BUILT_IN_OPTIONS["qk_clip_force"])
-    lora_product: bool = declared(BUILT_IN_OPTIONS["lora_product"])

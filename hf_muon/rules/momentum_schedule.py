@@ -1,6 +1,6 @@
 """`momentum_warmup` and `momentum_cooldown`: momentum that rises over the first steps and falls over the last.
 
-Source: Jordan et al., https://github.com/KellerJordan/modded-nanogpt, whose steps, ends and `momentum_min` these are;
+Source: Jordan et al., https://github.com/KellerJordan/modded-nanogpt, whose steps, ends and `LOW` these are;
 https://github.com/karpathy/nanochat warms up from 0.85 and ends at 0.90.
 """
 
@@ -16,26 +16,28 @@ from hf_muon.rules.rule import Options, Rule
 _SOURCE = (
     "[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), [nanochat](https://github.com/karpathy/nanochat)"
 )
+LOW = 0.85
+"""Momentum at the ends of both."""
 
 
 def momentum(options: Options, step: int) -> dict[str, float]:
     """Return the momentum of a step: the smaller one where warmup and cooldown overlap."""
     warmup, cooldown = options["momentum_warmup"], options["momentum_cooldown"]
-    low, high = options["momentum_min"], options["momentum"]
+    high = options["momentum"]
     rise = min((step - 1) / warmup, 1.0) if warmup else 1.0
     fall = 1.0
     if cooldown and options["training_steps"] is not None:  # a plan may not know it; steps are refused
         fall = min(max((options["training_steps"] - (step - 1)) / cooldown, 0.0), 1.0)
     fraction = min(rise, fall)
-    return {"momentum": high if fraction == 1.0 else low + fraction * (high - low)}
+    return {"momentum": high if fraction == 1.0 else LOW + fraction * (high - LOW)}
 
 
 def complaint(options: Options) -> str | None:
     """Say why momentum cannot rise."""
-    if options["momentum_min"] > options["momentum"]:
+    if options["momentum"] < LOW:
         return (
-            f"momentum_min={options['momentum_min']} is above momentum={options['momentum']}, to which momentum_warmup "
-            "and momentum_cooldown rise and from which they fall: lower momentum_min"
+            f"momentum={options['momentum']} is below {LOW}, where momentum_warmup starts and momentum_cooldown ends: "
+            "leave both out, or raise momentum"
         )
     return None
 
@@ -62,24 +64,17 @@ RULE = Rule(
         "momentum_warmup": Option(
             types.integer("a number of steps, 0 for none", 0),
             0,
-            "Number of first steps over which momentum rises linearly from `momentum_min` to `momentum`; 0 for none.",
+            "Number of first steps over which momentum rises linearly from 0.85 to `momentum`; 0 for none.",
             scope="group",
             source=_SOURCE,
         ),
         "momentum_cooldown": Option(
             types.integer("a number of steps, 0 for none", 0),
             0,
-            "Number of last steps over which momentum falls linearly from `momentum` to `momentum_min`; 0 for none. "
+            "Number of last steps over which momentum falls linearly from `momentum` to 0.85; 0 for none. "
             "Needs `training_steps`, which a Trainer fills in.",
             scope="group",
             source="[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt)",
-        ),
-        "momentum_min": Option(
-            types.number("a number from 0 to below 1", 0, 1),
-            0.85,
-            "Momentum at the ends of `momentum_warmup` and `momentum_cooldown`.",
-            scope="group",
-            source=_SOURCE,
         ),
         "training_steps": Option(
             types.integer("a positive number of steps", 1),

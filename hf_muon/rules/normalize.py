@@ -15,6 +15,7 @@ from hf_muon.options.declaration import Option
 from hf_muon.rules.rule import Options, Rule, States
 
 _EPS = 1e-10
+_BETA = 0.95
 _SOURCE = "[2510.05491](https://arxiv.org/abs/2510.05491)"
 SECOND_MOMENT = "row_second_moment"
 
@@ -22,7 +23,7 @@ SECOND_MOMENT = "row_second_moment"
 def normalized_rows(directions: Tensor, state: States, options: Options, step: int) -> Tensor:
     """Return directions ``(B, out, in)`` whose rows are normalized; each keeps its Frobenius norm."""
     moment = state[SECOND_MOMENT]  # (B, out, 1)
-    moment.lerp_(directions.square().mean(dim=-1, keepdim=True), 1 - options["normalize_beta"])
+    moment.lerp_(directions.square().mean(dim=-1, keepdim=True), 1 - _BETA)
     normalized = directions / moment.sqrt().add_(_EPS)
     before, after = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (directions, normalized))
     return normalized.mul_(before / after.add_(_EPS))
@@ -35,13 +36,6 @@ RULE = Rule(
             types.choice(("none", "rows")),
             "none",
             "Normalize directions: `none`, or `rows` (NorMuon) by the second moment of each row over the steps.",
-            scope="group",
-            source=_SOURCE,
-        ),
-        "normalize_beta": Option(
-            types.number("a number from 0 to below 1", 0, 1),
-            0.95,
-            "Decay of the second moments of `normalize`.",
             scope="group",
             source=_SOURCE,
         ),

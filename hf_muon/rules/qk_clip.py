@@ -33,12 +33,12 @@ def rescaling(logits: Tensor, heads: Heads, options: Options) -> Mapping[str, Te
 
 def complaint(heads: Heads, options: Options) -> str | None:
     """Say why the heads of an attention need no rescaling; None where they may."""
-    if not heads.normalized or options["qk_clip_force"] or options["qk_clip"] == float("inf"):
+    if not heads.normalized or options["qk_clip"] == float("inf"):
         return None
     return (
         f"normalizes queries and keys ({heads.normalized}), which bounds its logits: qk_clip={options['qk_clip']:g} is "
-        "not needed, and rescaling rows before they are normalized does not change logits. Remove the option, set "
-        "qk_clip=inf to measure logits alone, or qk_clip_force=true to rescale all the same"
+        "not needed, and rescaling rows before they are normalized does not change logits. Remove the option, or "
+        "set qk_clip=inf to measure logits alone"
     )
 
 
@@ -53,13 +53,6 @@ RULE = Rule(
             scope="group",
             fallback="off",
             source=_SOURCE,
-        ),
-        "qk_clip_force": Option(
-            types.flag(),
-            False,
-            "Apply `qk_clip` also where queries and keys are normalized, as in Qwen3; if false, such models are "
-            "refused.",
-            scope="group",
         ),
     },
     is_on=lambda options: options["qk_clip"] is not None,

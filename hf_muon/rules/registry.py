@@ -8,16 +8,13 @@ from functools import cache
 from typing import Any
 
 from hf_muon.options.declaration import Option
-from hf_muon.rules import cautious, decay_schedule, lora_product, momentum_schedule, normalize, qk_clip
+from hf_muon.rules import cautious, decay_schedule, momentum_schedule, normalize, qk_clip
 from hf_muon.rules.rule import Rule, StateKind
 
 ENTRY_POINTS = "hf_muon.rules"
 """The group of entry points under which packages name their rules."""
 
-BUILT_IN = (
-    *(momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE),
-    lora_product.RULE,
-)
+BUILT_IN = (momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
 
 BUILT_IN_OPTIONS = {name: option for rule in BUILT_IN for name, option in rule.options.items()}
 
@@ -28,7 +25,7 @@ OTHERS_OPTIONS: dict[str, Option] = {}
 """The options of registered rules, by name."""
 
 _reserved: set[str] = set()
-_FUNCTIONS = ("hyperparameters", "update", "direction", "around", "apply", "head_factors")
+_FUNCTIONS = ("hyperparameters", "update", "direction", "apply", "head_factors")
 _MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")  # diagnostics measure their RMS
 _MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
@@ -54,8 +51,6 @@ def register(rule: Rule) -> None:
             raise ValueError(f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it")
     if all(getattr(rule, name) is None for name in _FUNCTIONS):
         raise ValueError(f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)}")
-    if (rule.around is None) != (rule.partner is None):
-        raise ValueError(f"The rule {rule.name!r} has one of around and partner, which go together. Give it both")
     if scopes := [name for name, option in rule.options.items() if option.scope != "group"]:
         raise ValueError(f"The rule {rule.name!r} has the option {scopes[0]!r}, whose scope is not 'group'. Set it")
     RULES[rule.name] = rule
@@ -115,11 +110,9 @@ def _with_defaults(rule: Rule, group: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**group, **missing} if missing else group
 
 
-def paired(group: Mapping[str, Any]) -> Rule | None:
-    """Return the rule of a Muon group that orthogonalizes matrices with their partners; None for none."""
-    if not group["use_muon"]:
-        return None
-    return next((rule for rule in rules_of(group) if rule.around is not None), None)
+def has_sides(group: Mapping[str, Any]) -> bool:
+    """Return whether a rule of a param group tells the rows of directions from the columns."""
+    return any(rule.direction is not None for rule in rules_of(group))
 
 
 def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:
@@ -143,7 +136,4 @@ def complaint(group: Mapping[str, Any], *, is_step: bool = False) -> str | None:
                 return text
     if len(decaying := [rule.name for rule in rules if rule.decays]) > 1:
         return f"{' and '.join(decaying)} each take care of weight decay: switch off one of them"
-    around = [rule.name for rule in rules if rule.around is not None]
-    if around and (others := [*around[1:], *(rule.name for rule in rules if rule.direction is not None)]):
-        return f"{around[0]} and {others[0]} each make the directions of whole matrices: switch off one of them"
     return None

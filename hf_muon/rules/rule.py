@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_muon.options.declaration import Option
 from hf_muon.rules.heads import Heads
 
-StateKind = Literal["weight", "row", "column", "matrix"]
-"""What a state has a number for: an element of a weight, a row or column of a matrix ``(out, in)``, or a matrix."""
+StateKind = Literal["weight", "row"]
+"""What a state has a number for: an element of a weight, or a row of a matrix ``(out, in)``."""
 
 Options = Mapping[str, Any]
 """The options of a param group, by name, with the learning rate of this step."""
@@ -41,17 +41,8 @@ class Rule:
         update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
             the options and the number of the step; returns the updates to orthogonalize, in their dtype.
         direction: on whole matrices, where they are orthogonalized. Called with directions ``(B, out, in)`` in fp32,
-            state ``(B, out, 1)``, ``(B, 1, in)`` or ``(B, 1, 1)`` by its kind, the options and the number of the step;
-            returns directions ``(B, out, in)``.
-        around: on whole matrices, in the place of orthogonalization. Called with a function that orthogonalizes any
-            contiguous batch of matrices and overwrites it, updates ``(B, out, in)``, the whole weights of their
-            partners ``(B, p, q)`` in fp32 as they were before the step, the matrices' role, the options and the number
-            of the step; returns directions ``(B, out, in)`` in fp32. Needs `partner`.
-        partner: called with the name of a parameter; returns the name of its partner and its own role in the pair, or
-            None, where the rule's `around` and `apply` are not called. Pairs are single matrices, in one param group.
-            Raises ValueError for a name that is that of a factor whose pair the rule cannot step.
-        scaled_like: called with the shapes of a matrix and of its partner and the matrix's role; returns the shape
-            ``(out, in)`` by which `adjust_lr_fn` scales its directions. Raises ValueError for shapes that make no pair.
+            state ``(B, out, 1)`` of the kind `row`, the options and the number of the step; returns directions of that
+            shape.
         apply: elementwise, as directions are applied, ``weight -= lr * scale * direction``. Called with directions and
             weights in fp32, their state of the kind `weight`, the options, the number of the step and the scale;
             returns directions.
@@ -76,9 +67,6 @@ class Rule:
     adamw: bool = False
     update: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
     direction: Callable[[Tensor, States, Options, int], Tensor] | None = None
-    around: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor, str, Options, int], Tensor] | None = None
-    partner: Callable[[str], tuple[str, str] | None] | None = None
-    scaled_like: Callable[[Sequence[int], Sequence[int], str], tuple[int, int]] | None = None
     apply: Callable[[Tensor, Tensor, States, Options, int, float], Tensor] | None = None
     decays: bool = False
     head_factors: Callable[[Tensor, Heads, Options], Mapping[str, Tensor]] | None = None

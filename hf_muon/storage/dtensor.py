@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hf_muon.math.codes import BLOCK, scale_shape
+from hf_muon.math.torch_private import dtensor_on_host, part_of, shard_orders
 from hf_muon.storage.regions import Region, regions
 
 
@@ -54,12 +54,11 @@ def mesh_complaint(param: DTensor) -> str | None:
     """Return why a parameter's local tensor is not the one that its placements mean, or None if it is."""
     if param.device_mesh.get_coordinate() is None:
         return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
-    for entry in getattr(param._spec, "shard_order", None) or ():  # not in all versions of torch
-        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
-            return (
-                f"has its dim {entry.tensor_dim} sharded over the mesh dims {tuple(entry.mesh_dims)} in this order, "
-                "and only their own order is known here: redistribute it in torch's default shard order"
-            )
+    for dim, order in shard_orders(param).items():
+        return (
+            f"has its dim {dim} sharded over the mesh dims {order} in this order, and only their own order is known "
+            "here: redistribute it in torch's default shard order"
+        )
     if not _is_as_torch_splits(
         tuple(param.shape),
         tuple(param.device_mesh.mesh.shape),
@@ -94,8 +93,7 @@ def _is_as_torch_splits(
             indices = torch.arange(shape[dim]).view([-1 if other == dim else 1 for other in range(len(shape))])
             for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
                 if getattr(placement, "dim", None) == dim:
-                    parts, _ = placement._split_tensor(indices, size, with_padding=False, contiguous=False)
-                    indices = parts[at]
+                    indices = part_of(indices, placement, size, at)
             expected = [torch.arange(start, stop) for start, stop in ranges]
             if not torch.equal(
                 indices.flatten(), torch.cat(expected) if expected else torch.empty(0, dtype=torch.int64)
@@ -132,9 +130,7 @@ def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DT
         return DTensor.from_local(
             local, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride
         )
-    # `from_local` would move it from the host to the mesh's device.
-    meta = TensorMeta(size, tuple(stride), local.dtype)
-    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor_on_host(local, param.device_mesh, param.placements, size, tuple(stride))
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_muon.math.torch_private import is_of_fsdp1, is_strided
+
 STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of parameters and gradients."""
 
@@ -76,7 +78,8 @@ def class_complaint(param: Tensor) -> str | None:
         return "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built"
     if not param.requires_grad:
         return None  # frozen quantized weights have classes of their own
-    stored = param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
+    with torch.no_grad():  # with gradients, the class of a local tensor would be another one
+        stored = local_of(param)
     for tensor in (param, stored):
         cls = type(tensor)
         if not _is_known(cls):
@@ -95,10 +98,10 @@ def storage_complaint(param: Tensor) -> str | None:
         return complaint
     if is_dtensor(param):
         placements = param.placements  # type: ignore[attr-defined]
-        odd = [p for p in placements if not (p.is_replicate() or p.is_shard() or _is_strided(p))]
+        odd = [p for p in placements if not (p.is_replicate() or p.is_shard() or is_strided(p))]
         if odd:
             return f"is a DTensor with placement {odd[0]}; Muon steps Shard and Replicate ones. Redistribute it first"
-    if getattr(param, "_is_flat_param", False) or hasattr(param, "_fsdp_flattened"):
+    if is_of_fsdp1(param):
         return (
             "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
             "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2"
@@ -124,8 +127,3 @@ def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
             "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare"
         )
     return None
-
-
-def _is_strided(placement: Any) -> bool:
-    # Private in torch, and a sibling of Shard or a subclass of it by version.
-    return type(placement).__name__ == "_StridedShard"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import TrainingArguments
 from typer.testing import CliRunner
@@ -28,52 +28,45 @@ def doctor(*arguments, **environment):
 
 
 @functools.cache
-def plain_doctor():
-    """Run `hf-muon doctor` without arguments, once for the three tests that read its output."""
-    return doctor()
+def whole_doctor():
+    """Run `hf-muon doctor --all`, once for the two tests that read its output."""
+    return doctor("--all")
 
 
 def test_doctor():
-    process = plain_doctor()
+    process = whole_doctor()
     assert process.returncode == 0, process.stderr
     assert "optim: muon is accepted without any import" in process.stdout
     assert "found: hf_muon_autoload:activate" in process.stdout
-    for hook in ("optim: muon", "optimizer of Trainer", "context parallel", "Accelerator.prepare", "whole states"):
+    for hook in ("optim: muon", "optimizer of Trainer", "callback of Trainer", "Accelerator.prepare", "whole states"):
         assert re.search(rf"{re.escape(hook)} +│ patched", process.stdout), hook
 
 
-def test_doctor_shows_whole_names_in_80_columns(monkeypatch, capsys):
-    hooks = dict.fromkeys(HOOKS, "waiting for its import, which takes a while")
-    shown = cli_doctor._examine() | {"hooks": hooks}
+def test_doctor_shows_hooks_and_what_is_not_there_only_if_asked(monkeypatch, capsys):
+    findings = {**cli_doctor._examine(), "hooks": dict.fromkeys(HOOKS, "waiting for its import, which takes a while")}
+    findings["versions"]["deepspeed"] = None
     monkeypatch.setattr(cli_doctor, "console", lambda: Console(width=80, soft_wrap=True))
-    cli_doctor._show(shown)
+    cli_doctor._show(findings, everything=True)
     lines = capsys.readouterr().out.splitlines()
-    assert all(any(f"│ {name} " in line for line in lines) for name in hooks)
-    table = [line for line in lines if line.startswith(tuple(f"│ {name}" for name in hooks))]
-    assert max(map(len, table)) <= 80
+    for name in (*findings["versions"], *findings["variables"], *HOOKS):
+        (line,) = (line for line in lines if f"│ {name} " in line)
+        assert len(line) <= 80
+    cli_doctor._show(findings, everything=False)
+    text = capsys.readouterr().out
+    assert "│ torch " in text
+    assert not any(f"│ {name} " in text for name in ("deepspeed", "HF_MUON_STEP_REPORT", *HOOKS))
 
 
 def test_doctor_for_machines_and_for_bug_reports():
     report = json.loads(doctor("--json").stdout)
     assert report["accepted"] is True
-    assert report["versions"]["torch"] == torch.__version__
+    torch = importlib.metadata.version("torch")
+    assert report["versions"]["torch"] == torch
     assert report["hooks"]["optim: muon"] == "patched"
     assert report["lost"] == {}
-    sentence = plain_doctor().stdout.splitlines()[-1]
+    sentence = whole_doctor().stdout.splitlines()[-1]
     assert sentence.startswith("optim: muon is accepted with python 3.")
-    assert f"torch {torch.__version__}" in sentence
-
-
-def test_doctor_lists_the_hooks_of_llamafactory_v1():
-    """Expect the registry in one of two modules, depending on the version of LLaMA-Factory."""
-    shown = dict(re.findall(r"((?:LLaMA-Factory|newer) ?v1's \w+) +│ ([^│]*?) *│", plain_doctor().stdout))
-    registries = [shown.pop(name) for name in ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")]
-    assert len(shown) == 3
-    if importlib.util.find_spec("llamafactory") is None:
-        assert {*shown.values(), *registries} == {"waiting for its import (not installed)"}
-    else:
-        assert set(shown.values()) == {"waiting for its import"}
-        assert set(registries) == {"waiting for its import", "waiting for its import (not in this llamafactory)"}
+    assert f"torch {torch}" in sentence
 
 
 def test_doctor_says_why_not():
@@ -126,7 +119,7 @@ def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monke
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = doctor("--json", PYTHONPATH=paths)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"optim: muon needs {package} .* or newer, and 1.0 is installed") as refusal:
+    with pytest.raises(RuntimeError, match=f"Muon needs {package} .* or newer, and 1.0 is installed") as refusal:
         TrainingArguments(str(tmp_path), optim="muon", use_cpu=True, report_to="none")
     report = json.loads(process.stdout)
     assert (process.returncode, report["accepted"], report["reason"]) == (1, False, str(refusal.value))
@@ -140,6 +133,20 @@ def test_help_and_version():
 
     assert "doctor" in ask("--help")
     assert ask("--version") == f"hf-muon {hf_muon.__version__}\n"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "plotly"])
+def test_a_package_of_the_extra_that_is_missing(package, monkeypatch):
+    """Hide a package that the command imports when it starts, or when it draws a page."""
+    for module in [
+        name for name in sys.modules if f"{name}.".startswith(("hf_muon.cli.", "hf_muon.diagnostics.", f"{package}."))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["hf-muon", "report", "."])
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module("hf_muon.cli").main()
+    assert exit.value.code == (f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]'")
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["plan"], ["report"], ["convert"]])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
 from hf_muon import MuonConfig, route_parameters
@@ -104,7 +103,6 @@ class TestInspect:
         frozen = sum(".4." not in name and ".5." not in name for name, _ in small[0].named_parameters())
         words = " ".join(call("inspect", run).stdout.split())
         assert f"frozen: {frozen} parameters" in words
-        assert "model.layers.0-3" in words
 
     def test_how_weights_are_seen(self, tmp_path):
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
@@ -159,15 +157,6 @@ class TestInspect:
         source = read_source(str(path))
         assert (source.config.weight_decay, source.config.momentum, source.notes) == (0.1, 0.9, [])
 
-    def test_an_adapter(self, small, tmp_path):
-        config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-        base = Qwen3ForCausalLM.from_pretrained(small[1])
-        get_peft_model(base, config).save_pretrained(tmp_path)
-        settings = json.loads((tmp_path / "adapter_config.json").read_text())
-        assert settings["base_model_name_or_path"] == str(small[1])
-        result = call("inspect", tmp_path, "--json", "--optim-args", "lora=muon")
-        assert json.loads(result.stdout)["muon"]["parameters"] == 2 * 7 * 6
-
     def test_nothing_for_muon_is_told_and_an_error(self, small, tmp_path):
         result = call("inspect", training_yaml(tmp_path, small, finetuning_type="lora"))
         assert result.exit_code == 1
@@ -200,7 +189,7 @@ class TestInspect:
             ("run.yaml", "model_name_or_path: SMALL\noptim_args: ns_step=3", "'ns_step' is not an option of muon"),
             ("run.yaml", "model_name_or_path: SMALL\noptim: muon\nuse_muon: true", "two different optimizers"),
             ("run.yaml", "model_name_or_path: SMALL\noptim: hf_muon\nuse_muon: true", "two different optimizers"),
-            ("run.yaml", "model_name_or_path: SMALL\nlora_target: nothing_like_it", "LoRA cannot be added"),
+            ("run.yaml", "model_name_or_path: SMALL\nlora_target: nothing_like_it", "lora does not fit the model: "),
             ("config.json", "{", "config.json: no model can be made of it"),
             ("config.json", '{"model_type": "unheard"}', r"config.json: no model can be made of it: .*`unheard`.*\n$"),
         ],

@@ -10,8 +10,7 @@ import pytest
 import transformers
 import yaml
 from accelerate.state import PartialState
-from peft import LoraConfig, get_peft_model
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainingArguments
+from transformers import Qwen3Config, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
@@ -80,13 +79,12 @@ class TestQuantized:
         assert (planned.exit_code, planned.stdout) == (1, "")
         assert f"is quantized ({quantized.name}" in planned.stderr
 
-    def test_dequantize_shows_what_that_would_give(self, quantized, folder):
-        report = json.loads(call("inspect", quantized, "--json", "--dequantize").stdout)
-        assert {**report, "source": ""} == {**json.loads(call("inspect", folder, "--json").stdout), "source": ""}
+    def test_a_configuration_that_dequantizes(self, quantized, folder):
         config = json.loads((quantized / "config.json").read_text())
         config["quantization_config"]["dequantize"] = True
         (quantized / "config.json").write_text(json.dumps(config))
-        assert json.loads(call("inspect", quantized, "--json").stdout)["muon"] == report["muon"]
+        expected = json.loads(call("inspect", folder, "--json").stdout)["muon"]
+        assert json.loads(call("inspect", quantized, "--json").stdout)["muon"] == expected
 
     def test_of_a_run_with_lora_the_factors_are_trained(self, quantized, tmp_path):
         lora = {"finetuning_type": "lora", "optim_args": "lora=muon"}
@@ -94,7 +92,8 @@ class TestQuantized:
         assert result.exit_code == 0, result.stderr
         report = json.loads(result.stdout)
         assert report["muon"]["parameters"] == 2 * 2 * 7
-        assert any("quantize" in note for note in report["notes"])
+        noted = any("its own weights are frozen" in note for note in report["notes"])
+        assert noted is (quantized.name != "fp8")  # which LLaMA-Factory dequantizes
 
     def test_a_full_run_is_refused_unless_llamafactory_dequantizes(self, quantized, tmp_path):
         result = call("inspect", write(tmp_path, quantized))
@@ -116,7 +115,7 @@ class TestQuantized:
         result = call("inspect", write(tmp_path, folder, **keys), "--json")
         setting = next(f"{key}: {value}" for key, value in keys.items() if key.startswith(("quantization_b", "load")))
         assert (result.exit_code, json.loads(result.stdout)["muon"]["weights"]) == (1, 0)
-        assert f"remove {setting}" in result.stderr
+        assert f"quantized by {setting}: its weights cannot be trained" in result.stderr
         lora = (
             {"finetuning_type": "lora"}
             if "finetuning_type" in keys
@@ -167,29 +166,20 @@ class TestQuantized:
             quantized["quantization_config"] = QUANTIZED["gptq"]
             (tmp_path / "config.json").write_text(json.dumps(written))
             result = call("inspect", tmp_path)
-            assert (result.exit_code, "is quantized (gptq, 4 bits)" in result.stderr) == (1, True), result.stderr
+            assert (result.exit_code, "is quantized (gptq)" in result.stderr) == (1, True), result.stderr
             del quantized["quantization_config"]
 
     def test_llamafactory_v1(self, folder, tmp_path):
         quant = {"name": "bnb", "quantization_bit": 4}
         result = call("inspect", write_v1(tmp_path, folder, quant_config=quant))
-        assert (result.exit_code, "quantized by quant_config (bitsandbytes, 4 bits)" in result.stderr) == (1, True)
-
-    def test_an_adapter_over_it(self, folder, quantized, tmp_path):
-        model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder))
-        model.name_or_path = str(quantized)
-        config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-        get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-        result = call("inspect", tmp_path / "adapter", "--json", "--optim-args", "lora=muon")
-        assert result.exit_code == 0, result.stderr
-        assert any("quantized" in note for note in json.loads(result.stdout)["notes"])
+        assert (result.exit_code, "is quantized by quant_config: " in result.stderr) == (1, True)
 
 
 # --- training files
 
 
 REFUSED = [
-    ({"deepspeed": "lost.json"}, "deepspeed: lost.json is not a file, seen from "),
+    ({"deepspeed": "lost.json"}, "deepspeed: lost.json, seen from "),
     ({"deepspeed": "not even a path"}, "cannot be read as a DeepSpeed config"),
     (
         {"deepspeed": {**ZERO3, "optimizer": {"type": "AdamW"}}},
@@ -197,16 +187,12 @@ REFUSED = [
     ),
     ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not run under DeepSpeed"),
     ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "adamw_state_dtype=int8 does not run under"),
-    (
-        {"deepspeed": {"zero_optimization": {"stage": 3}}, "optim_args": "lora=product", "use_peft": True},
-        "lora_product (lora=product) needs whole factors, and ZeRO-3 cuts matrices anywhere. Use ZeRO-0, DDP or FSDP2",
-    ),
     ({"deepspeed": ZERO3, "optim_args": "momentum_offload=cpu"}, "momentum_offload=cpu does not run under DeepSpeed"),
     ({"use_muon": True}, "use_muon: true and optim: muon are two different optimizers"),
     ({"use_hyper_parallel": True}, "does not run with use_hyper_parallel: true"),
     ({"use_galore": True}, "use_galore: true would replace the optimizer"),
     ({"fsdp": True, "fsdp_config": {"version": 1}}, "does not run under FSDP version 1"),
-    ({"deepspeed": 3}, "deepspeed: 3 is neither the path of a JSON file nor a mapping"),
+    ({"deepspeed": 3}, "neither the path of a JSON file nor a mapping"),
     ({"fsdp": True, "fsdp_config": {"version": 2, "xla": True}}, "FSDP on XLA"),
     ({"fsdp": True, "fsdp_config": "lost.json"}, "No such file or directory: 'lost.json'"),
     ({"parallelism_config": {"cp_size": 2}}, "ParallelismConfig(cp_size)"),
@@ -258,8 +244,8 @@ class TestTrainingFiles:
     @pytest.mark.parametrize(
         ("keys", "message"),
         [
-            ({"finetuning_type": "freeze", "freeze_trainable_layers": "many"}, "freeze_trainable_layers is 'many'"),
-            ({"finetuning_type": "lora", "lora_rank": "many"}, "the rank of LoRA is 'many', and no integer"),
+            ({"finetuning_type": "freeze", "freeze_trainable_layers": "many"}, "freeze does not fit the model: "),
+            ({"finetuning_type": "lora", "lora_rank": "many"}, "lora does not fit the model: "),
         ],
     )
     def test_words_where_numbers_belong(self, folder, tmp_path, keys, message):
@@ -283,10 +269,6 @@ class TestTrainingFiles:
         result = call("inspect", write(tmp_path, folder, optim="adamw_torch", use_muon=True, optim_args="rank=8"))
         assert result.exit_code == 0, result.stderr
         assert "optim: muon would be refused: use_muon: true" in result.stdout
-
-    def test_an_optimizer_that_nobody_knows(self, folder, tmp_path):
-        result = call("inspect", write(tmp_path, folder, optim="moun"))
-        assert (result.exit_code, "optim: moun is not an optimizer of TrainingArguments" in result.stderr) == (1, True)
 
     @pytest.mark.parametrize(
         "keys",

@@ -8,27 +8,18 @@ import torch
 from torch import nn
 
 from hf_muon import build_optimizer
-from hf_muon.convert.conversion import convert_state_dict
-from tests.other_muons import Model, gradients, jordan_2024, jordan_2025, moonlight_like, run
+from hf_muon.convert import convert_state_dict
+from tests.other_muons import Model, deepspeed_like, gradients, moonlight_like, run
 
 BEFORE, AFTER = 4, 5
 MOONLIGHT_RULE = {"adjust_lr_fn": "match_rms_adamw", "adamw_betas": (0.9, 0.95)}
 JORDAN_RULE = {"adjust_lr_fn": "original", "adamw_betas": (0.9, 0.95)}
-IN_ORDER = {"in_model_order": True}
 
-# Each other Muon: its format, its constructor, our options for its rule, and arguments that the conversion needs.
+# Each other Muon: its format, its constructor, and our options for its rule.
 OTHERS = {
-    "llamafactory-v0": ("llamafactory-v0", moonlight_like, MOONLIGHT_RULE, {}),
-    "llamafactory-v1": ("llamafactory-v1", lambda m: moonlight_like(m, "llamafactory-v1"), MOONLIGHT_RULE, {}),
-    "moonlight": ("moonlight", lambda m: moonlight_like(m, "moonlight"), MOONLIGHT_RULE, {}),
-    "jordan 2024": ("keller-jordan", jordan_2024, JORDAN_RULE, IN_ORDER),
-    "jordan 2025": ("keller-jordan", jordan_2025, JORDAN_RULE, IN_ORDER),
-    "jordan, copied": (
-        "keller-jordan",
-        lambda m: jordan_2025(m, form="sgd", nesterov=True),
-        JORDAN_RULE,
-        {**IN_ORDER, "momentum_form": "sgd"},
-    ),
+    "llamafactory-v0": ("llamafactory-v0", moonlight_like, MOONLIGHT_RULE),
+    "llamafactory-v1": ("llamafactory-v1", lambda m: moonlight_like(m, "llamafactory-v1"), MOONLIGHT_RULE),
+    "deepspeed": ("deepspeed", deepspeed_like, JORDAN_RULE),
 }
 
 
@@ -52,7 +43,16 @@ def trained(make, steps=BEFORE, model=None):
     return model, optimizer
 
 
-def convert(optimizer, model, source="llamafactory-v0", target=None, **arguments):
+def names_of(model, *optimizers):
+    """Return the names of the parameters in the order of the optimizers' states."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def convert(optimizer, model, source="llamafactory-v0", target=None, theirs=None, **arguments):
+    """Convert a state; names for those without an order of their own are read from an optimizer over `theirs`."""
+    if source == "deepspeed" and theirs is not None:
+        arguments = {"names": names_of(theirs, optimizer), **arguments}
     state_dict = optimizer if isinstance(optimizer, dict) else saved(optimizer)
     return convert_state_dict(state_dict, model, target or ours(model), source, **arguments)
 

@@ -25,7 +25,7 @@ def whole_state(engine, optimizer):
         small = {key: value for key, value in optimizer.state[flat].items() if is_reduced(key)}
         for part in partition.slices:
             for key, value in small.items():
-                numel = reduced_numel(reduced_shapes(key, part.shape, part.view.text))
+                numel = reduced_numel(reduced_shapes(part.shape, part.view.text))
                 result[part.name][key], small[key] = value[:numel].clone(), value[numel:]
             for key, value in {"master": flat.detach(), **optimizer.state[flat]}.items():
                 if key in small:

@@ -91,7 +91,6 @@ def assert_same_state(one, other):
         pytest.param({"stage": 3, "frozen": True, "zero": CPU}, id="3-frozen"),
         pytest.param({"stage": 2, "adamw_patterns": ALL_BUT_ONE}, id="2-one-matrix"),
         pytest.param({"stage": 3, "adamw_patterns": ALL_BUT_ONE}, id="3-one-matrix"),
-        pytest.param({"stage": 3, "offload_compute": "cpu", "zero": CPU}, id="3-cpu-compute"),
     ],
 )
 def test_given_equal_gradients_every_stage_gives_the_bits_of_one_process(ranks, options, dtype):

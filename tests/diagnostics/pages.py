@@ -117,9 +117,17 @@ class Page(HTMLParser):
 
     @property
     def lines(self):
-        """The points of each line of each chart."""
+        """The points of each line of each chart of a single panel."""
         return {
             title: {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart}
             for title, chart in self.charts.items()
             if chart[0]["type"] == "scatter"
         }
+
+    def panels(self, title):
+        """The points of the lines of each panel of a chart, by the panel's axis."""
+        found = {}
+        for line in self.charts[title]:
+            points = dict(zip(line["x"], line["y"], strict=True))
+            found.setdefault(line.get("xaxis", "x"), {})[line["name"]] = points
+        return list(found.values())

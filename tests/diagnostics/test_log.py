@@ -13,7 +13,7 @@ NEW = (diagnostics.REPORT, diagnostics.EVERY)
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (*NEW, *diagnostics.OLD_REPORTS):
+    for name in (*NEW, diagnostics.OF_LLAMAFACTORY):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -34,18 +34,9 @@ def settings():
         ({"HF_MUON_DIAGNOSTICS_EVERY": "False"}, False, 0),
         ({"HF_MUON_DIAGNOSTICS_EVERY": " no "}, False, 0),
         ({"HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "7"}, True, 7),
-        # the older names keep their meaning
-        ({"HF_MUON_DIAG": "1"}, True, 0),
-        ({"HF_MUON_DIAG": "yes"}, True, 0),
-        ({"HF_MUON_DIAG": "0"}, False, 0),
-        ({"HF_MUON_DIAG": ""}, False, 0),
-        ({"HF_MUON_DIAG": "50"}, True, 50),
         ({"LLAMAFACTORY_MUON_DIAG": "1"}, True, 0),
-        ({"LLAMAFACTORY_MUON_DIAG": "50"}, True, 0),
-        # the new names win
-        ({"HF_MUON_DIAG": "50", "HF_MUON_STEP_REPORT": "0"}, False, 50),
-        ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "0"}, True, 0),
-        ({"HF_MUON_DIAG": "50", "HF_MUON_DIAGNOSTICS_EVERY": "off"}, True, 0),
+        ({"LLAMAFACTORY_MUON_DIAG": "0"}, False, 0),
+        ({"LLAMAFACTORY_MUON_DIAG": "1", "HF_MUON_STEP_REPORT": "0"}, False, 0),
     ],
 )
 def test_each_variable_has_one_meaning(variables, report, every, monkeypatch):

@@ -47,12 +47,12 @@ def test_weights_and_random_numbers_do_not_differ_by_a_bit(tmp_path, options):
 
 def test_nothing_is_written_or_kept_without_being_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for variable in ("", "0", "1"):
-        monkeypatch.setenv("HF_MUON_DIAG", variable)
+    for variable in ("", "0", "off"):
+        monkeypatch.setenv("HF_MUON_DIAGNOSTICS_EVERY", variable)
         _, optimizer = trained(2)
         assert optimizer.metrics is None
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setenv("HF_MUON_DIAG", "2")
+    monkeypatch.setenv("HF_MUON_DIAGNOSTICS_EVERY", "2")
     trained(2)
     assert [path.name for path in tmp_path.iterdir()] == [metrics.FILE]
 
@@ -226,20 +226,3 @@ def test_the_first_line_says_what_runs_and_where(tmp_path):
     assert (adamw["lr"], adamw["adamw_betas"]) == (5e-3, [0.8, 0.99])
     assert "adamw_betas" not in muon
     assert "momentum" not in adamw
-
-
-def test_a_console_shows_few_metrics_unless_it_is_told_otherwise(monkeypatch):
-    logs = {"loss": 2.0, "epoch": 1, "muon/lr": 1.0, **dict.fromkeys(metrics.IN_SHORT, 0.5)}
-    copy = dict(logs)
-    for text, left_out in (
-        ("", {"muon/lr"}),
-        ("short", {"muon/lr"}),
-        ("all", set()),
-        (" None ", {"muon/lr", *metrics.IN_SHORT}),
-    ):
-        monkeypatch.setenv("HF_MUON_DIAGNOSTICS_CONSOLE", text)
-        assert metrics.for_console(logs) == {key: value for key, value in logs.items() if key not in left_out}
-    assert logs == copy
-    monkeypatch.setenv("HF_MUON_DIAGNOSTICS_CONSOLE", "loud")
-    with pytest.raises(ValueError, match=r"HF_MUON_DIAGNOSTICS_CONSOLE=loud is not valid. Valid: short, all, none"):
-        Muon([nn.Parameter(torch.ones(3, 4))], diagnostics_every=1)

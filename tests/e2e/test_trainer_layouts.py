@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_muon import MuonConfig
-from hf_muon.plan.step_plan import plan_step
 from tests.e2e import layouts_worker as worker
 from tests.e2e.harness import ROOT, python
 from tests.e2e.layout_cases import (
     DDP_RESUMES,
-    MEASURED,
     OPTIONS,
     SAVE,
     SHARDED,
@@ -26,7 +23,6 @@ from tests.e2e.layout_cases import (
     Case,
     case,
     moved,
-    needs_context_parallel,
     needs_native,
     needs_parallelism,
     resumed,
@@ -42,7 +38,6 @@ from tests.e2e.layout_stages import (
     distance,
     start_of,
 )
-from tests.e2e.measured_step import on_meta
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +55,7 @@ def test_one_process_learns(get: Get) -> None:
     assert losses[worker.STEPS] < 0.95 * losses[1]
 
 
-@pytest.mark.extended(but="^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp|cp)-one")
+@pytest.mark.extended(but="^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp)-one")
 @pytest.mark.parametrize(
     ("name", "reference", "kind", "storage"),
     [
@@ -81,9 +76,6 @@ def test_one_process_learns(get: Get) -> None:
         ),
         pytest.param("native_hsdp", "one", "MULTI_CPU", {HSDP2}, marks=needs_native),
         pytest.param("native_fsdp_tp", "one_even", "MULTI_CPU", None, marks=needs_native),
-        pytest.param("cp", "one_even", "FSDP", {FSDP2}, marks=needs_context_parallel),
-        pytest.param("cp_accumulation", "one_even", "FSDP", {FSDP2}, marks=needs_context_parallel),
-        pytest.param("cp_fsdp", "one_even", "FSDP", {FSDP2}, marks=needs_context_parallel),
     ],
 )
 def test_layout_equals_one_process(name: str, reference: str, kind: str, storage: set[str] | None, get: Get) -> None:
@@ -134,25 +126,6 @@ def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(get: Get) -> None
 @pytest.mark.extended
 def test_further_fsdp_settings_change_nothing(get: Get) -> None:
     assert_identical(get("fsdp_settings"), get("fsdp"))
-
-
-# --- plans
-
-
-@needs_native
-@pytest.mark.parametrize("name", MEASURED)
-def test_a_plan_counts_what_ranks_hold_and_send(name: str, get: Get) -> None:
-    """Compare plans of tensor and expert parallelism with steps of models that transformers has cut."""
-    ranks, options, words, _ = MEASURED[name]
-    of_ranks = get(f"measured_{name}")["ranks"]
-    own = {key: value for key, value in options.items() if key != "experts"}
-    config = MuonConfig.from_mapping({"ns_dtype": "fp32", **own})
-    plan = plan_step(on_meta(experts=options["experts"]), config, ranks=ranks, **words)
-    for quantity in ("sent_bytes", "flops", "state_bytes"):
-        assert getattr(plan, quantity) == [rank[quantity] for rank in of_ranks], quantity
-    for quantity in ("weights", "gradients"):
-        assert getattr(plan.memory, quantity) == [rank[quantity] for rank in of_ranks], quantity
-    assert max(rank["peak"] for rank in of_ranks) <= plan.memory.step
 
 
 # --- mixed precision

@@ -154,12 +154,16 @@ def test_unknown_settings_are_refused():
         arguments({"warmup": 0.1, "moment": 0.9}, 1, 1, 1)
 
 
+ARCHIVED = {"lora product"}
+"""Sides of the studies whose option was deleted: their results stay, and they cannot run again."""
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
 def test_every_setting_of_the_studies_is_read(name):
     """Build the arguments of each side, and read muon's options from them."""
     study = read_study(STUDIES / f"{name}.yaml")
     for cell in study.cells:
-        for side in study.sides_of(cell):
+        for side in set(study.sides_of(cell)) - ARCHIVED:
             spec = study.tuning(cell, side, (0,) * len(study.ladders(cell, side))).spec
             args = arguments(spec["settings"], 1, spec["steps"], 1)
             assert args.learning_rate > 0

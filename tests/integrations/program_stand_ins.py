@@ -10,50 +10,6 @@ from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW
 Program = dict[str, str | None]
 """The source of each module, in the order of imports; None for a module that there is not."""
 
-AXOLOTL: Program = {
-    "axolotl.logging_config": """
-import logging
-
-class AxolotlOrWarnErrorFilter(logging.Filter):
-    axolotl_level = logging.INFO
-    def filter(self, record):
-        return record.levelno >= (logging.INFO if record.name.startswith("axolotl") else logging.WARNING)
-""",
-    "axolotl.contribs.mit.muon": """
-class MuonOptimizerFactory:
-    def __call__(self, model, args, **kwargs):
-        return "axolotl's"
-""",
-    "axolotl.train": """
-import logging
-from axolotl.contribs.mit.muon import MuonOptimizerFactory
-from axolotl.logging_config import AxolotlOrWarnErrorFilter
-
-def others():
-    record = logging.LogRecord("trl", logging.INFO, "", 0, "text", None, None)
-    return AxolotlOrWarnErrorFilter().filter(record)
-
-def muon():
-    return MuonOptimizerFactory()("model", "args")
-""",
-}
-SWIFT: Program = {
-    "swift.optimizers.muon": """
-class OptimizerCallback:
-    def create_optimizer(self, model=None):
-        return "another"
-
-class MuonOptimizerCallback(OptimizerCallback):
-    def create_optimizer(self, model=None):
-        return "ms-swift's"
-
-def others():
-    return OptimizerCallback().create_optimizer()
-
-def muon():
-    return MuonOptimizerCallback().create_optimizer()
-""",
-}
 TIMM: Program = {
     "timm.optim._optim_factory": """
 class OptimInfo:
@@ -135,8 +91,6 @@ def muon():
 
 
 PROGRAMS = {
-    "axolotl": AXOLOTL,
-    "ms-swift": SWIFT,
     "timm": TIMM,
     "LLaMA-Factory v1": _llamafactory("0.9.5"),
     "newer v1": _llamafactory("newer"),

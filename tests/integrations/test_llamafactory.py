@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory.v0.hooks import check_arguments, patch_dependencies, patch_parser, patch_plots
+from hf_muon.integrations.llamafactory.v0.hooks import check_arguments, patch_parser
 from hf_muon.integrations.llamafactory.v0.refusals import MEGATRON, RIVALS, refuse_rivals
 from tests.hooks import patched
 
 
 @pytest.fixture
 def parser(monkeypatch):
-    """Return LLaMA-Factory's parser with both patches; it asks for a rival's package before it returns."""
-
-    def check_extra_dependencies(model_args, finetuning_args, training_args=None):
-        if any(getattr(finetuning_args, rival, False) for rival in RIVALS[1:]):
-            raise ImportError("pip install galore_torch")
+    """Return LLaMA-Factory's parser with the patch."""
 
     def get_train_args(optim, **finetuning):
         training = SimpleNamespace(optim=optim, do_train=True, optim_args=None)
         finetuning = SimpleNamespace(**{"finetuning_type": "full", "stage": "sft", **finetuning})
-        parser._check_extra_dependencies(None, finetuning, training)
         return None, None, training, finetuning, None
 
     parser, tuner = ModuleType("llamafactory.hparams.parser"), ModuleType("llamafactory.train.tuner")
     parser.get_train_args = tuner.get_train_args = get_train_args
-    parser._check_extra_dependencies = check_extra_dependencies
     monkeypatch.setitem(sys.modules, parser.__name__, parser)
     monkeypatch.setitem(sys.modules, tuner.__name__, tuner)
-    with patched(patch_parser, parser), patched(patch_dependencies, parser):
+    with patched(patch_parser, parser):
         yield parser
 
 
@@ -44,15 +37,11 @@ def test_two_muons_are_refused_with_which_one_to_keep():
 
 
 @pytest.mark.parametrize("rival", RIVALS)
-def test_rivals_are_refused_with_optim_muon_only_and_before_their_package_is_asked_for(parser, rival):
+def test_rivals_are_refused_with_optim_muon_only(parser, rival):
     for name in ("muon", "hf_muon"):
         with pytest.raises(ValueError, match=f"{rival}: true"):
             parser.get_train_args(name, **{rival: True})
-    if rival == "use_muon":
-        assert parser.get_train_args("adamw_torch", use_muon=True)
-    else:
-        with pytest.raises(ImportError, match="pip install"):
-            parser.get_train_args("adamw_torch", **{rival: True})
+    assert parser.get_train_args("adamw_torch", **{rival: True})
     assert parser.get_train_args("muon", **{rival: False})
 
 
@@ -106,7 +95,6 @@ def test_lora_alone_is_refused_with_both_ways_out(changes):
 def test_a_parser_that_returns_its_parts_in_another_way(parser, change):
     """Expect runs of other optimizers untouched, and those of Muon checked as ever."""
     inner = parser.get_train_args.__wrapped__
-    parser._check_extra_dependencies = lambda *args: None
     parser.get_train_args = lambda *args, **kwargs: change(inner(*args, **kwargs))
     with patched(patch_parser, parser):
         assert parser.get_train_args("adamw_torch")
@@ -130,18 +118,3 @@ def test_a_run_of_muon_whose_arguments_are_not_found_is_refused_by_the_hook(pars
 def test_modules_that_imported_the_function_already_are_guarded_too(parser):
     assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args
     assert parser.get_train_args.__wrapped__
-
-
-def test_plots_of_what_was_logged(tmp_path):
-    drawn = []
-    module = ModuleType("llamafactory.extras.ploting")
-    module.plot_loss = lambda folder, keys: drawn.append(keys)
-    with patched(patch_plots, module):
-        module.plot_loss(tmp_path, keys=["loss"])
-        history = [
-            {"step": 1, "loss": 2.0},
-            {"step": 2, "loss": 1.0, "muon/stable_rank": 3.0, "muon/update_rms/mlp.up": 0.2},
-        ]
-        (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-        module.plot_loss(tmp_path, keys=["loss", "eval_loss"])
-    assert drawn == [["loss"], ["loss", "eval_loss", "muon/stable_rank"]]

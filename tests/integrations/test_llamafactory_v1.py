@@ -19,7 +19,7 @@ import torch
 from hf_muon import Muon
 from hf_muon._autoload import apply
 from hf_muon.diagnostics.metrics import FILE
-from hf_muon.integrations import other_muons
+from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.hooks import patch_parser
 from hf_muon.integrations.llamafactory.v1.refusals import INTERFACE, refuse_unsupported
@@ -92,7 +92,7 @@ def test_the_second_name(layout, caplog):
 
 
 def test_a_muon_of_theirs_that_does_not_run_is_named(caplog, capsys, monkeypatch):
-    monkeypatch.setattr(other_muons, "_warned", set())
+    monkeypatch.setattr(names, "_warned", set())
     counts = []
     for name in LAYOUTS:
         layout = imported_layout(monkeypatch, name)

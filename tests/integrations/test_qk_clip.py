@@ -29,7 +29,6 @@ def test_trainer_clips_as_a_loop_does_and_logs_it(tmp_path):
     assert_same(model(), ours, theirs, losses, expected)
     logged = [entry for entry in trainer.state.log_history if "muon/max_logit" in entry]
     assert len(logged) == STEPS
-    assert logged[-1]["muon/max_logit"] == max(v for k, v in logged[-1].items() if k.startswith("muon/max_logit/"))
     assert sum(entry["muon/clipped_heads"] for entry in logged) > 0
     without = model()
     by_hand(without, ns_dtype="fp32")
@@ -45,11 +44,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("axis", ["cp", "sp"])
-def test_parts_of_sequences_are_refused(axis):
-    args = SimpleNamespace(parallelism_config=SimpleNamespace(**{f"{axis}_size": 2}))
+def test_parts_of_sequences_are_refused():
+    args = SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=2))
     refuse_parts_of_sequences(args, None)
-    with pytest.raises(RuntimeError, match=rf"ParallelismConfig\({axis}_size\).*Remove qk_clip=100"):
+    with pytest.raises(RuntimeError, match=r"ParallelismConfig\(sp_size\).*Remove qk_clip=100"):
         refuse_parts_of_sequences(args, 100.0)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hf_muon import MuonOfGroups, build_optimizer
-from hf_muon.integrations import other_muons
 from hf_muon.integrations.timm import muon_of_groups, patch_registry
 from tests import hooks
 
@@ -62,11 +61,6 @@ class OptimizerRegistry:
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
-
-
-@pytest.fixture(autouse=True)
-def unwarned(monkeypatch):
-    monkeypatch.setattr(other_muons, "_warned", set())
 
 
 @pytest.fixture
@@ -134,12 +128,9 @@ def test_one_option_under_two_names():
         muon_of_groups(network().parameters(), betas=(0.9, 0.95), adamw_betas=(0.9, 0.95))
 
 
-def test_timms_own_muon_is_left_and_a_warning_says_so(patched, caplog):
+def test_timms_own_muon_is_left(patched):
     for name in ("muon", "lookahead_muon"):
         assert patched.default_registry.create_optimizer(network(), name).kind == "theirs"
-    (message,) = caplog.messages
-    assert message.startswith("--opt muon asks for timm's own Muon, which runs now")
-    assert message.endswith("write --opt hf_muon")
 
 
 @pytest.mark.extended

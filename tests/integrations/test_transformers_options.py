@@ -8,19 +8,25 @@ import pytest
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_muon.integrations.transformers.refusals import OLDEST
+from hf_muon.versions import OLDEST
 from tests.integrations.plain_script import InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, train
 
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("transformers", "4.57.6"), ("transformers", "5.1.0.dev0"), ("transformers", "5.5.3"), ("accelerate", "1.10.1")],
+    [
+        ("transformers", "4.57.6"),
+        ("transformers", "5.1.0.dev0"),
+        ("transformers", "5.5.3"),
+        ("accelerate", "1.10.1"),
+        ("peft", "0.17.0"),
+    ],
 )
 def test_packages_that_are_too_old_are_named_at_once(tmp_path, monkeypatch, package, version):
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else installed(name))
-    words = f"optim: muon needs {package} {OLDEST[package]} or newer, and {version} is installed. Run: pip"
+    words = f"Muon needs {package} {OLDEST[package]} or newer, and {version} is installed. Run: pip"
     with pytest.raises(RuntimeError, match=words):
         arguments(tmp_path)
     line = ["--output_dir", str(tmp_path), "--optim", "muon", "--use_cpu", "true"]

@@ -1,4 +1,4 @@
-"""Sequence parallelism: refused models, padded batches, packed texts, and what DeepSpeed divides gradients by."""
+"""Sequence parallelism: refused models, padded and packed batches, and what DeepSpeed divides gradients by."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import GPT2Config, MistralConfig, Qwen3Config
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_muon.integrations.ulysses import batches, gradients, packed_texts, refusals
-from hf_muon.integrations.ulysses.packed_texts import TextByText
+from hf_muon.integrations.ulysses import batches, gradients, refusals
 
 
 @pytest.mark.parametrize(
@@ -57,6 +55,16 @@ def test_positions_are_added_and_kept():
     assert torch.equal(batches.complete({"input_ids": ids})["position_ids"], torch.arange(4).expand(2, -1))
     batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
     assert batches.complete(batch) is batch
+
+
+def test_several_texts_in_a_row_need_flash_attention():
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])}
+    assert batches.complete(batch, "flash_attention_2") is batch
+    with pytest.raises(ValueError, match="Use flash_attention_2"):
+        batches.complete(batch, "sdpa")
+    padded = {**batch, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
+    assert batches.complete(padded, "sdpa") is padded
 
 
 @pytest.mark.parametrize(
@@ -109,83 +117,6 @@ def test_an_epoch_starts_anew():
     loader = batches.ShardedLoader([1, 2], Adapter, 2)
     epoch = iter(loader)
     assert [next(epoch) for _ in range(len(loader))] == list(loader)  # Trainer does not exhaust it either
-
-
-# --- packed texts
-
-
-LENGTHS = [[4, 1, 1, 7, 4, 3], [20], [1] * 20, [9, 11]]  # of four rows of 20 tokens
-
-
-@pytest.fixture
-def packed():
-    """Return queries, keys and values of four heads, two of which share keys and values, and positions."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(len(LENGTHS), heads, 20, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
-    return (query, key, value), positions
-
-
-def masked(query, key, value):
-    """Return the attention of each text to itself, by a mask over the whole row."""
-    text = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in LENGTHS])
-    mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-
-
-def test_texts_stay_apart_without_a_mask(packed):
-    states, positions = packed
-    seen = []
-
-    def attend(module, query, key, value, attention_mask, **kwargs):
-        seen.append((attention_mask, kwargs["position_ids"][:, 0].tolist()))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    output, _ = TextByText().inside(attend)(module, *states, None, position_ids=positions)
-    assert all(mask is None and not any(first) for mask, first in seen)
-    assert len(seen) == len({length for row in LENGTHS for length in row})  # texts of one length together
-    expected = masked(*states)
-    torch.testing.assert_close(output, expected)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    here = torch.autograd.grad((output * weights).sum(), states)
-    there = torch.autograd.grad((expected * weights).sum(), states)
-    torch.testing.assert_close(here, there)
-
-
-def test_positions_are_looked_at_once_per_batch(packed, monkeypatch):
-    states, positions = packed
-    looks = []
-    texts_of = packed_texts.texts_of
-    monkeypatch.setattr(packed_texts, "texts_of", lambda positions: looks.append(1) or texts_of(positions))
-    texts = TextByText()
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    inside = texts.inside(sdpa_attention_forward)
-
-    def gathering(*args, position_ids):  # as DeepSpeed does, in every layer
-        return inside(*args, position_ids=position_ids.clone())
-
-    layer = texts.outside(gathering)
-    plain = torch.arange(20).expand_as(positions)
-    for batch, count in ((positions, 1), (plain, 2), (positions.clone(), 3)):
-        for _ in range(3):
-            output, _ = layer(module, *states, None, position_ids=batch)
-        assert len(looks) == count
-        assert torch.allclose(output, masked(*states)) == (batch is not plain)
-
-
-def test_rows_of_one_text_and_masked_rows_are_left_alone():
-    def attend(module, query, key, value, attention_mask, **kwargs):
-        return query, attention_mask
-
-    inside = TextByText().inside(attend)
-    query, mask = torch.zeros(1, 1, 4, 2), torch.ones(1, 1, 4, 4)
-    assert inside(None, query, query, query, None, position_ids=torch.arange(4)[None]) == (query, None)
-    assert inside(None, query, query, query, mask, position_ids=torch.tensor([[0, 1, 0, 1]])) == (query, mask)
 
 
 # --- gradients

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.live_bytes import LiveBytes
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.newton_schulz import Orthogonalizer, newton_schulz
-from hf_muon.plan.live_bytes import LiveBytes
 from tests.math.matrices import STANDARD, WAYS
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.live_bytes import LiveBytes
 from hf_muon import Muon
 from hf_muon.math import weight_rounding
 from hf_muon.math.adamw import Stepped, adamw_
@@ -18,7 +19,6 @@ from hf_muon.math.codes import FOURTH_POWERS, SQUARES, Quantized
 from hf_muon.math.elementwise import number
 from hf_muon.math.moments import decoded
 from hf_muon.optimizer.state import state_keys, zero_state
-from hf_muon.plan.live_bytes import LiveBytes
 from tests.accelerated import accelerated, compiling_but_on_rank_1, decided_before, given_gradients
 from tests.distributed.cases import given_gradients as on_cpu
 from tests.distributed.test_layouts import assert_equal

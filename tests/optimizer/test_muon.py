@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.live_bytes import LiveBytes
 from hf_muon import Muon, orthogonalize
 from hf_muon.math.adamw import CHUNK
 from hf_muon.math.coefficients import PRESETS, resolve
-from hf_muon.plan.live_bytes import LiveBytes
 from tests.optimizer.cases import REST, SHAPES, both_gradients, both_halves, gradients, parameters, run
 from tests.reference import ReferenceMuon, relative_difference
 

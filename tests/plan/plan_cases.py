@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.live_bytes import LiveBytes
 from hf_muon import build_optimizer
-from hf_muon.plan.live_bytes import LiveBytes
 from hf_muon.storage.tensors import local_of
 from tests.accelerated import accelerated, uncomputed
 from tests.distributed.cases import Counted
 from tests.distributed.training import Model, train, wrap
-from tests.rules.factors import AdaptedModel
 
 
 class Stack(nn.Module):
@@ -86,48 +84,6 @@ def _measured(layout, dtype, options):
         "gradient_bytes": _bytes(param.grad for param in params),
         "peak": memory.peak,
     }
-
-
-class Work(TorchDispatchMode):
-    """Counts the FLOPs of products and of eigendecompositions, and what all-gathers of DTensors send."""
-
-    def __init__(self):
-        super().__init__()
-        self.flops = self.sent = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
-        if name in ("mm", "bmm", "addmm", "baddbmm"):
-            self.flops += 2 * result.numel() * [t for t in args if torch.is_tensor(t)][-1].shape[-2]
-        elif name == "_linalg_eigh":
-            self.flops += 9 * args[0].numel() * args[0].shape[-1]
-        elif name == "all_gather_into_tensor":
-            self.sent += (result.numel() - args[0].numel()) * args[0].element_size()
-        return result
-
-
-def measured_pairs(rank, layout, dtype="float32", **options):
-    """Return the bytes sent, the FLOPs and the peak of a step of `lora: product`."""
-    torch.manual_seed(0)
-    with accelerated(), uncomputed():
-        model, _, _ = wrap(AdaptedModel().to(getattr(torch, dtype)), layout)
-        optimizer = build_optimizer(model, {"ns_dtype": "fp32", "lora": "product", **options})
-        params = [param for param in model.parameters() if param.requires_grad]
-
-        def give_gradients():
-            for param in params:
-                param.grad = torch.randn_like(param)
-
-        give_gradients()
-        optimizer.step()
-        give_gradients()
-        with LiveBytes() as memory:
-            optimizer.step()
-        give_gradients()
-        with Counted() as counted, Work() as work:
-            optimizer.step()
-    return {"sent_bytes": counted.bytes + work.sent, "flops": work.flops, "peak": memory.peak}
 
 
 def _bytes(tensors):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_muon import route_parameters
-from hf_muon.plan.costs import model_flops
+from hf_muon.plan.activations import model_flops
 from hf_muon.routing.model_facts import expert_counts
 
 NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts")

@@ -36,10 +36,10 @@ def scaled(updates, weights, state, options, step):
     return (updates / (state["their_squares"].sqrt() + 0.1) + 0.01 * weights).to(updates.dtype)
 
 
-def columns_weighted(directions, state, options, step):
-    state["their_columns"].add_(directions.abs().mean(dim=-2, keepdim=True))
+def rows_weighted(directions, state, options, step):
+    state["their_rows"].add_(directions.abs().mean(dim=-1, keepdim=True))
     state["their_count"].add_(1)
-    return directions * state["their_columns"].rsqrt() * state["their_count"]
+    return directions * state["their_rows"].rsqrt() * state["their_count"]
 
 
 def pulled(directions, weights, state, options, step, scale):
@@ -51,10 +51,10 @@ EVERYWHERE = Rule(
     name="their_everything",
     options={"their_everything": Option(types.flag(), False, "Change a step everywhere.", scope="group")},
     is_on=lambda options: options["their_everything"],
-    state={"their_squares": "weight", "their_pull": "weight", "their_columns": "column", "their_count": "matrix"},
+    state={"their_squares": "weight", "their_pull": "weight", "their_rows": "row", "their_count": "row"},
     hyperparameters=lambda options, step: {"momentum": 0.8 + 0.01 * step, "weight_decay": options["weight_decay"] / 2},
     update=scaled,
-    direction=columns_weighted,
+    direction=rows_weighted,
     apply=pulled,
 )
 RULES = {"their_normalize": NORMUON, "their_everything": EVERYWHERE}

@@ -22,6 +22,5 @@ OF_MODELS = {
     "deepseek_v4": {"ns_coefficients": "deepseek_v4"},
     "qk_clip": {"qk_clip": 1.0},
     "muon_b": {"lora": "muon_b"},
-    "product": {"lora": "product"},
 }
 """Every rule, and every other option that changes a step, as `build_optimizer` takes them."""

@@ -10,13 +10,6 @@ from hf_muon.math.coefficients import resolve
 from tests.reference import newton_schulz_on_singular_values
 
 
-def symmetric_root(rows):
-    """Return ``(X X^T)^(-1/2)`` by the singular values of X, those of rounding left out."""
-    u, s, _ = torch.linalg.svd(rows, full_matrices=False)
-    u = u[:, s > 1e-7 * s.max()] if s.max() > 0 else u[:, :0]
-    return (u / s[: u.shape[1]]) @ u.T
-
-
 def relative(weights, slow, start):
     """Return the largest difference of a weight from a slow one, divided by how far that moved from its start."""
     worst = 0.0

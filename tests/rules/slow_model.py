@@ -11,10 +11,9 @@ import torch
 import transformers
 
 from hf_muon.math.coefficients import resolve
-from tests.reference import newton_schulz_on_singular_values
 from tests.rules.attention_models import logits_before_softmax
 from tests.rules.settings import OF_MODELS, TRIPLES
-from tests.rules.slow import SlowMuon, symmetric_root
+from tests.rules.slow import SlowMuon
 from tests.rules.slow_rules import SLOW, DecaySchedule
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 6
@@ -137,40 +136,6 @@ class MuonB(SlowModel):
         return super().is_hidden(name) or "lora_B" in name
 
 
-class LoraProduct(SlowModel):
-    """Cesista et al., https://arxiv.org/abs/2606.12921."""
-
-    def is_hidden(self, name):
-        return super().is_hidden(name) or "lora_" in name
-
-    def pair(self, k):
-        """Return A and B as they were before the step."""
-        name = re.sub("lora_[AB]", "lora_{}", self.names[k])
-        return (self.before[self.names.index(name.format(role))] for role in "AB")
-
-    def orthogonalized(self, k, update):
-        if "lora" not in self.names[k]:
-            return super().orthogonalized(k, update)
-        a, b = self.pair(k)
-        if "lora_B" in self.names[k]:
-            root = symmetric_root(a)
-            return newton_schulz_on_singular_values(update @ root, self.steps) @ root / 2
-        root = symmetric_root(b.T)
-        return root @ newton_schulz_on_singular_values(root @ update, self.steps) / 2
-
-    def scale(self, k):
-        if "lora" not in self.names[k]:
-            return super().scale(k)
-        a, b = self.pair(k)
-        return self.rms * math.sqrt(max(len(b), a.shape[1]))
-
-    def moved(self, k, weight, direction):
-        if "lora" not in self.names[k]:
-            return super().moved(k, weight, direction)
-        keep = math.sqrt(1 - self.rate_of(k) * self.weight_decay_of(k))
-        return keep * weight - self.rate_of(k) * self.scale(k) * direction / keep
-
-
 SLOW_MODELS = {
     **SLOW,
     "lr_scales": LrScales,
@@ -182,7 +147,6 @@ SLOW_MODELS = {
     "deepseek_v4": coefficients("deepseek_v4"),
     "qk_clip": QkClip,
     "muon_b": MuonB,
-    "product": LoraProduct,
 }
 """By the names of `OF_MODELS`."""
 

@@ -23,7 +23,7 @@ def test_state_and_options_of_rules_are_measured(tmp_path):
     with registered():
         states, start, line = lines_of(tmp_path / "d.jsonl", their_everything=True)
     assert start["options"]["muon"]["their_everything"] is True
-    for key in ("their_squares", "their_pull", "their_columns", "their_count"):
+    for key in ("their_squares", "their_pull", "their_rows", "their_count"):
         expected = [state[key].double().square().mean().sqrt().item() for state in states]
         assert line[f"{key}_rms"] == pytest.approx(expected, rel=1e-5)
     assert (line["muon_momentum"], line["muon_weight_decay"]) == (pytest.approx(0.82), 0.125)

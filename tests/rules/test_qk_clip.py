@@ -70,7 +70,6 @@ def test_on_eager_attention_the_metric_is_the_true_maximum(name, tmp_path):
     largest = [float(torch.maximum(a, b).max()) for a, b in zip(first, second, strict=True)]
     summary = optimizer.metrics.pop_summary()
     assert summary["muon/max_logit"] == pytest.approx(max(largest), rel=1e-5)
-    assert [summary[f"muon/max_logit/{k}"] for k in range(2)] == pytest.approx(largest, rel=1e-5)
     line = json.loads(file.read_text().splitlines()[1])
     assert list(line["max_logit"].values()) == pytest.approx(largest, rel=1e-5)
     assert line["clipped_heads"] == summary["muon/clipped_heads"] == 0
@@ -192,16 +191,6 @@ class TestRefused:
         ):
             build_optimizer(make("qwen3"), qk_clip=100)
         build_optimizer(make("qwen3"), qk_clip="inf")
-        model = make("qwen3")
-        optimizer = build_optimizer(model, lr=0.0, qk_clip=1e-3, qk_clip_force=True)
-        weights = weights_of(model)
-        backward(model, tokens(1))
-        optimizer.step()
-        assert not torch.equal(
-            model.model.layers[0].self_attn.q_proj.weight,
-            weights_of(make("qwen3"))["model.layers.0.self_attn.q_proj.weight"],
-        )
-        assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
 
     def test_an_optimizer_without_a_model(self):
         model = make("llama")

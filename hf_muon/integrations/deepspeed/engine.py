@@ -22,6 +22,7 @@ from hf_muon.integrations.deepspeed.saving import write_latest_last
 from hf_muon.integrations.ulysses.gradients import average_over_all_ranks
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
+from hf_muon.versions import refuse_older
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,8 +58,9 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     """Prepare an optimizer and a config for DeepSpeed to wrap; `attach` must follow within the context.
 
     Raises:
-        RuntimeError: Muon does not run with the config.
+        RuntimeError: Muon does not run with the config, or with a DeepSpeed as old as this.
     """
+    refuse_older("deepspeed")
     refuse_config(config)
     refuse_momentum(optimizer, config)
     # Without the first option, ZeRO refuses any optimizer but its own. The second is true by default, and accelerate

@@ -542,7 +542,7 @@ class Stored:
         group = self.groups[part.group]
         names = [unwrapped(name) for name in group["param_names"]]
         views = dict(zip(names, group.get("views") or [""] * len(names), strict=True))
-        return [reduced_numel(reduced_shapes(key, one.shape, views[name])) for name, one in part.parameters.items()]
+        return [reduced_numel(reduced_shapes(one.shape, views[name])) for name, one in part.parameters.items()]
 
     def state_dict(self, index: Index, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a Muon's state dict with moments of other partitions."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_muon.integrations.deepspeed.partitions import version
-from hf_muon.optimizer import partners
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import DTYPE_OPTIONS, dtype_of
 from hf_muon.rules import registry
@@ -99,10 +98,6 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
         )
     dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
-    stage = _number(_section(config, "zero_optimization"), "stage", 0)
-    for group in optimizer.param_groups:
-        if stage and (complaint := partners.partition_complaint(group, int(stage))):
-            raise RuntimeError(complaint)
     states = [
         rule.name
         for group in optimizer.param_groups

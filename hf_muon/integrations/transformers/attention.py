@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from hf_muon.integrations.names import is_ours, mark
 from hf_muon.math.logits import Visible, largest_logits
+from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.rules.heads import Attention
 from hf_muon.storage.tensors import is_dtensor
 
@@ -94,7 +94,7 @@ def _measured(
     return function(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-@_disable_dynamo
+@disable_dynamo
 @torch.no_grad()
 def _record(
     implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from hf_muon._autoload import Change
 from hf_muon.diagnostics.log import is_rank_zero, logger
-from hf_muon.integrations.names import TRAINER_LOG, innermost, is_muon, muons_in
+from hf_muon.integrations.names import innermost, is_muon, muons_in
 
 
 def patch_callbacks(module: ModuleType) -> Iterator[Change]:
@@ -43,7 +40,6 @@ class MuonCallback(TrainerCallback):
             return
         if is_muon(args.optim):
             add_metrics(state, logs, kwargs.get("optimizer"), kwargs.get("model"))
-        append_to_trainer_log(state, logs)
 
 
 def refuse_other_optimizer(optim: Any, optimizer: Any) -> None:
@@ -86,18 +82,6 @@ def warn_of_fresh_moments() -> None:
             "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt). The run differs from one that "
             "was not interrupted"
         )
-
-
-def append_to_trainer_log(state: Any, logs: Mapping[str, Any]) -> None:
-    """Append the numbers that a Trainer logs, with their step, to the file that `HF_MUON_TRAINER_LOG` names.
-
-    Works with every optimizer. Does nothing without the variable, and on other ranks than the first.
-    """
-    file = os.environ.get(TRAINER_LOG)
-    if file and state.is_world_process_zero:
-        numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
-        with Path(file).open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"step": state.global_step, **numbers}) + "\n")
 
 
 def add_metrics(state: Any, logs: dict[str, Any], optimizer: Any, model: Any) -> None:

@@ -69,7 +69,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
     if config.diagnostics_file is None:
         file = os.path.join(context.args.output_dir or "", FILE)
         config = config.replace({"diagnostics_file": file})
-    refuse_failed_hooks(context.args, context.model)
+    refuse_failed_hooks(context.args)
     refuse_unsupported(context.args)
     refuse_parts_of_sequences(context.args, config.qk_clip)
     refuse_plain_shards(context.model)

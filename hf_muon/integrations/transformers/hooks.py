@@ -1,20 +1,18 @@
-"""What is patched in transformers itself: our names and their handler, loading of checkpoints, and the console."""
+"""What is patched in transformers itself: our names and their handler."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, NAMES, is_muon, is_ours, mark, refuse_failed
-from hf_muon.integrations.other_muons import warn_that_ours_runs
-from hf_muon.integrations.transformers.checkpoint_files import explain_damage
+from hf_muon.integrations.names import NAME, NAMES, is_muon, is_ours, mark, refuse_failed, warn_that_ours_runs
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
-from hf_muon.integrations.transformers.refusals import OLDEST, refuse_deepspeed, refuse_old_versions
+from hf_muon.integrations.transformers.refusals import refuse_deepspeed
+from hf_muon.versions import NEEDED, OLDEST, refuse_older
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -42,7 +40,8 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
             return
         from hf_muon.optim_args import text_of
 
-        refuse_old_versions()
+        program = type(self).__module__.partition(".")[0]  # TRL has arguments of its own
+        refuse_older(*NEEDED, *({program} & OLDEST.keys()))
         importlib.import_module("transformers.trainer_optimizer")  # and with it, its hook
         refuse_failed(*_ALWAYS)
         if is_theirs and self.optim == NAME:
@@ -81,41 +80,3 @@ def patch_trainer_optimizer(module: ModuleType) -> Iterator[Change]:
         )
     for name in NAMES:
         yield handlers, name, mark(optimizer_handler)
-
-
-def patch_loading(module: ModuleType) -> Iterator[Change]:
-    """Patch Trainer to name the damaged files of a checkpoint of Muon that cannot be loaded."""
-    load = module.Trainer._load_optimizer_and_scheduler
-
-    @functools.wraps(load)
-    def load_or_explain(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return load(self, *args, **kwargs)
-        except Exception as error:
-            checkpoint = next(iter((*args, *kwargs.values())), None)
-            if is_muon(self.args.optim) and isinstance(checkpoint, (str, Path)):
-                explain_damage(Path(checkpoint), error)
-            raise
-
-    yield module.Trainer, load.__name__, load_or_explain
-
-
-def patch_console(module: ModuleType) -> Iterator[Change]:
-    """Have the callbacks that print logs print a few of Muon's metrics; others receive all of them."""
-
-    def in_short(on_log: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(on_log)
-        def print_in_short(
-            self: Any, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-        ) -> None:
-            # The callback itself may take keys out of the logs, which those after it then do not see either.
-            if logs and is_muon(args.optim) and any(key.startswith("muon/") for key in logs):
-                from hf_muon.diagnostics.metrics import for_console
-
-                logs = for_console(logs)
-            on_log(self, args, state, control, logs=logs, **kwargs)
-
-        return print_in_short
-
-    for callback in (module.PrinterCallback, module.ProgressCallback):
-        yield callback, "on_log", in_short(callback.on_log)

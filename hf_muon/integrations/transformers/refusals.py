@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING
-
-from packaging.version import Version
+import os
+from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.names import is_set, refuse_failed
-from hf_muon.integrations.transformers.layout import (
-    accelerator_state,
-    asks_for_fsdp,
-    axis_size,
-    fsdp_version,
-)
 from hf_muon.integrations.ulysses import refusals as ulysses
+from hf_muon.versions import is_older
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
-
-# What `optim: muon` needs, as pyproject.toml declares it. pip does not hold everybody to that.
-OLDEST = {"transformers": "5.5.4", "accelerate": "1.11"}
-# The oldest versions whose context parallel was compared with one process.
-CONTEXT_PARALLEL = {"transformers": "5.23", "accelerate": "1.15"}
-
-
-def refuse_old_versions() -> None:
-    """Raise where a package is older than what `optim: muon` needs; its first use would fail somewhere else.
-
-    Raises:
-        RuntimeError: the package, its version, and the oldest one that works.
-    """
-    for package, oldest in OLDEST.items():
-        try:
-            installed = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if is_older(installed, oldest):
-            raise RuntimeError(
-                f"optim: muon needs {package} {oldest} or newer, and {installed} is installed. "
-                f'Run: pip install "{package}>={oldest}"'
-            )
-
-
-def is_older(version: str, oldest: str) -> bool:
-    """Return whether a version precedes another one. A pre-release counts as the release that it leads to."""
-    return Version(Version(version).base_version) < Version(oldest)
 
 
 def refuse_unsupported(args: TrainingArguments) -> None:
@@ -69,9 +35,6 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             sequence = []
     if state is not None and axis_size(args, "sp") == 1:
         ulysses.refuse_ignored_size()
-    if sequence == ["cp"]:
-        refuse_context_parallel(args)
-        sequence = []
     if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         layout = "Megatron-LM, which brings an optimizer of its own"
     elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
@@ -93,7 +56,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
 
 
-def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> None:
+def refuse_failed_hooks(args: TrainingArguments) -> None:
     """Raise where the guarantee of a run rests on a hook that has failed.
 
     Raises:
@@ -102,8 +65,6 @@ def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> Non
     state = accelerator_state()
     needed = {
         "callback of Trainer": True,
-        "sharded models": getattr(model, "is_distributed_loading_by_transformers", False),
-        "context parallel": axis_size(args, "cp") > 1,
         "Ulysses": axis_size(args, "sp") > 1,
         "batches of Ulysses": axis_size(args, "sp") > 1,
         "Accelerator.prepare": state is not None and state.distributed_type.value == "DEEPSPEED",
@@ -112,40 +73,17 @@ def refuse_failed_hooks(args: TrainingArguments, model: nn.Module | None) -> Non
     refuse_failed(*(name for name, is_needed in needed.items() if is_needed))
 
 
-def refuse_context_parallel(args: TrainingArguments) -> None:
-    """Raise for context parallel in set-ups that were not compared with one process.
-
-    Raises:
-        RuntimeError: the set-up, and what to do instead.
-    """
-    layout, advice = None, ""
-    if axis_size(args, "tp") > 1:
-        layout = "with tp_size"
-        advice = "accelerate does not prepare models that transformers has sharded for it. Use one of the two."
-    elif not asks_for_fsdp(args) or fsdp_version(args) == 1:
-        layout = "without FSDP2"
-        advice = 'accelerate supports it with FSDP2 only. Add fsdp="full_shard" and fsdp_config={"version": 2}.'
-    else:
-        for package, oldest in CONTEXT_PARALLEL.items():
-            installed = importlib.metadata.version(package)
-            if is_older(installed, oldest):
-                layout, advice = f"of {package} {installed}", f'Run: pip install "{package}>={oldest}"'
-    if layout:
-        raise RuntimeError(f"optim: muon does not run under ParallelismConfig(cp_size) {layout}. {advice}")
-
-
 def refuse_parts_of_sequences(args: TrainingArguments, qk_clip: float | None) -> None:
     """Raise where attention logits are to be measured and each rank has a part of each sequence.
 
     Raises:
-        RuntimeError: the axis of parallelism.
+        RuntimeError: both options.
     """
-    for axis in ("cp", "sp"):
-        if qk_clip is not None and axis_size(args, axis) > 1:
-            raise RuntimeError(
-                f"optim: muon does not measure attention logits under ParallelismConfig({axis}_size): each rank has a "
-                f"part of each sequence. Remove qk_clip={qk_clip:g}, or {axis}_size"
-            )
+    if qk_clip is not None and axis_size(args, "sp") > 1:
+        raise RuntimeError(
+            "optim: muon does not measure attention logits under ParallelismConfig(sp_size): each rank has a part of "
+            f"each sequence. Remove qk_clip={qk_clip:g}, or sp_size"
+        )
 
 
 def refuse_plain_shards(model: nn.Module | None) -> None:
@@ -203,3 +141,31 @@ def warn_of_fsdp(args: TrainingArguments) -> None:
             "accelerate config file), or use accelerate 1.13 or newer",
             version,
         )
+
+
+def accelerator_state() -> Any:
+    """Return what accelerate has decided for this process; None before a Trainer has made its Accelerator."""
+    from accelerate.state import AcceleratorState, is_initialized  # type: ignore[import-untyped]
+
+    return AcceleratorState() if is_initialized() else None
+
+
+def axis_size(args: TrainingArguments, axis: str) -> int:
+    """Return the size of an axis of ParallelismConfig, as the arguments or `accelerate launch` set it."""
+    configs = (getattr(args, "parallelism_config", None), getattr(accelerator_state(), "parallelism_config", None))
+    return max(getattr(config, f"{axis}_size", None) or 1 for config in configs)
+
+
+def asks_for_fsdp(args: TrainingArguments) -> bool:
+    """Return whether the arguments or `accelerate launch` ask for FSDP."""
+    return bool(getattr(args, "fsdp", None)) or is_set("accelerate", "ACCELERATE_USE_FSDP")
+
+
+def fsdp_version(args: TrainingArguments) -> int:
+    """Return the version of FSDP that runs, or would run on a GPU."""
+    plugin = getattr(accelerator_state(), "fsdp_plugin", None)
+    if plugin is not None:
+        return int(plugin.fsdp_version)
+    if getattr(args, "fsdp", None):
+        return int((args.fsdp_plugin_args or {}).get("fsdp_version", 1))
+    return int(os.environ.get("FSDP_VERSION", "1"))

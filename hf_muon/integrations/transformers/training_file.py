@@ -126,16 +126,6 @@ def refusals(settings: Settings) -> list[str]:
     return complaints
 
 
-def unknown_optimizer(settings: Settings) -> list[str]:
-    """Return a complaint if the optimizer that a file names is unknown to TrainingArguments."""
-    from transformers.training_args import OptimizerNames
-
-    name = optimizer_of(settings)
-    if is_llamafactory_v1(settings) or name is None or name in OptimizerNames._value2member_map_:
-        return []
-    return [f"optim: {name} is not an optimizer of TrainingArguments. Write optim: muon for Muon"]
-
-
 # --- LLaMA-Factory v1
 
 
@@ -183,7 +173,6 @@ def _check_deepspeed(settings: Settings) -> None:
 
     options = options_of(settings)
     of_rules = {name: options.value_of(name) for name in registry.option_names()}
-    of_rules["lora_product"] |= options.lora == "product"
     groups = [
         {
             **of_rules,
@@ -234,16 +223,16 @@ def _deepspeed_config(value: Any) -> Mapping[str, Any] | None:
         return None
     from accelerate.utils.deepspeed import HfDeepSpeedConfig  # type: ignore[import-untyped]
 
-    if not isinstance(value, (str, Mapping)):  # open() would take a number for a file descriptor
-        raise ValueError(f"deepspeed: {value} is neither the path of a JSON file nor a mapping")
-    if isinstance(value, str) and value.endswith(".json") and not Path(value).is_file():
-        raise ValueError(f"deepspeed: {value} is not a file, seen from {Path.cwd()}, where this command runs")
     try:
+        if not isinstance(value, (str, Mapping)):  # open() would take a number for a file descriptor
+            raise TypeError("neither the path of a JSON file nor a mapping")
         config = HfDeepSpeedConfig(copy.deepcopy(value)).config
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"deepspeed: {value} cannot be read as a DeepSpeed config: {error}") from error
-    if not isinstance(config, Mapping):
-        raise ValueError(f"deepspeed: {value} holds {json.dumps(config)[:40]}, and no object")
+        if not isinstance(config, Mapping):
+            raise TypeError("no object")
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"deepspeed: {value}, seen from {Path.cwd()}, cannot be read as a DeepSpeed config: {error}"
+        ) from error
     return config
 
 

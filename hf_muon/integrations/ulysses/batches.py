@@ -10,13 +10,18 @@ if TYPE_CHECKING:
     import torch
 
 
-def complete(batch: Any) -> Any:
+def complete(batch: Any, implementation: str | None = None) -> Any:
     """Return a whole batch with the `position_ids` that DeepSpeed needs.
 
     Without any, a row is one text from its first token on, as it is for the model itself.
 
+    Args:
+        batch: of whole sequences.
+        implementation: of attention. Flash attention reads the ends of texts from `position_ids`, sdpa does not.
+
     Raises:
-        ValueError: padding on the left, or a mask that says more than where the padding is.
+        ValueError: padding on the left, or a mask that says more than where the padding is; several texts in a row
+            under sdpa.
     """
     import torch
 
@@ -32,10 +37,22 @@ def complete(batch: Any) -> Any:
                 'attended to. Set tokenizer.padding_side = "right"'
             )
     if "position_ids" in batch:
+        if implementation == "sdpa" and _holds_several_texts(batch["position_ids"], mask):
+            raise ValueError(
+                "position_ids start again within a row: under sequence parallel sdpa has no mask that keeps the texts "
+                "of a row apart. Use flash_attention_2, which reads their ends from position_ids, or do not pack texts"
+            )
         return batch
     ids = batch["input_ids"]
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1).contiguous()
     return {**batch, "position_ids": positions}
+
+
+def _holds_several_texts(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    restarts = positions.diff(dim=-1) != 1
+    if mask is not None:
+        restarts = restarts & mask[:, 1:].bool()  # those of padding mean nothing
+    return bool(restarts.any())
 
 
 def lengthened(batch: Any, length: int) -> Any:
@@ -66,11 +83,12 @@ class CompletedBatches:
     Args:
         loader: of whole sequences.
         device: to agree on a length on.
+        implementation: of attention.
         skip: batches to leave out at the beginning.
     """
 
-    def __init__(self, loader: Any, device: torch.device, skip: int = 0) -> None:
-        self.loader, self.device, self.skip = loader, device, skip
+    def __init__(self, loader: Any, device: torch.device, implementation: str | None, skip: int = 0) -> None:
+        self.loader, self.device, self.implementation, self.skip = loader, device, implementation, skip
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -83,7 +101,7 @@ class CompletedBatches:
         group = groups._get_sequence_parallel_group()
         size = dist.get_world_size(group)
         for batch in itertools.islice(self.loader, self.skip, None):
-            whole = complete(batch)
+            whole = complete(batch, self.implementation)
             if isinstance(whole, Mapping) and "input_ids" in whole:
                 # Every rank reads a batch of its own, and all take part in each of them.
                 longest = torch.tensor([whole["input_ids"].shape[1]], device=self.device)

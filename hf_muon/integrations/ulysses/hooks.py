@@ -1,8 +1,7 @@
-"""What is patched for sequence parallelism: Trainer's skipping, accelerate's adapter, sdpa attention."""
+"""What is patched for sequence parallelism: Trainer's loss and its skipping, and accelerate's adapter."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from types import ModuleType
@@ -14,35 +13,26 @@ from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
 from hf_muon.integrations.ulysses.refusals import model_complaints, refuse_groups_of_gloo
 
 
-@contextlib.contextmanager
-def preparing(accelerator: Any, models: list[Any]) -> Iterator[None]:
-    """Check the models before DeepSpeed wraps them, and have sdpa keep packed texts apart.
-
-    sdpa stays so until the process ends, which changes nothing but rows that hold several texts and have no mask.
+def check_before_prepare(accelerator: Any, models: list[Any]) -> None:
+    """Check the models before DeepSpeed wraps them.
 
     Raises:
         RuntimeError: what does not work with sequence parallelism.
     """
     size = size_of(accelerator)
     if size == 1:
-        yield
         return
     refuse_groups_of_gloo(accelerator.device, accelerator.num_processes, size)
-    implementation = accelerator.parallelism_config.sp_handler.sp_attn_implementation
+    implementation = implementation_of(accelerator)
     complaints = [c for model in models for c in model_complaints(model.config, size, implementation)]
     if complaints:
         raise RuntimeError("Muon does not run with sequence parallel here:\n  - " + "\n  - ".join(complaints))
-    if implementation != "sdpa":
-        yield
-        return
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from hf_muon.integrations.ulysses.packed_texts import TextByText
 
-    texts = TextByText()
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = texts.inside(ALL_ATTENTION_FUNCTIONS["sdpa"])
-    yield  # where DeepSpeed wraps it
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = texts.outside(ALL_ATTENTION_FUNCTIONS["sdpa"])
+def implementation_of(accelerator: Any) -> str | None:
+    """Return the implementation of attention that DeepSpeed wraps."""
+    name: str | None = accelerator.parallelism_config.sp_handler.sp_attn_implementation
+    return name
 
 
 def size_of(accelerator: Any) -> int:
@@ -63,7 +53,7 @@ def patch_adapter(module: ModuleType) -> Iterator[Change]:
             return adapter(self, *args, **kwargs)
 
         def adapt(loader: Any, skip: int) -> Any:
-            return adapter(self, CompletedBatches(loader, self.device, skip), call["model"])
+            return adapter(self, CompletedBatches(loader, self.device, implementation_of(self), skip), call["model"])
 
         return ShardedLoader(call["dl"], adapt, size_of(self))
 

@@ -1,1 +1,1 @@
-"""LLaMA-Factory v0: what would silently replace `optim: muon` is refused, and Muon's metrics are drawn."""
+"""LLaMA-Factory v0: what would silently replace `optim: muon` is refused."""

@@ -12,7 +12,7 @@ MEGATRON = {
 }
 RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
 # Options of Muon that may give it something to step beside or in place of LoRA factors.
-_CHOICES = ("lora", "lora_product", "muon_patterns", "optim_target_modules")
+_CHOICES = ("lora", "muon_patterns", "optim_target_modules")
 
 
 def refuse_rivals(finetuning_args: Any) -> None:

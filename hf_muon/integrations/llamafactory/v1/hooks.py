@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 from hf_muon._autoload import Change
 from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.refusals import refuse_factors, refuse_unsupported
-from hf_muon.integrations.names import NAME, OWN_NAME, first_with, is_muon, is_ours, mark, muons_in, refuse_unless
-from hf_muon.integrations.other_muons import warn_that_ours_runs
+from hf_muon.integrations.names import (
+    NAME,
+    OWN_NAME,
+    first_with,
+    is_muon,
+    is_ours,
+    mark,
+    muons_in,
+    refuse_unless,
+    warn_that_ours_runs,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -51,7 +51,7 @@ def refuse_factors(peft_config: Any, optim_config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: what LLaMA-Factory trains, and both ways out.
     """
-    choices = ("lora", "lora_product", "muon_patterns", "optim_target_modules")
+    choices = ("lora", "muon_patterns", "optim_target_modules")
     if (
         isinstance(peft_config, Mapping)
         and peft_config.get("name") == "lora"

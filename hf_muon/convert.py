@@ -1,0 +1,283 @@
+"""Conversion of the optimizer states of other Muons to states of `hf_muon.Muon`.
+
+Ours keeps the momentum as a moving average, ``buffer = momentum * buffer + (1 - momentum) * gradient``. LLaMA-Factory
+keeps a decayed sum, ``buffer = momentum * buffer + gradient``, which is the average times ``1 / (1 - momentum)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_muon.diagnostics.log import first_few
+from hf_muon.math.coefficients import resolve
+from hf_muon.math.momentum import update_dtype
+from hf_muon.optimizer import state_check
+from hf_muon.optimizer.muon import Muon
+from hf_muon.routing.parameters import unwrapped
+
+ALGORITHM = {True: "Muon", False: "AdamW"}
+"""By `use_muon`."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How another Muon saves its state.
+
+    Attributes:
+        url: the code that defines it.
+        key: of its param groups, which those of no other format have.
+        is_sum: whether its momentum is a decayed sum.
+        not_muon: words. It lists the trained matrices whose names have none of them, then all other parameters, each in
+            the model's order. None where its users make the groups.
+        options: our options for what it hard-codes.
+    """
+
+    url: str
+    key: str
+    is_sum: bool = False
+    not_muon: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_MOONLIGHT = {"ns_coefficients": "original", "adjust_lr_fn": "match_rms_adamw"}
+FORMATS = {
+    "torch": Format("https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py", "ns_coefficients"),
+    "llamafactory-v0": Format(
+        "https://github.com/hiyouga/LLaMA-Factory/blob/v0.9.5/src/llamafactory/train/trainer_utils.py",
+        "wd",
+        is_sum=True,
+        not_muon=("embed", "lm_head"),
+        options=_MOONLIGHT,
+    ),
+    "llamafactory-v1": Format(
+        "https://github.com/hiyouga/LLaMA-Factory/tree/main/src/llamafactory/v1/plugins/trainer_plugins/optimizers",
+        "wd",
+        is_sum=True,
+        not_muon=("embed", "lm_head", "wte", "wpe", "lora"),
+        options=_MOONLIGHT,
+    ),
+    "deepspeed": Format(
+        "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/muon/original_muon.py",
+        "use_muon",
+        options={"nesterov": True, "adjust_lr_fn": "original"},
+    ),
+}
+# Keys of the state of one parameter, and whether Muon keeps it.
+_BY_KEYS = {
+    frozenset({"momentum_buffer"}): True,
+    frozenset({"step", "exp_avg", "exp_avg_sq"}): False,
+    frozenset({"step", "moment1", "moment2"}): False,
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted state.
+
+    Attributes:
+        state_dict: for `optimizer.load_state_dict`.
+        step: the step count of the groups: AdamW's, or 1 if the source counts none.
+        use_muon: whether Muon steps it, by the name of each parameter.
+        other_options: the source's options where they differ from those of `optimizer`, in our words.
+    """
+
+    state_dict: dict[str, Any]
+    step: int
+    use_muon: Mapping[str, bool]
+    other_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One parameter of a source's state: its name there, its param group, and its moments."""
+
+    label: str
+    name: str | None
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    @property
+    def use_muon(self) -> bool:
+        return "momentum_buffer" in self.state
+
+
+def convert_state_dict(
+    state_dict: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Muon,
+    source: str,
+    *,
+    adamw: Mapping[str, Any] | None = None,
+    names: Sequence[str] | None = None,
+) -> Conversion:
+    """Convert the state of another Muon to a state of `optimizer`, which does not change.
+
+    A momentum buffer becomes a moving average in fp32; AdamW's moments are copied. Options (learning rates, decays,
+    momentum) stay those of `optimizer`. The source's may mean something else, above all the learning rate, which each
+    Muon scales by its own function of the shape. `Conversion.other_options` has the differences, without rates and
+    decays. Scheduler state is not converted: it is per param group, and the param groups differ.
+
+    Args:
+        state_dict: the source's `state_dict()`, or one keyed by names, as torch.distributed.checkpoint makes it.
+        model: the model that `optimizer` is over. Its parameters give the source's order. It may be on the meta device.
+        optimizer: the target, made by `build_optimizer(model)`.
+        source: a key of `FORMATS`.
+        adamw: the state of the `torch.optim.AdamW` that ran beside a Muon that steps matrices only.
+        names: names of the source's parameters in its order, those of `adamw` last; for sources that store no names
+            and have no order of their own.
+
+    Raises:
+        ValueError: a state that is not of `source`, parameters that do not fit, or moments that would be lost.
+    """
+    if source not in FORMATS:
+        raise ValueError(f"{source!r} is not a format. Valid: {', '.join(FORMATS)}")
+    if not all(group.get("param_names") for group in optimizer.param_groups):
+        raise ValueError("The optimizer's param groups hold no names. Make it with build_optimizer(model)")
+    params = _read(state_dict, source, FORMATS[source].key)
+    if adamw is not None:
+        params += _read(adamw, "torch.optim.AdamW", "amsgrad")
+    found = _names(params, model, source, names)
+    _refuse(source, _misfits(found, optimizer))
+
+    groups = optimizer.state_dict()["param_groups"]
+    state: dict[Any, dict[str, Tensor]] = {}
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for name, param, key in zip(group["param_names"], group["params"], stored["params"], strict=True):
+            state[key] = _converted(found[name], param, is_sum=FORMATS[source].is_sum)
+    step = max([1, *(int(param.state["step"]) for param in params if "step" in param.state)])
+    # The averages are in fp32; load_state_dict converts them to the optimizer's dtypes.
+    stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
+    converted = {"state": state, "param_groups": [{**group, **stored} for group in groups]}
+    state_check.check_loadable(optimizer.param_groups, converted)
+    there, here = _options(params, FORMATS[source]), optimizer.param_groups[0]
+    other_options = {name: value for name, value in sorted(there.items()) if value != here[name]}
+    newton_schulz = [resolve(side["ns_coefficients"], side["ns_steps"]) for side in (here, {**here, **there})]
+    if newton_schulz[0] == newton_schulz[1]:  # as numbers there, by a name here
+        other_options = {name: value for name, value in other_options.items() if name[:3] != "ns_"}
+    return Conversion(converted, step, {name: param.use_muon for name, param in found.items()}, other_options)
+
+
+def _refuse(source: str, complaints: Iterable[str]) -> None:
+    if lines := list(complaints):
+        raise ValueError(f"This state cannot be converted from {source}:\n  - " + first_few(lines, 10, "\n  - "))
+
+
+def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
+    """Return the parameters of a state, in its order.
+
+    Raises:
+        ValueError: it is not a state of that optimizer, or parts of it are missing.
+    """
+    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(state_dict.get("state"), Mapping):
+        content = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
+        zero = "" if source != "deepspeed" else " (ZeRO's files hold slices of it, which are not read)"
+        raise ValueError(
+            f"This state cannot be converted from {source}: it is no optimizer's state_dict, which holds 'state' and "
+            f"'param_groups', but {content}{zero}"
+        )
+    keys = sorted(set().union(*groups) - {"params"})
+    if not all(own_key in group for group in groups) or "ns_dtype" in keys:
+        own = " (it is hf_muon's own already)" if "ns_dtype" in keys else ""
+        _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{own}"])
+    if any(group.get("amsgrad") for group in groups):
+        _refuse(source, ["it was written with amsgrad, which this AdamW does not have"])
+    params: list[_Source] = []
+    complaints: list[str] = []
+    for number, group in enumerate(groups):
+        names = group.get("param_names") or [key if isinstance(key, str) else None for key in group["params"]]
+        for i, (key, name) in enumerate(zip(group["params"], names, strict=True)):
+            state = dict(state_dict["state"].get(key) or {})
+            flag = state.pop("use_muon", group.get("use_muon"))
+            param = _Source(name or f"parameter {i} of group {number}", name, group, state)
+            if state and _BY_KEYS.get(frozenset(state)) in (None, not flag if flag is not None else None):
+                complaints.append(
+                    f"{param.label}: its state holds {sorted(state)}, which is not what Muon or AdamW has there"
+                )
+            elif param.use_muon and not 0 <= float(group.get("momentum", -1)) < 1:
+                complaints.append(f"{param.label}: its param group has no momentum from 0 to below 1")
+            params.append(param)
+    _refuse(source, complaints)
+    return params
+
+
+def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequence[str] | None) -> dict[str, _Source]:
+    """Return the parameters of a state by the model's names: `names`, the state's own, or by the source's order.
+
+    Raises:
+        ValueError: a name is not the model's, or there are more or fewer than the state has parameters.
+    """
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    words = FORMATS[source].not_muon
+    if names is None and all(param.name for param in params):
+        own = [str(param.name) for param in params]
+        names = [name if name in trained else unwrapped(name, "module") for name in own]
+    elif names is None and words is not None:
+        names = sorted(trained, key=lambda name: trained[name].ndim != 2 or any(word in name for word in words))
+    elif names is None:
+        raise ValueError(
+            f"This state of {source} holds no names, and the user of that optimizer makes its groups. Give the names "
+            "of its parameters, in its order (names, --names)"
+        )
+    unknown = [name for name in names if name not in trained]
+    if unknown or len(set(names)) != len(names) or len(names) != len(params):
+        reason = f"{first_few(unknown)} are not trained in this model" if unknown else "each parameter has one name"
+        raise ValueError(f"{len(names)} names for a state of {len(params)} parameters do not fit it: {reason}")
+    return dict(zip(names, params, strict=True))
+
+
+def _misfits(found: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
+    """Yield what keeps a state from becoming that of `optimizer`."""
+    here: dict[str, tuple[Tensor, bool]] = {}
+    for group in optimizer.param_groups:
+        named = zip(group["param_names"], group["params"], strict=True)
+        here |= {name: (param, bool(group["use_muon"])) for name, param in named}
+    for name in [*here, *(name for name in found if name not in here)]:
+        source = found.get(name)
+        if source is None or not source.state:
+            yield (
+                f"{name}: no moments in the source. It may be the state of one rank of several, or the AdamW that ran "
+                "beside it may have a state of its own (adamw, --adamw)"
+            )
+        elif name not in here:
+            yield f"{name}: trained there and not here. Train the same parameters"
+        elif source.use_muon != here[name][1]:
+            yield (
+                f"{name}: {ALGORITHM[source.use_muon]} there, {ALGORITHM[here[name][1]]} here, which has no use "
+                "for its moments. Route it as there (muon_patterns, adamw_patterns)"
+            )
+        else:
+            shape = here[name][0].shape
+            shapes = [tuple(value.shape) for key, value in source.state.items() if key != "step"]
+            if any(own != tuple(shape) for own in shapes):
+                yield f"{name} {tuple(shape)}: {source.label} in the source has {first_few(map(str, shapes))}"
+
+
+def _converted(source: _Source, param: Tensor, *, is_sum: bool) -> dict[str, Tensor]:
+    state = source.state
+    if source.use_muon:
+        buffer = state["momentum_buffer"].to(update_dtype(param))
+        return {"momentum_buffer": buffer * (1 - float(source.group["momentum"])) if is_sum else buffer}
+    first, second = ("moment1", "moment2") if "moment1" in state else ("exp_avg", "exp_avg_sq")
+    return {"step": torch.tensor(float(state["step"])), "exp_avg": state[first], "exp_avg_sq": state[second]}
+
+
+def _options(params: Iterable[_Source], source: Format) -> dict[str, Any]:
+    """Return the options that the state was written with, as options of ours; without learning rates and decays."""
+    options = dict(source.options)
+    for param in params:
+        group = param.group
+        if param.use_muon:
+            options |= {name: group[name] for name in ("momentum", "nesterov", "ns_steps") if name in group}
+            if source.key == "ns_coefficients":
+                options["ns_coefficients"] = tuple(group["ns_coefficients"])
+                options["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
+        else:
+            prefix = "" if "betas" in group else "adamw_"
+            options["adamw_betas"], options["adamw_eps"] = tuple(group[f"{prefix}betas"]), group[f"{prefix}eps"]
+    return options

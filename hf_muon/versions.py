@@ -1,0 +1,49 @@
+"""The oldest versions of other packages that Muon runs with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+# As pyproject.toml declares them; pip does not hold everybody to that. `make test-versions` runs the tests with these.
+OLDEST = {
+    "torch": "2.10",
+    "transformers": "5.5.4",
+    "accelerate": "1.11",
+    "peft": "0.18.1",
+    "deepspeed": "0.18.4",
+    "trl": "0.24",
+}
+NEEDED = ("torch", "transformers", "accelerate", "peft")
+"""The packages of every run of Trainer."""
+
+
+def is_older(version: str, oldest: str) -> bool:
+    """Return whether a version precedes another one. A pre-release counts as the release that it leads to."""
+    return _release(version) < _release(oldest)
+
+
+def _release(version: str) -> list[int]:
+    """Return the numbers in front of a version's first letter or sign."""
+    return [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
+
+
+def refuse_older(*packages: str) -> None:
+    """Raise if an installed package is older than Muon needs: its first use would fail somewhere else, or be wrong.
+
+    Args:
+        packages: Names of distributions. One that is not installed is skipped.
+
+    Raises:
+        RuntimeError: the package, its version, and the oldest one that works.
+    """
+    for package in packages:
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if is_older(installed, OLDEST[package]):
+            raise RuntimeError(
+                f"Muon needs {package} {OLDEST[package]} or newer, and {installed} is installed. "
+                f'Run: pip install "{package}>={OLDEST[package]}"'
+            )
