@@ -56,14 +56,16 @@ def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions
     """Yield a text for each parameter, or for each slice of a flat partition."""
     for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints
         names = group.get("param_names") or [f"parameters of shape {shape_of(param)}" for param in group["params"]]
-        for name, param, place, view in zip(names, group["params"], work.shared, views_of(group), strict=True):
-            members = [(name, _described(param), view)]
+        views = views_of(group)
+        for i, (param, place) in enumerate(zip(group["params"], work.shared, strict=True)):
             gradient = "none" if param.grad is None else _described(param.grad)
             if param in partitions:
                 stored = f"a slice in a flat ZeRO partition on each of {partitions[param].group.size()} ranks"
                 gradient = f"of that partition, {_where(param.grad)}" if param.grad is not None else gradient
                 slices = partitions[param].slices
                 members = [(one.name, f"{one.shape}, {stored}, {_where(param)}", one.view.text) for one in slices]
+            else:
+                members = [(names[i], _described(param), views[i])]
             for own, described, seen in members:
                 lines = [folded(own), f"    parameter  {described}", *([f"    seen as    {seen}"] if seen else [])]
                 yield "\n".join([*lines, f"    gradient   {gradient}", f"    step       {_how(group, param, place)}"])
