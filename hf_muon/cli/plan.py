@@ -18,7 +18,6 @@ from hf_muon.integrations.transformers.training_file import (
     is_trl_sft,
     read_training_file,
 )
-from hf_muon.routing.model_facts import text_config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,6 +130,8 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stored_dtype(settings: Mapping[str, Any], model: nn.Module, layout: str) -> str:
     """Return the dtype in which a run stores the weights that it trains."""
+    from hf_muon.routing.model_facts import text_config_of  # and torch, which cannot be imported everywhere
+
     if hasattr(model, "peft_config"):
         return "fp32"  # peft's factors
     if is_llamafactory(settings) or is_llamafactory_v1(settings):
