@@ -180,7 +180,7 @@ def _facts(run: Run) -> dict[str, str]:
     start, steps = run.start, run.steps
     model = start.get("model", {})
     muon, adamw = model.get("muon_weights", 0), model.get("adamw_weights", 0)
-    versions = {"hf_muon": start.get("hf_muon"), "torch": start.get("torch"), **start.get("versions", {})}
+    versions = start.get("versions", {})
     tokens = _line(run.logs.get("num_input_tokens_seen") or run.logs.get("tokens", {}))
     first, last = tokens[0] if len(tokens) > 1 else (0, 0.0), tokens[-1] if tokens else (0, 0.0)
     kinds = (("training", "loss"), ("held out", "eval_loss"))
@@ -193,7 +193,6 @@ def _facts(run: Run) -> dict[str, str]:
         "watched steps": f"{len(steps):,}, from {steps[0]:,} to {steps[-1]:,}",
         "tokens a step": f"{(last[1] - first[1]) / (last[0] - first[0]):,.0f}" if last[0] > first[0] else "",
         "last loss": ", ".join(f"{name} {value:.4g} at step {step:,}" for name, (step, value) in losses.items()),
-        "machine": str(start.get("machine", "")),
         "ranks": str(start.get("ranks", 1)),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     }

@@ -62,10 +62,7 @@ OPTIONS = {
 }
 START = {
     "event": "start",
-    "hf_muon": "1",
-    "torch": "2",
-    "versions": {"python": "3.14"},
-    "machine": "a slow one",
+    "versions": {"hf_muon": "1", "torch": "2"},
     "ranks": 4,
     "every": 10,
     "model": {"class": "Llama", "muon_weights": 900, "adamw_weights": 100},
