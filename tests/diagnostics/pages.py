@@ -24,14 +24,12 @@ TITLES = [
     "Gradient norm",
     "Time share of the optimizer",
     "Relative update by kind",
-    "Relative update by layer",
     "Relative update by layer and kind",
-    "RMS of weights by kind",
     "Relative update of AdamW",
+    "RMS of weights by kind",
     "Update RMS by kind",
-    "Update RMS by layer",
-    "Orthogonality error by kind",
     "Momentum by kind",
+    "Orthogonality error by kind",
     "Stable rank by kind",
 ]
 
