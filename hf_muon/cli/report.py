@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_muon.cli.console import console, fail, print_json
+from hf_muon.cli.console import console, fail
 
 PAGE = "muon_report.html"
 
@@ -25,13 +25,10 @@ def report(
             help="Where to write the page. Default: muon_report.html beside the metrics, or here for several."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the last numbers as JSON instead of writing a page.")
-    ] = False,
 ) -> None:
     """Write one HTML page about a run, or several side by side: what to look at, loss, rates, updates, time."""
     try:
-        from hf_muon.diagnostics.page import render, summary
+        from hf_muon.diagnostics.page import render
         from hf_muon.diagnostics.run_file import read_run
         from hf_muon.integrations.archives import complete_or_absent
 
@@ -41,18 +38,11 @@ def report(
         if len(set(names)) < len(names):
             raise ValueError("a run is named twice. Name each once")
         named = {name: read_run(run) for name, run in zip(names, runs, strict=True)}
-        if as_json:
-            summaries = {name: summary(run) for name, run in named.items()}
-            print_json(summaries if len(runs) > 1 else summaries[names[0]])
-            return
         target = out or (Path(PAGE) if len(runs) > 1 else folders[0] / PAGE)
         text = render(named, f"Muon: {' and '.join(named)}")
         with complete_or_absent(target) as file:
             file.write_text(text, encoding="utf-8")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    watched = ", ".join(f"{len(run.steps):,} watched steps" for run in named.values())
+    watched = ", ".join(f"{len(run.rows):,} watched steps" for run in named.values())
     console().print(f"{target} ({len(text) / 1000:.0f} kB, {watched})", markup=False)
-    for name, run in named.items():
-        if run.unread:
-            console().print(f"{name}: {len(run.unread)} lines cannot be read, {run.unread[0]}", markup=False)

@@ -41,7 +41,6 @@ _LAYOUT = {
 }
 _AXIS = {"gridcolor": "rgba(128,136,148,.25)", "zeroline": False, "automargin": True}
 _BAND = "rgba(0,158,115,.16)"
-_MARK = {"symbol": "triangle-down", "size": 9, "color": "#d55e00"}
 # Below the middle blue, above it orange.
 _SCALE = [[0, "rgba(0,114,178,.65)"], [0.5, "rgba(128,136,148,.06)"], [1, "rgba(213,94,0,.65)"]]
 
@@ -67,7 +66,6 @@ def line_chart(
     note: str = "",
     log: bool = False,
     band: Band | None = None,
-    marks: Line = (),
 ) -> Figure | None:
     """Draw lines over steps in panels side by side, on equal axes; None if there is nothing to draw.
 
@@ -77,8 +75,7 @@ def line_chart(
         unit: title of the y axis.
         note: text below the title.
         log: draw a logarithmic y axis, without values that are not positive.
-        band: range of y to shade; the axis shows it, too.
-        marks: points to mark in the first panel.
+        band: range of y to shade.
     """
     drawn = {
         panel: {name: points for name, line in lines.items() if (points := _thinned(line, log))}
@@ -102,21 +99,12 @@ def line_chart(
                 row=1,
                 col=column,
             )
-    if marks:
-        x, y = zip(*marks, strict=True)
-        figure.add_scatter(x=x, y=y, name="spikes", mode="markers", marker=_MARK, row=1, col=1)
     figure.update_layout(height=320, hovermode="x unified", showlegend=True)
     figure.update_xaxes(**_AXIS, title="step")
     figure.update_yaxes(**_AXIS, type="log" if log else "linear", exponentformat="power")
     figure.update_yaxes(title=unit, col=1)
-    values = [y for lines in drawn.values() for line in lines.values() for _, y in line]
-    values += band[:2] if band else ()
-    low, high = (math.log10(min(values)), math.log10(max(values))) if log else (min(values), max(values))
-    if log:
-        figure.update_yaxes(**{"dtick": 1} if high - low > 1.7 else {"dtick": "D2", "tickformat": ".1g"})
     if band is not None:
         figure.add_hrect(y0=band.low, y1=band.high, fillcolor=_BAND, line_width=0, layer="below", row=1, col="all")
-        figure.update_yaxes(range=[low - 0.06 * (high - low), high + 0.06 * (high - low)])
     return figure
 
 
@@ -231,9 +219,7 @@ ul{list-style:none;margin:0;padding:0}li{border-left:4px solid;padding:.1rem 0 .
 .good{border-color:var(--good)}.look{border-color:var(--look)}.bad{border-color:var(--bad)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.87rem}
 td,th{text-align:left;vertical-align:top;padding:.15rem 1rem .15rem 0;border-bottom:1px solid var(--line);
-font-weight:normal;overflow-wrap:anywhere}
-th{color:var(--soft);white-space:nowrap}td.number{text-align:right;white-space:nowrap}
+font-weight:normal}
+th{color:var(--soft);white-space:nowrap}
 .heatmap-label text{fill:var(--ink)!important}
-@media(max-width:600px){body{margin:1rem auto;padding:0 .7rem}.facts th,.facts.one td{display:block;border:0;
-padding-bottom:0}.facts.one tr{display:block;border-bottom:1px solid var(--line);padding:.2rem 0}}
 """

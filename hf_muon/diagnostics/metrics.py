@@ -10,7 +10,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +37,6 @@ class Metrics:
         self.every = every
         self.file = Path(file or FILE)
         self.model: dict[str, Any] = {}
-        self._device = torch.device("cpu")
         self._watch: Watch | None = None
         self._clock: Clock | None = None
         self._began: dict[int, Any] = {}
@@ -55,7 +53,6 @@ class Metrics:
             step: its number, from 1.
             device: the device to time.
         """
-        self._device = device
         if self._watch is not None and self._watch.step != step:
             self.flush()
         due = step % self.every == 0
@@ -119,10 +116,7 @@ class Metrics:
             {
                 "event": "start",
                 "time": time.time(),
-                "hf_muon": sys.modules["hf_muon"].__version__,
-                "torch": torch.__version__,
                 "versions": facts.versions(),
-                "machine": facts.machine(self._device),
                 "ranks": torch.distributed.get_world_size() if log.has_process_group() else 1,
                 "every": self.every,
                 **({"model": self.model} if self.model else {}),

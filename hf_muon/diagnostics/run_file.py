@@ -5,31 +5,15 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.metrics import FILE
 
-_TRACES = ("muon_lr", "adamw_lr", "muon_momentum", "muon_weight_decay", "time_share", "optimizer_ms", "step_ms")
-
-
-class Table(NamedTuple):
-    """A measure over a run.
-
-    Attributes:
-        steps: watched steps, ascending.
-        names: parameters that have a number at any of these steps.
-        values: ``(steps, names)``, fp64; NaN where there is none.
-    """
-
-    steps: list[int]
-    names: list[str]
-    values: Tensor
+_TRACES = ("muon_lr", "adamw_lr", "time_share")
 
 
 @dataclass
@@ -37,79 +21,49 @@ class Run:
     """The metrics of a run. If a step appears twice, as after a resume, the later line wins.
 
     Attributes:
-        start: the last line about the run as a whole.
+        model: class, name, and numbers of weights.
+        options: of Muon and of AdamW.
+        versions: of libraries.
+        ranks: number of them.
+        kinds: layer and kind of each parameter, as by `layers_and_kinds`.
         logs: numbers that the Trainer logged, by name and step.
         traces: numbers about a whole step, by name and step.
         rows: parameters, and for each measure a number for each of them, NaN where the line has none; by step.
-        logits: the largest logit of each attention, by its name and step, where they were measured.
-        kinds: layer and kind of each parameter, as by `layers_and_kinds`.
         not_finite: steps at which the Trainer logged a loss that was no finite number.
-        unread: lines that could not be read, as half a line that a killed run has left, and why.
     """
 
-    start: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    kinds: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     logs: dict[str, dict[int, float]] = field(default_factory=dict)
     traces: dict[str, dict[int, float]] = field(default_factory=dict)
     rows: dict[int, tuple[tuple[str, ...], dict[str, array[float]]]] = field(default_factory=dict)
-    logits: dict[str, dict[int, float]] = field(default_factory=dict)
-    kinds: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     not_finite: list[int] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    _tables: dict[str, Table] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> list[int]:
-        """Watched steps, ascending."""
-        return sorted(self.traces.get("muon_lr", {}))
 
     @property
     def losses(self) -> list[tuple[int, float]]:
         """The training losses that the Trainer logged, by step."""
         return sorted(self.logs.get("loss", {}).items())
 
-    @property
-    def measures(self) -> list[str]:
-        """The measures of parameters that any step has."""
-        return list(dict.fromkeys(measure for _, own in self.rows.values() for measure in own))
-
-    def table(self, measure: str) -> Table:
-        """Return a measure at all steps that have it."""
-        if measure not in self._tables:
-            self._tables[measure] = self._table(measure)
-        return self._tables[measure]
-
-    def _table(self, measure: str) -> Table:
-        by_names: dict[tuple[str, ...], list[int]] = {}
-        for step in sorted(self.rows):
-            names, measures = self.rows[step]
-            if measure in measures:
-                by_names.setdefault(names, []).append(step)
-        steps = sorted(step for own in by_names.values() for step in own)
-        every = list(dict.fromkeys(name for names in by_names for name in names))
-        values = torch.full((len(steps), len(every)), math.nan, dtype=torch.float64)
-        row_of, column_of = {step: i for i, step in enumerate(steps)}, {name: i for i, name in enumerate(every)}
-        for names, own in by_names.items():
-            numbers = array("d")
-            for step in own:
-                numbers.extend(self.rows[step][1][measure])
-            block = torch.frombuffer(numbers, dtype=torch.float64).view(len(own), len(names))
-            rows, columns = [row_of[step] for step in own], [column_of[name] for name in names]
-            values[torch.tensor(rows).unsqueeze(1), torch.tensor(columns)] = block
-        shown = [i for i, there in enumerate((~values.isnan()).any(dim=0).tolist()) if there]
-        return Table(steps, [every[i] for i in shown], values[:, shown])
+    def numbers(self, measure: str) -> Iterator[tuple[int, list[tuple[str, float]]]]:
+        """Yield each step that has a measure, ascending, with the parameters that have a number, and these."""
+        for step, (names, measures) in sorted(self.rows.items()):
+            pairs = zip(names, measures.get(measure, ()), strict=False)
+            if own := [(name, value) for name, value in pairs if not math.isnan(value)]:
+                yield step, own
 
 
 def read_run(path: Path) -> Run:
-    """Read the metrics of a run. Lines that cannot be read are left out, and counted.
+    """Read the metrics of a run.
 
     Args:
         path: the run's output directory, or the file, JSON lines as `metrics` writes them.
 
     Raises:
-        ValueError: there is no such file, or none with a watched step.
+        ValueError: there is no such file, none with a watched step, or it holds something else.
     """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE}")
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
@@ -118,26 +72,25 @@ def read_run(path: Path) -> Run:
         )
     run = Run()
     names: tuple[str, ...] = ()
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+    for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
-            names = _add(run, json.loads(line, parse_constant=_refuse), names) if line.strip() else names
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            run.unread.append(f"line {number}: {error!r}")
-    if not run.steps:
-        unread = f" {len(run.unread)} lines cannot be read, {run.unread[0]}." if run.unread else ""
+            line = json.loads(text)
+        except ValueError:  # half a line, which a killed run has left
+            continue
+        try:
+            names = _add(run, line, names)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{file}, line {number}, is no line of metrics ({error!r})") from error
+    if not run.rows:
         raise ValueError(
-            f"{file} holds no watched step yet.{unread} The first comes after as many steps as diagnostics_every says "
+            f"{file} holds no watched step yet. The first comes after as many steps as diagnostics_every says "
             "(HF_MUON_DIAGNOSTICS_EVERY): wait, or train with a smaller number"
         )
     return run
 
 
-def _refuse(word: str) -> Any:
-    raise ValueError(word)  # NaN and Infinity, which JSON does not have
-
-
 def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Add a line to a run, completely or not at all.
+    """Add a line to a run.
 
     Args:
         run: is written to.
@@ -149,45 +102,33 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
     """
     event = line["event"]
     if event == "start":
-        layers = [(entry["layer"], str(entry["kind"])) for entry in line["parameters"]]
-        kinds = {
-            str(entry["name"]): (None if layer is None else int(layer), kind)
-            for entry, (layer, kind) in zip(line["parameters"], layers, strict=True)
-        }
-        model, options = dict(line.get("model", {})), dict(line.get("options", {}))
-        model = {key: (int if key.endswith("_weights") else str)(value) for key, value in model.items()}
-        options = {key: dict(own) for key, own in options.items()}
-        if "update_rms" in options.get("muon", {}):
-            options["muon"]["update_rms"] = float(options["muon"]["update_rms"])
-        facts = {
-            **line,
-            "model": model,
-            "options": options,
-            "versions": dict(line.get("versions", {})),
-            "ranks": int(line["ranks"]) if "ranks" in line else 1,
-        }
-        run.start = {key: value for key, value in facts.items() if key not in ("event", "parameters")}
-        run.kinds |= kinds
-        return tuple(kinds)
-    if event not in ("step", "log"):
-        raise ValueError(f"event {event!r}")
+        run.model = {key: int(v) if key.endswith("_weights") else str(v) for key, v in line.get("model", {}).items()}
+        run.options = {side: dict(own) for side, own in line.get("options", {}).items()}
+        run.versions, run.ranks = dict(line.get("versions", {})), int(line.get("ranks", 1))
+        names = tuple(str(entry["name"]) for entry in line["parameters"])
+        places = (
+            (None if entry["layer"] is None else int(entry["layer"]), str(entry["kind"]))
+            for entry in line["parameters"]
+        )
+        run.kinds |= dict(zip(names, places, strict=True))
+        return names
     step = int(line["step"])
     if event == "log":
-        numbers = {
-            key: float(value) for key, value in line.items() if key not in ("event", "step") and value is not None
-        }
+        numbers = {key: v for key, v in line.items() if key not in ("event", "step")}
         run.not_finite += [step] if "loss" in line and line["loss"] is None else []
-        into = [(run.logs, numbers)]
-    else:
-        traces = {key: float(line[key]) for key in _TRACES if line.get(key) is not None}
-        logits = {str(name): float(value) for name, value in line.get("max_logit", {}).items() if value is not None}
-        known = [key for key in line if key in (*MEASURES, *ADAMW_MEASURES) or key.endswith("_rms")]
-        measures = {key: array("d", [math.nan if v is None else float(v) for v in line[key]]) for key in known}
+        target = run.logs
+    elif event == "step":
+        numbers = {key: line.get(key) for key in _TRACES}
+        numbers["max_logit"] = max((v for v in line.get("max_logit", {}).values() if v is not None), default=None)
+        known = [measure for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line]
+        measures = {key: array("d", [math.nan if v is None else v for v in line[key]]) for key in known}
         if any(len(own) != len(names) for own in measures.values()):
             raise ValueError(f"not {len(names)} numbers")
         run.rows[step] = (names, measures)
-        into = [(run.traces, traces), (run.logits, logits)]
-    for target, own in into:
-        for key, number in own.items():
-            target.setdefault(key, {})[step] = number
+        target = run.traces
+    else:
+        raise ValueError(f"event {event!r}")
+    for key, number in numbers.items():
+        if number is not None:
+            target.setdefault(key, {})[step] = float(number)
     return names

@@ -24,14 +24,12 @@ TITLES = [
     "Gradient norm",
     "Time share of the optimizer",
     "Relative update by kind",
-    "Relative update by layer",
     "Relative update by layer and kind",
-    "RMS of weights by kind",
     "Relative update of AdamW",
+    "RMS of weights by kind",
     "Update RMS by kind",
-    "Update RMS by layer",
-    "Orthogonality error by kind",
     "Momentum by kind",
+    "Orthogonality error by kind",
     "Stable rank by kind",
 ]
 
@@ -62,10 +60,7 @@ OPTIONS = {
 }
 START = {
     "event": "start",
-    "hf_muon": "1",
-    "torch": "2",
-    "versions": {"python": "3.14"},
-    "machine": "a slow one",
+    "versions": {"hf_muon": "1", "torch": "2"},
     "ranks": 4,
     "every": 10,
     "model": {"class": "Llama", "muon_weights": 900, "adamw_weights": 100},

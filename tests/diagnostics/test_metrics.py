@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 
 import pytest
 import torch
@@ -209,7 +207,7 @@ def test_time_share(tmp_path, monkeypatch):
     assert (line["step_ms"], line["optimizer_ms"], line["time_share"]) == (2000, 500, 0.25)
 
 
-def test_the_first_line_says_what_runs_and_where(tmp_path):
+def test_the_first_line_says_what_runs(tmp_path):
     file = tmp_path / "d.jsonl"
     model, optimizer = trained(1, diagnostics_every=1, diagnostics_file=str(file), momentum=0.9, adamw_betas="0.8|0.99")
     start = lines_of(file)[0]
@@ -219,8 +217,7 @@ def test_the_first_line_says_what_runs_and_where(tmp_path):
     }
     assert start["model"] == {"class": "Model", "muon_weights": sizes["muon"], "adamw_weights": sizes["adamw"]}
     assert sum(sizes.values()) == sum(p.numel() for p in model.parameters())
-    assert start["versions"]["python"] == platform.python_version()
-    assert f"{os.cpu_count()} cores of " in start["machine"]
+    assert start["versions"]["torch"] == torch.__version__
     muon, adamw = start["options"]["muon"], start["options"]["adamw"]
     assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (5e-3, 0.9, 0.1)
     assert (adamw["lr"], adamw["adamw_betas"]) == (5e-3, [0.8, 0.99])

@@ -26,7 +26,7 @@ def test_numbers_are_those_of_the_file(tmp_path):
     text = (tmp_path / "muon_report.html").read_text()
     page = Page(text)
     assert page.titles == ["What it says", *TITLES]
-    assert "These are rules of thumb, not measurements of this model." in text
+    assert "no experiment with Muon is behind it" in text
     lines = page.lines
     assert lines["Loss"] == {"loss": {10: 1.0, 20: 0.5, 30: pytest.approx(1 / 3, rel=1e-4)}}
     assert lines["Learning rates"]["AdamW"][20] == 1e-4
@@ -34,8 +34,7 @@ def test_numbers_are_those_of_the_file(tmp_path):
         html.escape(kind): {step: pytest.approx(mean) for step in (10, 20, 30)}
         for kind, mean in zip(KINDS, (0.3, 0.4), strict=True)
     }
-    assert lines["Update RMS by layer"]["layer 2"][10] == pytest.approx(0.55)
-    assert lines["Time share of the optimizer"]["optimizer step"][10] == 5
+    assert lines["Time share of the optimizer"]["optimizer step"][10] == 0.05
     assert lines["Relative update by kind"][html.escape(KINDS[0])][10] == pytest.approx(3e-4)
     assert lines["RMS of weights by kind"][html.escape(KINDS[1])] == {10: 2, 20: 2, 30: 2}
     assert lines["Relative update of AdamW"] == {"model.norm": {10: 5e-5, 20: 5e-5, 30: 5e-5}}
@@ -49,14 +48,10 @@ def test_numbers_are_those_of_the_file(tmp_path):
     assert facts == {
         "model": "Llama",
         "trained weights": "1,000, 90.0% with Muon",
-        "matrices with Muon": "6",
-        "steps": "30",
         "watched steps": "3, from 10 to 30",
-        "tokens a step": "50",
         "last loss": "training 0.3333 at step 30",
-        "machine": "a slow one",
         "ranks": "4",
-        "versions": "hf_muon 1, torch 2, python 3.14",
+        "versions": "hf_muon 1, torch 2",
         "options of Muon": "lr=0.001, nesterov=true, adjust_lr_fn=match_rms_adamw",
         "options of AdamW": "betas=0.9|1",
     }
@@ -68,35 +63,17 @@ def test_logits_of_attentions_have_a_chart_where_they_were_measured(tmp_path):
         {**step_line(step), "max_logit": {name: step + k for k, name in enumerate(names)}, "clipped_heads": 1}
         for step in (10, 20)
     ]
-    steps[1]["max_logit"][names[0]] = None  # overflowed
+    steps[1]["max_logit"][names[14]] = None  # overflowed
     (tmp_path / FILE).write_text("\n".join(json.dumps(line) for line in (START, *steps)))
     assert report(tmp_path).exit_code == 0
     lines = Page((tmp_path / "muon_report.html").read_text()).lines["Largest attention logit"]
-    assert list(lines) == names[::2]
-    assert lines[names[2]] == {10: 12, 20: 22}
-    assert lines[names[0]] == {10: 10}
-    printed = json.loads(report(tmp_path, "--json").output)
-    assert printed["max_logit"][names[14]] == 34
+    assert lines == {"largest": {10: 24, 20: 33}}
 
 
 def test_noise_stays_pale():
     figure = charts.heat_map("Title", {"": {("0", "a"): 1.0, ("0", "b"): 1.01, ("0", "c"): 0.99}})
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (-1, 1)
     assert max(map(abs, figure.data[0].z[0])) < 0.02
-
-
-def test_a_band_is_drawn_and_inside_of_the_axis():
-    lines = {"": {"a": [(1, 5.0)]}}
-    for log in (False, True):
-        figure = charts.line_chart("T", lines, unit="RMS", log=log, band=charts.Band(0.1, 1.0, "usual"))
-        (shape,) = figure.layout.shapes
-        assert (shape.y0, shape.y1) == (0.1, 1.0)
-        low, high = figure.layout.yaxis.range
-        ends = [10**low, 10**high] if log else [low, high]
-        assert ends[0] < 0.1
-        assert ends[1] > 5
-        assert figure.layout.yaxis.title.text == "RMS"
-        assert figure.layout.meta["note"] == "usual"
 
 
 def test_several_runs_side_by_side(tmp_path, monkeypatch):
@@ -122,8 +99,6 @@ def test_several_runs_side_by_side(tmp_path, monkeypatch):
     where = words.index("Muon: lr")
     assert words[where + 1 : where + 3] == ["0.001", "0.5"]
     assert words[words.index("options of Muon") + 1] == "nesterov=true, adjust_lr_fn=match_rms_adamw"
-    summaries = json.loads(report("a", "b", "--json").stdout)
-    assert {name: own["logs"]["loss"] for name, own in summaries.items()} == {"a": pytest.approx(1 / 3), "b": 0.5}
     assert "a run is named twice" in report("a", "a").stderr
 
 
@@ -145,7 +120,6 @@ def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
     page = Page((tmp_path / "muon_report.html").read_text())
     kinds = ["mlp.gate_up_proj[0]", "mlp.gate_up_proj[1]"]
     assert list(page.lines["Update RMS by kind"]) == kinds
-    assert list(page.lines["Update RMS by layer"]) == ["layer 0", "layer 1"]
     (table,) = page.charts["Relative update by layer and kind"]
     assert (table["x"], table["y"]) == (kinds, ["layer 0", "layer 1"])
 
@@ -163,9 +137,6 @@ def test_the_page_needs_nothing_else_and_names_cannot_break_out(tmp_path):
 def test_of_steps_taken_again_the_later_ones_count(tmp_path):
     """Report a run that was killed after step 30 and resumed from step 10."""
     write(tmp_path, extra=[START, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}])
-    summary = json.loads(report(tmp_path, "--json").stdout)
-    assert summary["steps"] == [10, 20, 30]
-    assert summary["update_rms"] == pytest.approx(3 * 0.35)
     report(tmp_path)
     lines = Page((tmp_path / "muon_report.html").read_text()).lines
     assert lines["Update RMS by kind"][KINDS[0]] == {10: 0.3, 20: 0.6, 30: 0.9}
@@ -181,78 +152,45 @@ def test_long_runs_are_thinned_by_means(tmp_path):
     assert max(loss) == 2000
 
 
+def test_half_a_line_that_a_killed_run_has_left_is_no_error(tmp_path):
+    file = write(tmp_path)
+    report(tmp_path)
+    charts_of = [Page((tmp_path / "muon_report.html").read_text()).charts]
+    first, *rest = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([first, '{"event":"step","st\n', *rest, '{"event":"lo']))
+    result = report(tmp_path)
+    assert result.exit_code == 0, result.output
+    charts_of.append(Page((tmp_path / "muon_report.html").read_text()).charts)
+    assert charts_of[0] == charts_of[1]
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        '{"event":"step","st',
         "[]",
         '{"event":"dance"}',
         '{"event":"step"}',
         '{"event":"step","step":40,"update_rms":[1]}',
+        '{"event":"step","step":40,"update_rms":["x",1,1,1,1,1,1]}',
         '{"event":"log","step":"often"}',
-        '{"event":"log","step":40,"loss":NaN}',
-        '{"event":"step","step":40,"muon_lr":-Infinity}',
-        '{"event":"step","step":40,"muon_lr":1e-3,"update_rms":["x",1,1,1,1,1,1]}',
-        '{"event":"log","step":40,"grad_norm":2,"loss":1' + "0" * 400 + "}",
-        '{"event":"start","torch":NaN,"parameters":[]}',
-        '{"event":"start","parameters":[{"name":"a","layer":"low","kind":"b"}]}',
-        "[" * 100000,
         '{"event":"start","parameters":[{}]}',
+        '{"event":"start","parameters":[],"model":3}',
+        '{"event":"start","parameters":[],"options":"x"}',
     ],
-    ids=lambda line: line[:50],
 )
-def test_lines_that_cannot_be_read_are_left_out_whole_and_counted(tmp_path, line):
-    file = write(tmp_path)
-    whole = report(tmp_path, "--json").stdout
-    with file.open("a") as out:
-        out.write(line + "\n")
-    result = report(tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "1 lines cannot be read, line 8: " in result.output
-    assert report(tmp_path, "--json").stdout == whole
-    file.write_text(line)
+def test_a_file_that_is_not_ours_is_one_plain_error(tmp_path, line):
+    write(tmp_path).open("a").write(line + "\n")
     result = report(tmp_path)
     assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-    assert "holds no watched step yet. 1 lines cannot be read, line 1: " in result.stderr
-
-
-def changed(value, path, foreign):
-    """Return a copy of nested mappings in which something else stands at a path."""
-    key, *rest = path
-    return {**value, key: changed(value[key], rest, foreign) if rest else foreign}
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *([key] for key in START if key != "event"),
-        *(["model", key] for key in START["model"]),
-        *(["options", side] for side in OPTIONS),
-        *(["options", "muon", key] for key in ("lr", "adjust_lr_fn", "update_rms")),
-        ["options", "adamw", "adamw_betas"],
-        ["versions", "python"],
-    ],
-    ids=".".join,
-)
-def test_what_is_not_ours_in_the_first_line_is_refused_or_shown(tmp_path, path):
-    start = {**START, "options": {**OPTIONS, "muon": {**OPTIONS["muon"], "update_rms": 0.2}}}
-    for foreign in ("x", 3, {"a": [2]}):
-        write(tmp_path, start=changed(start, path, foreign))
-        result = report(tmp_path, "--out", tmp_path / "page.html")
-        if result.exit_code:
-            assert type(result.exception) is SystemExit, result.exception
-            assert "lines cannot be read, line 1: " in result.stderr
+    assert f"{FILE}, line 8, is no line of metrics (" in result.stderr
 
 
 def test_refused(tmp_path):
     file = tmp_path / "run" / FILE
-    for path, message in (
-        ("lost", "lost does not exist. Name a run's output directory"),
-        (".", f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50"),
-    ):
+    for path in ("lost", "."):
         result = report(tmp_path / path)
         assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-        assert message in result.stderr
+        assert f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50" in result.stderr
     file.parent.mkdir()
     file.write_text("")
     message = "holds no watched step yet. The first comes after as many steps as diagnostics_every says"
