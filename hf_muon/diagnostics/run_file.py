@@ -64,6 +64,8 @@ def read_run(path: Path) -> Run:
     Raises:
         ValueError: there is no such file, none with a watched step, or it holds something else.
     """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE}")
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
