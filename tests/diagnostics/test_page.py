@@ -187,10 +187,13 @@ def test_a_file_that_is_not_ours_is_one_plain_error(tmp_path, line):
 
 def test_refused(tmp_path):
     file = tmp_path / "run" / FILE
-    for path in ("lost", "."):
+    for path, message in (
+        ("lost", f"does not exist. Name a run's output directory, or its {FILE}"),
+        (".", f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50"),
+    ):
         result = report(tmp_path / path)
         assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-        assert f"holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50" in result.stderr
+        assert message in result.stderr
     file.parent.mkdir()
     file.write_text("")
     message = "holds no watched step yet. The first comes after as many steps as diagnostics_every says"
