@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -206,7 +206,7 @@ def _run(
         before = Trial(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
         if before.setup == setup:
             say(f"{rate_text(rate)}: ended before, in {folder}")
-            return Trial(**{**asdict(before), "losses": {int(step): loss for step, loss in before.losses.items()}})
+            return replace(before, losses={int(step): loss for step, loss in before.losses.items()})
     say(f"{rate_text(rate)}: runs in {folder}")
     shutil.rmtree(folder, ignore_errors=True)
     output.mkdir(parents=True)
@@ -289,7 +289,7 @@ def _picture(title: str, trials: Sequence[Trial], facts: Mapping[str, str], *, e
     curves = {rate_text(trial.rate): [p for p in trial.losses.items() if math.isfinite(p[1])] for trial in trials}
     rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in facts.items())
     steps = line_chart("Loss of each trial", {"": curves}, unit="loss", note="each step's batch")
-    return page(title, f'<section class="scroll"><table class="facts one">{rows}</table></section>', [figure, steps])
+    return page(title, f'<section class="scroll"><table class="facts">{rows}</table></section>', [figure, steps])
 
 
 def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
