@@ -18,9 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_muon
 from hf_muon import Muon
+from hf_muon.config import MuonConfig
 from hf_muon.distributed.agreement import report_device
 from hf_muon.distributed.groups import make_group
 from hf_muon.math import compiler, torch_private
+from hf_muon.plan import plan_step
 from hf_muon.storage.dtensor import stored_like
 from tests.accelerated import compiling
 
@@ -189,6 +191,13 @@ def test_moments_of_dtensors_on_the_host_are_refused_where_torch_makes_dtensors_
         stored_like(param, torch.ones(2, 3), (8, 3))
 
 
+def test_plans_of_several_ranks_are_refused_where_torch_has_no_fake_process_group(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    with pytest.raises(RuntimeError, match="no fake process group where hf_muon looks for it, which plans of several"):
+        plan_step(nn.Linear(4, 4), MuonConfig(), "ddp", 2)
+    assert not dist.is_initialized()
+
+
 def test_a_step_that_torch_does_not_compile_needs_no_private_name(monkeypatch):
     import torch._compile
 
@@ -218,7 +227,7 @@ def of_self(node):
 
 
 # These rooms reach into other packages, whose names are theirs to check; of torch they use what a hook replaces.
-OF_OTHERS = {"integrations", "cli", "_autoload.py", "diagnostics", "plan"}
+OF_OTHERS = {"integrations", "cli", "_autoload.py", "diagnostics"}
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def inductor_options() -> list[str]:
 def cpu_multiplies_bf16() -> bool:
     """Return whether a CPU has instructions for bf16 products.
 
-    `torch.cpu.get_capabilities` is public, and missing before torch 2.13. A torch without any of these says no, and
+    `torch.cpu.get_capabilities` is public, and torch 2.10 lacks it. A torch without any of these says no, and
     products are then computed in fp32.
     """
     if hasattr(torch.cpu, "get_capabilities"):
@@ -218,3 +218,29 @@ def dtensor_on_host(
             f"torch {torch.__version__} makes DTensors in another way, which moments of DTensors on the host need "
             f"({error}). " + _LATER
         ) from error
+
+
+def fake_store() -> Any:
+    """Return the store of a process group of backend `fake`, in which nothing is sent.
+
+    Raises:
+        RuntimeError: this torch keeps it elsewhere.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no fake process group where hf_muon looks for it, which plans of several "
+            f"ranks need ({error}). " + _LATER
+        ) from error
+    return FakeStore()
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor remembers of its operators: equal meshes of a later process group have other groups.
+
+    A torch without this function is taken as one that remembers nothing.
+    """
+    from torch.distributed.tensor import debug
+
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()

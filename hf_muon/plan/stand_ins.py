@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_muon.build import groups_of, muon_options
 from hf_muon.config import COMM_DTYPES, MuonConfig
 from hf_muon.diagnostics.log import has_process_group
+from hf_muon.math.torch_private import fake_store, forget_meshes
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.route import Route
@@ -37,22 +38,12 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         raise RuntimeError("a plan for several ranks needs a torch with torch.distributed, and this one has none")
     if dist.is_initialized():
         raise RuntimeError("a plan pretends to be on other ranks: make it in a process that is in no process group")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Clear what DTensor remembers of its operators: equal meshes of a later process group have other groups."""
-    from torch.distributed.tensor import debug
-
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        forget_meshes()
 
 
 def stored_groups(
