@@ -71,6 +71,7 @@ def without_options_of_inductor(patch, world):
     import torch._inductor
 
     patch.delattr(torch._inductor, "list_options")
+    patch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # tests of DeepSpeed set it where they are imported
     with compiling(backend="inductor"):
         readiness, reason = compiler.readiness({torch.device("cpu"): [torch.float32]})
     assert readiness is compiler.Readiness.CANNOT
