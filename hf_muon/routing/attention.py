@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from hf_muon.routing.fused import layout_of
-from hf_muon.routing.fused_rules import HEAD_SIZES, number
+from hf_muon.routing.fused import HEAD_SIZES, layout_of, number
 from hf_muon.routing.parameters import ModelParameter, parameters_of
 from hf_muon.routing.rules import is_lora
 from hf_muon.rules.heads import Attention, Heads, Rows

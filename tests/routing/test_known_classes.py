@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_muon import route_parameters
-from hf_muon.routing.fused_rules import RULES
+from hf_muon.routing.fused import RULES
 from tests.routing.models import linear, muon_views
 from tests.routing.test_fused import fused
 from tests.zoo import is_older
