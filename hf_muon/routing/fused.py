@@ -155,20 +155,23 @@ def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
     return rule
 
 
+def _qkv(queries: int, few: int, head: int, blocks: int = 1) -> Fused:
+    """Return parts of so many rows of queries, and of as few keys as values."""
+    return Fused((Part("q", queries, head), Part("k", few, head), Part("v", few, head)), blocks)
+
+
 def _by_head(module: Any, size: int) -> Fused | None:
     """Query, key and value of one head, then those of the next."""
     heads = number(module, "num_heads", "num_attention_heads")
-    if not heads or size % (3 * heads):
-        return None
-    head = size // (3 * heads)
-    return Fused((Part("q", head, head), Part("k", head, head), Part("v", head, head)), heads)
+    head = size // (3 * heads) if heads else 0
+    return _qkv(head, head, head, heads)
 
 
 def _grouped_query(module: Any, size: int) -> Fused | None:
     """Split into all queries, then fewer keys and values."""
     heads = number(module, "num_heads", "num_attention_heads")
     few, head = number(module, "num_key_value_heads"), number(module, "head_dim")
-    return Fused((Part("q", heads * head, head), Part("k", few * head, head), Part("v", few * head, head)))
+    return _qkv(heads * head, few * head, head)
 
 
 def _split(module: Any, size: int) -> Fused | None:
@@ -180,28 +183,22 @@ def _split(module: Any, size: int) -> Fused | None:
 def _falcon(module: Any, size: int) -> Fused | None:
     head, heads, few = module.head_dim, module.num_heads, module.num_kv_heads
     if module.new_decoder_architecture:
-        return Fused((Part("q", heads // few * head, head), Part("k", head, head), Part("v", head, head)), few)
+        return _qkv(heads // few * head, head, head, few)
     if module.multi_query:
-        return Fused((Part("q", heads * head, head), Part("k", head, head), Part("v", head, head)))
+        return _qkv(heads * head, head, head)
     return _by_head(module, size)
 
 
 def _bigcode(module: Any, size: int) -> Fused | None:
     if not module.multi_query:
         return _by_head(module, size)
-    head, few = module.head_dim, module.kv_dim
-    return Fused((Part("q", module.embed_dim, head), Part("k", few, head), Part("v", few, head)))
+    return _qkv(module.embed_dim, module.kv_dim, module.head_dim)
 
 
 def _codegen(module: Any, size: int) -> Fused | None:
     """Four blocks, as of four TPU cores, each with its queries, values and keys, in this order."""
     share = size // 12
     return Fused(tuple(Part(name, share, module.head_dim) for name in "qvk"), 4)
-
-
-def _exaone_vision(module: Any, size: int) -> Fused | None:
-    head = number(module, "head_dim")
-    return Fused((Part("q", module.q_dim, head), Part("k", module.kv_dim, head), Part("v", module.kv_dim, head)))
 
 
 def _gated_query(module: Any, size: int) -> Fused | None:
@@ -282,11 +279,6 @@ def _in_turns(module: Any, size: int) -> Fused | None:
 
 def _maxvit(module: Any, size: int) -> Fused | None:
     return (_by_head if module.head_first else _THIRDS)(module, size)
-
-
-def _gcvit(module: Any, size: int) -> Fused | None:
-    """Blocks that share a global query have keys and values only."""
-    return (_KV if module.use_global else _THIRDS)(module, size)
 
 
 _THIRDS = _equal("q", "k", "v")
@@ -378,9 +370,8 @@ RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("keys_values", "LevitAttentionSubsample", _levit),
     ("projection_in", "FocalNetModulation", _focal),
     ("qkv", _QKV, _THIRDS),
-    ("qkv", "Exaone4_5_VisionAttention", _exaone_vision),
+    ("qkv", "Exaone4_5_VisionAttention", _grouped_query),
     ("qkv", "timm.models.maxxvit.AttentionCl timm.models.maxxvit.Attention2d", _maxvit),
-    ("qkv", "timm.models.gcvit.WindowAttentionGlobal", _gcvit),
     ("qkv_linear", "LayoutLMv2SelfAttention", _THIRDS),
     ("in_proj_weight", "MultiheadAttention", _THIRDS),
     ("att_proj", "BarkSelfAttention", _THIRDS),

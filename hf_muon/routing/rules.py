@@ -26,6 +26,7 @@ from hf_muon.routing.parameters import (
     MAGNITUDE,
     ModelParameter,
     examples,
+    matching,
     matrices_of,
 )
 from hf_muon.storage.tensors import shape_of
@@ -94,24 +95,13 @@ class Rules:
         self.inputs = {widths.reads for param in own if (widths := widths_of(param.owner)) is not None}
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
-        names = [param.name for param in params]
-        for option, patterns in (("muon_patterns", self.muon_patterns), ("adamw_patterns", self.adamw_patterns)):
-            for pattern in patterns:
-                matches = [param for param in params if pattern.search(param.name)]
-                if not matches:
-                    raise ValueError(
-                        f"{option}: {pattern.pattern!r} matches no parameter. Names look like {examples(names)}"
-                    )
-                if not any(param.parameter.requires_grad for param in matches):
-                    raise ValueError(
-                        f"{option}: {pattern.pattern!r} matches no trained parameter, only "
-                        f"{examples([param.name for param in matches])}"
-                    )
-                if option == "muon_patterns" and not any(is_matrix(param.folded) for param in matches):
-                    raise ValueError(
-                        f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
-                        f"{examples([p.name for p in matches])}"
-                    )
+        for pattern in self.adamw_patterns:
+            matching("adamw_patterns", pattern, params)
+        for pattern in self.muon_patterns:
+            matches = matching("muon_patterns", pattern, params)
+            if not any(is_matrix(param.folded) for param in matches):
+                names = examples(param.name for param in matches)
+                raise ValueError(f"muon_patterns: {pattern.pattern!r} matches no matrix, only {names}")
         if self.config.lora != "adamw" and not any(self._to_muon(p.name) and p.parameter.requires_grad for p in params):
             factor = "lora_B" if self.config.lora == "muon_b" else "LoRA"
             raise ValueError(
