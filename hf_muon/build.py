@@ -13,10 +13,9 @@ from hf_muon.config import MUON_OPTIONS, MuonConfig
 from hf_muon.diagnostics import log as diagnostics
 from hf_muon.optimizer.muon import Muon
 from hf_muon.options.declaration import quoted
-from hf_muon.routing.route import Route, route_parameters
+from hf_muon.routing.route import Route, frozen, route_parameters, table
 from hf_muon.routing.rules import is_lora
-from hf_muon.routing.scales import no_decay_complaint
-from hf_muon.routing.table import frozen, table
+from hf_muon.routing.scales import require_decay
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,8 +50,7 @@ def build_optimizer(
     config = as_config(config).replace(options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
-    if complaint := no_decay_complaint(config, {route.name: route.decay for route in routes}):
-        raise ValueError(complaint)
+    require_decay(config, {route.name: route.decay for route in routes})
     groups = groups_of(routes, config)
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, model)

@@ -63,13 +63,11 @@ FLOORS = {
         "select",
     ],
     "routing": [
-        "parameters parts",
-        "fused_rules model_facts",
-        "fused",
-        "kinds outputs",
-        "rules scales",
+        "fused parameters",
+        "model_facts outputs scales",
+        "rules",
         "route",
-        "attention live_models table",
+        "attention live_models",
     ],
     "optimizer": [
         "state copies empty_steps lost_updates unmarked",

@@ -117,7 +117,7 @@ class Row(NamedTuple):
 
 
 def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
-    from hf_muon.routing.table import totals
+    from hf_muon.routing.route import totals
 
     screen = console()
 

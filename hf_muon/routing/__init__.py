@@ -4,7 +4,6 @@ The room reads a model and imports `options`, `config` and `storage`. Others use
 facts about models in `model_facts`.
 """
 
-from hf_muon.routing.route import Route, route_parameters
-from hf_muon.routing.table import table
+from hf_muon.routing.route import Route, route_parameters, table
 
 __all__ = ["Route", "route_parameters", "table"]

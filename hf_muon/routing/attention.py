@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from hf_muon.routing.fused import layout_of
-from hf_muon.routing.fused_rules import HEAD_SIZES, number
+from hf_muon.routing.fused import HEAD_SIZES, Fused, layout_of, number
 from hf_muon.routing.parameters import ModelParameter, parameters_of
 from hf_muon.routing.rules import is_lora
 from hf_muon.rules.heads import Attention, Heads, Rows
@@ -24,15 +23,12 @@ Ranges = dict[str, list[range]]
 """By role, the outputs of each head, in the order of heads."""
 
 
-@dataclass
-class _Candidate:
-    """What is known of an attention so far."""
+class _Projection(NamedTuple):
+    """A weight with queries or keys, its bias if it has one, and the outputs that are heads of a role."""
 
-    name: str
-    ranges: dict[str, Ranges] = field(default_factory=dict)  # by the name of a weight
-    transposed: dict[str, bool] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    biases: dict[str, list[str]] = field(default_factory=dict)  # names, by the name of their weight
+    parameters: dict[str, Tensor]  # by name
+    transposed: bool
+    ranges: Ranges
 
 
 def attentions_of(model: nn.Module) -> tuple[list[Attention], list[tuple[str, str]]]:
@@ -42,38 +38,34 @@ def attentions_of(model: nn.Module) -> tuple[list[Attention], list[tuple[str, st
     """
     params = parameters_of(model)
     names = {param.parameter: param.name for param in params}
-    candidates: dict[nn.Module, _Candidate] = {}
+    candidates: dict[nn.Module, tuple[str, list[_Projection]]] = {}
     for param in params:
         leaf, parent = param.holder
         if parent is None or param.own_name != "weight" or len(param.shape) != 2 or is_lora(param.name):
             continue
-        depth = [module for _, module in param.steps].index(parent)
-        name = ".".join(part for part, _ in param.steps[:depth])
         layout = layout_of(param.folded, param.own_name, param.owner, leaf, parent)
-        rows = param.shape[1 if layout.transposed else 0]
-        ranges = dict(_ranges(leaf, parent, rows, param))
+        ranges = dict(_ranges(leaf, parent, param.shape[1 if layout.transposed else 0], layout.fused))
         if ranges or _ATTENTION.search(type(parent).__name__):
-            candidate = candidates.setdefault(parent, _Candidate(name))
+            depth = [module for _, module in param.steps].index(parent)
+            name = ".".join(part for part, _ in param.steps[:depth])
+            _, projections = candidates.setdefault(parent, (name, []))
         if ranges:
-            candidate.ranges[param.name] = ranges
-            candidate.transposed[param.name] = layout.transposed
-            candidate.parameters[param.name] = param.parameter
+            parameters: dict[str, Tensor] = {param.name: param.parameter}
             bias = getattr(param.owner, "bias", None)
             if isinstance(bias, nn.Parameter):
-                candidate.biases[param.name] = [names[bias]]
-                candidate.parameters[names[bias]] = bias
+                parameters[names[bias]] = bias
+            projections.append(_Projection(parameters, layout.transposed, ranges))
     attentions: list[Attention] = []
     complaints: list[tuple[str, str]] = []
-    for module, candidate in candidates.items():
-        inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{candidate.name}.")]
+    for module, (name, projections) in candidates.items():
+        inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{name}.")]
         if not inside:
             continue
-        attention = _attention(module, candidate)
-        if isinstance(attention, str):
-            complaints.append((candidate.name, f"({type(module).__name__}) {attention}"))
-        elif reason := _untrained(attention, inside):
-            complaints.append((candidate.name, f"({type(module).__name__}) {reason}"))
-        elif any(p.requires_grad for p in attention.parameters.values()):
+        attention = _attention(name, module, projections)
+        reason = attention if isinstance(attention, str) else _untrained(attention, inside)
+        if reason is not None:
+            complaints.append((name, f"({type(module).__name__}) {reason}"))
+        elif isinstance(attention, Attention) and any(p.requires_grad for p in attention.parameters.values()):
             attentions.append(attention)
     return attentions, complaints
 
@@ -90,24 +82,16 @@ def _untrained(attention: Attention, inside: list[ModelParameter]) -> str | None
     return None
 
 
-def _ranges(leaf: str, parent: nn.Module, rows: int, param: ModelParameter) -> Iterator[tuple[str, list[range]]]:
+def _ranges(leaf: str, parent: nn.Module, rows: int, fused: Fused | None) -> Iterator[tuple[str, list[range]]]:
     """Yield the roles in which a projection's outputs are, each with the outputs of its heads."""
-    layout = layout_of(param.folded, param.own_name, param.owner, leaf, parent)
-    if layout.fused is not None:
-        block = sum(part.size for part in layout.fused.parts)
+    if fused is not None:
+        block = fused.size // fused.blocks
         start = 0
-        for part in layout.fused.parts:
+        for part in fused.parts:
             if part.name in ("q", "k"):
                 head = part.head or part.size
-                role = "query" if part.name == "q" else "key"
-                yield (
-                    role,
-                    [
-                        range(first, first + head)
-                        for i in range(layout.fused.blocks)
-                        for first in range(i * block + start, i * block + start + part.size, head)
-                    ],
-                )
+                starts = [i * block + start + own for i in range(fused.blocks) for own in range(0, part.size, head)]
+                yield "query" if part.name == "q" else "key", [range(first, first + head) for first in starts]
             start += part.size
         return
     is_query = _QUERY.fullmatch(leaf) is not None
@@ -125,14 +109,13 @@ def _ranges(leaf: str, parent: nn.Module, rows: int, param: ModelParameter) -> I
         yield "query" if is_query else "key", whole
 
 
-def _attention(module: nn.Module, candidate: _Candidate) -> Attention | str:
+def _attention(name: str, module: nn.Module, projections: Sequence[_Projection]) -> Attention | str:
     """Return an attention, or say why its heads are not known."""
     by_role: Ranges = {}
-    for ranges in candidate.ranges.values():
-        for role, heads in ranges.items():
-            if role in by_role:
-                return f"has two projections of the role {role!r}"
-            by_role[role] = heads
+    for projection in projections:
+        for role in projection.ranges.keys() & by_role.keys():
+            return f"has two projections of the role {role!r}"
+        by_role |= projection.ranges
     queries, keys, rotary = (by_role.get(role, []) for role in ("query", "key", "query_rotary"))
     if not queries or not keys:
         return "has no query and key projections that hf_muon knows"
@@ -142,18 +125,18 @@ def _attention(module: nn.Module, candidate: _Candidate) -> Attention | str:
         return f"has {len(queries)} query heads of {of_query} and {len(keys)} key heads of {of_key} outputs"
     first = {"query": 1, "key": 1 + len(queries), "query_rotary": 1 + len(queries) + len(keys)}
     rows: dict[str, Rows] = {}
-    for name, ranges in candidate.ranges.items():
-        dim = 1 if candidate.transposed[name] else 0
-        roles = [0] * shape_of(candidate.parameters[name])[dim]
+    for parameters, transposed, ranges in projections:
+        weight, *biases = parameters
+        roles = [0] * shape_of(parameters[weight])[1 if transposed else 0]
         for role, heads in ranges.items():
             for h, own in enumerate(heads):
                 for row in own:
                     roles[row] = first[role] + h
-        rows[name] = Rows(tuple(roles), candidate.transposed[name])
-        rows |= {bias: Rows(tuple(roles)) for bias in candidate.biases.get(name, ())}
-    norms = [
-        name for name, child in module.named_children() if _NORM.fullmatch(name) and not isinstance(child, nn.Identity)
-    ]
+        rows[weight] = Rows(tuple(roles), transposed)
+        rows |= {bias: Rows(tuple(roles)) for bias in biases}
+    children = module.named_children()
+    norms = [own for own, child in children if _NORM.fullmatch(own) and not isinstance(child, nn.Identity)]
     size = len(queries[0]) + (len(rotary[0]) if rotary else 0)
     heads_of = Heads(len(queries), len(keys), bool(rotary), ", ".join(norms))
-    return Attention(candidate.name, module, heads_of, size, rows, candidate.parameters)
+    all_parameters = {own: parameter for projection in projections for own, parameter in projection.parameters.items()}
+    return Attention(name, module, heads_of, size, rows, all_parameters)

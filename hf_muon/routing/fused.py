@@ -1,23 +1,406 @@
 """Which matrices a weight holds, if a model stores several in one, or in another order than ``(out, in)``.
 
 A weight does not show this: fused projections of equal shape are laid out part after part in one model and head after
-head in another. The rules follow forward methods that were read, of transformers, timm and torch, and go by the
-class of the module; sizes come from the module or its config. A weight without a known layout, or whose sizes do not
-add up, stays one matrix.
+head in another, and many weights are called `qkv`. The rules follow forward methods that were read, of transformers,
+timm and torch, and go by the class of the module; sizes come from the module or its config. A weight without a known
+layout, or whose sizes do not add up, stays one matrix.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_muon.routing.fused_rules import BELOW, FLAT, HEAD_SIZES, RULES, STACKS, TRANSPOSED, number, read_as
-from hf_muon.routing.parts import Fused, Part, WeightLayout
+from hf_muon.storage.tensors import shape_of
 
 # Names of the projections of an attention.
 QUERY = re.compile(r"q|query|q_proj|query_proj|to_q|q_b_proj|k|key|k_proj|key_proj|to_k|v|value|v_proj|value_proj|to_v")
+HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")
+
+
+class Part(NamedTuple):
+    """One matrix of a fused projection.
+
+    Attributes:
+        name: q, k, v, gate, up...
+        size: its share of the output dim, per block.
+        head: size of its heads; 0 without heads.
+    """
+
+    name: str
+    size: int
+    head: int = 0
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The parts along the output dim of a fused projection: equal blocks, each with a share of every part."""
+
+    parts: tuple[Part, ...]
+    blocks: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.blocks * sum(part.size for part in self.parts)
+
+    @property
+    def names(self) -> str:
+        return ", ".join(part.name for part in self.parts)
+
+    def sizes(self, per_head: bool) -> str:
+        """Return the sizes in the words of a view."""
+        if not per_head or not any(part.head for part in self.parts):
+            sizes = "+".join(str(part.size) for part in self.parts)
+            return sizes if self.blocks == 1 else f"{self.blocks}*({sizes})"
+        heads = [part.head or part.size for part in self.parts for _ in range(part.size // (part.head or part.size))]
+        if len(set(heads)) == 1:
+            return f"{self.blocks * len(heads)}x{heads[0]}"
+        if self.blocks > 1:
+            return f"{self.blocks}x({'+'.join(map(str, heads))})"
+        return "+".join(f"{part.size // part.head}x{part.head}" if part.head else str(part.size) for part in self.parts)
+
+
+class WeightLayout(NamedTuple):
+    """How a weight is stored.
+
+    Attributes:
+        transposed: stored as ``(in, out)``.
+        fused: the projections along its output dim; None for a single one.
+        below: number of matrices, of experts or groups, one below the other in a 2-D weight; 0 for a single one.
+        stack: a 3-D weight is known to be a stack of matrices.
+        flat: a 3-D weight is known to be a matrix whose columns have two dims.
+    """
+
+    transposed: bool = False
+    fused: Fused | None = None
+    below: int = 0
+    stack: bool = False
+    flat: bool = False
+
+
+# Classes (as of `read_as`) by the name of a weight: those in which it is (in, out),
+TRANSPOSED = {
+    "weight": ("Conv1D", "AriaGroupedExpertsGemm"),
+    "gate_up_proj": ("Llama4TextExperts",),
+    "down_proj": ("Llama4TextExperts",),
+    "w2": ("DbrxExpertGLU",),
+    "mm_input_projection_weight": ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector"),
+    "input_gate_weight": ("RecurrentGemmaRglru",),
+    "recurrent_gate_weight": ("RecurrentGemmaRglru",),
+    "r_kernel": ("FunnelRelMultiheadAttention",),
+    **dict.fromkeys("qkvr", ("XLNetRelativeAttention",)),
+}
+# those in which it is a matrix for each head, or codebook,
+STACKS = {
+    "weight": ("MoshiFlexibleLinear", "KyutaiSpeechToTextFlexibleLinear"),
+    "x_proj_weight": ("ZambaMambaMixer",),
+    "dt_proj_weight": ("ZambaMambaMixer",),
+    "input_gate_weight": ("RecurrentGemmaRglru",),
+    "recurrent_gate_weight": ("RecurrentGemmaRglru",),
+}
+# those in which it is (hidden, heads, size of a head).
+FLAT = {
+    "r_kernel": ("FunnelRelMultiheadAttention",),
+    **dict.fromkeys("qkvor", ("XLNetRelativeAttention",)),
+}
+# Classes whose weights are several matrices, one below the other, and the attribute that says how many.
+BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_groups"}
+
+
+def read_as(module: nn.Module) -> str:
+    """Return the class whose forward method a module runs; nothing if it is not one of transformers, timm or torch.
+
+    What a forward does with a weight decides how the weight is laid out. So a subclass counts as its base, unless it
+    has a forward of its own. Classes of timm have their full names, because many share one.
+    """
+    base = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    if base.__module__.startswith("timm."):
+        return f"{base.__module__}.{base.__name__}"
+    return base.__name__ if base.__module__.startswith(("transformers.", "torch.nn.")) else ""
+
+
+def number(module: Any, *names: str) -> int:
+    """Return the first of these attributes that a module or its config has; 0 if none."""
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return 0
+
+
+def _equal(*names: str) -> Callable[[Any, int], Fused]:
+    """Return a rule that splits into equal parts, one after the other."""
+    return lambda module, size: Fused(
+        tuple(
+            Part(name, size // len(names), number(module, *HEAD_SIZES) if name in ("q", "k", "v") else 0)
+            for name in names
+        )
+    )
+
+
+def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
+    """Split into two equal parts if the matrix that follows reads one of them."""
+
+    def rule(module: Any, size: int) -> Fused | None:
+        shapes = [shape_of(parameter) for parameter in getattr(module, follower, nn.Identity()).parameters()]
+        # Of a convolution of one token, (out, in, 1); of a stack, (B, out, in).
+        read = [shape[1] if shape[-1] == 1 else shape[-1] for shape in shapes if len(shape) > 1]
+        return _equal(*names)(module, size) if [2 * columns for columns in read] == [size] else None
+
+    return rule
+
+
+def _qkv(queries: int, few: int, head: int, blocks: int = 1) -> Fused:
+    """Return parts of so many rows of queries, and of as few keys as values."""
+    return Fused((Part("q", queries, head), Part("k", few, head), Part("v", few, head)), blocks)
+
+
+def _by_head(module: Any, size: int) -> Fused | None:
+    """Query, key and value of one head, then those of the next."""
+    heads = number(module, "num_heads", "num_attention_heads")
+    head = size // (3 * heads) if heads else 0
+    return _qkv(head, head, head, heads)
+
+
+def _grouped_query(module: Any, size: int) -> Fused | None:
+    """Split into all queries, then fewer keys and values."""
+    heads = number(module, "num_heads", "num_attention_heads")
+    few, head = number(module, "num_key_value_heads"), number(module, "head_dim")
+    return _qkv(heads * head, few * head, head)
+
+
+def _split(module: Any, size: int) -> Fused | None:
+    """Split as GPT-2 does; its cross attention has keys and values only."""
+    names = {2: ("k", "v"), 3: ("q", "k", "v")}.get(size // max(number(module, "split_size"), 1))
+    return _equal(*names)(module, size) if names else None
+
+
+def _falcon(module: Any, size: int) -> Fused | None:
+    head, heads, few = module.head_dim, module.num_heads, module.num_kv_heads
+    if module.new_decoder_architecture:
+        return _qkv(heads // few * head, head, head, few)
+    if module.multi_query:
+        return _qkv(heads * head, head, head)
+    return _by_head(module, size)
+
+
+def _bigcode(module: Any, size: int) -> Fused | None:
+    if not module.multi_query:
+        return _by_head(module, size)
+    return _qkv(module.embed_dim, module.kv_dim, module.head_dim)
+
+
+def _codegen(module: Any, size: int) -> Fused | None:
+    """Four blocks, as of four TPU cores, each with its queries, values and keys, in this order."""
+    share = size // 12
+    return Fused(tuple(Part(name, share, module.head_dim) for name in "qvk"), 4)
+
+
+def _gated_query(module: Any, size: int) -> Fused | None:
+    """Per head its query, then its gate."""
+    head = number(module, "head_dim")
+    if not head or size != 2 * head * number(getattr(module, "config", None), "num_attention_heads"):
+        return None
+    return Fused((Part("q", head, head), Part("gate", head, head)), size // (2 * head))
+
+
+def _compressed(module: Any, size: int) -> Fused | None:
+    return Fused((Part("kv", number(module, "kv_lora_rank")), Part("rope k", number(module, "qk_rope_head_dim"))))
+
+
+def _decompressed(module: Any, size: int) -> Fused | None:
+    key, value = number(module, "qk_nope_head_dim"), number(module, "v_head_dim")
+    return Fused((Part("k", key, key), Part("v", value, value)), size // max(key + value, 1))
+
+
+def _delta_net(module: Any, size: int) -> Fused | None:
+    """Split per key head: query, key, then the values and gates of that head."""
+    heads, key = module.num_k_heads, module.head_k_dim
+    value = module.num_v_heads // heads * module.head_v_dim
+    few = module.head_v_dim
+    return Fused((Part("q", key, key), Part("k", key, key), Part("v", value, few), Part("z", value, few)), heads)
+
+
+def _delta_net_gates(module: Any, size: int) -> Fused | None:
+    share = module.num_v_heads // module.num_k_heads
+    return Fused((Part("b", share), Part("a", share)), module.num_k_heads)
+
+
+def _delta_net_contiguous(module: Any, size: int) -> Fused | None:
+    keys, values = module.key_dim, module.value_dim
+    key, value = module.head_k_dim, module.head_v_dim
+    return Fused((Part("q", keys, key), Part("k", keys, key), Part("v", values, value)))
+
+
+def _state_space(module: Any, size: int) -> Fused | None:
+    """Mamba 2: gate, input, the two state projections, and time steps."""
+    inner, heads = number(module, "intermediate_size"), number(module, "num_heads")
+    state = number(module, "n_groups") * number(module, "ssm_state_size")
+    return Fused((Part("gate", inner), Part("x", inner), Part("B", state), Part("C", state), Part("dt", heads)))
+
+
+def _state_space_inputs(module: Any, size: int) -> Fused | None:
+    """Mamba 1: what time steps and the two state projections are made of."""
+    state = number(module, "ssm_state_size")
+    return Fused((Part("dt", number(module, "time_step_rank")), Part("B", state), Part("C", state)))
+
+
+def _experts(module: Any, size: int) -> Fused | None:
+    """Split as transformers' `use_experts_implementation` says: gate and up one after the other, or in turns."""
+    if not getattr(module, "has_gate", False):
+        return None
+    # transformers before 5.6 has no attribute for what is in turns.
+    if not getattr(module, "is_concatenated", read_as(module) != "GptOssExperts"):
+        return Fused((Part("gate", 1), Part("up", 1)), size // 2)
+    return _HALVES(module, size)
+
+
+def _levit(module: Any, size: int) -> Fused | None:
+    """Per head its query, its key and a larger value; of the attention that makes a grid smaller, without the query."""
+    key, value = module.key_dim, module.attention_ratio * module.key_dim
+    names = ("q", "k") if size // max(module.num_attention_heads, 1) == 2 * key + value else ("k",)
+    parts = [Part(name, key, key) for name in names]
+    return Fused((*parts, Part("v", value, value)), module.num_attention_heads)
+
+
+def _focal(module: Any, size: int) -> Fused | None:
+    """Split into query, context, and one gate per level of the context."""
+    return Fused((Part("q", module.dim), Part("context", module.dim), Part("gates", module.focal_level + 1)))
+
+
+def _in_turns(module: Any, size: int) -> Fused | None:
+    return Fused((Part("x", 1), Part("gate", 1)), size // 2)
+
+
+def _maxvit(module: Any, size: int) -> Fused | None:
+    return (_by_head if module.head_first else _THIRDS)(module, size)
+
+
+_THIRDS = _equal("q", "k", "v")
+_HALVES = _equal("gate", "up")
+_KV = _equal("k", "v")
+# torch.nn.GLU: what the first half says goes through as far as the second one opens.
+_GLU = ("value", "gate")
+
+
+def _each(names: str, ending: str = "", start: str = "") -> str:
+    return " ".join(f"{start}{name}{ending}" for name in names.split())
+
+
+# Classes that read `qkv` as (..., 3, heads, size of a head), or in three chunks.
+_QKV = " ".join(
+    (
+        "VisionAttention",  # of Qwen2-VL
+        _each(
+            "CohereCompass DeepseekOcr2Sam Dots3Note Ernie4_5_VLMoe Glm4v Glm4vMoe Glm5Next GlmImage GlmOcr GotOcr2 "
+            "PPFormulaNet Qwen2_5_VL Qwen3_5 Qwen3_5Moe Qwen3OmniMoe Qwen3VL Qwen3VLMoe Qwen4Exp SLANeXt Sam SamHQ "
+            "UnlimitedOcrSam",
+            "VisionAttention",
+        ),
+        _each("DeepseekOcr2Sam Sam SamHQ UnlimitedOcrSam", "VisionSdpaAttention"),
+        _each(
+            "Blip Blip2 Florence2VisionChannel Florence2VisionWindow HieraMaskUnit InstructBlip InstructBlipVideo "
+            "Mgpstr PPOCRV5MobileRec PPOCRV5ServerRec PPOCRV6SmallRec Sam2MultiScale SegGpt TimesformerSelf VitDet",
+            "Attention",
+        ),
+        _each(
+            "attention.Attention attention.AttentionRope attention_pool2d.AttentionPool2d "
+            "attention_pool2d.RotAttentionPool2d diff_attention.DiffAttention",
+            start="timm.layers.",
+        ),
+        _each(
+            "beit.Attention cait.TalkingHeadAttn coat.FactorAttnConvRelPosEnc convit.MHSA davit.ChannelAttention "
+            "davit.ChannelAttentionV2 davit.WindowAttention edgenext.CrossCovarianceAttn eva.EvaAttention "
+            "fastvit.Attention hiera.MaskUnitAttention hieradet_sam2.MultiScaleAttention metaformer.Attention "
+            "mvitv2.MultiScaleAttention nest.Attention swin_transformer.WindowAttention "
+            "swin_transformer_v2.WindowAttention swin_transformer_v2_cr.WindowMultiHeadAttention "
+            "twins.LocallyGroupedAttn visformer.Attention vision_transformer_relpos.RelPosAttention "
+            "vision_transformer_sam.Attention volo.Attention xcit.XCA",
+            start="timm.models.",
+        ),
+    )
+)
+_LATENT = "LongcatFlashMLA " + _each(
+    "AXK1 AXK2 BailingHybrid DeepseekV2 DeepseekV3 DeepseekV32 Dots3NoteText Glm4MoeLite Glm5NextText GlmMoeDsa HYV4 "
+    "KimiLinear MiniCPM3 Mistral4 MistralLarge4Text Youtu",
+    "Attention",
+)
+_GATE_UP = "EsmFold2SwiGLU Llama4TextExperts LongcatFlashExperts Step3p7Experts " + _each(
+    "Dia Dots3NoteAudio Glm Glm4 Glm4vText GlmImageText GlmOcrText MiniMaxM3VLDense Phi3 Phi4Multimodal Zamba2", "MLP"
+)
+_CONFORMER = _each(
+    "FastSpeech2Conformer LasrEncoder NemotronAsrStreamingEncoder ParakeetEncoder SeamlessM4TConformer "
+    "SeamlessM4Tv2Conformer Wav2Vec2Bert Wav2Vec2Conformer",
+    "ConvolutionModule",
+)
+_MAMBA = "MambaMixer FalconMambaMixer JambaMambaMixer"
+_MAMBA2 = "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer Zamba2MambaMixer"
+
+# Names of the projection, classes (as of `read_as`) of the module that uses it, how its output is laid out there. The
+# first that fits. `*` is any of these packages' classes.
+RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
+    ("gate_up_proj", "*", _experts),
+    ("gate_up_proj", _GATE_UP, _HALVES),
+    ("gate_up_proj", "Phi4MultimodalAudioMLP", _equal("up", "gate")),
+    ("Wi", "ModernBertMLP ModernBertDecoderMLP", _HALVES),
+    ("input_linear", _each("GraniteMoe GraniteMoeHybrid GraniteMoeShared JetMoe", "MoE"), _HALVES),
+    ("input_linear", _each("GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared", "MLP"), _HALVES),
+    ("weights_in", "Dinov2SwiGLUFFN Dinov2WithRegistersSwiGLUFFN", _HALVES),
+    ("fc1", "AriaExperts", _HALVES),
+    ("fc1", "MoshiGatingMLP KyutaiSpeechToTextGatingMLP", _halves("fc2", "gate", "up")),
+    ("fc1", "ClvpEncoderMLP MoonshineDecoderMLP MoonshineStreamingDecoderMLP", _halves("fc2", "up", "gate")),
+    ("fc1", "timm.layers.mlp.GluMlp timm.layers.mlp.GatedMlp", _halves("fc2", "up", "gate")),
+    ("linear_1", "Cohere2VisionMultiModalProjector", _halves("linear_2", "up", "gate")),
+    ("pointwise_conv1", _CONFORMER, _halves("pointwise_conv2", *_GLU)),
+    ("pointwise_lin1", "GraniteSpeech5EncoderConvolutionModule", _halves("pointwise_lin2", *_GLU)),
+    ("up_conv", _each("GraniteSpeech GraniteSpeechPlus", "ConformerConvModule"), _halves("down_conv", *_GLU)),
+    ("linear_start", "Gemma3nAudioConformerLightConv1d Gemma4AudioLightConv1d", _halves("linear_end", *_GLU)),
+    ("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", _equal(*_GLU)),
+    ("residual_conv|self_attn_conv", _each("SeamlessM4T SeamlessM4Tv2", "ConformerAdapterLayer"), _equal(*_GLU)),
+    ("conv_layers", "Conv1dSubsampler", _equal(*_GLU)),
+    ("in_layers", "VitsWaveNet", _equal(*_GLU)),
+    (r"weight_[ih]h(_l\d+(_reverse)?)?", "LSTM LSTMCell", _equal("input", "forget", "cell", "output")),
+    (r"weight_[ih]h(_l\d+(_reverse)?)?", "GRU GRUCell", _equal("reset", "update", "new")),
+    ("queries_keys_values", "LevitAttention", _levit),
+    ("keys_values", "LevitAttentionSubsample", _levit),
+    ("projection_in", "FocalNetModulation", _focal),
+    ("qkv", _QKV, _THIRDS),
+    ("qkv", "Exaone4_5_VisionAttention", _grouped_query),
+    ("qkv", "timm.models.maxxvit.AttentionCl timm.models.maxxvit.Attention2d", _maxvit),
+    ("qkv_linear", "LayoutLMv2SelfAttention", _THIRDS),
+    ("in_proj_weight", "MultiheadAttention", _THIRDS),
+    ("att_proj", "BarkSelfAttention", _THIRDS),
+    ("Wqkv", "ModernBertAttention MptAttention", _THIRDS),
+    ("Wqkv", "DbrxAttention", _grouped_query),
+    ("qkv_proj", "Phi3Attention Phi4MultimodalAttention", _grouped_query),
+    ("qkv_proj", "MiniMaxLightningAttention", _by_head),
+    ("qkv_proj", "CodeGenAttention", _codegen),
+    ("c_attn", "GPTBigCodeAttention", _bigcode),
+    ("c_attn", "Attention DecisionTransformerGPT2Attention GPT2Attention ImageGPTAttention", _split),
+    ("query_key_value", _each("Bloom GPTNeoX GPTNeoXJapanese Persimmon", "Attention"), _by_head),
+    ("query_key_value", "FalconAttention FalconFlashAttention2", _falcon),
+    ("in_proj", "DisentangledSelfAttention", _by_head),
+    ("to_kv", _each("GraniteSpeechConformer GraniteSpeechPlusConformer EvollaSequenceCompressor", "Attention"), _KV),
+    ("kv_proj", "JetMoeAttention", _KV),
+    ("q_proj", "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention", _gated_query),
+    ("kv_a_proj_with_mqa", _LATENT, _compressed),
+    ("kv_b_proj", _LATENT, _decompressed),
+    ("in_proj_qkvz", "Qwen3NextGatedDeltaNet", _delta_net),
+    ("in_proj_ba", "Qwen3NextGatedDeltaNet", _delta_net_gates),
+    ("in_proj_qkv", "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet", _delta_net_contiguous),
+    ("in_proj", "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv", _equal("B", "C", "x")),
+    ("in_proj", "Lfm3VlVisionShortConv", _equal("input gate", "output gate", "x")),
+    ("in_proj", "ZambaMambaMixer", _in_turns),
+    ("in_proj", _MAMBA, _equal("x", "gate")),
+    ("x_proj", _MAMBA, _state_space_inputs),
+    ("x_proj_weight", "ZambaMambaMixer", _state_space_inputs),
+    ("in_proj", _MAMBA2, _state_space),
+)
 
 
 def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, parent: nn.Module | None) -> WeightLayout:

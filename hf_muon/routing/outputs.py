@@ -95,14 +95,14 @@ class Outputs:
         self._chained: dict[int, tuple[Widths, ...]] = {}
         for module in reversed(list(model.modules())):
             self._chained[id(module)] = self._widths_of(module)
-        self._in_layers = {
+        in_layers = {
             param.owner.in_features
             for param in params
             if isinstance(param.owner, nn.Linear)
             and (any(part.isdigit() for part, _ in param.steps) or _in_layer(param.steps[:-2]))
         }
         self._vocabularies = vocabularies
-        self._targets = targets - self._in_layers
+        self._targets = targets - in_layers
         # Rows of tables: vocabularies that no config names, and positions.
         self._tables = {param.shape[0] for param in params if isinstance(param.owner, EMBEDDING_TYPES)}
         # Widths that matrices put out or tables hold, with the first position in the model's order.
@@ -157,15 +157,13 @@ class Outputs:
         chain, own = self.chain_of(param), widths_of(param.owner)
         if chain is None or own is None or self._ends_in_few(chain):
             return False
-        # Inside a layer, a width that layers read is a hidden size; elsewhere it may be a number of tokens.
-        vocabularies = self._vocabularies - self._in_layers if chain.layered else self._vocabularies
-        if chain.puts_out in self._targets | vocabularies:
+        if chain.puts_out in self._targets | self._vocabularies:
             return False
         if isinstance(param.owner, nn.Linear) and own.reads > MANY * own.puts_out:
             return False
         # A LoRA factor has no position: its rank is no size of the model, even if it equals a number of labels.
         position = self._positions.get(id(param.parameter))
-        if own.reads in vocabularies and position is not None and not self._is_put_out(own.reads, position):
+        if own.reads in self._vocabularies and position is not None and not self._is_put_out(own.reads, position):
             return False
         # A convolution of few channels embeds pixels, as a matrix of few columns embeds coordinates.
         if _is_few(own.reads, own.puts_out) or (own.reads <= CHANNELS and isinstance(param.owner, CONV_TYPES)):

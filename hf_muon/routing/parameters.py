@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -123,6 +123,23 @@ def parameters_of(model: nn.Module) -> list[ModelParameter]:
         steps = _without_weight_norm(own)
         params.append(ModelParameter(name, parameter, steps[-1][1], tuple(steps)))
     return params
+
+
+def matching(option: str, pattern: str | re.Pattern[str], params: Sequence[ModelParameter]) -> list[ModelParameter]:
+    """Return the parameters whose names match a pattern of an option.
+
+    Raises:
+        ValueError: there is none, or none of them is trained.
+    """
+    matches = [param for param in params if re.search(pattern, param.name)]
+    text = pattern if isinstance(pattern, str) else pattern.pattern
+    if not matches:
+        names = examples(param.name for param in params)
+        raise ValueError(f"{option}: {text!r} matches no parameter. Names look like {names}")
+    if not any(param.parameter.requires_grad for param in matches):
+        names = examples(param.name for param in matches)
+        raise ValueError(f"{option}: {text!r} matches no trained parameter, only {names}")
+    return matches
 
 
 def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

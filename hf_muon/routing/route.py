@@ -1,14 +1,16 @@
-"""Route every parameter of a model to Muon or to AdamW."""
+"""Route every parameter of a model to Muon or to AdamW, and show the routes as a table."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hf_muon.config import MuonConfig
-from hf_muon.routing.parameters import parameters_of
+from hf_muon.routing.parameters import folded, parameters_of
 from hf_muon.routing.rules import Rules
 from hf_muon.routing.scales import factors_by_name
 from hf_muon.storage.factors import ONE, Factors
@@ -67,3 +69,57 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
         for param in params
         if param.parameter.requires_grad
     ]
+
+
+def table(routes: Sequence[Route]) -> str:
+    """Return the routes as a table: parameters that differ only in their layer share a row, and totals follow."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    factors: dict[tuple[str, ...], list[Factors]] = {}
+    for route in routes:
+        reason = f"{route.reason} [{route.view}]" if route.view else route.reason
+        key = (
+            folded(route.name),
+            "x".join(map(str, route.shape)) or "scalar",
+            "muon" if route.use_muon else "adamw",
+            reason,
+        )
+        rows.setdefault(key, []).append(math.prod(route.shape))
+        factors.setdefault(key, []).append(route.factors)
+    cells = [("parameter", "shape", "count", "optimizer", "reason")]
+    cells += [(key[0], key[1], str(len(sizes)), key[2], key[3] + _scaled(factors[key])) for key, sizes in rows.items()]
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
+    lines.insert(1, "  ".join("-" * w for w in (*widths, max(len(row[4]) for row in cells))))
+    return "\n".join([*lines, *totals(routes)])
+
+
+def _scaled(factors: Sequence[Factors]) -> str:
+    """Return the factors of the parameters of a row, or nothing where all are 1."""
+    texts = []
+    for name, values in zip(("lr", "weight decay"), zip(*factors, strict=True), strict=True):
+        low, high = min(values), max(values)
+        if (low, high) != (1, 1):
+            texts.append(f"{name} x {low:.3g}" + (f" to {high:.3g}" if low != high else ""))
+    return "".join(f", {text}" for text in texts)
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """Return a line about the parameters that are not trained, or nothing if all are."""
+    params = [p for p in model.parameters() if not p.requires_grad]
+    if not params:
+        return []
+    quantized = [p for p in params if p.dtype.itemsize == 1 or hasattr(p, "quant_state")]
+    kinds = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in quantized}))
+    return [
+        f"frozen: {len(params)} parameters" + (f", {len(quantized)} of them quantized ({kinds})" if quantized else "")
+    ]
+
+
+def totals(routes: Sequence[Route]) -> list[str]:
+    """Return two lines: how many parameters and weights go to Muon and to AdamW."""
+    weights = sum(math.prod(route.shape) for route in routes) or 1
+    lines = []
+    for name, use_muon in (("muon", True), ("adamw", False)):
+        sizes = [math.prod(route.shape) for route in routes if route.use_muon == use_muon]
+        lines.append(f"{name}: {len(sizes)} parameters, {sum(sizes):,} weights ({sum(sizes) / weights:.1%})")
+    return lines

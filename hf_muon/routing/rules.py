@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.options.patterns import compile_patterns
-from hf_muon.routing.fused import heads_of
-from hf_muon.routing.kinds import (
-    STATE_SPACE,
-    TABLE,
-    attends,
-    is_depthwise,
-    is_matrix,
-    is_router,
-    layout_at,
-    norm_or_bias,
-    not_hidden_matrices,
-    view_of_kernel,
-)
+from hf_muon.routing.fused import WeightLayout, heads_of, layout_of
 from hf_muon.routing.model_facts import (
+    expert_counts,
     last_like_vocabulary,
     outside_base_model,
     reported_embeddings,
@@ -36,9 +26,23 @@ from hf_muon.routing.parameters import (
     MAGNITUDE,
     ModelParameter,
     examples,
+    matching,
     matrices_of,
 )
+from hf_muon.storage.tensors import shape_of
 from hf_muon.storage.views import parse
+
+_NORM = re.compile(r"(^|_|layer|rms|group|batch)norm(_?\d+)?$", re.IGNORECASE)
+_GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
+STATE_SPACE = ("A_log", "D", "dt_bias")
+# Names of tables of learned vectors, for parameters that are not a module's `weight`.
+TABLE = re.compile(r"(^|_)(ape|pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
+_BATCH_NORM_TYPES = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_BATCH_NORM_TYPES)
+_TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # LoRA factors are excluded, too, by the option `lora`.
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
@@ -91,24 +95,13 @@ class Rules:
         self.inputs = {widths.reads for param in own if (widths := widths_of(param.owner)) is not None}
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
-        names = [param.name for param in params]
-        for option, patterns in (("muon_patterns", self.muon_patterns), ("adamw_patterns", self.adamw_patterns)):
-            for pattern in patterns:
-                matches = [param for param in params if pattern.search(param.name)]
-                if not matches:
-                    raise ValueError(
-                        f"{option}: {pattern.pattern!r} matches no parameter. Names look like {examples(names)}"
-                    )
-                if not any(param.parameter.requires_grad for param in matches):
-                    raise ValueError(
-                        f"{option}: {pattern.pattern!r} matches no trained parameter, only "
-                        f"{examples([param.name for param in matches])}"
-                    )
-                if option == "muon_patterns" and not any(is_matrix(param.folded) for param in matches):
-                    raise ValueError(
-                        f"muon_patterns: {pattern.pattern!r} matches no matrix, only "
-                        f"{examples([p.name for p in matches])}"
-                    )
+        for pattern in self.adamw_patterns:
+            matching("adamw_patterns", pattern, params)
+        for pattern in self.muon_patterns:
+            matches = matching("muon_patterns", pattern, params)
+            if not any(is_matrix(param.folded) for param in matches):
+                names = examples(param.name for param in matches)
+                raise ValueError(f"muon_patterns: {pattern.pattern!r} matches no matrix, only {names}")
         if self.config.lora != "adamw" and not any(self._to_muon(p.name) and p.parameter.requires_grad for p in params):
             factor = "lora_B" if self.config.lora == "muon_b" else "LoRA"
             raise ValueError(
@@ -284,3 +277,92 @@ def _is_target(targets: str | Sequence[str], param: ModelParameter) -> bool:
             return isinstance(param.owner, nn.Linear)
         return re.fullmatch(targets, module) is not None
     return any(target in module or re.fullmatch(target, module) for target in targets)
+
+
+def attends(module: nn.Module | None) -> bool:
+    """Return whether a module holds an attention."""
+    if module is None:
+        return False
+    named = module.named_modules()
+    return any(isinstance(m, nn.MultiheadAttention) or name.endswith(("k_proj", "key", "qkv")) for name, m in named)
+
+
+def layout_at(param: ModelParameter) -> WeightLayout:
+    """Return how a weight is stored, as known from its module or from a module around it that holds nothing else."""
+    layouts = [layout_of(param.folded, param.own_name, param.owner, *holder) for holder in param.holders()]
+    layouts = layouts or [layout_of(param.folded, param.own_name, param.owner, "", None)]
+    return next((layout for layout in layouts if layout.fused is not None), layouts[0])
+
+
+def is_depthwise(owner: Any) -> bool:
+    """Return whether a convolution has one group per input channel."""
+    return bool(owner.groups > 1 and owner.groups == owner.in_channels)
+
+
+def view_of_kernel(param: ModelParameter) -> str:
+    """Return the view of a convolution's kernel: one matrix per group of channels."""
+    owner: Any = param.owner
+    words = ["transposed"] if isinstance(owner, _TRANSPOSED_CONV_TYPES) else []
+    words.append("flat")
+    if owner.groups > 1 and not is_depthwise(owner):
+        words.append(f"rows {owner.groups}x{param.shape[0] // owner.groups}")
+    return ", ".join(words)
+
+
+def not_hidden_matrices(param: ModelParameter) -> str | None:
+    """Return why a shape is no matrix or no known stack of matrices; None if it is one."""
+    counts = expert_counts(param.owner)
+    if param.is_kernel:
+        return None
+    if len(param.shape) == 3 and is_matrix(param.shape):
+        layout = layout_at(param)
+        if layout.stack or layout.flat or param.shape[0] in counts or "expert" in param.module_name.lower():
+            return None
+        return "three dims, not known as a stack of matrices (muon_patterns opts in)"
+    if not is_matrix(param.shape):
+        return "not a matrix"
+    if param.own_name != "weight" and any(n > 1 and param.shape[0] % n == 0 for n in counts):
+        if layout_at(param).below:
+            return None
+        return "experts flattened into one matrix"
+    return None
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Return whether a shape is ``(m, n)`` or ``(B, m, n)`` without a dim of size 1."""
+    if len(shape) == 2:
+        return min(shape) > 1
+    return len(shape) == 3 and min(shape) > 1
+
+
+def norm_or_bias(param: ModelParameter) -> str | None:
+    """Return "norm" or "bias" if a parameter is one of them, else None."""
+    component = param.module_name.rpartition(".")[2]
+    if "bias" in param.own_name or component.endswith("bias"):
+        return "bias"
+    if isinstance(param.owner, _NORM_TYPES) or _NORM.search(component) or _NORM.search(param.own_name):
+        return "norm"
+    return None
+
+
+def is_router(param: ModelParameter) -> bool:
+    """Return whether a weight routes tokens to experts.
+
+    A router has "router" in its name, is a gate beside or inside experts, or stands beside them with a row per expert.
+    """
+    steps = param.steps[:-1]
+    if any("router" in part.lower() for part, _ in steps):
+        return True
+    for depth, (part, parent) in enumerate(reversed(steps)):
+        if "expert" in part.lower() and not _GATE.match(part):
+            return False
+        experts = next((child for name, child in parent.named_children() if "experts" in name.lower()), None)
+        if experts is None:
+            continue
+        if _GATE.match(part):
+            return True
+        sizes = {shape[0] for p in experts.parameters(recurse=False) if len(shape := shape_of(p)) == 3}
+        sizes |= {len(experts)} if isinstance(experts, (nn.ModuleList, nn.ModuleDict)) else set()
+        if depth == 0 and len(param.shape) == 2 and param.shape[0] in sizes:
+            return True
+    return False

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hf_muon.config import MuonConfig
 from hf_muon.diagnostics.log import first_few
-from hf_muon.routing.parameters import ModelParameter, examples
+from hf_muon.routing.parameters import ModelParameter, examples, matching
 from hf_muon.storage.factors import ONE, Factors
 
 _LAYER = re.compile(r"^(?P<stack>(?:.*?\.)??)(?P<index>\d+)\.")
@@ -44,13 +44,7 @@ def _pairs(config: MuonConfig, option: str) -> Sequence[tuple[str, float]]:
 def _by_pattern(option: str, pairs: Sequence[tuple[str, float]], params: Sequence[ModelParameter]) -> dict[str, float]:
     factors: dict[str, float] = {}
     for pattern, factor in pairs:
-        matches = [param for param in params if re.search(pattern, param.name)]
-        if not matches:
-            names = examples(param.name for param in params)
-            raise ValueError(f"{option}: {pattern!r} matches no parameter. Names look like {names}")
-        if not any(param.parameter.requires_grad for param in matches):
-            names = examples(param.name for param in matches)
-            raise ValueError(f"{option}: {pattern!r} matches no trained parameter, only {names}")
+        matches = matching(option, pattern, params)
         if all(param.name in factors for param in matches):
             names = examples(param.name for param in matches)
             raise ValueError(f"{option}: patterns before {pattern!r} match all that it matches, {names}: put it first")
@@ -95,18 +89,20 @@ def depth_factors(decay: float, params: Sequence[ModelParameter]) -> dict[str, f
     return factors
 
 
-def no_decay_complaint(config: MuonConfig, decays: Mapping[str, bool]) -> str | None:
-    """Say which pattern of `wd_scales` scales nothing but parameters without weight decay; None if there is none.
+def require_decay(config: MuonConfig, decays: Mapping[str, bool]) -> None:
+    """Raise if a pattern of `wd_scales` scales nothing but parameters without weight decay.
 
     Args:
         config: the options.
         decays: for each trained parameter, by name, whether it has weight decay.
+
+    Raises:
+        ValueError: there is such a pattern.
     """
     for pattern, factor in _pairs(config, "wd_scales"):
         matches = [name for name in decays if re.search(pattern, name)]
         if factor and matches and not any(decays[name] for name in matches):
-            return (
+            raise ValueError(
                 f"wd_scales: {pattern!r} matches only norms and biases, which have no weight decay to scale: "
                 f"{examples(matches)}"
             )
-    return None

@@ -35,14 +35,14 @@ NO_MESSAGES = {
     "hf_muon/options/declaration.py::quoted": "a value in a message",
     "hf_muon/options/types.py": "what is valid, behind `Valid:`",
     "hf_muon/ready_groups.py::__init__": "the name of a model in a message",
-    "hf_muon/routing/fused_rules.py": "names of classes",
-    "hf_muon/routing/kinds.py": "reasons in the table of routes: docs/weights.md",
+    "hf_muon/routing/fused.py": "names of classes",
     "hf_muon/routing/parameters.py": "reasons in the table of routes: docs/weights.md",
+    "hf_muon/routing/rules.py::not_hidden_matrices": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/rules.py::_named": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/rules.py::_reason_against": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/rules.py::_structural": "reasons in the table of routes: docs/weights.md",
     "hf_muon/routing/rules.py::_view": "reasons in the table of routes: docs/weights.md",
-    "hf_muon/routing/table.py": "the table of routes",
+    "hf_muon/routing/route.py": "the table of routes",
 }
 
 

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_muon import route_parameters
-from hf_muon.routing.fused_rules import RULES
+from hf_muon.routing.fused import RULES
 from tests.routing.models import linear, muon_views
 from tests.routing.test_fused import fused
 from tests.zoo import is_older
@@ -76,16 +76,11 @@ class InsideAnother(LargerValues):
 
 
 class KeysAndValues(Thirds):
-    use_global, rows = True, 24
+    rows = 24
 
     def forward(self, x):
         k, v = self.qkv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return attend(x[..., :12].unflatten(-1, (self.heads, -1)).transpose(1, 2), k, v)
-
-
-class LocalOfGCViT(Thirds):
-    use_global = False
-    forward = Thirds.forward
 
 
 class Convolution(HeadByHead):
@@ -105,8 +100,8 @@ STAND_INS = [
     ("models.maxxvit.AttentionCl", HeadByHead, "rows 4*(4+4+4)"),
     ("models.maxxvit.AttentionCl", ThirdsOfMaxViT, "rows 16+16+16"),
     ("models.maxxvit.Attention2d", Convolution, "flat, rows 4*(4+4+4)"),
-    ("models.gcvit.WindowAttentionGlobal", KeysAndValues, "rows 12+12"),
-    ("models.gcvit.WindowAttentionGlobal", LocalOfGCViT, "rows 16+16+16"),
+    ("models.gcvit.WindowAttentionGlobal", KeysAndValues, ""),
+    ("models.gcvit.WindowAttentionGlobal", Thirds, ""),
     ("models.efficientformer.Attention", LargerValues, ""),
     ("models.tiny_vit.Attention", LargerValues, ""),
     ("models.levit.Attention", InsideAnother, ""),

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_muon import route_parameters
-from hf_muon.routing.table import table
+from hf_muon.routing.route import table
 from tests.routing.models import ATTENTION, MLP, TINY, backbone, build, layers, linear, muon_names, qwen3, reasons
 
 

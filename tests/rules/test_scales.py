@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer, route_parameters
 from hf_muon.optim_args import parse_optim_args, text_of
 from hf_muon.optimizer.layout_lines import lines_of
-from hf_muon.routing.table import table
+from hf_muon.routing.route import table
 from tests.optimizer.cases import REST, SHAPES, both_gradients, gradients, parameters, run
 from tests.rules.slow import SlowMuon
 
