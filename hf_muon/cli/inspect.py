@@ -51,8 +51,7 @@ def inspect(
         else:
             _show(described, routes, every)
         refuse(source, described.refusals)
-        if described.complete or routes:
-            require_muon(routes, type(described.model).__name__)
+        require_muon(routes, type(described.model).__name__)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
 
