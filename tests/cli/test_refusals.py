@@ -159,7 +159,7 @@ class TestTrainingFiles:
     def test_every_reason_is_shown_below_the_table(self, folder, tmp_path):
         keys = {"use_muon": True, "deepspeed": "lost.json", "fsdp": True, "fsdp_config": {"version": 1}}
         result = call("inspect", write(tmp_path, folder, **keys))
-        assert "    mlp.up_proj.weight " in result.stdout
+        assert "mlp.up_proj.weight " in result.stdout
         assert result.stderr.count("\n  - ") == 3
 
     @pytest.mark.parametrize(
