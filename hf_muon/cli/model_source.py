@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from hf_muon.integrations.transformers.training_file import (
     refusals,
 )
 from hf_muon.optim_args import parse_optim_args
-from hf_muon.routing.model_facts import text_config_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,8 +33,6 @@ _AUTO = (
     "AutoModel",
 )
 _KINDS = ("full", "freeze", "lora")  # what a run trains, in LLaMA-Factory's words
-_QUANTIZING = ("quantization_bit", "load_in_4bit", "load_in_8bit", "quant_config")
-_DEQUANTIZED = ("fp8", "mxfp4")  # which LLaMA-Factory v0 dequantizes when it loads a checkpoint
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ class Source:
         config: options of Muon.
         notes: further lines for the user.
         refusals: why the run would be refused before training; empty if it would train.
-        complete: the model holds everything that is trained; False for adapters of an unknown type.
     """
 
     title: str
@@ -57,14 +52,13 @@ class Source:
     config: MuonConfig
     notes: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    complete: bool = True
 
 
 def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = False) -> Source:
     """Return a model and its options.
 
     Args:
-        text: a model's directory or `config.json`, a training YAML or JSON file, the name of a known configuration, or
+        text: a model's directory or `config.json`, a training YAML, the name of a known configuration, or
             one on the hub.
         optim_args: options that override those of a training file, as in TrainingArguments.
         trust_remote_code: run the code that comes with a model which transformers does not know.
@@ -73,11 +67,10 @@ def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = Fa
         ValueError: `text` is none of these, or its contents are not valid.
     """
     path = Path(text).expanduser()
-    if path.is_file() and path.suffix in (".yaml", ".yml", ".json") and not _is_model_config(path):
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
         return _source_of_run(path, optim_args, trust_remote_code)
     model = model_from(text, trust_remote_code=trust_remote_code)
-    complaints = _freeze_quantized(text, model, _quantized(model.config, {}), [])
-    return Source(text, model, _replaced(MuonConfig(), optim_args), [], complaints)
+    return Source(text, model, _replaced(MuonConfig(), optim_args), _notes_on(model))
 
 
 def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Source:
@@ -92,18 +85,16 @@ def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Sour
         model = model_from(name, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ValueError(f"{path}, its model: {error}") from error
-    notes: list[str] = []
+    model = _tuned(path, model, settings)
+    notes = _notes_on(model)
     if settings.get("stage") in ("rm", "ppo"):
         notes.append(f"stage {settings['stage']} adds a value head, which goes to AdamW and is not in this table")
-    quantized = _quantized(model.config, settings)
-    model = _tuned(path, model, settings, notes)
-    complete = _kind_of(settings) in _KINDS
-    complaints = _freeze_quantized(name, model, quantized, notes, complete) + refusals(settings)
+    complaints = refusals(settings)
     if not is_muon(optim):
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
         notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
         complaints = []
-    return Source(str(path), model, _replaced(config, optim_args), notes, complaints, complete)
+    return Source(str(path), model, _replaced(config, optim_args), notes, complaints)
 
 
 def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
@@ -220,70 +211,21 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
 # --- training files
 
 
-def _is_model_config(path: Path) -> bool:
-    if path.suffix != ".json":
-        return False
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return path.name == "config.json"
-    return isinstance(content, dict) and not {"model_name_or_path", "model"} & content.keys()
-
-
-def _quantized(config: Any, settings: Mapping[str, Any]) -> str:
-    """Return how weights are quantized once a model is loaded, in words; empty where they can be trained.
-
-    Args:
-        config: of the model, as transformers' AutoConfig reads it.
-        settings: of a training file.
-    """
-    for key in _QUANTIZING:
-        if settings.get(key):
-            return f"by {key}: {settings[key]}"
-    for part in (config, text_config_of(config)):
-        section = getattr(part, "quantization_config", None)
-        if section is not None:
-            section = section if isinstance(section, Mapping) else section.to_dict()
-            method = str(section.get("quant_method")).rpartition(".")[2].lower()
-            is_undone = section.get("dequantize") is True or (is_llamafactory(settings) and method in _DEQUANTIZED)
-            return "" if is_undone else f"({method})"
-    return ""
-
-
-def _freeze_quantized(
-    name: str, model: nn.Module, quantized: str, notes: list[str], complete: bool = True
-) -> list[str]:
-    """Freeze the weights of a quantized model; return why a run of it would be refused, if it has no adapters.
-
-    Args:
-        name: of the model, for people.
-        model: with its adapters.
-        quantized: see `_quantized`.
-        notes: gets what a reader should know.
-        complete: whether the model has all adapters of the run.
-    """
-    if not quantized:
-        return []
-    adapted = hasattr(model, "peft_config")
-    for parameter in model.parameters() if not adapted else ():
-        parameter.requires_grad_(False)
-    if adapted or not complete:  # such as oft, LLaMA-Factory's QOFT
-        notes.append(f"{name} is quantized {quantized}: its own weights are frozen")
+def _notes_on(model: nn.Module) -> list[str]:
+    """Return what a reader should know of a quantized checkpoint, whose own weights are shown as they were before."""
+    if getattr(model.config, "quantization_config", None) is None or hasattr(model, "peft_config"):
         return []
     return [
-        f"{name} is quantized {quantized}: its weights cannot be trained. Train LoRA factors over it (finetuning_type: "
-        "lora in LLaMA-Factory; lora=muon gives them to Muon), or load weights that are not quantized"
+        "the checkpoint is quantized, and this table is of a run that dequantizes it, as LLaMA-Factory does with FP8 "
+        "and MXFP4. Other runs can train LoRA factors over it, or a checkpoint that is not quantized"
     ]
 
 
-def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any], notes: list[str]) -> nn.Module:
+def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
     """Freeze what a run freezes and add the adapters that it adds; return the model."""
     kind = _kind_of(run)
     if kind not in _KINDS:
-        notes.append(
-            f"finetuning_type {kind} is not known here: what it adds is in no table, and may need muon_patterns to "
-            "reach Muon; weights that are not quantized are taken to be trained"
-        )
+        raise ValueError(f"{path}: what finetuning_type {kind} trains is not known here. Known: {', '.join(_KINDS)}")
     try:
         if kind == "freeze":
             _freeze(model, run)

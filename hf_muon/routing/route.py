@@ -71,14 +71,19 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     ]
 
 
-def table(routes: Sequence[Route]) -> str:
-    """Return the routes as a table: parameters that differ only in their layer share a row, and totals follow."""
+def table(routes: Sequence[Route], *, every: bool = False) -> str:
+    """Return the routes as a table, and totals.
+
+    Args:
+        routes: of a model.
+        every: whether parameters that differ only in their layer have a row each.
+    """
     rows: dict[tuple[str, ...], list[int]] = {}
     factors: dict[tuple[str, ...], list[Factors]] = {}
     for route in routes:
         reason = f"{route.reason} [{route.view}]" if route.view else route.reason
         key = (
-            folded(route.name),
+            route.name if every else folded(route.name),
             "x".join(map(str, route.shape)) or "scalar",
             "muon" if route.use_muon else "adamw",
             reason,

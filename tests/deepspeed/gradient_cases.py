@@ -166,27 +166,6 @@ def dropped(rank, stage, zero=None):
     return weights
 
 
-def forgetful(rank, **options):
-    """Train with a DeepSpeed that loses sums of later micro-batches, as 0.18.4 does with CPU offload."""
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    plain = DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu
-
-    def accumulate(self, param):
-        number = self.get_param_id(param)
-        total = self.accumulated_grads_in_cpu.get(number)
-        before = 0.0 if total is None else total.clone()
-        plain(self, param)
-        if self.micro_step_id > 0:
-            self.accumulated_grads_in_cpu[number].copy_(torch.as_tensor(before))
-
-    DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = accumulate
-    try:
-        return branched_in_zero(rank, **options)
-    finally:
-        DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = plain
-
-
 FROZEN = {"nothing": (), "all but the table": ("layers", "output"), "one layer": ("layers.0",)}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tests.deepspeed.cases import OPTIONS, config_of, rank_of_environment
 from tests.deepspeed.models import build_model, loss_of
 from tests.distributed.training import batches
 
-WAYS = ("mapping", "file", "hjson", "base64", "args", "old args", "config_params", "positional", "function")
+WAYS = ("mapping", "file", "hjson", "args", "positional", "function")
 
 
 def step_once(rank, way, folder):
@@ -26,20 +25,15 @@ def step_once(rank, way, folder):
     keywords = {"model": model, "optimizer": optimizer}
     if way == "mapping":
         engine, *_ = initialize(config=config, **keywords)
-    elif way in ("file", "hjson", "args", "old args"):
+    elif way in ("file", "hjson", "args"):
         file = Path(folder, f"{way} {rank}.json")
         file.write_text(text.replace("{", "{\n# a comment\n/* and another */\n", 1) if way == "hjson" else text)
-        if way in ("file", "hjson"):
-            engine, *_ = initialize(config=str(file) if way == "file" else file, **keywords)
-        else:
-            name = "deepspeed_config" if way == "args" else "deepscale_config"
-            setattr(args, name, str(file))
+        if way == "args":
+            args.deepspeed_config = str(file)
             engine, *_ = initialize(args=args, **keywords)
-            assert getattr(args, name) == str(file)
-    elif way == "base64":
-        engine, *_ = initialize(config=base64.urlsafe_b64encode(text.encode()).decode(), **keywords)
-    elif way == "config_params":
-        engine, *_ = initialize(config_params=config, **keywords)
+            assert args.deepspeed_config == str(file)
+        else:
+            engine, *_ = initialize(config=str(file) if way == "file" else file, **keywords)
     elif way == "positional":
         engine, *_ = initialize(args, model, optimizer, config=config)
     else:

@@ -16,7 +16,6 @@ from tests.deepspeed.gradient_cases import (
     branched,
     branched_in_zero,
     dropped,
-    forgetful,
     partial,
     partial_in_zero,
     partly_frozen,
@@ -50,14 +49,6 @@ def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
     for weights_by_pattern in ranks.run(branched_in_zero, patterns=patterns, accumulate=accumulate, **CELLS[cell]):
         for pattern, weights in weights_by_pattern.items():
             assert_equal(weights, reference(pattern, accumulate))
-
-
-@pytest.mark.extended(but="2")
-@pytest.mark.parametrize("cell", ["1-cpu", "2-cpu"])
-def test_a_deepspeed_that_forgets_micro_batches(ranks, cell):
-    for weights_by_pattern in ranks.run(forgetful, patterns=list(REACHED), accumulate=4, **CELLS[cell]):
-        for pattern, weights in weights_by_pattern.items():
-            assert_equal(weights, reference(pattern, 4))
 
 
 @pytest.mark.extended(but="2-cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import inspect
 import os
@@ -15,9 +14,6 @@ from torch.optim import Optimizer
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import describe
-
-CONFIG_NAMES = ("deepscale_config", "deepspeed_config")
-"""Attributes of `args` in which DeepSpeed looks for a config; the first is its old name."""
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,70 +63,47 @@ def muon_of(arguments: Mapping[str, Any]) -> Muon:
 
 
 def config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed config of a call of `deepspeed.initialize`, in whichever argument it is.
+    """Return the DeepSpeed config of a call of `deepspeed.initialize`, from `config` or `args.deepspeed_config`.
+
+    It is a mapping, or the path of a JSON file, which may hold comments as Hjson does.
 
     Raises:
         ValueError: there is no config or more than one, or it cannot be read.
     """
-    args = arguments.get("args")
-    configs = {name: arguments.get(name) for name in ("config", "config_params")}
-    configs |= {f"args.{name}": getattr(args, name, None) for name in CONFIG_NAMES}
-    configs = {name: value for name, value in configs.items() if value is not None}
-    if not configs:
-        raise ValueError("DeepSpeed's config is missing: give config, a mapping or the path of a JSON file")
-    if len(configs) > 1:
-        raise ValueError(f"two DeepSpeed configs were given, {' and '.join(configs)}. Give one of them")
-    ((name, config),) = configs.items()
-    return read_config(config, name)
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
+    given = [arguments.get("config"), getattr(arguments.get("args"), "deepspeed_config", None)]
+    configs = [config for config in given if config is not None]
+    if len(configs) != 1:
+        raise ValueError(
+            f"{len(configs)} DeepSpeed configs were given, in config and args.deepspeed_config. Give one: a mapping, "
+            "or the path of a JSON file"
+        )
+    config = configs[0]
+    if isinstance(config, (str, os.PathLike)):
+        import hjson  # type: ignore[import-not-found, unused-ignore]
 
-def read_config(config: Any, name: str = "config") -> dict[str, Any]:
-    """Return a DeepSpeed config as a dict.
-
-    Args:
-        config: a mapping, the path of a JSON file, which may hold comments as Hjson does, or such a text in base64.
-        name: name of the config in messages.
-
-    Raises:
-        ValueError: `config` is none of these.
-    """
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, (str, os.PathLike)):
-        raise ValueError(f"{name} is of type {type(config).__name__}. Give a mapping, or the path of a JSON file")
-    import hjson  # type: ignore[import-not-found, unused-ignore]
-
-    source = os.fspath(config)
-    try:
-        if os.path.exists(source):
-            content = hjson.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-        else:
-            content = hjson.loads(base64.urlsafe_b64decode(source).decode("utf-8"))
-    except (ValueError, OSError) as error:  # what hjson, base64 and decoding raise
-        if os.path.exists(source):
-            raise ValueError(f"{name}: {source} is not a JSON file: {error}") from error
-        raise ValueError(f"{name} {source[:200]!r} is neither the path of a file nor JSON in base64") from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{name} {source[:200]!r} holds {type(content).__name__}, not a mapping of options")
-    return dict(content)
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{', '.join(sorted({n for n in names if names.count(n) > 1}))} appears more than once")
-    return content
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+            config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        except (ValueError, OSError) as error:  # of reading, of decoding, of hjson and of DeepSpeed
+            raise ValueError(
+                f"DeepSpeed's config {str(config)[:200]} cannot be read as a JSON file: {error}"
+            ) from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"DeepSpeed's config is of type {type(config).__name__}. Give a mapping of options")
+    return dict(config)
 
 
 @contextlib.contextmanager
 def without_config(args: Any) -> Iterator[None]:
     """Hide the config in `args` within the context: DeepSpeed accepts one config only."""
-    configs = {name: getattr(args, name) for name in CONFIG_NAMES if getattr(args, name, None) is not None}
-    for name in configs:
-        setattr(args, name, None)
+    config = getattr(args, "deepspeed_config", None)
+    if config is None:
+        yield
+        return
+    args.deepspeed_config = None
     try:
         yield
     finally:
-        for name, config in configs.items():
-            setattr(args, name, config)
+        args.deepspeed_config = config

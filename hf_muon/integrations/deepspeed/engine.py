@@ -46,7 +46,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     arguments = arguments_of(deepspeed.initialize, args, kwargs)
     config, optimizer = config_of(arguments), muon_of(arguments)
-    arguments |= {"config": config, "config_params": None, "optimizer": optimizer}
+    arguments |= {"config": config, "optimizer": optimizer}
     with wrapping(optimizer, config), without_config(arguments.get("args")):
         started: tuple[Any, Any, Any, Any] = deepspeed.initialize(**arguments)
         attach(started[0], optimizer)

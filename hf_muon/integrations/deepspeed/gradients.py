@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.muon import Muon
+from hf_muon.versions import is_older
 
 
 class OrthogonalizedMomentum(Muon):
@@ -73,7 +74,7 @@ def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable
     """Complete gradients before each step of a ZeRO optimizer; forget them after it, and where the user drops them.
 
     A step may be taken, skipped or refused. DeepSpeed itself calls `zero_grad` before the step has read the gradients:
-    in the step, and in 0.18 at the end of each backward pass.
+    in the step, and before 0.18.9 at the end of each backward pass of ZeRO-1 and 2, too.
     """
     plain_step, plain_zero_grad = zero.step, zero.zero_grad
     plain_epilogue = zero.independent_gradient_partition_epilogue
@@ -121,8 +122,10 @@ def _accumulate_all(zero: Any, reached: set[Any]) -> None:
         zero: DeepSpeed's optimizer.
         reached: gets DeepSpeed's numbers of the parameters that have a gradient in this step.
     """
+    import deepspeed
+
     plain = zero.async_accumulate_grad_in_cpu_via_gpu
-    forgets = _forgets(zero)
+    is_before_0_19 = is_older(deepspeed.__version__, "0.19")
 
     def accumulate(param: Tensor) -> None:
         number = zero.get_param_id(param)
@@ -130,32 +133,11 @@ def _accumulate_all(zero: Any, reached: set[Any]) -> None:
             zero.accumulated_grads_in_cpu[number].zero_()
         reached.add(number)
         plain(param)
-        if forgets and zero.micro_step_id > 0:
+        if is_before_0_19 and zero.micro_step_id > 0:  # which leaves the sum in the gradient, where it is lost
             total = zero.get_param_gradient_attribute(param)
             zero.accumulated_grads_in_cpu[number].copy_(total.view(-1), non_blocking=True)
 
     zero.async_accumulate_grad_in_cpu_via_gpu = accumulate
-
-
-def _forgets(zero: Any) -> bool:
-    """Return whether DeepSpeed drops the sum after the second micro-batch, as 0.18.4 does. Tried on one parameter."""
-    params = [param for params in zero.params_in_partition for param in params]
-    if not params:
-        return False
-    param = min(params, key=Tensor.numel)
-    name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
-    before = {name: getattr(zero, name) for name in ("accumulated_grads_in_cpu", "micro_step_id")}
-    grad = getattr(param, name)
-    total = torch.zeros(param.numel(), dtype=param.dtype, device=zero.device)
-    try:
-        zero.accumulated_grads_in_cpu, zero.micro_step_id = {zero.get_param_id(param): total}, 1
-        setattr(param, name, torch.ones_like(param, memory_format=torch.contiguous_format))
-        zero.async_accumulate_grad_in_cpu_via_gpu(param)
-        return not bool(total.any())
-    finally:
-        setattr(param, name, grad)
-        for name, value in before.items():
-            setattr(zero, name, value)
 
 
 def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
@@ -169,7 +151,7 @@ def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
         zero.norm_for_param_grads[number] = grad.to(torch.float64).norm(2)
         zero.update_offload_overflow_tracker(grad)
         zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, int(start), int(count)).copy_(grad)
-    # bf16 with gradients added up in fp32 goes another way in newer versions, which add them up in a flat partition.
+    # After 0.19.0, gradients of bf16 that are added up in fp32 are in a flat partition.
     flat = getattr(zero, "_use_compact_grad_partition_buffer", lambda group: False)
     for group, params in enumerate(zero.params_in_partition):
         for param in params if flat(group) else ():

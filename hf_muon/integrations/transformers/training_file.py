@@ -1,4 +1,4 @@
-"""Training files (YAML or JSON) of transformers, TRL and LLaMA-Factory: their options, and why runs are refused.
+"""Training files of transformers, TRL and LLaMA-Factory: their options, and why runs are refused.
 
 The functions that refuse a run when it starts are called here, with the arguments that the run gets from the file. What
 depends on the machine alone, such as GPUs and installed packages, is not checked.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -135,11 +134,7 @@ def _check_v1(settings: Settings) -> None:
 
 
 def _section(settings: Settings, key: str) -> Mapping[str, Any]:
-    """Return the configuration of a plugin: a mapping, or the text of a JSON object."""
     section = settings.get(key)
-    if isinstance(section, str):
-        with contextlib.suppress(ValueError):
-            section = json.loads(section)
     if section is not None and not isinstance(section, Mapping):
         raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}}")
     return section or {}
