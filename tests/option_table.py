@@ -17,9 +17,7 @@ SECTIONS = {
     "For experiments: mathematics": (
         "momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps weight_rounding"
     ),
-    "For experiments: rules, which change the step": (
-        "momentum_warmup momentum_cooldown training_steps weight_decay_schedule normalize weight_decay_mode qk_clip"
-    ),
+    "For experiments: rules, which change the step": ("momentum_warmup normalize weight_decay_mode qk_clip"),
     "For experiments: files and limits": "diagnostics_file max_bucket_bytes max_batch_bytes comm_dtype",
 }
 

@@ -51,7 +51,7 @@ FLOORS = {
     ],
     "options": ["patterns", "types", "declaration", "scales"],
     "rules": [
-        *("heads", "rule", "cautious decay_schedule momentum_schedule normalize qk_clip"),
+        *("heads", "rule", "cautious momentum_schedule normalize qk_clip"),
         *("registry", "fields"),
     ],
     "distributed": [

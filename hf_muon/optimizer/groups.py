@@ -114,7 +114,6 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         group: the param group.
         devices: on which its matrices are orthogonalized; None before that is known.
     """
-    is_step = devices is not None
     if devices is None:
         # Skip the CPU when an accelerator exists: the model may not have been moved yet.
         skips_cpu = torch.accelerator.is_available()
@@ -129,7 +128,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
                 compute_dtype(group["ns_dtype"], device.type, device.index)
     except ValueError as error:
         return str(error)
-    return registry.complaint(group, is_step=is_step)
+    return registry.complaint(group)
 
 
 def held_options(group: Mapping[str, Any]) -> list[str]:

@@ -103,17 +103,13 @@ def changed_dtypes(groups: Sequence[Group], saved_groups: Sequence[Group]) -> st
 
 
 def changed_rules(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the options of rules in which the checkpoint differs from this run.
-
-    `training_steps` that are None differ from nothing: a Trainer fills them in when it has loaded the checkpoint.
-    """
+    """Return the options of rules in which the checkpoint differs from this run."""
     changes = {
         f"{name} {group[name]!r} here, {saved.get(name, option.default)!r} in the checkpoint"
         for group, saved in zip(groups, saved_groups, strict=True)
         for rule in registry.RULES.values()
         for name, option in rule.options.items()
         if name in group and group[name] != check_option(name, saved.get(name, option.default))
-        if not (name == "training_steps" and group[name] is None)
     }
     return "; ".join(sorted(changes))
 

@@ -33,7 +33,7 @@ def hyperparameters(group: Group, number: int) -> dict[str, Any]:
     """
     options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
     for rule in registry.rules_of(group):
-        if rule.hyperparameters is not None and (group["use_muon"] or rule.adamw):
+        if rule.hyperparameters is not None:
             options |= rule.hyperparameters(options, number)
     return options
 

@@ -14,7 +14,7 @@ from hf_muon.math.coefficients import resolve
 from tests.rules.attention_models import logits_before_softmax
 from tests.rules.settings import OF_MODELS, TRIPLES
 from tests.rules.slow import SlowMuon
-from tests.rules.slow_rules import SLOW, DecaySchedule
+from tests.rules.slow_rules import SLOW
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 6
 
@@ -142,7 +142,6 @@ SLOW_MODELS = {
     "wd_scales": WdScales,
     "layer_decay": LayerDecay,
     "update_rms": UpdateRms,
-    "decay_schedule": DecaySchedule,
     "list": coefficients(TRIPLES),
     "deepseek_v4": coefficients("deepseek_v4"),
     "qk_clip": QkClip,

@@ -82,7 +82,7 @@ def test_matrices_step_with_rates_and_decays_of_their_own(mode, dtype):
         assert torch.equal(weight, first) is (factor == 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"adamw_state_dtype": "bf16"}, {"weight_decay_schedule": "lr"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"adamw_state_dtype": "bf16"}], ids=str)
 def test_adamw_steps_like_groups_with_other_rates(options):
     rest, grads = parameters(REST), gradients(REST, 6)
     group = {"params": rest, "use_muon": False, "lr_factors": [0.5, 2.0, 0.5], "wd_factors": [0.5, 1.0, 2.0]}
