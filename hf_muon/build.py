@@ -15,7 +15,6 @@ from hf_muon.optimizer.muon import Muon
 from hf_muon.options.declaration import quoted
 from hf_muon.routing.route import Route, route_parameters
 from hf_muon.routing.rules import is_lora
-from hf_muon.routing.scales import no_decay_complaint
 from hf_muon.routing.table import frozen, table
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ def build_optimizer(
     config = as_config(config).replace(options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
-    if complaint := no_decay_complaint(config, {route.name: route.decay for route in routes}):
-        raise ValueError(complaint)
     groups = groups_of(routes, config)
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, model)
@@ -118,8 +115,7 @@ def group_of(
     return {
         "params": [(route.name, route.parameter) for route in routes],
         **({"views": [route.view for route in routes]} if use_muon else {}),
-        **({"lr_factors": [r.factors.lr for r in routes]} if any(r.factors.lr != 1 for r in routes) else {}),
-        **({"wd_factors": [r.factors.wd for r in routes]} if any(r.factors.wd != 1 for r in routes) else {}),
+        **({"lr_factors": [r.factor for r in routes]} if any(r.factor != 1 for r in routes) else {}),
         "use_muon": use_muon,
         "lr": lr,
         "weight_decay": weight_decay,

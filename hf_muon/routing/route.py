@@ -11,7 +11,6 @@ from hf_muon.config import MuonConfig
 from hf_muon.routing.parameters import parameters_of
 from hf_muon.routing.rules import Rules
 from hf_muon.routing.scales import factors_by_name
-from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.tensors import shape_of
 
 
@@ -26,7 +25,7 @@ class Route:
         decay: apply weight decay.
         reason: text that says why.
         view: how Muon reads the parameter as matrices, as by :mod:`hf_muon.storage.views`; empty to read it as stored.
-        factors: of the learning rate and the weight decay.
+        factor: of the learning rate.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Route:
     decay: bool
     reason: str
     view: str = ""
-    factors: Factors = ONE
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,18 +51,18 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     Args:
         model: any module.
         config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules`, `lora`, `split_fused`,
-            `per_head`, `lr_scales`, `wd_scales` and `layer_decay` matter here.
+            `per_head` and `lr_scales` matter here.
         **options: override those of `config`.
 
     Raises:
-        ValueError: a pattern matches nothing, an option is not valid, or `layer_decay` finds no layers.
+        ValueError: a pattern matches nothing, or an option is not valid.
     """
     config = (config or MuonConfig()).replace(options)
     params = parameters_of(model)
     rules = Rules(model, config, params)
     factors = factors_by_name(config, params)
     return [
-        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, ONE))
+        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, 1.0))
         for param in params
         if param.parameter.requires_grad
     ]

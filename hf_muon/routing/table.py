@@ -9,13 +9,12 @@ from torch import nn
 
 from hf_muon.routing.parameters import folded
 from hf_muon.routing.route import Route
-from hf_muon.storage.factors import Factors
 
 
 def table(routes: Sequence[Route]) -> str:
     """Return the routes as a table: parameters that differ only in their layer share a row, and totals follow."""
     rows: dict[tuple[str, ...], list[int]] = {}
-    factors: dict[tuple[str, ...], list[Factors]] = {}
+    factors: dict[tuple[str, ...], list[float]] = {}
     for route in routes:
         reason = f"{route.reason} [{route.view}]" if route.view else route.reason
         key = (
@@ -25,7 +24,7 @@ def table(routes: Sequence[Route]) -> str:
             reason,
         )
         rows.setdefault(key, []).append(math.prod(route.shape))
-        factors.setdefault(key, []).append(route.factors)
+        factors.setdefault(key, []).append(route.factor)
     cells = [("parameter", "shape", "count", "optimizer", "reason")]
     cells += [(key[0], key[1], str(len(sizes)), key[2], key[3] + _scaled(factors[key])) for key, sizes in rows.items()]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
@@ -34,14 +33,12 @@ def table(routes: Sequence[Route]) -> str:
     return "\n".join([*lines, *totals(routes)])
 
 
-def _scaled(factors: Sequence[Factors]) -> str:
+def _scaled(factors: Sequence[float]) -> str:
     """Return the factors of the parameters of a row, or nothing where all are 1."""
-    texts = []
-    for name, values in zip(("lr", "weight decay"), zip(*factors, strict=True), strict=True):
-        low, high = min(values), max(values)
-        if (low, high) != (1, 1):
-            texts.append(f"{name} x {low:.3g}" + (f" to {high:.3g}" if low != high else ""))
-    return "".join(f", {text}" for text in texts)
+    low, high = min(factors), max(factors)
+    if (low, high) == (1, 1):
+        return ""
+    return f", lr x {low:.3g}" + (f" to {high:.3g}" if low != high else "")
 
 
 def frozen(model: nn.Module) -> list[str]:

@@ -14,8 +14,6 @@ PLAIN = {"update_rms": 0.3, "ns_coefficients": TRIPLES}
 OF_MODELS = {
     **SETTINGS,
     "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
-    "wd_scales": {"wd_scales": {"lora_A|q_proj": 3.0, r"layers\.1\.|head": 0.25}},
-    "layer_decay": {"layer_decay": 0.6},
     "update_rms": {"update_rms": 0.3},
     "list": {"ns_coefficients": TRIPLES},
     "deepseek_v4": {"ns_coefficients": "deepseek_v4"},
