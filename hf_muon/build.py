@@ -15,7 +15,6 @@ from hf_muon.optimizer.muon import Muon
 from hf_muon.options.declaration import quoted
 from hf_muon.routing.route import Route, frozen, route_parameters, table
 from hf_muon.routing.rules import is_lora
-from hf_muon.routing.scales import require_decay
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +49,6 @@ def build_optimizer(
     config = as_config(config).replace(options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
-    require_decay(config, {route.name: route.decay for route in routes})
     groups = groups_of(routes, config)
     optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, model)
@@ -116,8 +114,7 @@ def group_of(
     return {
         "params": [(route.name, route.parameter) for route in routes],
         **({"views": [route.view for route in routes]} if use_muon else {}),
-        **({"lr_factors": [r.factors.lr for r in routes]} if any(r.factors.lr != 1 for r in routes) else {}),
-        **({"wd_factors": [r.factors.wd for r in routes]} if any(r.factors.wd != 1 for r in routes) else {}),
+        **({"lr_factors": [r.factor for r in routes]} if any(r.factor != 1 for r in routes) else {}),
         "use_muon": use_muon,
         "lr": lr,
         "weight_decay": weight_decay,

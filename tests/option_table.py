@@ -12,14 +12,12 @@ BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m tests.opti
 END = "<!-- end of options -->\n"
 SECTIONS = {
     "The options in front": " ".join(FRONT),
-    "For experiments: rates and decay": "adjust_lr_fn update_rms lr_scales wd_scales layer_decay",
+    "For experiments: rates and decay": "adjust_lr_fn update_rms lr_scales",
     "For experiments: which weights go where": "optim_target_modules split_fused per_head",
     "For experiments: mathematics": (
         "momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps weight_rounding"
     ),
-    "For experiments: rules, which change the step": (
-        "momentum_warmup momentum_cooldown training_steps weight_decay_schedule normalize weight_decay_mode qk_clip"
-    ),
+    "For experiments: rules, which change the step": ("momentum_warmup normalize weight_decay_mode qk_clip"),
     "For experiments: files and limits": "diagnostics_file max_bucket_bytes max_batch_bytes comm_dtype",
 }
 

@@ -51,7 +51,7 @@ FLOORS = {
     ],
     "options": ["patterns", "types", "declaration", "scales"],
     "rules": [
-        *("heads", "rule", "cautious decay_schedule momentum_schedule normalize qk_clip"),
+        *("heads", "rule", "cautious momentum_schedule normalize qk_clip"),
         *("registry", "fields"),
     ],
     "distributed": [
@@ -64,7 +64,7 @@ FLOORS = {
     ],
     "routing": [
         "fused parameters",
-        "model_facts outputs scales",
+        "model_facts outputs",
         "rules",
         "route",
         "attention live_models",

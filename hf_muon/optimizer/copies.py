@@ -49,7 +49,10 @@ def complete_(optimizer: Any) -> None:
     """Give a copy its attributes. Options that a pickle of an older version lacks get their defaults."""
     for name, option in OPTIMIZER_OPTIONS.items():
         optimizer.__dict__.setdefault(name, option.default)
-    for name, default in {**factors.NONE, **{name: option.default for name, option in GROUP_OPTIONS.items()}}.items():
+    for name, default in {
+        factors.KEY: None,
+        **{name: option.default for name, option in GROUP_OPTIONS.items()},
+    }.items():
         optimizer.defaults.setdefault(name, default)
     group = optimizer.__dict__.get(_GROUP)
     optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group

@@ -23,7 +23,7 @@ SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "
 FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
 """Keys of param groups that are not Muon's: those of schedulers (timm's multiply by `lr_scale`), and a group's tag."""
 
-OWN_KEYS = ("params", "param_names", "use_muon", "views", *factors.KEYS, "step")
+OWN_KEYS = ("params", "param_names", "use_muon", "views", factors.KEY, "step")
 """Keys of param groups besides the options."""
 
 _RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
@@ -90,9 +90,8 @@ def complete_group_(group: dict[str, Any]) -> None:
     for key, how_to_omit in (("views", ", '' for none"), ("param_names", "")):
         if complaint := views.texts_complaint(group.get(key), len(group["params"])):
             raise ValueError(f"{key}: {complaint}; give each one{how_to_omit}")
-    for key in factors.KEYS:
-        if complaint := factors.lists_complaint(group.get(key), len(group["params"])):
-            raise ValueError(f"{key}: {complaint}; give each one, 1 for none")
+    if complaint := factors.list_complaint(group.get(factors.KEY), len(group["params"])):
+        raise ValueError(f"{factors.KEY}: {complaint}; give each one, 1 for none")
     for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
         if complaint := storage_complaint(param) or blocks_complaint(group, param):
             raise RuntimeError(f"{describe(group, i)} {complaint}")
@@ -114,7 +113,6 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         group: the param group.
         devices: on which its matrices are orthogonalized; None before that is known.
     """
-    is_step = devices is not None
     if devices is None:
         # Skip the CPU when an accelerator exists: the model may not have been moved yet.
         skips_cpu = torch.accelerator.is_available()
@@ -129,7 +127,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
                 compute_dtype(group["ns_dtype"], device.type, device.index)
     except ValueError as error:
         return str(error)
-    return registry.complaint(group, is_step=is_step)
+    return registry.complaint(group)
 
 
 def held_options(group: Mapping[str, Any]) -> list[str]:

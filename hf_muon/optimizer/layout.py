@@ -20,7 +20,7 @@ from hf_muon.optimizer.layout_lines import lines_of
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
 from hf_muon.rules.registry import has_sides
 from hf_muon.storage import views
-from hf_muon.storage.factors import KEYS, ONE, Factors, factors_of, has_factors
+from hf_muon.storage.factors import KEY, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.regions import Stored
 from hf_muon.storage.shared import SharedStorage, unshared_parts
@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
         transposed: whether it is stored as ``(in, out)``.
         elements: of a flat partition, those of the matrix's parameter; None outside of partitions.
         name: of its parameter in a flat partition.
-        factors: of the learning rate and the weight decay.
+        factor: of the learning rate.
     """
 
     param: int
@@ -49,7 +49,7 @@ class Matrix(NamedTuple):
     transposed: bool = False
     elements: slice | None = None
     name: str = ""
-    factors: Factors = ONE
+    factor: float = 1.0
 
     @property
     def out_in(self) -> tuple[int, int]:
@@ -72,7 +72,7 @@ class GroupWork:
         shared: for each parameter, the ranks that store it together; None where this process stores it alone.
         matrices: of a Muon group; empty for an AdamW group.
         executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
-        factors: of an AdamW group, for each parameter the factors of its elements; empty where all are 1.
+        factors: of an AdamW group, for each parameter the factor of its elements; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
@@ -203,7 +203,7 @@ def storage_key(
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [
-        (dtype_of(group), has_sides(group), *(str(group.get(key)) for key in ("views", "momentum_offload", *KEYS)))
+        (dtype_of(group), has_sides(group), *(str(group.get(key)) for key in ("views", "momentum_offload", KEY)))
         for group in groups
     ]
     params = [
@@ -332,10 +332,10 @@ def _placed_matrices(
             yield from _matrices_of_partition(i, partition)
             continue
         shape, view, device = shape_of(param), views.parse(text), model_device(param)
-        factors = each[i] if each else ONE
+        factor = each[i] if each else 1.0
         stored: Sequence[SharedStorage | Stored] = place.parts(view, shape) if place else unshared_parts(view, shape)
         for one, part in zip(view.shapes(shape), stored, strict=True):
-            yield _PlacedMatrix(Matrix(i, one, view.transposed, factors=factors), part, device, device)
+            yield _PlacedMatrix(Matrix(i, one, view.transposed, factor=factor), part, device, device)
 
 
 def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_PlacedMatrix]:
@@ -344,7 +344,7 @@ def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_Placed
         elements = part.elements(partition.rank)
         shapes = part.view.shapes(part.shape)
         for shape, stored in zip(shapes, part.parts(partition.group), strict=True):
-            matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factors)
+            matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factor)
             yield _PlacedMatrix(matrix, stored, partition.device, partition.device)
 
 

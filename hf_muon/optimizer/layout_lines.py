@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_muon.optimizer.state import describe
 from hf_muon.storage import views
-from hf_muon.storage.factors import ONE, factors_of, has_factors
+from hf_muon.storage.factors import factors_of, has_factors
 from hf_muon.storage.tensors import is_dtensor
 
 Group = Mapping[str, Any]
@@ -23,10 +23,10 @@ def lines_of(groups: Sequence[Group]) -> Iterator[str]:
     for k, group in enumerate(groups):
         if has_factors(group):
             names = group.get("param_names") or []
-            for i, factors in enumerate(factors_of(group)):
+            for i, factor in enumerate(factors_of(group)):
                 name = names[i] if i < len(names) else f"parameter {i} of param group {k}"
-                if factors != ONE:
-                    yield f"{name} with factors {factors.lr} of the learning rate and {factors.wd} of weight decay"
+                if factor != 1:
+                    yield f"{name} with the learning rate times {factor}"
 
 
 def _parameter_line(group: Group, index: int, view: str) -> str:

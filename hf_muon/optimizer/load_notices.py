@@ -13,7 +13,7 @@ from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS, check_written_option
 from hf_muon.optimizer.state import DTYPE_OPTIONS, describe, dtype_of
 from hf_muon.rules import registry
-from hf_muon.storage.factors import ONE, factors_of, has_factors
+from hf_muon.storage.factors import factors_of, has_factors
 from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
@@ -58,7 +58,7 @@ def changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[
             "optimizer",
         )
     if differences := changed_factors(groups, saved_groups):
-        yield Notice(logging.WARNING, f"this run's lr_scales, wd_scales and layer_decay hold: {differences}")
+        yield Notice(logging.WARNING, f"this run's lr_scales hold: {differences}")
     if differences := changed_views(groups, saved_groups):
         yield Notice(logging.WARNING, f"from here on, other matrices than before are orthogonalized: {differences}")
 
@@ -103,17 +103,13 @@ def changed_dtypes(groups: Sequence[Group], saved_groups: Sequence[Group]) -> st
 
 
 def changed_rules(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the options of rules in which the checkpoint differs from this run.
-
-    `training_steps` that are None differ from nothing: a Trainer fills them in when it has loaded the checkpoint.
-    """
+    """Return the options of rules in which the checkpoint differs from this run."""
     changes = {
         f"{name} {group[name]!r} here, {saved.get(name, option.default)!r} in the checkpoint"
         for group, saved in zip(groups, saved_groups, strict=True)
         for rule in registry.RULES.values()
         for name, option in rule.options.items()
         if name in group and group[name] != check_option(name, saved.get(name, option.default))
-        if not (name == "training_steps" and group[name] is None)
     }
     return "; ".join(sorted(changes))
 
@@ -132,18 +128,16 @@ def unknown_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> s
 
 
 def changed_factors(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:
-    """Return the parameters whose factors of learning rate or weight decay differ from those of the checkpoint."""
+    """Return the parameters whose factors of the learning rate differ from those of the checkpoint."""
     changes = []
     for group, saved in zip(groups, saved_groups, strict=True):
         if has_factors(group) or has_factors(saved):
             names = group.get("param_names") or []
-            pairs = itertools.zip_longest(factors_of(group), factors_of(saved), fillvalue=ONE)
+            pairs = itertools.zip_longest(factors_of(group), factors_of(saved), fillvalue=1.0)
             for i, (here, there) in enumerate(pairs):
                 if here != there:
                     name = names[i] if i < len(names) else f"parameter {i}"
-                    changes.append(
-                        f"{name} lr x {here.lr:g} and decay x {here.wd:g}, there {there.lr:g} and {there.wd:g}"
-                    )
+                    changes.append(f"{name} lr x {here:g}, there {there:g}")
     return first_few(changes)
 
 

@@ -32,7 +32,7 @@ from hf_muon.optimizer.state import (
 )
 from hf_muon.optimizer.state_check import fit_complaints, form_complaints, refuse_load, steps_of, with_steps
 from hf_muon.rules import registry
-from hf_muon.storage.factors import KEYS
+from hf_muon.storage.factors import KEY
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -201,11 +201,11 @@ def _restored_group(group: Group, saved: Group) -> dict[str, Any]:
     Parameters, `views`, factors and `own_options` stay this run's. Views follow from the model, and saved moments do
     not depend on them; moments are converted to this run's dtypes.
     """
-    of_run = ("params", "views", *KEYS)
+    of_run = ("params", "views", KEY)
     restored = {key: copy.deepcopy(value) for key, value in saved.items() if key not in of_run}
     restored.update({name: check_written_option(name, restored[name]) for name in GROUP_OPTIONS if name in restored})
     own = {key: group[key] for key in (*of_run, *own_options()) if group.get(key) is not None}
-    own |= {key: group[key] for key in (*KEYS, *registry.option_names()) if key in group}  # None may be a choice
+    own |= {key: group[key] for key in (KEY, *registry.option_names()) if key in group}  # None may be a choice
     names = {"param_names": group["param_names"]} if "param_names" in group and "param_names" not in saved else {}
     return {**restored, **own, **names}
 

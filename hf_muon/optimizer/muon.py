@@ -129,7 +129,7 @@ class Muon(Optimizer):
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
         self.replicate_group = replicate_group
-        defaults = {"use_muon": True, **factors.NONE, **{name: options[name] for name in GROUP_OPTIONS}}
+        defaults = {"use_muon": True, factors.KEY: None, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
         super().__init__(params, defaults)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_muon.optimizer.preflight import REFUSED
 from hf_muon.optimizer.state import describe
-from hf_muon.storage.factors import Factors, factors_of
+from hf_muon.storage.factors import factors_of
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.views import View, parse, views_of
@@ -36,7 +36,7 @@ class PartitionedStep:
         framework: its name, for errors.
         partitions: by the flat tensors in param groups; None where parameters are stepped as they are.
         views: how the parameters were seen when the framework took them; flat tensors have no views.
-        factors: of these parameters.
+        factors: of the learning rate of these parameters.
         is_expected: whether partitions are still to be attached.
     """
 
@@ -44,7 +44,7 @@ class PartitionedStep:
         self.framework = ""
         self.partitions: Partitions | None = None
         self.views: Mapping[Tensor, View] = {}
-        self.factors: Mapping[Tensor, Factors] = {}
+        self.factors: Mapping[Tensor, float] = {}
         self.is_expected = False
         self._stepped: set[int] = set()
 
@@ -128,9 +128,9 @@ def expect_partitions(optimizer: Partitionable, framework: str) -> None:
         for param, view in zip(group["params"], views_of(group), strict=True)
     }
     partitioned.factors = {
-        param: factors
+        param: factor
         for group in optimizer.param_groups
-        for param, factors in zip(group["params"], factors_of(group), strict=True)
+        for param, factor in zip(group["params"], factors_of(group), strict=True)
     }
     partitioned.is_expected = True
 

@@ -23,7 +23,7 @@ from hf_muon.math.moments import SCALES
 from hf_muon.optimizer.rule_state import is_rule_key
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, state_keys, zero_state
 from hf_muon.rules import registry
-from hf_muon.storage.factors import KEYS
+from hf_muon.storage.factors import KEY
 
 _STATE = re.compile(r"(?:^|(?<=\.))state\.")
 
@@ -95,7 +95,7 @@ class _Saved:
 
 def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved) -> dict[str, Any]:
     """Return a state dict of a `Muon` with what a checkpoint has."""
-    options = {key for key in (*GROUP_OPTIONS, *KEYS) if not saved.has("param_groups", key)}
+    options = {key for key in (*GROUP_OPTIONS, KEY) if not saved.has("param_groups", key)}
     rules = {key for key in registry.state_kinds() if not saved.has("state", key)}
     scales = {key for key in SCALES if saved.has("state", key)}
     dtypes = {

@@ -31,7 +31,7 @@ from hf_muon.optimizer.state import (
 )
 from hf_muon.options.declaration import quoted
 from hf_muon.rules import registry
-from hf_muon.storage.factors import KEYS, factors_of, has_factors, lists_complaint
+from hf_muon.storage.factors import KEY, factors_of, has_factors, list_complaint
 from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
 
 Group = Mapping[str, Any]
@@ -119,9 +119,8 @@ def _group_complaints(group: Group) -> Iterator[str]:
         texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
         if words is not None and not texts:
             yield f"has {name}={quoted(words)}, and not a text for each parameter"
-    for name in KEYS:
-        if complaint := lists_complaint(group.get(name)):
-            yield f"has {name}: {complaint}"
+    if complaint := list_complaint(group.get(KEY)):
+        yield f"has {KEY}: {complaint}"
     for name in SCHEDULER_KEYS:
         if name in group and _number(group[name]) is None:
             yield f"has {name}={quoted(group[name])}, and not a number"
@@ -158,7 +157,7 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
             len(group.get("param_names") or []),
             len(group["params"]),
         ):
-            yield f"it has {len(factors_of(saved))} lr_factors or wd_factors for {len(group['params'])} parameters"
+            yield f"it has {len(factors_of(saved))} lr_factors for {len(group['params'])} parameters"
         invalid = [error for name in GROUP_OPTIONS.keys() & saved.keys() if (error := _option_error(name, saved[name]))]
         yield from (f"one of its param groups has {error}" for error in invalid)
         for i, param in enumerate(group["params"]):

@@ -25,7 +25,6 @@ from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
 from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
 from hf_muon.optimizer.step_rules import StepRules, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
-from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.transport import beside
 
@@ -66,7 +65,7 @@ class MuonStep:
             i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
             for i, param in params.items()
         }
-        self._has_factors = any(matrix.factors != ONE for matrix in self._active.values())
+        self._has_factors = any(matrix.factor != 1 for matrix in self._active.values())
         self._weights = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
         self._stored = {
             k: {key: matrix.of(value) for key, value in moments[matrix.param].items()}
@@ -122,20 +121,20 @@ class MuonStep:
     ) -> None:
         """Move the weights of some pieces."""
         scales = [self._scales[piece.matrix] for piece in pieces]
-        factors = [self._active[piece.matrix].factors for piece in pieces] if self._has_factors else None
+        factors = [self._active[piece.matrix].factor for piece in pieces] if self._has_factors else None
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
             watch.directions(pieces, directions, scales, weights)
         moves = self._rules.applied(pieces, beside(directions, weights), weights, scales)
         if factors is not None:
-            scales = [scale * each.lr for scale, each in zip(scales, factors, strict=True)]
+            scales = [scale * factor for scale, factor in zip(scales, factors, strict=True)]
         apply_directions_(
             weights,
             moves,
             lr=rate_of(self.group),
             weight_decay=0.0 if self._rules.decays else self._hyper["weight_decay"],
             scales=scales,
-            decay_factors=None if factors is None else [each.lr * each.wd for each in factors],
+            decay_factors=factors,
             step=self._number,
             rounding=self.group["weight_rounding"],
             observer=observer,
@@ -168,20 +167,20 @@ def adamw_step(
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
     states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
-    stepped: dict[tuple[bool, Factors], list[Stepped]] = {}
+    stepped: dict[tuple[bool, float], list[Stepped]] = {}
     for i, param, moments in zip(indices, params, states, strict=True):
         own = Stepped(local_of(param), gradients.local_grad(param), moments)
-        runs = work.factors[i] if work is not None and work.factors else [(slice(0, None), ONE)]
-        for factors, part in parts_of(own, runs):
-            stepped.setdefault((is_offloaded(group, param), factors), []).append(part)
-    for (offloaded, factors), members in sorted(stepped.items()):
+        runs = work.factors[i] if work is not None and work.factors else [(slice(0, None), 1.0)]
+        for factor, part in parts_of(own, runs):
+            stepped.setdefault((is_offloaded(group, param), factor), []).append(part)
+    for (offloaded, factor), members in sorted(stepped.items()):
         step = adamw_offloaded_ if offloaded else adamw_
         step(
             members,
-            lr=rate_of(group) * factors.lr,
+            lr=rate_of(group) * factor,
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
             eps=group["adamw_eps"],
-            weight_decay=options["weight_decay"] * factors.wd,
+            weight_decay=options["weight_decay"],
             step=number,
             rounding=group["weight_rounding"],
             observer=observer,

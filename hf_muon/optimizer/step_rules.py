@@ -16,12 +16,12 @@ from hf_muon.optimizer.layout import GroupWork, Matrix
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule
-from hf_muon.storage.factors import KEYS, ONE
+from hf_muon.storage.factors import KEY
 from hf_muon.storage.tensors import local_of
 
 Group = Mapping[str, Any]
 
-_NOT_OPTIONS = ("params", "param_names", "views", *KEYS)
+_NOT_OPTIONS = ("params", "param_names", "views", KEY)
 
 
 def hyperparameters(group: Group, number: int) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def hyperparameters(group: Group, number: int) -> dict[str, Any]:
     """
     options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
     for rule in registry.rules_of(group):
-        if rule.hyperparameters is not None and (group["use_muon"] or rule.adamw):
+        if rule.hyperparameters is not None:
             options |= rule.hyperparameters(options, number)
     return options
 
@@ -153,10 +153,9 @@ class StepRules:
         for piece, direction, weight, scale in zip(pieces, directions, weights, scales, strict=True):
             exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
             own = direction.to(exact)
-            options, factors = self._options, self._active[piece.matrix].factors
-            if factors != ONE:
-                decay = options["weight_decay"] * factors.wd
-                options = {**options, "lr": options["lr"] * factors.lr, "weight_decay": decay}
+            options, factor = self._options, self._active[piece.matrix].factor
+            if factor != 1:
+                options = {**options, "lr": options["lr"] * factor}
             for rule in self._on_applying:
                 assert rule.apply is not None
                 with _Brought(self._stored.get(piece.matrix, {}), rule, piece, own.device) as state:

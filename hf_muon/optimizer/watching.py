@@ -97,10 +97,10 @@ class GroupWatch:
             shapes = {k: matrix.shape for k, matrix in enumerate(work.matrices)}
             watch.muon(dict(enumerate(self._names)), shapes, float(group["lr"]))
             matrices = zip(self._names, work.matrices, strict=True)
-            watch.rate_factors({name: matrix.factors.lr for name, matrix in matrices if matrix.factors.lr != 1})
+            watch.rate_factors({name: matrix.factor for name, matrix in matrices if matrix.factor != 1})
         for name, runs in zip(names, work.factors, strict=bool(work.factors)):
             if len(runs) == 1:  # those of a partition's members are measured together
-                watch.rate_factors({name: runs[0][1].lr})
+                watch.rate_factors({name: runs[0][1]})
 
     def updates(self, unit: Unit, updates: Tensor) -> None:
         """Measure whole matrices ``(B, m, n)`` on the rank that orthogonalizes them next."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from hf_muon.config import MuonConfig
-from hf_muon.routing.parameters import folded, parameters_of
+from hf_muon.routing.parameters import ModelParameter, examples, folded, matching, parameters_of
 from hf_muon.routing.rules import Rules
-from hf_muon.routing.scales import factors_by_name
-from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.tensors import shape_of
 
 
@@ -28,7 +26,7 @@ class Route:
         decay: apply weight decay.
         reason: text that says why.
         view: how Muon reads the parameter as matrices, as by :mod:`hf_muon.storage.views`; empty to read it as stored.
-        factors: of the learning rate and the weight decay.
+        factor: of the learning rate.
     """
 
     name: str
@@ -37,7 +35,7 @@ class Route:
     decay: bool
     reason: str
     view: str = ""
-    factors: Factors = ONE
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,21 +52,34 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     Args:
         model: any module.
         config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules`, `lora`, `split_fused`,
-            `per_head`, `lr_scales`, `wd_scales` and `layer_decay` matter here.
+            `per_head` and `lr_scales` matter here.
         **options: override those of `config`.
 
     Raises:
-        ValueError: a pattern matches nothing, an option is not valid, or `layer_decay` finds no layers.
+        ValueError: a pattern matches nothing, or an option is not valid.
     """
     config = (config or MuonConfig()).replace(options)
     params = parameters_of(model)
     rules = Rules(model, config, params)
-    factors = factors_by_name(config, params)
+    factors = _factors(config, params)
     return [
-        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, ONE))
+        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, 1.0))
         for param in params
         if param.parameter.requires_grad
     ]
+
+
+def _factors(config: MuonConfig, params: Sequence[ModelParameter]) -> dict[str, float]:
+    """Return the factors of the rates of those parameters that a pattern of `lr_scales` matches."""
+    factors: dict[str, float] = {}
+    for pattern, factor in cast(Sequence[tuple[str, float]], config.lr_scales or ()):
+        matches = matching("lr_scales", pattern, params)
+        if all(param.name in factors for param in matches):
+            names = examples(param.name for param in matches)
+            raise ValueError(f"lr_scales: patterns before {pattern!r} match all that it matches, {names}: put it first")
+        for param in matches:
+            factors.setdefault(param.name, factor)
+    return factors
 
 
 def table(routes: Sequence[Route], *, every: bool = False) -> str:
@@ -79,7 +90,7 @@ def table(routes: Sequence[Route], *, every: bool = False) -> str:
         every: whether parameters that differ only in their layer have a row each.
     """
     rows: dict[tuple[str, ...], list[int]] = {}
-    factors: dict[tuple[str, ...], list[Factors]] = {}
+    factors: dict[tuple[str, ...], list[float]] = {}
     for route in routes:
         reason = f"{route.reason} [{route.view}]" if route.view else route.reason
         key = (
@@ -89,7 +100,7 @@ def table(routes: Sequence[Route], *, every: bool = False) -> str:
             reason,
         )
         rows.setdefault(key, []).append(math.prod(route.shape))
-        factors.setdefault(key, []).append(route.factors)
+        factors.setdefault(key, []).append(route.factor)
     cells = [("parameter", "shape", "count", "optimizer", "reason")]
     cells += [(key[0], key[1], str(len(sizes)), key[2], key[3] + _scaled(factors[key])) for key, sizes in rows.items()]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
@@ -98,14 +109,12 @@ def table(routes: Sequence[Route], *, every: bool = False) -> str:
     return "\n".join([*lines, *totals(routes)])
 
 
-def _scaled(factors: Sequence[Factors]) -> str:
+def _scaled(factors: Sequence[float]) -> str:
     """Return the factors of the parameters of a row, or nothing where all are 1."""
-    texts = []
-    for name, values in zip(("lr", "weight decay"), zip(*factors, strict=True), strict=True):
-        low, high = min(values), max(values)
-        if (low, high) != (1, 1):
-            texts.append(f"{name} x {low:.3g}" + (f" to {high:.3g}" if low != high else ""))
-    return "".join(f", {text}" for text in texts)
+    low, high = min(factors), max(factors)
+    if (low, high) == (1, 1):
+        return ""
+    return f", lr x {low:.3g}" + (f" to {high:.3g}" if low != high else "")
 
 
 def frozen(model: nn.Module) -> list[str]:

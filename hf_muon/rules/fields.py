@@ -13,9 +13,6 @@ class RuleOptions:
     """A field for each option of a rule, with the type that it has in Python."""
 
     momentum_warmup: int = declared(BUILT_IN_OPTIONS["momentum_warmup"])
-    momentum_cooldown: int = declared(BUILT_IN_OPTIONS["momentum_cooldown"])
-    training_steps: int | None = declared(BUILT_IN_OPTIONS["training_steps"])
-    weight_decay_schedule: str = declared(BUILT_IN_OPTIONS["weight_decay_schedule"])
     normalize: str = declared(BUILT_IN_OPTIONS["normalize"])
     weight_decay_mode: str = declared(BUILT_IN_OPTIONS["weight_decay_mode"])
     qk_clip: float | None = declared(BUILT_IN_OPTIONS["qk_clip"])

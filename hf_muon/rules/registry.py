@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 from hf_muon.options.declaration import Option
-from hf_muon.rules import cautious, decay_schedule, momentum_schedule, normalize, qk_clip
+from hf_muon.rules import cautious, momentum_schedule, normalize, qk_clip
 from hf_muon.rules.rule import Rule, StateKind
 
 ENTRY_POINTS = "hf_muon.rules"
 """The group of entry points under which packages name their rules."""
 
-BUILT_IN = (momentum_schedule.RULE, decay_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
+BUILT_IN = (momentum_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
 
 BUILT_IN_OPTIONS = {name: option for rule in BUILT_IN for name, option in rule.options.items()}
 
@@ -122,18 +122,12 @@ def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:
     return {key: kind for rule in rules_of(group) for key, kind in rule.state.items()}
 
 
-def complaint(group: Mapping[str, Any], *, is_step: bool = False) -> str | None:
-    """Say why the rules of a param group cannot be followed; None where they can.
-
-    Args:
-        group: the param group.
-        is_step: whether a step asks, for which every option must be known.
-    """
+def complaint(group: Mapping[str, Any]) -> str | None:
+    """Say why the rules of a param group cannot be followed; None where they can."""
     rules = rules_of(group)
     for rule in rules:
-        for complaint_of in (rule.complaint, rule.step_complaint if is_step else None):
-            if complaint_of is not None and (text := complaint_of(_with_defaults(rule, group))):
-                return text
+        if rule.complaint is not None and (text := rule.complaint(_with_defaults(rule, group))):
+            return text
     if len(decaying := [rule.name for rule in rules if rule.decays]) > 1:
         return f"{' and '.join(decaying)} each take care of weight decay: switch off one of them"
     return None

@@ -37,7 +37,6 @@ class Rule:
         non_negative: the keys of state that a checkpoint with negative numbers is refused for.
         hyperparameters: called with the options and the number of the step, from one; returns options of Muon that
             have other values in this step (`momentum`, `nesterov`, `weight_decay`, `ns_coefficients`, `ns_steps`).
-        adamw: whether `hyperparameters` holds for AdamW groups too.
         update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
             the options and the number of the step; returns the updates to orthogonalize, in their dtype.
         direction: on whole matrices, where they are orthogonalized. Called with directions ``(B, out, in)`` in fp32,
@@ -55,7 +54,6 @@ class Rule:
         head_complaint: called with the heads and the options; says why an attention is not for the rule, or None.
         complaint: called with the options; says why they cannot be meant, or None. Options that do not go together are
             refused before a step.
-        step_complaint: as `complaint`, but called by steps alone: what a Trainer may still fill in.
     """
 
     name: str
@@ -64,7 +62,6 @@ class Rule:
     state: Mapping[str, StateKind] = field(default_factory=dict)
     non_negative: Collection[str] = ()
     hyperparameters: Callable[[Options, int], Mapping[str, Any]] | None = None
-    adamw: bool = False
     update: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
     direction: Callable[[Tensor, States, Options, int], Tensor] | None = None
     apply: Callable[[Tensor, Tensor, States, Options, int, float], Tensor] | None = None
@@ -72,4 +69,3 @@ class Rule:
     head_factors: Callable[[Tensor, Heads, Options], Mapping[str, Tensor]] | None = None
     head_complaint: Callable[[Heads, Options], str | None] | None = None
     complaint: Callable[[Options], str | None] | None = None
-    step_complaint: Callable[[Options], str | None] | None = None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.storage.factors import ONE, Factors
 from hf_muon.storage.regions import FlatRegion
 from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.views import WHOLE, View
@@ -72,7 +71,7 @@ class Slice:
         view: of the parameter.
         name: of the parameter.
         division: what `bounds` and `start` follow from, if known.
-        factors: of its learning rate and weight decay.
+        factor: of its learning rate.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +80,7 @@ class Slice:
     view: View = WHOLE
     name: str = ""
     division: Division | None = None
-    factors: Factors = ONE
+    factor: float = 1.0
 
     def elements(self, rank: int) -> slice:
         """Return where the partition of this rank holds them."""

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.model_source import known_configs, model_from, read_source
-from hf_muon.routing.table import table
+from hf_muon.routing.route import table
 from tests.cli.calls import as_process, call, training_yaml
 from tests.zoo import expected
 

@@ -12,7 +12,7 @@ from tests.deepspeed.test_scales import SCALES
 from tests.deepspeed.test_training import STAGES, assert_equal, assert_same_state, reference
 from tests.rules.settings import PLAIN, TOGETHER
 
-FACTORS = {"lr_scales": SCALES, "wd_scales": "weight:0.5", "layer_decay": 0.5}
+FACTORS = {"lr_scales": SCALES}
 ALL = {"scheduled": True, **FACTORS, **PLAIN, **TOGETHER}
 pytestmark = pytest.mark.usefixtures("quiet")
 

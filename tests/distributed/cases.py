@@ -96,7 +96,6 @@ def muon_over(params, dtype, views=None, scaled=False, **options):
     ]
     for group in groups if scaled else []:
         group["lr_factors"] = [0.5 + i % 3 for i in range(len(group["params"]))]
-        group["wd_factors"] = [1.0 + i % 2 for i in range(len(group["params"]))]
     return Muon(groups, lr=0.02, **{"ns_dtype": "bf16" if dtype is torch.bfloat16 else "fp32", **options})
 
 

@@ -96,9 +96,9 @@ def wrap(model, layout):
 
 
 def factors(rank, layout, **options):
-    """Return the factors of the learning rate and of the weight decay of each parameter of a model in a layout."""
+    """Return the factor of the learning rate of each parameter of a model in a layout."""
     groups = build_optimizer(wrap(Model(), layout)[0], options).param_groups
-    return {name: tuple(own) for g in groups for name, own in zip(g["param_names"], factors_of(g), strict=True)}
+    return {name: own for g in groups for name, own in zip(g["param_names"], factors_of(g), strict=True)}
 
 
 def batches(step):

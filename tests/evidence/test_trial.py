@@ -154,7 +154,10 @@ def test_unknown_settings_are_refused():
         arguments({"warmup": 0.1, "moment": 0.9}, 1, 1, 1)
 
 
-ARCHIVED = {"lora product"}
+ARCHIVED = {
+    *("lora product", "decay follows the rate", "momentum warms up and cools down"),
+    *("layer_decay 0.9", "wd_scales embed 0", "per_head", "split_fused false"),
+}
 """Sides of the studies whose option was deleted: their results stay, and they cannot run again."""
 
 

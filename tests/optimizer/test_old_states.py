@@ -12,7 +12,7 @@ import torch
 
 from hf_muon.config import GROUP_OPTIONS, OPTIONS
 from hf_muon.optimizer import Muon
-from hf_muon.storage.factors import NONE
+from hf_muon.storage.factors import KEY
 from tests.optimizer.old_states.write import KINDS, STEPS, build, params_of, step, trained, trained_of_groups
 from tests.optimizer.small_run import equal
 
@@ -38,7 +38,7 @@ def loaded(kind):
 
 def with_todays_options(state_dict):
     """Return a state dict whose groups have the defaults of options that are newer than its file."""
-    defaults = {**NONE, **{name: OPTIONS[name].default for name in GROUP_OPTIONS}}
+    defaults = {KEY: None, **{name: OPTIONS[name].default for name in GROUP_OPTIONS}}
     return {**state_dict, "param_groups": [defaults | group for group in state_dict["param_groups"]]}
 
 

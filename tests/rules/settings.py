@@ -1,7 +1,7 @@
 """The options that switch each rule on."""
 
 SETTINGS = {
-    "momentum_schedule": {"momentum_warmup": 2, "momentum_cooldown": 3, "training_steps": 6},
+    "momentum_schedule": {"momentum_warmup": 2},
     "normalize": {"normalize": "rows"},
     "cautious": {"weight_decay_mode": "cautious"},
 }
@@ -9,15 +9,12 @@ TOGETHER = {name: value for options in SETTINGS.values() for name, value in opti
 """Every rule that goes with all others."""
 
 TRIPLES = ((4.0, -7.0, 3.1), (3.5, -4.8, 2.0), (2.8, -3.0, 1.2))
-PLAIN = {"weight_decay_schedule": "lr", "update_rms": 0.3, "ns_coefficients": TRIPLES}
+PLAIN = {"update_rms": 0.3, "ns_coefficients": TRIPLES}
 """Options without state that change every step."""
 OF_MODELS = {
     **SETTINGS,
     "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
-    "wd_scales": {"wd_scales": {"lora_A|q_proj": 3.0, r"layers\.1\.|head": 0.25}},
-    "layer_decay": {"layer_decay": 0.6},
     "update_rms": {"update_rms": 0.3},
-    "decay_schedule": {"weight_decay_schedule": "lr"},
     "list": {"ns_coefficients": TRIPLES},
     "deepseek_v4": {"ns_coefficients": "deepseek_v4"},
     "qk_clip": {"qk_clip": 1.0},

@@ -14,7 +14,7 @@ from hf_muon.math.coefficients import resolve
 from tests.rules.attention_models import logits_before_softmax
 from tests.rules.settings import OF_MODELS, TRIPLES
 from tests.rules.slow import SlowMuon
-from tests.rules.slow_rules import SLOW, DecaySchedule
+from tests.rules.slow_rules import SLOW
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 6
 
@@ -86,20 +86,6 @@ class LrScales(SlowModel):
         return super().rate_of(k) * factor_of(self.names[k], OF_MODELS["lr_scales"]["lr_scales"])
 
 
-class WdScales(SlowModel):
-    def weight_decay_of(self, k):
-        return super().weight_decay_of(k) * factor_of(self.names[k], OF_MODELS["wd_scales"]["wd_scales"])
-
-
-class LayerDecay(SlowModel):
-    """BEiT, https://arxiv.org/abs/2106.08254: embeddings are one layer more, the last norm and the head none."""
-
-    def rate_of(self, k):
-        layer = re.search(r"layers\.(\d)", self.names[k])
-        above = LAYERS - int(layer[1]) if layer else (LAYERS + 1) * ("embed" in self.names[k])
-        return super().rate_of(k) * 0.6**above
-
-
 class UpdateRms(SlowModel):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -139,10 +125,7 @@ class MuonB(SlowModel):
 SLOW_MODELS = {
     **SLOW,
     "lr_scales": LrScales,
-    "wd_scales": WdScales,
-    "layer_decay": LayerDecay,
     "update_rms": UpdateRms,
-    "decay_schedule": DecaySchedule,
     "list": coefficients(TRIPLES),
     "deepseek_v4": coefficients("deepseek_v4"),
     "qk_clip": QkClip,

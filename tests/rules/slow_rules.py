@@ -11,12 +11,8 @@ class MomentumSchedule(SlowMuon):
     """modded-nanogpt's `get_muon_momentum`, with the numbers of the settings."""
 
     def momentum_now(self):
-        step, warmup, cooldown, end = self.number - 1, 2, 3, 6
-        if step < warmup:
-            return 0.85 + step / warmup * (self.momentum - 0.85)
-        if step > end - cooldown:
-            return self.momentum - min((step - (end - cooldown)) / cooldown, 1) * (self.momentum - 0.85)
-        return self.momentum
+        step, warmup = self.number - 1, 2
+        return 0.85 + step / warmup * (self.momentum - 0.85) if step < warmup else self.momentum
 
 
 class NorMuon(SlowMuon):
@@ -46,15 +42,6 @@ class Cautious(SlowMuon):
     def moved(self, k, weight, direction):
         self.unclear[k] |= direction.abs() < 1e-4 * direction.square().mean().sqrt()  # its sign may be another in fp32
         return super().moved(k, weight, direction)
-
-
-class DecaySchedule(SlowMuon):
-    """Defazio, https://arxiv.org/abs/2506.02285: the decay by the rate over its largest one."""
-
-    peak = 0.02
-
-    def weight_decay_now(self):
-        return self.weight_decay * self.lr / self.peak
 
 
 SLOW = {"momentum_schedule": MomentumSchedule, "normalize": NorMuon, "cautious": Cautious}

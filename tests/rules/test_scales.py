@@ -1,4 +1,4 @@
-"""Factors of the learning rate and of the weight decay: by name, by depth, in steps, and on resume."""
+"""Factors of the learning rate: by name, in steps, and on resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.optimizer.cases import REST, SHAPES, both_gradients, gradients, param
 from tests.rules.slow import SlowMuon
 
 LR = [0.3, 1.0, 2.0, 0.0, 0.5, 1.0]
-WD = [1.0, 0.0, 3.0, 1.0, 2.0, 1.0]
 
 
 class Block(nn.Module):
@@ -57,7 +56,7 @@ def net(layers=3):
 
 
 def factors(**options):
-    return {route.name: tuple(route.factors) for route in route_parameters(net(), **options)}
+    return {route.name: route.factor for route in route_parameters(net(), **options)}
 
 
 # --- steps
@@ -65,16 +64,16 @@ def factors(**options):
 
 @pytest.mark.parametrize("mode", ["decoupled", "cautious"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_matrices_step_with_rates_and_decays_of_their_own(mode, dtype):
+def test_matrices_step_with_rates_of_their_own(mode, dtype):
     start, grads = parameters(dtype=dtype), gradients(steps=6, dtype=dtype)
-    slow = [SlowMuon([w], lr=0.02 * f, weight_decay=0.5 * g) for w, f, g in zip(start, LR, WD, strict=True)]
+    slow = [SlowMuon([w], lr=0.02 * f, weight_decay=0.5) for w, f in zip(start, LR, strict=True)]
     for own in slow if mode == "cautious" else []:
         own.decay = lambda weight, direction: torch.where(weight * direction >= 0, weight, 0)
     for step in grads:
         for own, grad in zip(slow, step, strict=True):
             own.step([grad])
     weights = parameters(dtype=dtype)
-    group = {"params": weights, "lr_factors": LR, "wd_factors": WD}
+    group = {"params": weights, "lr_factors": LR}
     run(Muon([group], lr=0.02, weight_decay=0.5, weight_decay_mode=mode, ns_dtype="fp32"), weights, grads)
     for weight, own, first, factor in zip(weights, slow, start, LR, strict=True):
         error = float((weight.detach().double() - own.weights[0]).norm())
@@ -82,15 +81,15 @@ def test_matrices_step_with_rates_and_decays_of_their_own(mode, dtype):
         assert torch.equal(weight, first) is (factor == 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"adamw_state_dtype": "bf16"}, {"weight_decay_schedule": "lr"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"adamw_state_dtype": "bf16"}], ids=str)
 def test_adamw_steps_like_groups_with_other_rates(options):
     rest, grads = parameters(REST), gradients(REST, 6)
-    group = {"params": rest, "use_muon": False, "lr_factors": [0.5, 2.0, 0.5], "wd_factors": [0.5, 1.0, 2.0]}
+    group = {"params": rest, "use_muon": False, "lr_factors": [0.5, 2.0, 0.5]}
     run(Muon([group], lr=0.25, weight_decay=0.5, **options), rest, grads)
     others = parameters(REST)
     groups = [
-        {"params": [p], "use_muon": False, "lr": 0.25 * f, "weight_decay": 0.5 * g}
-        for p, f, g in zip(others, group["lr_factors"], group["wd_factors"], strict=True)
+        {"params": [p], "use_muon": False, "lr": 0.25 * f, "weight_decay": 0.5}
+        for p, f in zip(others, group["lr_factors"], strict=True)
     ]
     run(Muon(groups, **options), others, grads)
     assert all(map(torch.equal, rest, others))
@@ -103,7 +102,7 @@ def test_factors_of_one_change_no_bit(dtype):
         matrices, rest = parameters(dtype=dtype), parameters(REST, dtype=dtype)
         groups = [{"params": matrices}, {"params": rest, "use_muon": False}]
         for group in groups if ones else []:
-            group |= {key: [1.0] * len(group["params"]) for key in ("lr_factors", "wd_factors")}
+            group["lr_factors"] = [1.0] * len(group["params"])
         optimizer = Muon(groups, weight_decay=0.1)
         results.append(run(optimizer, matrices + rest, both_gradients(dtype=dtype)))
     assert all(map(torch.equal, *results))
@@ -113,8 +112,8 @@ def test_bf16_weights_have_their_factors():
     shapes = [(24, 24)]
     scaled, twice = parameters(shapes, torch.bfloat16), parameters(shapes, torch.bfloat16)
     grads = gradients(shapes, 4, torch.bfloat16)
-    run(Muon([{"params": scaled, "lr_factors": [2.0], "wd_factors": [0.5]}], lr=0.02, weight_decay=0.5), scaled, grads)
-    run(Muon(twice, lr=0.04, weight_decay=0.25), twice, grads)
+    run(Muon([{"params": scaled, "lr_factors": [2.0]}], lr=0.02, weight_decay=0.5), scaled, grads)
+    run(Muon(twice, lr=0.04, weight_decay=0.5), twice, grads)
     assert torch.equal(scaled[0], twice[0])
 
 
@@ -122,7 +121,7 @@ def test_bf16_weights_have_their_factors():
     ("key", "value", "message"),
     [
         ("lr_factors", [1.0], "lr_factors: 1 of 6 parameters; give each one, 1 for none"),
-        ("wd_factors", [-1.0] * 6, "wd_factors: .* is not a list of numbers of at least 0"),
+        ("lr_factors", [-1.0] * 6, "lr_factors: .* is not a list of numbers of at least 0"),
         ("lr_factors", 0.5, r"lr_factors: 0\.5 is not a list of numbers"),
     ],
 )
@@ -135,12 +134,12 @@ def test_lists_that_do_not_fit_are_refused(key, value, message):
 
 
 def test_the_first_pattern_that_matches_counts():
-    own = factors(lr_scales={"embed": 0.3, r"layers\.0\.proj": 0.5, "proj|head": 2}, wd_scales={"proj": 3})
-    assert own["embed_tokens.weight"] == (0.3, 1)
-    assert own["layers.0.proj.weight"] == (0.5, 3)
-    assert own["layers.1.proj.weight"] == (2, 3)
-    assert own["lm_head.weight"] == (2, 1)
-    assert own["layers.1.norm.weight"] == (1, 1)
+    own = factors(lr_scales={"embed": 0.3, r"layers\.0\.proj": 0.5, "proj|head": 2})
+    assert own["embed_tokens.weight"] == 0.3
+    assert own["layers.0.proj.weight"] == 0.5
+    assert own["layers.1.proj.weight"] == 2
+    assert own["lm_head.weight"] == 2
+    assert own["layers.1.norm.weight"] == 1
 
 
 @pytest.mark.parametrize(
@@ -178,10 +177,8 @@ def test_values_that_cannot_be_meant(value):
     ("options", "message"),
     [
         ({"lr_scales": "embedding:2"}, "lr_scales: 'embedding' matches no parameter. Names look like embed_tokens"),
-        ({"wd_scales": "x_proj:2"}, "wd_scales: 'x_proj' matches no parameter"),
         ({"lr_scales": "proj:2|0.proj:3"}, r"patterns before '0.proj' match all that it matches, .*put it first"),
         ({"lr_scales": "embed:2"}, "lr_scales: 'embed' matches no trained parameter, only embed_tokens.weight"),
-        ({"wd_scales": "norm:2"}, "wd_scales: 'norm' matches only norms and biases, which have no weight decay"),
     ],
 )
 def test_patterns_that_do_nothing_are_errors(options, message):
@@ -191,46 +188,28 @@ def test_patterns_that_do_nothing_are_errors(options, message):
         build_optimizer(model, **options)
 
 
-def test_decay_over_depth():
-    own = {name: lr for name, (lr, _) in factors(layer_decay=0.5, lr_scales="proj:2").items()}
-    assert own["lm_head.weight"] == own["final_norm.weight"] == 1
-    assert [own[f"layers.{i}.norm.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
-    assert [own[f"layers.{i}.proj.weight"] for i in range(3)] == [0.25, 0.5, 1]
-    assert own["embed_tokens.weight"] == 0.0625
-
-
-def test_depth_that_is_not_clear_is_refused():
-    two = nn.ModuleDict({"encoder": net(), "decoder": net(4)})
-    with pytest.raises(ValueError, match=r"several lists of layers, decoder.layers \(4\), encoder.layers \(3\)"):
-        route_parameters(two, layer_decay=0.9)
-    with pytest.raises(ValueError, match=r"layer_decay: this model has no numbered layers\. Names look like proj"):
-        route_parameters(Block(), layer_decay=0.9)
-
-
 def test_groups_and_schedulers_stay_as_they_are(caplog):
-    options = {"lr_scales": "embed:0.5|proj:2", "wd_scales": "head:0", "weight_decay": 0.1}
+    options = {"lr_scales": r"embed:0.5|layers\.0\.proj:0.25", "weight_decay": 0.1}
     with caplog.at_level(logging.INFO):
-        scaled = build_optimizer(net(), **options, layer_decay=0.5)
+        scaled = build_optimizer(net(), **options)
     plain = build_optimizer(net(), weight_decay=0.1)
     for one, other in zip(scaled.param_groups, plain.param_groups, strict=True):
         assert one["param_names"] == other["param_names"]
         assert one["lr"] == other["lr"]
         assert other["lr_factors"] is None
-    assert [group.get("wd_factors") for group in scaled.param_groups] == [None, [1.0, 0.0], None]
     assert "lr x 0.25 to 1" in caplog.text
-    assert "weight decay x 0" in caplog.text
     assert " x " not in table(route_parameters(net()))
 
 
 def test_parameters_alone_have_the_factors_of_their_model():
     model = net()
-    optimizer = MuonOfGroups(model.parameters(), model=model, lr_scales="embed:0.5|proj:2", wd_scales="head:0")
+    optimizer = MuonOfGroups(model.parameters(), model=model, lr_scales="embed:0.5|proj:2")
     by_name = {
         name: factor
         for group in optimizer.param_groups
         for name, factor in zip(group["param_names"], group.get("lr_factors") or [1.0] * 99, strict=False)
     }
-    assert by_name == {name: lr for name, (lr, _) in factors(lr_scales="embed:0.5|proj:2").items()}
+    assert by_name == factors(lr_scales="embed:0.5|proj:2")
 
 
 # --- resume, ranks, metrics
@@ -242,14 +221,13 @@ def test_this_runs_factors_hold_on_resume(caplog):
     model(torch.arange(8)).square().mean().backward()
     before.step()
     state = copy.deepcopy(before.state_dict())
-    after = build_optimizer(model, lr_scales="embed:0.25|head:2", wd_scales="head:3")
+    after = build_optimizer(model, lr_scales="embed:0.25|head:3")
     caplog.clear()
     after.load_state_dict(state)
-    assert "this run's lr_scales, wd_scales and layer_decay hold: " in caplog.text
-    assert "embed_tokens.weight lr x 0.25 and decay x 1, there 0.5 and 1" in caplog.text
-    assert "lm_head.weight lr x 2 and decay x 3, there 2 and 1" in caplog.text
-    assert after.param_groups[1]["lr_factors"] == [0.25, 2.0]
-    assert after.param_groups[1]["wd_factors"] == [1.0, 3.0]
+    assert "this run's lr_scales hold: " in caplog.text
+    assert "embed_tokens.weight lr x 0.25, there 0.5" in caplog.text
+    assert "lm_head.weight lr x 3, there 2" in caplog.text
+    assert after.param_groups[1]["lr_factors"] == [0.25, 3.0]
     plain = build_optimizer(model)
     plain.load_state_dict(state)
     assert not any(group["lr_factors"] for group in plain.param_groups)
@@ -267,7 +245,7 @@ def test_ranks_must_have_the_same_factors():
         list(lines_of(build_optimizer(net(), lr_scales=scales).param_groups)) for scales in ("embed:2", "embed:3", None)
     ]
     assert len(set(map(tuple, lines))) == 3
-    assert lines[0][-1] == "embed_tokens.weight with factors 2.0 of the learning rate and 1.0 of weight decay"
+    assert lines[0][-1] == "embed_tokens.weight with the learning rate times 2.0"
 
 
 def test_metrics_have_the_real_rates(tmp_path):

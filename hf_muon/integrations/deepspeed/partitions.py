@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_muon.diagnostics.log import first_few
 from hf_muon.integrations.deepspeed.gradients import without_gradient, without_gradient_in_stage_2
 from hf_muon.optimizer.muon import Muon
-from hf_muon.storage.factors import ONE
 from hf_muon.storage.partitions import Division, Partition, Slice
 from hf_muon.storage.tensors import shape_of
 from hf_muon.storage.views import WHOLE, View
@@ -148,7 +147,7 @@ def _contiguous(
             first, last, at = division.held(rank)
             name, view = names[param]
             _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            own = factors.get(param, ONE)
+            own = factors.get(param, 1.0)
             part = Slice(tuple(param.shape), division.bounds(ranks), at, view or WHOLE, name, division, own)
             truths.append((name, part, param.detach().reshape(-1)[first:last]))
         slices = [part for _, part, _ in truths]
@@ -184,7 +183,7 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
                 truth = param.detach().reshape(-1)[first:last].clone()
             name, view = names[param]
             _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            own = factors.get(param, ONE)
+            own = factors.get(param, 1.0)
             part = Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name, division, own)
             truths.append((name, part, truth))
             start += size

@@ -1,9 +1,9 @@
-"""A callback that every Trainer has: it tells a Muon of its training, and puts Muon's metrics into what is logged."""
+"""A callback that every Trainer has: it checks that a Muon steps, and puts Muon's metrics into what is logged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -24,13 +24,12 @@ class MuonCallback(TrainerCallback):
     """What a run with `optim: muon` needs of Trainer's events; others pass through untouched."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Check that it is a Muon that steps, and tell it what its rules need to know."""
+        """Check that it is a Muon that steps, with the moments of the checkpoint."""
         if not is_muon(args.optim) or optimizer is None:
             return
         muon = innermost(optimizer)
         if not muons_in([muon]):
             refuse_other_optimizer(args.optim, muon)
-        tell_schedule(muon.param_groups, state.max_steps, kwargs.get("lr_scheduler"))
         if state.global_step and not any(group["step"] for group in muon.param_groups):
             warn_of_fresh_moments()
 
@@ -53,25 +52,6 @@ def refuse_other_optimizer(optim: Any, optimizer: Any) -> None:
         f"optim: {getattr(optim, 'value', optim)} was asked for, and {kind.__module__}.{kind.__qualname__} would step. "
         "Do not hand Trainer an optimizer of your own, and remove options that choose another one; or remove optim"
     )
-
-
-def tell_schedule(groups: Sequence[Any], steps: int, scheduler: Any) -> None:
-    """Tell param groups what their rules need of the schedule: the number of steps, and the peak of the rate.
-
-    Raises:
-        RuntimeError: weight decay follows a scheduler that does not say where its peak is.
-    """
-    from hf_muon.rules.decay_schedule import PEAKS
-    from hf_muon.rules.momentum_schedule import fill_training_steps
-
-    for group in groups:
-        fill_training_steps(group, steps)
-    if any(g.get("weight_decay_schedule") == "lr" and not any(key in g for key in PEAKS) for g in groups):
-        kind = type(getattr(scheduler, "scheduler", scheduler)).__name__  # inside of accelerate's
-        raise RuntimeError(
-            f"weight_decay_schedule=lr follows the learning rate, and {kind} does not write its "
-            "peak (initial_lr) into param groups. Use another lr_scheduler_type, or weight_decay_schedule=constant"
-        )
 
 
 def warn_of_fresh_moments() -> None:

@@ -104,9 +104,6 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         self.optim_config.setdefault("lr", self.learning_rate)
         if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
             self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
-        steps = getattr(self, "max_steps", None)
-        if self.optim_config.get("momentum_cooldown") and isinstance(steps, int) and steps > 0:
-            self.optim_config.setdefault("training_steps", steps)
         config_from(self.optim_config)
         refuse_unsupported(self)
 
