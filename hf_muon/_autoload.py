@@ -8,13 +8,9 @@ user of another optimizer would see: `hf-muon doctor` shows it, and a run that n
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -69,17 +65,11 @@ HOOKS = {
         "epochs under sp_size end early, and their batches are not complete",
         "accelerate makes DeepSpeed's adapter itself, for each loader",
     ),
-    "shards in Trainer": Hook(
-        "transformers.trainer",
+    "accelerate's shards": Hook(
+        "accelerate.utils.fsdp_utils",
         "hf_muon.integrations.accelerate:patch_sharded_loading",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
-        "no event comes before the folder of shards is read",
-    ),
-    "shards in accelerate": Hook(
-        "accelerate.accelerator",
-        "hf_muon.integrations.accelerate:patch_sharded_loading",
-        "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
-        "its hooks before a load do not run where Trainer loads",
+        "no event of Trainer or accelerate comes before the folder of shards is read",
     ),
     "Accelerator.prepare": Hook(
         "accelerate.accelerator",
@@ -94,16 +84,10 @@ HOOKS = {
         "torch copies a checkpoint over a template, and tells nobody what the checkpoint lacks",
     ),
     "timm": Hook(
-        "timm.optim._optim_factory",
-        "hf_muon.integrations.timm:patch_registry",
-        "timm knows no --opt hf_muon; timm 1.0.12 is the first that can",
-        "the registry is public, and drops what stands before the last underscore of a name",
-    ),
-    "names of timm": Hook(
         "timm.optim",
         "hf_muon.integrations.timm:patch_names",
-        "nobody sees whether timm knows --opt hf_muon, in whose place it takes its own Muon",
-        "as for its registry, which timm before 1.0.12 lacks",
+        "timm takes its own Muon for --opt hf_muon",
+        "the registry is public, and drops what stands before the last underscore of a name",
     ),
     "LLaMA-Factory's parser": Hook(
         "llamafactory.hparams.parser",
@@ -155,9 +139,8 @@ _lock = threading.RLock()
 
 def install() -> None:
     """Register `optim: muon`: patch the modules that are imported, hook the others. Repeated calls are harmless."""
-    with _lock:
-        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
     for name in _MODULES:
         module = sys.modules.get(name)
         if module is None:
@@ -188,6 +171,15 @@ def apply(patch: Callable[[ModuleType], Iterable[Change]], module: ModuleType) -
             setattr(owner, name, value)
 
 
+def everywhere(module: ModuleType, name: str, value: Any) -> Iterator[Change]:
+    """Yield the changes that replace a function in its module, and in those that have imported it by its name."""
+    function = getattr(module, name)
+    yield module, name, value
+    for other in list(sys.modules.values()):
+        if other is not module and getattr(other, "__dict__", {}).get(name) is function:
+            yield other, name, value
+
+
 def _patch(module: ModuleType) -> None:
     """Apply the hooks of a module that are not in place yet."""
     for name, hook in HOOKS.items():
@@ -204,7 +196,6 @@ def _patch(module: ModuleType) -> None:
             _states[name] = "patched"
         except Exception as error:  # noqa: BLE001  somebody else's import must not fail
             _states[name] = f"failed: {type(error).__name__}: {error}"
-            logging.getLogger("hf_muon").debug("hook %s: %s; lost: %s", name, _states[name], hook.lost)
 
 
 def _patch_when_ready(module: ModuleType) -> None:
@@ -213,53 +204,39 @@ def _patch_when_ready(module: ModuleType) -> None:
     That import cannot be hooked any more. The module gets a class that applies the patch at the first attribute read
     after the import, and makes every thread wait for it.
     """
+    kind: Any = type(module)
     patching = threading.local()
 
-    def patch_now(awaited: ModuleType) -> None:
-        patching.here = True
-        try:
-            _patch(awaited)
-        finally:
-            patching.here = False
-            ModuleType.__setattr__(awaited, "__class__", ModuleType)
-
-    class Awaited(ModuleType):
+    class Awaited(kind):  # type: ignore[misc]
         def __getattribute__(self, attribute: str) -> Any:
-            spec = ModuleType.__getattribute__(self, "__spec__")
-            ready = not attribute.startswith("__") and not getattr(spec, "_initializing", False)
-            if ready and not getattr(patching, "here", False):
-                patch_now(self)
-            return ModuleType.__getattribute__(self, attribute)
+            ready = not attribute.startswith("__") and not getattr(self.__spec__, "_initializing", False)
+            if ready and not hasattr(patching, "here"):
+                patching.here = True
+                try:
+                    _patch(self)
+                finally:
+                    del patching.here
+                    self.__class__ = kind
+            return kind.__getattribute__(self, attribute)
 
-    if type(module) is ModuleType:
-        module.__class__ = Awaited
-    else:
-        reason = f"failed: {type(module).__name__} is not a plain module"
-        _states.update({name: reason for name, hook in HOOKS.items() if hook.module == module.__name__})
+    module.__class__ = Awaited
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the hooked modules by the other finders, and patches each after it was executed."""
+class _Finder:
+    """Finds the hooked modules by the finders that follow it, and patches each after it was executed."""
 
-    def __init__(self) -> None:
-        self._busy = threading.local()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _MODULES or getattr(self._busy, "name", None) == fullname:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname not in _MODULES:
             return None
-        self._busy.name = fullname
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._busy.name = None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
-        return spec
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                spec.loader = spec.loader and _PatchingLoader(spec.loader)
+                return spec
+        return None
 
 
-class _PatchingLoader(importlib.abc.Loader):
+class _PatchingLoader:
     """The module's own loader, followed by the patch."""
 
     def __init__(self, loader: Any) -> None:
@@ -268,14 +245,8 @@ class _PatchingLoader(importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
+        module.__loader__ = module.__spec__.loader = self._loader  # type: ignore[union-attr]
         vars(module).pop(_PATCHED, None)  # of a module that is reloaded
+        self._loader.exec_module(module)
         _patch(module)

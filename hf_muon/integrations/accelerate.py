@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_muon._autoload import Change
+from hf_muon._autoload import Change, everywhere
 from hf_muon.integrations.names import muons_in
 from hf_muon.integrations.ulysses import hooks as ulysses
 
@@ -41,11 +41,7 @@ _READ = ("fsdp_plugin", "optimizer", "input_dir")
 
 
 def patch_sharded_loading(module: ModuleType) -> Iterator[Change]:
-    """Patch `load_fsdp_optimizer` to convert sharded checkpoints, as far as a `Muon` converts whole states.
-
-    Args:
-        module: one that has imported the function: `accelerate.accelerator`, `transformers.trainer`.
-    """
+    """Patch `load_fsdp_optimizer` to convert sharded checkpoints, as far as a `Muon` converts whole states."""
     load = module.load_fsdp_optimizer
     signature = inspect.signature(load)
     if missing := [name for name in _READ if name not in signature.parameters]:
@@ -54,19 +50,16 @@ def patch_sharded_loading(module: ModuleType) -> Iterator[Change]:
     @functools.wraps(load)
     def load_converted(*args: Any, **kwargs: Any) -> Any:
         muons = muons_in((*args, *kwargs.values()))
-        call = signature.bind(*args, **kwargs).arguments if muons else {}
-        if not call or _reads_whole_states(call):
+        if not muons:
             return load(*args, **kwargs)
+        call = signature.bind(*args, **kwargs).arguments
+        kind = call["fsdp_plugin"].state_dict_type
+        if (kind is not None and kind.name == "FULL_STATE_DICT") or not call.get("use_dcp", True):
+            return load(*args, **kwargs)  # no shards
         from hf_muon.optimizer.sharded_checkpoints import loading_from
 
         folder, name = Path(call["input_dir"]), f"optimizer_{call.get('optimizer_index', 0)}"
         with loading_from(muons[0], folder if folder.name == name else folder / name):
             return load(*args, **kwargs)
 
-    yield module, "load_fsdp_optimizer", load_converted
-
-
-def _reads_whole_states(call: dict[str, Any]) -> bool:
-    """Return whether `load_fsdp_optimizer`, called with these arguments, reads no shards of FSDP2."""
-    kind = call["fsdp_plugin"].state_dict_type
-    return (kind is not None and kind.name == "FULL_STATE_DICT") or not call.get("use_dcp", True)
+    yield from everywhere(module, "load_fsdp_optimizer", load_converted)

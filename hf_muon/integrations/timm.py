@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_muon._autoload import Change
-from hf_muon.integrations.names import OWN_NAME, refuse_unless
+from hf_muon._autoload import Change, everywhere
+from hf_muon.integrations.names import OWN_NAME, not_in_place
 
 if TYPE_CHECKING:
     from hf_muon.optimizer.muon import Muon
@@ -41,41 +43,34 @@ def _with_flag(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "use_muon": False} if group.get("use_fallback") else rest
 
 
-def _entry() -> dict[str, Any]:
-    """Return what timm's list of optimizers says of this one."""
-    return {
-        "name": _REGISTERED,
-        "opt_class": f"{__name__}.{muon_of_groups.__name__}",  # imported by timm when it is asked for
-        "description": "hf_muon: Muon for hidden matrices and AdamW for all other parameters",
-        "has_momentum": True,
-        "has_betas": True,
-    }
-
-
-def patch_registry(module: ModuleType) -> Iterator[Change]:
-    """Register `hf_muon` in timm.optim._optim_factory, and have it found by its whole name."""
-    kind, registry, info = module.OptimizerRegistry, module.default_registry, module.OptimInfo(**_entry())
-    create, register, register_alias = kind.create_optimizer, registry.register, registry.register_alias
-    register(info)
-    register_alias(OWN_NAME, _REGISTERED)
-
-    @functools.wraps(create)
-    def create_optimizer(self: Any, model_or_params: Any, opt: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(opt, str) and OWN_NAME in opt.lower():
-            opt = opt.lower().replace(OWN_NAME, _REGISTERED)
-        return create(self, model_or_params, opt, *args, **kwargs)
-
-    yield kind, "create_optimizer", create_optimizer
+@functools.cache
+def _register(factory: ModuleType) -> None:
+    """Put `muon_of_groups` into timm's registry, which imports it when it is asked for."""
+    info = factory.OptimInfo(
+        name=_REGISTERED,
+        opt_class=f"{__name__}.{muon_of_groups.__name__}",
+        description="hf_muon: Muon for hidden matrices and AdamW for all other parameters",
+        has_momentum=True,
+        has_betas=True,
+    )
+    factory.default_registry.register(info)
 
 
 def patch_names(module: ModuleType) -> Iterator[Change]:
-    """Refuse `hf_muon` in timm.optim where the registry does not have it: a Muon of timm's own would run."""
+    """Have timm.optim look `hf_muon` up by the name in its registry, which it would take for a Muon of its own."""
     create = module.create_optimizer_v2
+    signature = inspect.signature(create)
 
     @functools.wraps(create)
     def create_optimizer_v2(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, str) and OWN_NAME in value.lower() for value in (*args, kwargs.get("opt"))):
-            refuse_unless("timm")
-        return create(*args, **kwargs)
+        if not any(isinstance(value, str) and OWN_NAME in value.lower() for value in (*args, kwargs.get("opt"))):
+            return create(*args, **kwargs)
+        try:
+            _register(sys.modules[create.__module__])
+        except (AttributeError, TypeError) as error:
+            raise not_in_place("timm", f"{type(error).__name__}: {error}") from error
+        call = signature.bind(*args, **kwargs)
+        call.arguments["opt"] = call.arguments["opt"].lower().replace(OWN_NAME, _REGISTERED)
+        return create(*call.args, **call.kwargs)
 
-    yield module, "create_optimizer_v2", create_optimizer_v2
+    yield from everywhere(module, "create_optimizer_v2", create_optimizer_v2)

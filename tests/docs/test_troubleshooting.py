@@ -28,7 +28,7 @@ OF_OTHERS = ("... is not a valid OptimizerNames", "Missing key in checkpoint sta
 # A file, or a function or constant of it, whose texts are no messages, and why.
 NO_MESSAGES = {
     "hf_muon/_autoload.py": "what is lost with a hook, behind `is not in place` and in `hf-muon doctor`",
-    "hf_muon/integrations/timm.py::_entry": "in timm's list of optimizers",
+    "hf_muon/integrations/timm.py::_register": "in timm's list of optimizers",
     "hf_muon/math/cost.py": "describes products in a plan",
     "hf_muon/optimizer/first_step_report.py": "the report of HF_MUON_STEP_REPORT",
     "hf_muon/optimizer/layout_lines.py": "values in `the ranks disagree`",

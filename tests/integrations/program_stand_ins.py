@@ -21,8 +21,6 @@ class OptimizerRegistry:
         self.infos = {}
     def register(self, info):
         self.infos[info.name] = info
-    def register_alias(self, alias, target):
-        self.infos[alias] = self.infos[target]
     def create_optimizer(self, model_or_params, opt, **kwargs):
         kind = self.infos[opt.split("_")[-1]].opt_class
         return kind.rpartition(".")[-1]
@@ -35,7 +33,7 @@ def create_optimizer_v2(model_or_params, opt="sgd", **kwargs):
     return default_registry.create_optimizer(model_or_params, opt=opt, **kwargs)
 """,
     "timm.optim": """
-from timm.optim._optim_factory import OptimizerRegistry, create_optimizer_v2
+from timm.optim._optim_factory import create_optimizer_v2
 """,
     "train": """
 from timm.optim import create_optimizer_v2

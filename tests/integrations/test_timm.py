@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_muon import MuonOfGroups, build_optimizer
-from hf_muon.integrations.timm import muon_of_groups, patch_registry
+from hf_muon.integrations.timm import muon_of_groups, patch_names
 from tests import hooks
 
 LR, DECAY = 0.01, 0.05
@@ -32,16 +33,13 @@ class OptimInfo:
 
 
 class OptimizerRegistry:
-    """timm's, in the steps that concern a name: aliases, what stands after the last underscore, a class by its path."""
+    """timm's, in the steps that concern a name: what stands after the last underscore, a class by its path."""
 
     def __init__(self):
         self._optimizers = {}
 
     def register(self, info):
         self._optimizers[info.name] = info
-
-    def register_alias(self, alias, target):
-        self._optimizers[alias] = self._optimizers[target]
 
     def create_optimizer(self, model_or_params, opt, lr=None, weight_decay=0.0, momentum=0.9, **kwargs):
         params = model_or_params
@@ -64,30 +62,40 @@ def network():
 
 
 @pytest.fixture
-def factory():
+def factory(monkeypatch):
     """Return timm.optim._optim_factory with a muon of its own."""
     module = ModuleType("timm.optim._optim_factory")
     module.OptimInfo, module.OptimizerRegistry = OptimInfo, OptimizerRegistry
     module.default_registry = OptimizerRegistry()
     theirs = OptimInfo("muon", lambda params, **options: SimpleNamespace(kind="theirs", options=options))
     module.default_registry.register(theirs)
+
+    def create_optimizer_v2(model_or_params, opt="sgd", lr=None, weight_decay=0.0, momentum=0.9, **kwargs):
+        return module.default_registry.create_optimizer(model_or_params, opt, lr, weight_decay, momentum, **kwargs)
+
+    create_optimizer_v2.__module__ = module.__name__
+    module.create_optimizer_v2 = create_optimizer_v2
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
 
 @pytest.fixture
 def patched(factory):
-    with hooks.patched(patch_registry, factory):
-        yield factory
+    package = ModuleType("timm.optim")
+    package.create_optimizer_v2 = factory.create_optimizer_v2
+    with hooks.patched(patch_names, package):
+        assert factory.create_optimizer_v2 is package.create_optimizer_v2
+        yield package
 
 
 def test_without_the_patch_hf_muon_is_timms_own(factory):
-    assert factory.default_registry.create_optimizer(network(), "hf_muon").kind == "theirs"
+    assert factory.create_optimizer_v2(network(), "hf_muon").kind == "theirs"
 
 
 def test_a_run_equals_build_optimizer(patched):
     trained = []
     for create in (
-        lambda model: patched.default_registry.create_optimizer(model, "hf_muon", LR, momentum=0.95),
+        lambda model: patched.create_optimizer_v2(model, "hf_muon", LR, momentum=0.95),
         lambda model: build_optimizer(model, lr=LR, momentum=0.95),
     ):
         model = network()
@@ -102,7 +110,7 @@ def test_a_run_equals_build_optimizer(patched):
 
 def test_options_and_groups_arrive(patched):
     words = {"betas": (0.9, 0.95), "eps": 1e-6, "ns_dtype": "fp32"}
-    optimizer = patched.default_registry.create_optimizer(network(), "HF_Muon", LR, DECAY, **words)
+    optimizer = patched.create_optimizer_v2(network(), "HF_Muon", LR, DECAY, **words)
     assert isinstance(optimizer, MuonOfGroups)
     for group in optimizer.param_groups:
         assert (group["lr"], group["momentum"], group["adamw_eps"]) == (LR, 0.9, 1e-6)
@@ -130,7 +138,19 @@ def test_one_option_under_two_names():
 
 def test_timms_own_muon_is_left(patched):
     for name in ("muon", "lookahead_muon"):
-        assert patched.default_registry.create_optimizer(network(), name).kind == "theirs"
+        assert patched.create_optimizer_v2(network(), name).kind == "theirs"
+
+
+@pytest.mark.parametrize("name", ["default_registry", "OptimInfo"])
+def test_a_registry_that_is_gone_is_refused_by_the_hook(patched, factory, name):
+    """Expect no Muon of timm's in silence, and other optimizers as ever."""
+    factory.default_registry.register(OptimInfo("adamw", lambda params, **options: "adamw"))
+    create = patched.create_optimizer_v2
+    registry = vars(factory).pop(name)
+    with pytest.raises(RuntimeError, match=r"hook 'timm' into timm\.optim is not in place \(AttributeError"):
+        create(network(), "hf_muon")
+    setattr(factory, name, registry)
+    assert create(network(), opt="adamw") == create(model_or_params=network(), opt="adamw") == "adamw"
 
 
 @pytest.mark.extended

@@ -72,11 +72,5 @@ def _member(names: Any, name: str, order: int) -> Any:
 
 def patch_trainer_optimizer(module: ModuleType) -> Iterator[Change]:
     """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for our names of `optim`."""
-    handlers = getattr(module, "_OPTIMIZER_HANDLERS", None)
-    if handlers is None:
-        raise AttributeError(
-            f"this transformers has no registry of optimizers; take {OLDEST['transformers']}, or a newer one that "
-            "hf_muon was tested with"
-        )
     for name in NAMES:
-        yield handlers, name, mark(optimizer_handler)
+        yield module._OPTIMIZER_HANDLERS, name, mark(optimizer_handler)

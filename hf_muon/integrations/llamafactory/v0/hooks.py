@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from hf_muon._autoload import Change
+from hf_muon._autoload import Change, everywhere
 from hf_muon.integrations.llamafactory.v0.refusals import refuse_factors, refuse_rivals
 from hf_muon.integrations.names import first_with, is_muon, not_in_place
 
 
 def patch_parser(module: ModuleType) -> Iterator[Change]:
-    """Check the parsed arguments of a training run before its model is loaded.
-
-    The parser is replaced in those of LLaMA-Factory's modules, too, that have imported it already.
-    """
+    """Check the parsed arguments of a training run before its model is loaded."""
     get_train_args = module.get_train_args
 
     @functools.wraps(get_train_args)
@@ -27,10 +23,7 @@ def patch_parser(module: ModuleType) -> Iterator[Change]:
         check_arguments(parts)
         return parsed
 
-    yield module, "get_train_args", checked_get_train_args
-    for name, other in list(sys.modules.items()):
-        if name.partition(".")[0] == "llamafactory" and getattr(other, "get_train_args", None) is get_train_args:
-            yield other, "get_train_args", checked_get_train_args
+    yield from everywhere(module, "get_train_args", checked_get_train_args)
 
 
 def check_arguments(parts: Iterable[Any]) -> None:
