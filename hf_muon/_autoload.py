@@ -31,7 +31,7 @@ class Hook(NamedTuple):
 
 
 _TRANSFORMERS = "hf_muon.integrations.transformers"
-_V0, _V1 = "hf_muon.integrations.llamafactory.v0.hooks", "hf_muon.integrations.llamafactory.v1.hooks"
+_V0, _V1 = "hf_muon.integrations.llamafactory.v0", "hf_muon.integrations.llamafactory.v1"
 _V1_PLUGINS = "llamafactory.v1.plugins.trainer_plugins"
 
 HOOKS = {
@@ -94,12 +94,6 @@ HOOKS = {
         f"{_V0}:patch_parser",
         "options of LLaMA-Factory that replace the optimizer in silence are not refused",
         "LLaMA-Factory has no events before it builds an optimizer of its own",
-    ),
-    "LLaMA-Factory v1's parser": Hook(
-        "llamafactory.v1.config.arg_parser",
-        f"{_V1}:patch_parser",
-        "LoRA without lora=muon is refused after the model is loaded, and not before",
-        "v1 checks no arguments of plugins",
     ),
     "LLaMA-Factory v1's arguments": Hook(
         "llamafactory.v1.config.training_args",
@@ -229,7 +223,7 @@ class _Finder:
         if fullname not in _MODULES:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
+            spec: Any = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 spec.loader = spec.loader and _PatchingLoader(spec.loader)
                 return spec

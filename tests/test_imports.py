@@ -99,9 +99,9 @@ FLOORS = {
         "deepspeed.engine",
         "accelerate transformers.attention",
         "transformers.callback",
-        "llamafactory.v0.refusals llamafactory.v1.refusals transformers.refusals",
-        "llamafactory.v1.handler transformers.handler",
-        "llamafactory.v0.hooks llamafactory.v1.hooks transformers.hooks transformers.training_file",
+        "llamafactory.v0 llamafactory.v1 transformers.refusals",
+        "transformers.handler",
+        "transformers.hooks transformers.training_file",
     ],
     "cli": [
         "console model_source",

@@ -148,7 +148,7 @@ try:
     seen["stage"] = "names"
     for name in ("hf_muon", "muon"):  # the last one that is ours
         handler = _OPTIMIZER_HANDLERS.get(name)
-        if name in OptimizerNames._value2member_map_ and getattr(handler, "_from_hf_muon", False):
+        if name in OptimizerNames._value2member_map_ and handler.__module__.startswith("hf_muon"):
             seen["accepted"], seen["name"] = True, name
     seen["stage"] = "trainer"
     import accelerate.accelerator, torch.distributed.checkpoint.state_dict, transformers.trainer

@@ -11,6 +11,7 @@ The same file names mean the same thing in each folder:
 - `handler`: from the other package's arguments to options and to a `Muon`.
 - `refusals`: what is refused, with the reason and what to do instead; nothing there changes anything.
 
-A folder has those of them that it needs. Its other files are named for what they hold (`ulysses/batches`,
-`transformers/training_file`). At this level stand `names`, which every integration shares, and `archives`.
+A folder has those of them that it needs, and a small integration is one file. Other files are named for what they
+hold (`ulysses/batches`, `transformers/training_file`). At this level stand `names`, which every integration shares,
+and `archives`.
 """

@@ -1,14 +1,15 @@
-"""What every integration writes in the same way: the optimizer's name, the mark of a patch, other packages' flags."""
+"""What every integration writes in the same way: the optimizer's name, failed hooks, other packages' flags."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_muon._autoload import HOOKS, failure, status
 
@@ -18,23 +19,10 @@ OWN_NAME = "hf_muon"
 """A second value for the same optimizer, which no other package has."""
 NAMES = (NAME, OWN_NAME)
 OURS = "_from_hf_muon"
-"""Attribute of everything that this package has put into another one."""
+"""Attribute of what this package puts into objects of another one."""
 
 # The words that the other package itself reads as true.
 _TRUE = {"accelerate": ("1", "true", "yes", "on"), "llamafactory": ("1", "true", "y")}
-
-Patch = TypeVar("Patch")
-
-
-def mark(patch: Patch) -> Patch:
-    """Mark a function, class or enum member as put into another package by this one, and return it."""
-    setattr(patch, OURS, True)
-    return patch
-
-
-def is_ours(value: Any) -> bool:
-    """Return whether `value` is marked: the patch is in place already."""
-    return bool(getattr(value, OURS, False))
 
 
 def is_muon(optim: Any) -> bool:
@@ -59,11 +47,6 @@ def muons_in(values: Iterable[Any]) -> list[Any]:
 
     bare = [innermost(value) for value in values if isinstance(value, Optimizer)]
     return [optimizer for optimizer in bare if isinstance(optimizer, room.Muon)]
-
-
-def first_with(values: Iterable[Any], name: str) -> Any:
-    """Return the first of some objects that has an attribute; None where none has."""
-    return next((value for value in values if name in getattr(value, "__dict__", ())), None)
 
 
 def refuse_failed(*names: str) -> None:
@@ -100,9 +83,7 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
     )
 
 
-_warned: set[str] = set()
-
-
+@functools.cache
 def warn_that_ours_runs(program: str, setting: str) -> None:
     """Log once, on rank 0, that this package's Muon runs where another program has one of the same name.
 
@@ -112,9 +93,8 @@ def warn_that_ours_runs(program: str, setting: str) -> None:
     """
     from hf_muon.diagnostics.log import is_rank_zero, logger
 
-    if setting in _warned or not is_rank_zero():
+    if not is_rank_zero():
         return
-    _warned.add(setting)
     logger().warning(
         "%s: this %s has a Muon of that name, too, with other rules and other rates; hf_muon's runs, because it is "
         "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's",

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
 from hf_muon.integrations.deepspeed.refusals import refuse_config
-from hf_muon.integrations.llamafactory.v1 import refusals as llamafactory_v1
+from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
 from hf_muon.integrations.transformers.refusals import refuse_unsupported
 from hf_muon.routing.model_facts import text_config_of
 
@@ -109,7 +109,7 @@ REFUSED = [
     ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "momentum_dtype=int8 does not run under DeepSpeed"),
     ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "adamw_state_dtype=int8 does not run under"),
     ({"deepspeed": ZERO3, "optim_args": "momentum_offload=cpu"}, "momentum_offload=cpu does not run under DeepSpeed"),
-    ({"use_muon": True}, "use_muon: true and optim: muon are two different optimizers"),
+    ({"use_muon": True}, "use_muon: true would replace the optimizer"),
     ({"use_hyper_parallel": True}, "does not run with use_hyper_parallel: true"),
     ({"use_galore": True}, "use_galore: true would replace the optimizer"),
     ({"fsdp": True, "fsdp_config": {"version": 1}}, "does not run under FSDP version 1"),
@@ -126,10 +126,8 @@ REFUSED = [
 V1 = [
     ({"dist_config": {"name": "deepspeed"}}, "does not run under dist_config: deepspeed"),
     ({"cp_size": 2}, "cp_size: 2 needs dist_config: {name: fsdp2}"),
-    ({"cp_size": "two"}, "cp_size: two is no number of ranks"),
     ({"dist_config": "fsdp2"}, "dist_config: fsdp2 is no mapping. Write dist_config: {name: fsdp2}"),
     ({"optim_config": {"name": "muon", "momentun": 0.9}}, "'momentun' is not an option of muon"),
-    ({"optim_config": {"name": "muon", "wd": 0, "weight_decay": 0}}, "two names of one option"),
     ({"optim_config": "muon"}, "optim_config: muon is no mapping. Write optim_config: {name: muon}"),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hf_muon import MuonConfig
-from hf_muon.integrations.llamafactory.v1.handler import config_from
+from hf_muon.integrations.llamafactory.v1 import config_from
 from tests.e2e.example_files import (
     ACCELERATE,
     DEEPSPEED,

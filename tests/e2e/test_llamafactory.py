@@ -160,7 +160,7 @@ def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
         (
             "use_muon",
             {"use_muon": True},
-            ["ValueError: use_muon: true and optim: muon are two different optimizers", "remove use_muon"],
+            ["ValueError: use_muon: true would replace the optimizer that optim: muon asks for", "remove use_muon"],
         ),
         (
             "unknown_option",

@@ -49,7 +49,7 @@ class Runs:
             "bf16": False,
             "batching_workers": 0,
             # In bf16 the rounding of products would hide the order of a sum.
-            "optim_config": {"name": "muon", "wd": 0.1, "ns_dtype": "fp32"},
+            "optim_config": {"name": "muon", "weight_decay": 0.1, "ns_dtype": "fp32"},
         }
         self.printed = ""
 

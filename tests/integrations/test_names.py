@@ -1,4 +1,4 @@
-"""Names that all integrations share: the mark of a patch, and flags of other packages."""
+"""Names that all integrations share: of the optimizer, and flags of other packages."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ from enum import Enum
 
 import pytest
 
-from hf_muon.integrations.names import is_muon, is_ours, is_set, mark
-
-
-def test_marked_patches_are_recognized():
-    def patch():
-        pass
-
-    assert not is_ours(patch)
-    assert not is_ours(None)
-    assert mark(patch) is patch
-    assert is_ours(patch)
+from hf_muon.integrations.names import is_muon, is_set
 
 
 def test_both_names_are_ours_also_as_members_of_an_enum_whoever_owns_it():

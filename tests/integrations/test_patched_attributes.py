@@ -13,7 +13,7 @@ from hf_muon._autoload import HOOKS
 from tests import hooks
 from tests.integrations.program_stand_ins import PROGRAMS
 
-MOST = 18
+MOST = 11
 """The rest of the 30 is DeepSpeed's, whose engines are changed when they are made, and the attention of qk_clip."""
 
 
@@ -41,7 +41,7 @@ def test_few_attributes_are_replaced(monkeypatch):
     found["LLaMA-Factory's parser"] = replaced("LLaMA-Factory's parser")
     assert found.keys() == HOOKS.keys()
     attributes = set().union(*found.values())
-    assert 10 < len(attributes) <= MOST, sorted(attributes)
+    assert 5 < len(attributes) <= MOST, sorted(attributes)
 
 
 @pytest.mark.parametrize("name", HOOKS)

@@ -129,7 +129,7 @@ class ProgramRow(NamedTuple):
 
 
 FIELDS = ("TrainingArguments", "learning_rate", "dist_config", "optim_config")
-PARSER, SHARDS = "llamafactory.v1.config.arg_parser", "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
+SHARDS = "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
 PROGRAM_ROWS = [
     *(
         row
@@ -140,7 +140,6 @@ PROGRAM_ROWS = [
         for row in (
             ProgramRow(program, hook, ("OptimizerPlugin", "_registry", "register", module), is_needed=True),
             ProgramRow(program, "LLaMA-Factory v1's arguments", (*FIELDS, V1_ARGUMENTS), is_needed=True),
-            ProgramRow(program, "LLaMA-Factory v1's parser", ("get_args", PARSER)),
             ProgramRow(program, "LLaMA-Factory v1's shards", ("load_checkpoint", "ckpt_dir", SHARDS)),
         )
     ),

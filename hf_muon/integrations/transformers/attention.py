@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_muon.integrations.names import is_ours, mark
 from hf_muon.math.logits import Visible, largest_logits
 from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.rules.heads import Attention
@@ -67,15 +66,14 @@ def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
 def _patch(interface: Any) -> None:
     """Have attentions whose logits are measured get a function that does so; others get what they get without it."""
     get_interface = interface.get_interface
-    if is_ours(get_interface):
+    if get_interface.__module__ == __name__:
         return
 
-    @functools.wraps(get_interface)
     def get_measuring(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function = get_interface(self, attn_implementation, default)
         return functools.partial(_measured, function, attn_implementation) if _recorders else function
 
-    interface.get_interface = mark(get_measuring)
+    interface.get_interface = get_measuring
 
 
 def _measured(

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, NAMES, is_muon, is_ours, mark, refuse_failed, warn_that_ours_runs
+from hf_muon.integrations.names import NAME, NAMES, is_muon, refuse_failed, warn_that_ours_runs
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import refuse_deepspeed
 from hf_muon.versions import NEEDED, OLDEST, refuse_older
@@ -28,7 +28,7 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
     """
     names = module.OptimizerNames
     known = names._value2member_map_
-    is_theirs = NAME in known and not is_ours(known[NAME])
+    is_theirs = NAME in known
     new = [_member(names, name, len(known) + i) for i, name in enumerate(NAMES) if name not in known]
     arguments = module.TrainingArguments
     post_init = arguments.__post_init__
@@ -67,10 +67,10 @@ def _member(names: Any, name: str, order: int) -> Any:
     member._name_, member._value_ = name.upper(), name
     member.__objclass__ = names
     member._sort_order_ = order
-    return mark(member)
+    return member
 
 
 def patch_trainer_optimizer(module: ModuleType) -> Iterator[Change]:
     """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for our names of `optim`."""
     for name in NAMES:
-        yield module._OPTIMIZER_HANDLERS, name, mark(optimizer_handler)
+        yield module._OPTIMIZER_HANDLERS, name, optimizer_handler

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.llamafactory.v0.refusals import MEGATRON, refuse_rivals
-from hf_muon.integrations.llamafactory.v1 import refusals as llamafactory_v1
-from hf_muon.integrations.llamafactory.v1.handler import config_from
+from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
+from hf_muon.integrations.llamafactory.v0 import MEGATRON, refuse_rivals
 from hf_muon.integrations.names import OWN_NAME, is_muon, is_set
 from hf_muon.integrations.transformers.handler import config_from_arguments
 from hf_muon.integrations.transformers.refusals import refuse_unsupported
@@ -106,7 +105,7 @@ def options_of(settings: Settings) -> MuonConfig:
     if is_llamafactory_v1(settings):
         rate = settings.get("learning_rate")
         options = _section(settings, "optim_config") if is_muon(optimizer_of(settings)) else {}
-        return config_from(options if rate is None else {"lr": rate, **options})
+        return llamafactory_v1.config_from(options if rate is None else {"lr": rate, **options})
     return config_from_arguments(_training_arguments(settings, _OPTIONS))
 
 

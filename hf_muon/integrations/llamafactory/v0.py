@@ -1,0 +1,107 @@
+"""LLaMA-Factory v0: what would silently replace `optim: muon` is refused. The optimizer comes from transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from hf_muon._autoload import Change, everywhere
+from hf_muon.integrations.names import is_muon, not_in_place
+
+RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
+# Trainings outside of the Trainer, each with an optimizer of its own. The environment chooses them, and the parser
+# copies the choice into finetuning_args.
+MEGATRON = {
+    "use_mca": ("USE_MCA", "Megatron (mcore_adapter)"),
+    "use_megatron_bridge": ("USE_MEGATRON_BRIDGE", "Megatron Bridge"),
+}
+# Options of Muon that may give it something to step beside or in place of LoRA factors.
+_CHOICES = ("lora", "muon_patterns", "optim_target_modules")
+
+
+def patch_parser(module: ModuleType) -> Iterator[Change]:
+    """Check the parsed arguments of a training run before its model is loaded."""
+    get_train_args = module.get_train_args
+
+    @functools.wraps(get_train_args)
+    def checked_get_train_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = get_train_args(*args, **kwargs)
+        parts = parsed if isinstance(parsed, (tuple, list)) else getattr(parsed, "__dict__", {}).values()
+        check_arguments(parts)
+        return parsed
+
+    yield from everywhere(module, "get_train_args", checked_get_train_args)
+
+
+def check_arguments(parts: Iterable[Any]) -> None:
+    """Refuse what would replace a Muon or leave it nothing to step.
+
+    Args:
+        parts: LLaMA-Factory's dataclasses of arguments, in any order and among others.
+    """
+    parts = list(parts)
+    training, finetuning = _first_with(parts, "optim"), _first_with(parts, "finetuning_type")
+    if not is_muon(getattr(training, "optim", None)):
+        return
+    if finetuning is None:
+        raise not_in_place("LLaMA-Factory's parser", "its result holds no finetuning_type")
+    refuse_rivals(finetuning)
+    refuse_factors(training, finetuning)
+
+
+def _first_with(values: Iterable[Any], name: str) -> Any:
+    return next((value for value in values if name in getattr(value, "__dict__", ())), None)
+
+
+def refuse_rivals(finetuning_args: Any) -> None:
+    """Raise if an option of LLaMA-Factory's would replace the optimizer that `optim: muon` asks for.
+
+    Raises:
+        ValueError: the option, and which of the two to keep.
+        RuntimeError: a way of training in which Muon cannot step.
+    """
+    for rival in RIVALS:
+        if getattr(finetuning_args, rival, False):
+            raise ValueError(
+                f"{rival}: true would replace the optimizer that optim: muon asks for. Keep optim: muon and remove "
+                f"{rival}, or keep {rival} and remove optim."
+            )
+    for option, (variable, name) in MEGATRON.items():
+        if getattr(finetuning_args, option, False):
+            raise RuntimeError(
+                f"optim: muon does not run with {variable}=1: LLaMA-Factory then trains with {name}, which ignores "
+                f"optim and steps with an Adam of its own. Unset {variable}, and train with DDP, FSDP2 or DeepSpeed; "
+                "or remove optim."
+            )
+    if getattr(finetuning_args, "use_hyper_parallel", False):
+        raise RuntimeError(
+            "optim: muon does not run with use_hyper_parallel: true: hyper_parallel keeps shards of matrices in a "
+            "tensor class of its own, which does not say what they are part of. Remove use_hyper_parallel, and train "
+            "with FSDP2 (fsdp_version: 2 in an accelerate config) or DeepSpeed; or remove optim."
+        )
+
+
+def refuse_factors(training_args: Any, finetuning_args: Any) -> None:
+    """Raise if a run trains LoRA factors alone and does not say that Muon shall step them, before its model is loaded.
+
+    Raises:
+        ValueError: what LLaMA-Factory trains, and both ways out.
+    """
+    from hf_muon.optim_args import parse_optim_args
+
+    if (
+        getattr(training_args, "do_train", False)
+        and finetuning_args.finetuning_type == "lora"
+        and not getattr(finetuning_args, "additional_target", None)
+        and getattr(finetuning_args, "stage", None) not in ("rm", "ppo")  # value heads are trained whole
+        and not getattr(training_args, "optim_target_modules", None)
+        and not any(name in _CHOICES for name in parse_optim_args(getattr(training_args, "optim_args", None)))
+    ):
+        raise ValueError(
+            "optim: muon has nothing to step in this run, which trains LoRA factors alone (finetuning_type: lora, "
+            "LLaMA-Factory's default), and AdamW steps those unless you say otherwise. Write finetuning_type: full to "
+            'train the matrices themselves, or optim_args: "lora=muon" to orthogonalize each factor, which in '
+            "hf_muon's own study took more time than AdamW and showed no difference in the loss"
+        )

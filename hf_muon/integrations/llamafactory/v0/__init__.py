@@ -1,1 +1,0 @@
-"""LLaMA-Factory v0: what would silently replace `optim: muon` is refused."""

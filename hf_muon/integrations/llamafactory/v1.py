@@ -1,0 +1,138 @@
+"""LLaMA-Factory v1 (`USE_V1=1`): `optim_config: {name: muon, ...}`, through its own registry of optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hf_muon._autoload import Change, everywhere
+from hf_muon.integrations.names import NAME, OWN_NAME, is_muon, muons_in, refuse_unless, warn_that_ours_runs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_muon.config import MuonConfig
+    from hf_muon.optimizer.muon import Muon
+
+_ARGUMENTS = "LLaMA-Factory v1's arguments"
+_REGISTRIES = ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")
+
+
+def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
+    """Return the options of an `optim_config`.
+
+    Raises:
+        ValueError: a key that is no option, or a value that cannot be read or is out of range.
+    """
+    from hf_muon.config import MuonConfig
+
+    return MuonConfig.from_mapping({key: value for key, value in optim_config.items() if key != "name"})
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise where a run of LLaMA-Factory v1 would train something that is not Muon.
+
+    Args:
+        args: v1's TrainingArguments, of 0.9.5 (`cp_size` in `dist_config`) or newer (at the top level).
+
+    Raises:
+        ValueError: context parallelism without FSDP2.
+        RuntimeError: a `dist_config` in which this version has not been shown to step.
+    """
+    dist_config = args.dist_config or {}
+    name = dist_config.get("name")
+    ranks = max(int(size or 1) for size in (dist_config.get("cp_size"), getattr(args, "cp_size", None)))
+    if ranks > 1 and name != "fsdp2":
+        raise ValueError(
+            f"cp_size: {ranks} needs dist_config: {{name: fsdp2}}. Without it nothing sums the gradients of the "
+            f"{ranks} parts of a sequence: every rank would train a model of its own on its part, with a loss that "
+            "looks normal. Write name: fsdp2 in dist_config, or remove cp_size"
+        )
+    if name not in (None, "fsdp2"):
+        raise RuntimeError(
+            f"optim_config: muon does not run under dist_config: {name} in this version of hf_muon. Leave dist_config "
+            "out for one process or DDP, or write dist_config: {name: fsdp2}. DeepSpeed works in v0: "
+            "llamafactory-cli train without USE_V1, with optim: muon"
+        )
+
+
+def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
+    """Check `optim_config` and `dist_config` as soon as TrainingArguments are made, and complete `optim_config`.
+
+    It receives the learning rate, which 0.9.5 does not hand to optimizers, and a file in `output_dir` for diagnostics.
+    """
+    post_init = module.TrainingArguments.__post_init__
+    fields = {field.name for field in dataclasses.fields(module.TrainingArguments)}
+    if missing := {"learning_rate", "dist_config", "optim_config"} - fields:
+        raise TypeError(f"TrainingArguments has no field {' and no field '.join(sorted(missing))}")
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        options = getattr(self, "optim_config", None)
+        if not isinstance(options, Mapping) or not is_muon(options.get("name")):
+            return
+        refuse_unless(*_REGISTRIES)  # otherwise a muon of LLaMA-Factory's own would run
+        from hf_muon.diagnostics.metrics import FILE
+
+        self.optim_config.setdefault("lr", self.learning_rate)
+        if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
+            self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
+        config_from(self.optim_config)
+        refuse_unsupported(self)
+
+    yield module.TrainingArguments, "__post_init__", checked_post_init
+
+
+def patch_optimizers(module: ModuleType) -> Iterator[Change]:
+    """Register our names, `muon` in place of the one that newer sources have.
+
+    Args:
+        module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5, whose registry has a
+            dict of methods for each name; `...trainer_plugins.optimizers.optimizer` in newer sources, whose registry
+            has a function.
+    """
+    registry = module.OptimizerPlugin._registry
+    by_method = "method_name" in inspect.signature(module.OptimizerPlugin.register).parameters
+    replaces = bool(registry.get(NAME))  # in 0.9.5 looking a name up leaves an empty one behind
+
+    def create_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
+        from hf_muon.build import build_optimizer
+
+        refuse_unless(_ARGUMENTS)
+        if replaces and optim_config["name"] == NAME:
+            warn_that_ours_runs("LLaMA-Factory", "optim_config: {name: muon}")
+        return build_optimizer(model, config_from(optim_config))
+
+    for name in (NAME, OWN_NAME):
+        yield registry, name, {"__call__": create_optimizer} if by_method else create_optimizer
+
+
+def patch_checkpoints(module: ModuleType) -> Iterator[Change]:
+    """Patch `load_checkpoint` to convert sharded checkpoints, as far as a `Muon` converts whole states.
+
+    Args:
+        module: `...trainer_plugins.distributed.fsdp2`.
+    """
+    load = module.load_checkpoint
+    signature = inspect.signature(load)
+    if "ckpt_dir" not in signature.parameters:
+        raise TypeError("load_checkpoint has no argument ckpt_dir")
+
+    @functools.wraps(load)
+    def load_converted(*args: Any, **kwargs: Any) -> Any:
+        muons = muons_in((*args, *kwargs.values()))
+        if not muons:
+            return load(*args, **kwargs)
+        from hf_muon.optimizer.sharded_checkpoints import loading_from
+
+        shards = os.path.join(signature.bind(*args, **kwargs).arguments["ckpt_dir"], "optimizer")
+        with loading_from(muons[0], shards):
+            return load(*args, **kwargs)
+
+    yield from everywhere(module, "load_checkpoint", load_converted)
