@@ -7,7 +7,6 @@ these are imported. The package imports neither of them, and torch only when a n
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import install
@@ -43,10 +42,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        # The documentation uses `hf_muon.convert.convert_state_dict` after `import hf_muon` alone.
-        public = name.isidentifier() and not name.startswith("_")
-        if public and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value

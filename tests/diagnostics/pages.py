@@ -72,7 +72,7 @@ START = {
 def write(folder, steps=(10, 20, 30), extra=(), start=START, scale=1.0):
     lines = [start]
     for step in steps:
-        log = {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0, "tokens": 50 * step}
+        log = {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0}
         lines += [step_line(step, scale), log]
     folder.mkdir(exist_ok=True)
     file = folder / FILE

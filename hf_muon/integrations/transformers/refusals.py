@@ -37,8 +37,6 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         ulysses.refuse_ignored_size()
     if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         layout = "Megatron-LM, which brings an optimizer of its own"
-    elif getattr(getattr(args, "parallel_mode", None), "value", None) == "sagemaker_model_parallel":
-        layout = "SageMaker's model parallelism"
     elif sequence:
         layout = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sequence)}) in this version of hf_muon"
         if sequence == ["sp"]:
