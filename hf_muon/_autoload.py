@@ -67,7 +67,7 @@ HOOKS = {
     ),
     "accelerate's shards": Hook(
         "accelerate.utils.fsdp_utils",
-        "hf_muon.integrations.accelerate:patch_sharded_loading",
+        "hf_muon.integrations.torch_states:patch_accelerate",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
         "no event of Trainer or accelerate comes before the folder of shards is read",
     ),
@@ -115,7 +115,7 @@ HOOKS = {
     ),
     "LLaMA-Factory v1's shards": Hook(
         f"{_V1_PLUGINS}.distributed.fsdp2",
-        f"{_V1}:patch_checkpoints",
+        "hf_muon.integrations.torch_states:patch_llamafactory",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
         "no event comes before the folder of shards is read",
     ),
@@ -148,12 +148,6 @@ def install() -> None:
 def status() -> dict[str, str]:
     """Return the state of each hook: patched, waiting for the import of its module, or why it has failed."""
     return {name: _states.get(name, "waiting for its import") for name in HOOKS}
-
-
-def failure(name: str) -> str | None:
-    """Return why a hook has failed; None where it has not, or where its module is not imported."""
-    state = _states.get(name, "")
-    return state if state.startswith("failed") else None
 
 
 def apply(patch: Callable[[ModuleType], Iterable[Change]], module: ModuleType) -> None:

@@ -1,15 +1,13 @@
-"""`Muon` in `Accelerator.prepare`: attached to DeepSpeed, fed with shared sequences; and its sharded checkpoints."""
+"""`Muon` in `Accelerator.prepare`: attached to DeepSpeed, fed with shared sequences."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_muon._autoload import Change, everywhere
+from hf_muon._autoload import Change
 from hf_muon.integrations.names import muons_in
 from hf_muon.integrations.ulysses import hooks as ulysses
 
@@ -34,32 +32,3 @@ def patch_prepare(module: ModuleType) -> Iterator[Change]:
         return result
 
     yield module.Accelerator, "prepare", prepare_and_attach
-
-
-# What `load_fsdp_optimizer` is called with, by the names of its arguments.
-_READ = ("fsdp_plugin", "optimizer", "input_dir")
-
-
-def patch_sharded_loading(module: ModuleType) -> Iterator[Change]:
-    """Patch `load_fsdp_optimizer` to convert sharded checkpoints, as far as a `Muon` converts whole states."""
-    load = module.load_fsdp_optimizer
-    signature = inspect.signature(load)
-    if missing := [name for name in _READ if name not in signature.parameters]:
-        raise TypeError(f"load_fsdp_optimizer has no argument {', '.join(missing)}")
-
-    @functools.wraps(load)
-    def load_converted(*args: Any, **kwargs: Any) -> Any:
-        muons = muons_in((*args, *kwargs.values()))
-        if not muons:
-            return load(*args, **kwargs)
-        call = signature.bind(*args, **kwargs).arguments
-        kind = call["fsdp_plugin"].state_dict_type
-        if (kind is not None and kind.name == "FULL_STATE_DICT") or not call.get("use_dcp", True):
-            return load(*args, **kwargs)  # no shards
-        from hf_muon.optimizer.sharded_checkpoints import loading_from
-
-        folder, name = Path(call["input_dir"]), f"optimizer_{call.get('optimizer_index', 0)}"
-        with loading_from(muons[0], folder if folder.name == name else folder / name):
-            return load(*args, **kwargs)
-
-    yield from everywhere(module, "load_fsdp_optimizer", load_converted)

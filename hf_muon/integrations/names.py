@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-from hf_muon._autoload import HOOKS, failure, status
+from hf_muon._autoload import HOOKS, status
 
 NAME = "muon"
 """The value of `optim:` and of `optim_config: {name: ...}`."""
@@ -56,8 +56,8 @@ def refuse_failed(*names: str) -> None:
         RuntimeError: the hook, what is lost with it, and why it has failed.
     """
     for name in names:
-        if reason := failure(name):
-            raise not_in_place(name, reason)
+        if (state := status()[name]).startswith("failed"):
+            raise not_in_place(name, state)
 
 
 def refuse_unless(*names: str) -> None:
@@ -71,7 +71,7 @@ def refuse_unless(*names: str) -> None:
             importlib.import_module(HOOKS[name].module)
     states = {name: status()[name] for name in names}
     if "patched" not in states.values():
-        name = next((name for name in names if failure(name)), names[0])
+        name = next((name for name in names if states[name].startswith("failed")), names[0])
         raise not_in_place(name, states[name])
 
 

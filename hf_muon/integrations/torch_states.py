@@ -1,8 +1,8 @@
-"""Loading with `torch.distributed.checkpoint.state_dict`: a `Muon` gets all that the checkpoint has, and nothing else.
+"""Loading with `torch.distributed.checkpoint`: a `Muon` gets all that the checkpoint has, and nothing else.
 
 With `full_state_dict=True`, torch copies a checkpoint over the state that the optimizer has, or over zeros. Where the
 checkpoint lacks a moment, the old one would stay, and nobody would learn that a moment was dropped. Of parameters
-that are frozen by now, torch would load no moments at all.
+that are frozen by now, torch would load no moments at all. Sharded checkpoints are converted as whole states are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_muon._autoload import Change
+from hf_muon._autoload import Change, everywhere
 from hf_muon.integrations.names import muons_in
 
 # The arguments of `_load_optim_state_dict` that are read, and the fields of its `info`.
@@ -55,6 +56,62 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
             return load(*call.args, **call.kwargs)
 
     yield module, "_load_optim_state_dict", load_without_template
+
+
+def patch_accelerate(module: ModuleType) -> Iterator[Change]:
+    """Patch what accelerate and Trainer load shards with.
+
+    Args:
+        module: `accelerate.utils.fsdp_utils`.
+    """
+
+    def folder_of(call: Mapping[str, Any]) -> Path | None:
+        kind = call["fsdp_plugin"].state_dict_type
+        if (kind is not None and kind.name == "FULL_STATE_DICT") or not call.get("use_dcp", True):
+            return None
+        folder, name = Path(call["input_dir"]), f"optimizer_{call.get('optimizer_index', 0)}"
+        return folder if folder.name == name else folder / name
+
+    yield from _converting(module, "load_fsdp_optimizer", ("fsdp_plugin", "input_dir"), folder_of)
+
+
+def patch_llamafactory(module: ModuleType) -> Iterator[Change]:
+    """Patch what LLaMA-Factory v1 loads shards with.
+
+    Args:
+        module: `...trainer_plugins.distributed.fsdp2`.
+    """
+    yield from _converting(module, "load_checkpoint", ("ckpt_dir",), lambda call: Path(call["ckpt_dir"]) / "optimizer")
+
+
+def _converting(
+    module: ModuleType, name: str, read: Sequence[str], folder_of: Callable[[Mapping[str, Any]], Path | None]
+) -> Iterator[Change]:
+    """Yield the changes by which a function that loads shards converts them for a `Muon`.
+
+    Args:
+        module: has the function.
+        name: of the function.
+        read: arguments of the function that `folder_of` reads.
+        folder_of: returns the folder of the optimizer's shards, from a call's arguments; None where there are none.
+    """
+    load = getattr(module, name)
+    signature = inspect.signature(load)
+    if missing := [argument for argument in read if argument not in signature.parameters]:
+        raise TypeError(f"{name} has no argument {', '.join(missing)}")
+
+    @functools.wraps(load)
+    def load_converted(*args: Any, **kwargs: Any) -> Any:
+        muons = muons_in((*args, *kwargs.values()))
+        folder = folder_of(signature.bind(*args, **kwargs).arguments) if muons else None
+        if folder is None:
+            return load(*args, **kwargs)
+        from hf_muon.optimizer.sharded_checkpoints import loading_from
+
+        with loading_from(muons[0], folder):
+            return load(*args, **kwargs)
+
+    yield from everywhere(module, name, load_converted)
 
 
 def _names(state_dict: Any) -> Set[str] | None:

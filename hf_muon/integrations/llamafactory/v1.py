@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_muon._autoload import Change, everywhere
-from hf_muon.integrations.names import NAME, OWN_NAME, is_muon, muons_in, refuse_unless, warn_that_ours_runs
+from hf_muon._autoload import Change
+from hf_muon.integrations.names import NAME, OWN_NAME, is_muon, refuse_unless, warn_that_ours_runs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,28 +111,3 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
 
     for name in (NAME, OWN_NAME):
         yield registry, name, {"__call__": create_optimizer} if by_method else create_optimizer
-
-
-def patch_checkpoints(module: ModuleType) -> Iterator[Change]:
-    """Patch `load_checkpoint` to convert sharded checkpoints, as far as a `Muon` converts whole states.
-
-    Args:
-        module: `...trainer_plugins.distributed.fsdp2`.
-    """
-    load = module.load_checkpoint
-    signature = inspect.signature(load)
-    if "ckpt_dir" not in signature.parameters:
-        raise TypeError("load_checkpoint has no argument ckpt_dir")
-
-    @functools.wraps(load)
-    def load_converted(*args: Any, **kwargs: Any) -> Any:
-        muons = muons_in((*args, *kwargs.values()))
-        if not muons:
-            return load(*args, **kwargs)
-        from hf_muon.optimizer.sharded_checkpoints import loading_from
-
-        shards = os.path.join(signature.bind(*args, **kwargs).arguments["ckpt_dir"], "optimizer")
-        with loading_from(muons[0], shards):
-            return load(*args, **kwargs)
-
-    yield from everywhere(module, "load_checkpoint", load_converted)

@@ -116,7 +116,8 @@ def refusals(settings: Settings) -> list[str]:
         settings: of `read_training_file`; `options_of` has accepted them.
     """
     complaints = []
-    for check in _v1_checks if is_llamafactory_v1(settings) else _trainer_checks:
+    of_trainer = (_check_rivals, _check_arguments, _check_deepspeed)
+    for check in (_check_v1,) if is_llamafactory_v1(settings) else of_trainer:
         try:
             check(settings)
         except (ValueError, RuntimeError, OSError) as error:
@@ -137,9 +138,6 @@ def _section(settings: Settings, key: str) -> Mapping[str, Any]:
     if section is not None and not isinstance(section, Mapping):
         raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}}")
     return section or {}
-
-
-_v1_checks = (_check_v1,)
 
 
 # --- Trainer: transformers, TRL, LLaMA-Factory v0
@@ -179,9 +177,6 @@ def _check_deepspeed(settings: Settings) -> None:
     config = _deepspeed_config(settings.get("deepspeed"))
     if config is not None:
         refuse_momentum(SimpleNamespace(param_groups=groups), config)  # type: ignore[arg-type]
-
-
-_trainer_checks = (_check_rivals, _check_arguments, _check_deepspeed)
 
 
 def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingArguments:
