@@ -33,14 +33,11 @@ def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
     """
     from hf_muon.ready_groups import MuonOfGroups
 
-    groups = [_with_flag(group) if isinstance(group, Mapping) else group for group in params]
+    groups = [dict(group) if isinstance(group, Mapping) else group for group in params]
+    for group in groups:
+        if isinstance(group, dict) and group.pop("use_fallback", False):
+            group["use_muon"] = False
     return MuonOfGroups(groups, **options)
-
-
-def _with_flag(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group with timm's flag for AdamW written as ours."""
-    rest = {key: value for key, value in group.items() if key != "use_fallback"}
-    return {**rest, "use_muon": False} if group.get("use_fallback") else rest
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import Trainer
 
-from hf_muon.diagnostics import log as diagnostics
 from tests.integrations.plain_script import model
 from tests.integrations.trainer_runs import arguments
 
@@ -40,21 +39,6 @@ class TestRefusedLayouts:
         network = model()
         network._tp_size = 2
         assert "cuts matrices for 2 ranks into plain tensors" in self.refused(arguments(tmp_path), network)
-
-    @pytest.mark.parametrize("source", ["arguments", "environment"])
-    def test_fsdp2_that_became_something_else_is_told(self, tmp_path, monkeypatch, caplog, source):
-        """Expect a warning: on a CPU, accelerate silently trains in one process instead of FSDP."""
-        trainer = Trainer(model(), arguments(tmp_path))
-        if source == "environment":
-            monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-            monkeypatch.setenv("FSDP_VERSION", "2")
-        else:
-            trainer.args.fsdp, trainer.args.fsdp_plugin_args = "full_shard auto_wrap", {"fsdp_version": 2}
-        monkeypatch.setattr(diagnostics.logger(), "propagate", True)
-        with caplog.at_level("WARNING", "hf_muon"):
-            trainer.create_optimizer()
-        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert warning.startswith("FSDP was asked for, and accelerate runs one process: nothing is sharded")
 
     def test_deepspeed(self, tmp_path, monkeypatch):
         args = arguments(tmp_path)

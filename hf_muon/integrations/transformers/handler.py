@@ -11,7 +11,7 @@ from hf_muon.integrations.transformers.refusals import (
     refuse_parts_of_sequences,
     refuse_plain_shards,
     refuse_unsupported,
-    warn_of_fsdp,
+    warn_of_shards,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
     refuse_unsupported(context.args)
     refuse_parts_of_sequences(context.args, config.qk_clip)
     refuse_plain_shards(context.model)
-    warn_of_fsdp(context.args)
+    warn_of_shards()
     return MuonFactory, {
         "lr": config.lr,
         "weight_decay": config.weight_decay,

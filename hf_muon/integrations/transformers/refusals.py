@@ -115,24 +115,13 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
         refuse_arguments(args)
 
 
-def warn_of_fsdp(args: TrainingArguments) -> None:
-    """Log on rank 0 where FSDP was asked for and does not run, or saves what it cannot load again."""
+def warn_of_shards() -> None:
+    """Log on rank 0 where accelerate saves moments that it cannot load again."""
     from hf_muon.diagnostics.log import is_rank_zero, logger
 
-    state = accelerator_state()
-    if state is None or not is_rank_zero():
-        return
-    kind = state.distributed_type.value
-    if kind != "FSDP" and asks_for_fsdp(args):
-        logger().warning(
-            "FSDP was asked for, and accelerate runs %s: nothing is sharded, each process holds the whole model. "
-            "accelerate has FSDP on GPUs and other accelerators only, in processes of their own (torchrun, "
-            "accelerate launch)",
-            "one process" if kind == "NO" else f"DDP ({kind})",
-        )
-    sharded = "SHARDED" in str(getattr(getattr(state, "fsdp_plugin", None), "state_dict_type", ""))
+    kind = getattr(getattr(accelerator_state(), "fsdp_plugin", None), "state_dict_type", "")
     version = importlib.metadata.version("accelerate")
-    if sharded and is_older(version, "1.13"):
+    if "SHARDED" in str(kind) and is_older(version, "1.13") and is_rank_zero():
         logger().warning(
             "accelerate %s saves the sharded moments of any optimizer and cannot load them again: a resumed run will "
             "be refused. Set FSDP_STATE_DICT_TYPE=FULL_STATE_DICT in the environment (fsdp_state_dict_type in an "
