@@ -186,34 +186,16 @@ class MuonConfig(RuleOptions, ScaleOptions):
         types.patterns(),
         "Regular expressions, joined by `|`. Parameters whose names match go to AdamW; they win over `muon_patterns`.",
     )
-    optim_target_modules: str | Sequence[str] | None = option(
-        None,
-        types.patterns(split=False),
-        "Restrict Muon to these modules, as in TrainingArguments.",
-        fallback="TrainingArguments' own",
-        source="transformers",
-    )
     lora: str = option(
         "adamw", types.choice(LORA), "Optimizer of LoRA factors: `adamw`, `muon` or `muon_b` (lora_B alone)."
     )
-    split_fused: bool = option(
-        True,
-        types.flag(),
-        "Orthogonalize each part of a fused projection by itself; if false, the projection as one matrix.",
-    )
     per_head: bool = option(False, types.flag(), "Orthogonalize query, key and value projections head by head.")
-    max_bucket_bytes: int = option(
-        2**31,
-        types.integer("a positive number of bytes", 1),
-        "Upper limit, per rank, for the bytes of updates and directions that travel at once during a distributed step. "
-        "Matrices that exceed it are communicated without overlap.",
-        scope="optimizer",
-    )
     max_batch_bytes: int = option(
         MAX_BATCH_BYTES,
         types.integer("a positive number of bytes", 1),
         "Upper limit for the temporary memory of Newton-Schulz in bytes, updates and directions included. Matrices of "
-        "one shape are processed in batches that fit; a single larger matrix goes alone.",
+        "one shape are processed in batches that fit; a single larger matrix goes alone. In a distributed step a rank "
+        "has 3.6 times as many bytes under way at most, and what exceeds that is sent without overlap.",
         scope="optimizer",
     )
     comm_dtype: str = option(
@@ -238,13 +220,6 @@ class MuonConfig(RuleOptions, ScaleOptions):
         scope="optimizer",
         source="[docs](docs/command-line.md#diagnostics)",
     )
-    diagnostics_file: str | None = option(
-        None,
-        types.path(),
-        "File to which the lines of metrics are appended.",
-        scope="optimizer",
-        fallback="`muon_diagnostics.jsonl`, under a Trainer in `output_dir`",
-    )
     rules: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -256,8 +231,6 @@ class MuonConfig(RuleOptions, ScaleOptions):
         object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
         check_scale(self.adjust_lr_fn, self.update_rms)
-        if self.per_head and not self.split_fused:
-            raise ValueError("per_head=true goes head by head, and split_fused=false keeps parts together: drop one")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

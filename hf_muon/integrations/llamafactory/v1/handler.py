@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hf_muon.config import MuonConfig
     from hf_muon.optimizer.muon import Muon
 
+# Where TrainingArguments put the file of metrics, which lies in their output_dir.
+FILE_KEY = "diagnostics_file"
 # LLaMA-Factory's own muon has another name for this option.
 ALIASES = {"wd": "weight_decay"}
 
@@ -29,7 +31,7 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
     options: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in optim_config.items():
-        if key == "name":
+        if key in ("name", FILE_KEY):
             continue
         name = ALIASES.get(key, key)
         if name not in MuonConfig.names():
@@ -63,4 +65,4 @@ def create_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         )
     config = config_from(optim_config)
     refuse_partial_gradients(model)
-    return build_optimizer(model, config)
+    return build_optimizer(model, config, diagnostics_file=optim_config.get(FILE_KEY))

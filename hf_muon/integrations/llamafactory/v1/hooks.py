@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.llamafactory.v1.handler import config_from, create_optimizer
+from hf_muon.integrations.llamafactory.v1.handler import FILE_KEY, config_from, create_optimizer
 from hf_muon.integrations.llamafactory.v1.refusals import refuse_factors, refuse_unsupported
 from hf_muon.integrations.names import (
     NAME,
@@ -102,8 +102,8 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         from hf_muon.diagnostics.metrics import FILE
 
         self.optim_config.setdefault("lr", self.learning_rate)
-        if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
-            self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
+        if getattr(self, "output_dir", None):
+            self.optim_config.setdefault(FILE_KEY, os.path.join(self.output_dir, FILE))
         config_from(self.optim_config)
         refuse_unsupported(self)
 

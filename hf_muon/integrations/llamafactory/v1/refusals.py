@@ -51,12 +51,11 @@ def refuse_factors(peft_config: Any, optim_config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: what LLaMA-Factory trains, and both ways out.
     """
-    choices = ("lora", "muon_patterns", "optim_target_modules")
     if (
         isinstance(peft_config, Mapping)
         and peft_config.get("name") == "lora"
         and not peft_config.get("modules_to_save")
-        and not any(optim_config.get(name) for name in choices)
+        and not any(optim_config.get(name) for name in ("lora", "muon_patterns"))
     ):
         raise ValueError(
             "optim_config: muon has nothing to step in this run, which trains LoRA factors alone (peft_config: lora), "
