@@ -18,7 +18,6 @@ from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import declaration, types
 from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
-from hf_muon.options.scales import ScaleOptions
 from hf_muon.rules import registry
 from hf_muon.rules.fields import RuleOptions
 from hf_muon.storage.host import OFFLOADS
@@ -42,7 +41,7 @@ _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
 
 @dataclass(frozen=True)
-class MuonConfig(RuleOptions, ScaleOptions):
+class MuonConfig(RuleOptions):
     """Options of Muon, and of the AdamW that steps the parameters that are not hidden matrices.
 
     Each field declares an option: its default, its type, its meaning and its source. The rest follows from the fields:
@@ -101,6 +100,12 @@ class MuonConfig(RuleOptions, ScaleOptions):
         "Use Nesterov momentum: the update looks one step ahead along the average.",
         scope="group",
         source=f"{_JORDAN}, torch",
+    )
+    lr_scales: str | Mapping[str, float] | None = option(
+        None,
+        types.factors(),
+        "Factors of the learning rate by name: `{embed: 0.3, head: 0.5}` in YAML and Python, `embed:0.3|head:0.5` in "
+        "`optim_args`. Names are searched for regular expressions; the first that matches counts.",
     )
     momentum_dtype: str = option(
         "auto",
