@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
 import logging
 import os
@@ -33,17 +32,14 @@ import torch.multiprocessing as mp
 from meters import Ledger, Stopwatch, commit, machine, peak_extra_bytes, spread, uncompiled
 from rich.console import Console
 from rich.table import Table
-from sides import STEPS, Setting, gathered, ours, prepare, sides, stored, whole
+from sides import STEPS, Setting, gathered, prepare, sides, stored, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_muon.config import MuonConfig
 from hf_muon.math import cost
-from hf_muon.math.newton_schulz import newton_schulz
 from hf_muon.math.precision import compute_dtype
 
 OURS, REDUNDANT = "hf_muon", "full_tensor"
-BUCKETS = (MuonConfig.max_bucket_bytes, 16 * 2**20, 2 * 2**20)
 
 
 def llama(layers: int, width: int) -> list[tuple[int, int]]:
@@ -210,11 +206,8 @@ def _case(
             wall[name].append(step_s)
             products[name].append(products_s)
 
-    largest = max(shapes, key=lambda shape: shape[0] * shape[1])
     result: dict[str, Any] = {
         "elements": sum(rows * columns for rows, columns in shapes),
-        "largest matrix, bytes": 4 * largest[0] * largest[1],
-        "orthogonalizing the largest matrix, bytes": _work_of(largest, setting, device),
         "Newton-Schulz dtype": setting.dtype_name,
         "FLOPs of one rank alone": sum(_flops_of(shape, setting.dtype, device) for shape in shapes),
         "failed": failed,
@@ -236,15 +229,6 @@ def _case(
             "parted": parted[name],
         }
     del steps, params
-    result["by max_bucket_bytes"] = {}
-    for size in BUCKETS:
-        step = ours(parameters(), setting, max_bucket_bytes=size)
-        step()
-        step_times = [max(gathered(timed(step)[0])) for _ in range(3)]
-        peak = max(gathered(peak_extra_bytes(step, device)))
-        result["by max_bucket_bytes"][size] = {"step s": step_times, "peak extra bytes": peak}
-        del step
-        gc.collect()
     return result
 
 
@@ -261,13 +245,6 @@ def _parted(params: dict[str, list[nn.Parameter]], before: list[nn.Parameter]) -
 def _flops_of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
     rows = cost.block_rows(min(shape), dtype, device.type)
     return cost.flops(shape, cost.segments(shape, STEPS, dtype), rows)
-
-
-def _work_of(shape: tuple[int, int], setting: Setting, device: torch.device) -> int:
-    """Return the bytes that orthogonalizing one matrix needs, without the matrix itself."""
-    matrix = torch.randn(1, *shape, device=device)
-    coefficients = ((1.0, 0.0, 0.0),) * STEPS
-    return peak_extra_bytes(lambda: newton_schulz(matrix, coefficients, setting.dtype), device)
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
@@ -329,13 +306,6 @@ def _verdict(case: dict[str, Any]) -> list[str]:
             f"step, dion over ours: {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}); target 1: "
             f"{_word(ratio['median'] >= 1)}"
         )
-    work = case["orthogonalizing the largest matrix, bytes"]
-    for size, figures in case["by max_bucket_bytes"].items():
-        peak, matrix = figures["peak extra bytes"], case["largest matrix, bytes"]
-        alone = f"plus a matrix of {matrix / 1e6:.2f} MB: {_word(peak <= int(size) + matrix)}"
-        worked = f"plus orthogonalizing it, {work / 1e6:.2f} MB: {_word(peak <= int(size) + matrix + work)}"
-        took = f"step {_ms(figures['step s'])} ms, peak {peak / 1e6:.1f} MB"
-        lines.append(f"max_bucket_bytes {int(size) / 1e6:.1f} MB: {took}; bound {alone}, {worked}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class Model:
         cpu_divisor: divisor of the widths on a CPU; a GPU keeps them.
         layers: number of layers to step on a CPU and on a GPU.
         experts: number of experts to keep on a CPU and on a GPU.
-        options: options of hf_muon with which the other sides do the same work.
+        views: how ours reads the weights of Muon, so that all sides do the same work; None for the known parts.
     """
 
     fields: dict[str, Any]
@@ -28,7 +28,7 @@ class Model:
     cpu_divisor: int
     layers: tuple[int, int] = (1, 4)
     experts: tuple[int, int] = (0, 0)
-    options: dict[str, Any] = field(default_factory=dict)
+    views: str | None = None
 
     @property
     def layer_field(self) -> str:
@@ -66,7 +66,7 @@ MODELS = {
         ("n_embd",),
         cpu_divisor=2,
         layers=(2, 12),
-        options={"split_fused": False},  # the others step c_attn as one matrix
+        views="transposed",  # the others step c_attn as one matrix
     ),
 }
 

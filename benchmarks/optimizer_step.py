@@ -33,9 +33,15 @@ LR, DECAY, MOMENTUM, BETAS, EPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8
 Step = Callable[[], Any]
 
 
-def ours(model: nn.Module, options: dict[str, Any]) -> Any:
-    """Return this package's optimizer, with the coefficients of the others."""
-    return build_optimizer(
+def ours(model: nn.Module, views: str | None = None, **options: Any) -> Any:
+    """Return this package's optimizer, with the coefficients of the others.
+
+    Args:
+        model: whose weights it steps.
+        views: of all weights of Muon; None for those that are known.
+        **options: further ones.
+    """
+    optimizer = build_optimizer(
         model,
         lr=LR,
         weight_decay=DECAY,
@@ -46,20 +52,24 @@ def ours(model: nn.Module, options: dict[str, Any]) -> Any:
         adamw_eps=EPS,
         **options,
     )
+    for group in optimizer.param_groups:
+        if views is not None and group["use_muon"]:
+            group["views"] = [views] * len(group["params"])
+    return optimizer
 
 
-def _routed(model: nn.Module, options: dict[str, Any]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    routes = route_parameters(model, **options)
+def _routed(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    routes = route_parameters(model)
     return [r.parameter for r in routes if r.use_muon], [r.parameter for r in routes if not r.use_muon]
 
 
-def torch_step(model: nn.Module, options: dict[str, Any], half: torch.dtype) -> Step:
+def torch_step(model: nn.Module, half: torch.dtype) -> Step:
     """Return a step of torch.optim.Muon for the parameters that ours gives to Muon, and of fused AdamW for the rest.
 
     Raises:
         ValueError: a parameter is no matrix; torch takes matrices alone.
     """
-    muon, rest = _routed(model, options)
+    muon, rest = _routed(model)
     first = torch.optim.Muon(
         muon, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, ns_steps=STEPS, adjust_lr_fn="match_rms_adamw"
     )
@@ -73,8 +83,8 @@ def torch_step(model: nn.Module, options: dict[str, Any], half: torch.dtype) -> 
     return step
 
 
-def llamafactory_step(model: nn.Module, options: dict[str, Any], half: torch.dtype) -> Step:
-    muon, rest = _routed(model, options)
+def llamafactory_step(model: nn.Module, half: torch.dtype) -> Step:
+    muon, rest = _routed(model)
     if any(param.ndim != 2 for param in muon):
         raise ValueError("LLaMA-Factory's Muon takes matrices alone, and experts are 3-D parameters")
     optimizer = llamafactory_muon().Muon(
@@ -93,13 +103,13 @@ def adamw_step(model: nn.Module) -> Step:
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True).step
 
 
-def dion_step(model: nn.Module, options: dict[str, Any], setting: Setting) -> Step:
+def dion_step(model: nn.Module, setting: Setting) -> Step:
     """Return the step of microsoft/dion's Muon for matrices, and of its AdamW for the rest.
 
     On a CPU its own bf16 would take some hundred times as long: there, and on the meta device, its plain function
     multiplies in our dtype.
     """
-    muon, rest = _routed(model, options)
+    muon, rest = _routed(model)
     if any(param.ndim != 2 for param in muon):
         raise ValueError("dion takes matrices alone here, and experts are 3-D parameters")
     if setting.dion and setting.dion not in sys.path:
@@ -166,27 +176,27 @@ def rows_of(
     torch.manual_seed(0)
     config, scaled = config or scaled_config(name, setting.device.type, setting.quick)
     model = build(config).to(setting.device)
-    options = MODELS[name].options
+    views = MODELS[name].views
     half = setting.dtype if setting.on_cpu else torch.bfloat16
     copies = {side: copy.deepcopy(model) for side in sides}
     give_gradients(list(copies.values()))
-    optimizer = ours(copies[OURS], options)
+    optimizer = ours(copies[OURS], views)
     folder = tempfile.TemporaryDirectory()
-    watching = {"diagnostics_every": 1, "diagnostics_file": str(Path(folder.name) / "metrics.jsonl"), **options}
+    watching = {"diagnostics_every": 1, "diagnostics_file": str(Path(folder.name) / "metrics.jsonl")}
     makers: dict[str, Callable[[], Step]] = {
         OURS: lambda: optimizer.step,
-        WATCHED: lambda: ours(copies[WATCHED], watching).step,
-        TORCH: lambda: torch_step(copies[TORCH], options, half),
-        LLAMAFACTORY: lambda: llamafactory_step(copies[LLAMAFACTORY], options, half),
-        DION: lambda: dion_step(copies[DION], options, setting),
+        WATCHED: lambda: ours(copies[WATCHED], views, **watching).step,
+        TORCH: lambda: torch_step(copies[TORCH], half),
+        LLAMAFACTORY: lambda: llamafactory_step(copies[LLAMAFACTORY], half),
+        DION: lambda: dion_step(copies[DION], setting),
         ADAMW: lambda: adamw_step(copies[ADAMW]),
     }
     # What `ns_dtype: auto` is on NVIDIA GPUs, and what the others multiply there.
     counted: dict[str, Callable[[nn.Module], Step]] = {
-        OURS: lambda meta: ours(meta, {**options, "ns_dtype": "fp16"}).step,
-        TORCH: lambda meta: torch_step(meta, options, torch.bfloat16),
-        LLAMAFACTORY: lambda meta: llamafactory_step(meta, options, torch.bfloat16),
-        DION: lambda meta: dion_step(meta, options, setting),
+        OURS: lambda meta: ours(meta, views, ns_dtype="fp16").step,
+        TORCH: lambda meta: torch_step(meta, torch.bfloat16),
+        LLAMAFACTORY: lambda meta: llamafactory_step(meta, torch.bfloat16),
+        DION: lambda meta: dion_step(meta, setting),
         ADAMW: adamw_step,
     }
     steps: dict[str, Step] = {}
@@ -199,11 +209,11 @@ def rows_of(
             steps[side] = step
 
         notes[side] = attempt(first)
-    muons = {side: _routed(model_of_side, options)[0] for side, model_of_side in copies.items()}
-    start = _routed(model, options)[0]
+    muons = {side: _routed(model_of_side)[0] for side, model_of_side in copies.items()}
+    start = _routed(model)[0]
     parted = {side: _parted(start, muons[OURS], muons[side]) for side in steps if side not in (DION, ADAMW)}
     times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
-    muon, rest = (sum(param.numel() for param in params) for params in _routed(copies[OURS], options))
+    muon, rest = (sum(param.numel() for param in params) for params in _routed(copies[OURS]))
     rows = []
     for side in sides:
         row: Row = {
@@ -244,8 +254,8 @@ def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
     """Return the row of the memory of our step with the smallest `max_batch_bytes` that fits every matrix."""
     bounded = copy.deepcopy(model)
     give_gradients([bounded])
-    bound = max(_needed(param, setting) for param in _routed(bounded, MODELS[name].options)[0])
-    step = ours(bounded, {**MODELS[name].options, "max_batch_bytes": bound}).step
+    bound = max(_needed(param, setting) for param in _routed(bounded)[0])
+    step = ours(bounded, MODELS[name].views, max_batch_bytes=bound).step
     step()
     return {
         "model": name,

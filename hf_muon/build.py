@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ def build_optimizer(
     config: MuonConfig | Mapping[str, Any] | None = None,
     *,
     replicate_group: ProcessGroup | None = None,
+    diagnostics_file: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Muon:
     """Return a `Muon` that steps a model's hidden matrices with Muon and its other trainable parameters with AdamW.
@@ -35,6 +37,7 @@ def build_optimizer(
         model: any module: plain, wrapped in DDP, or with DTensor parameters (`fully_shard`, tensor parallel).
         config: a `MuonConfig`, or a mapping of its options as a YAML file holds them.
         replicate_group: as in :class:`Muon`.
+        diagnostics_file: as in :class:`Muon`.
         **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
@@ -50,7 +53,7 @@ def build_optimizer(
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
     groups = groups_of(routes, config)
-    optimizer = Muon(groups, replicate_group=replicate_group, **muon_options(config))
+    optimizer = Muon(groups, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, model)
     if optimizer.metrics is not None:
         optimizer.metrics.model = _facts_of(model, routes)

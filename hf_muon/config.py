@@ -18,7 +18,6 @@ from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import declaration, types
 from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
-from hf_muon.options.scales import ScaleOptions
 from hf_muon.rules import registry
 from hf_muon.rules.fields import RuleOptions
 from hf_muon.storage.host import OFFLOADS
@@ -42,7 +41,7 @@ _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
 
 @dataclass(frozen=True)
-class MuonConfig(RuleOptions, ScaleOptions):
+class MuonConfig(RuleOptions):
     """Options of Muon, and of the AdamW that steps the parameters that are not hidden matrices.
 
     Each field declares an option: its default, its type, its meaning and its source. The rest follows from the fields:
@@ -101,6 +100,12 @@ class MuonConfig(RuleOptions, ScaleOptions):
         "Use Nesterov momentum: the update looks one step ahead along the average.",
         scope="group",
         source=f"{_JORDAN}, torch",
+    )
+    lr_scales: str | Mapping[str, float] | None = option(
+        None,
+        types.factors(),
+        "Factors of the learning rate by name: `{embed: 0.3, head: 0.5}` in YAML and Python, `embed:0.3|head:0.5` in "
+        "`optim_args`. Names are searched for regular expressions; the first that matches counts.",
     )
     momentum_dtype: str = option(
         "auto",
@@ -186,34 +191,16 @@ class MuonConfig(RuleOptions, ScaleOptions):
         types.patterns(),
         "Regular expressions, joined by `|`. Parameters whose names match go to AdamW; they win over `muon_patterns`.",
     )
-    optim_target_modules: str | Sequence[str] | None = option(
-        None,
-        types.patterns(split=False),
-        "Restrict Muon to these modules, as in TrainingArguments.",
-        fallback="TrainingArguments' own",
-        source="transformers",
-    )
     lora: str = option(
         "adamw", types.choice(LORA), "Optimizer of LoRA factors: `adamw`, `muon` or `muon_b` (lora_B alone)."
     )
-    split_fused: bool = option(
-        True,
-        types.flag(),
-        "Orthogonalize each part of a fused projection by itself; if false, the projection as one matrix.",
-    )
     per_head: bool = option(False, types.flag(), "Orthogonalize query, key and value projections head by head.")
-    max_bucket_bytes: int = option(
-        2**31,
-        types.integer("a positive number of bytes", 1),
-        "Upper limit, per rank, for the bytes of updates and directions that travel at once during a distributed step. "
-        "Matrices that exceed it are communicated without overlap.",
-        scope="optimizer",
-    )
     max_batch_bytes: int = option(
         MAX_BATCH_BYTES,
         types.integer("a positive number of bytes", 1),
         "Upper limit for the temporary memory of Newton-Schulz in bytes, updates and directions included. Matrices of "
-        "one shape are processed in batches that fit; a single larger matrix goes alone.",
+        "one shape are processed in batches that fit; a single larger matrix goes alone. In a distributed step a rank "
+        "has 3.6 times as many bytes under way at most, and what exceeds that is sent without overlap.",
         scope="optimizer",
     )
     comm_dtype: str = option(
@@ -238,13 +225,6 @@ class MuonConfig(RuleOptions, ScaleOptions):
         scope="optimizer",
         source="[docs](docs/command-line.md#diagnostics)",
     )
-    diagnostics_file: str | None = option(
-        None,
-        types.path(),
-        "File to which the lines of metrics are appended.",
-        scope="optimizer",
-        fallback="`muon_diagnostics.jsonl`, under a Trainer in `output_dir`",
-    )
     rules: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -256,8 +236,6 @@ class MuonConfig(RuleOptions, ScaleOptions):
         object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
         check_scale(self.adjust_lr_fn, self.update_rms)
-        if self.per_head and not self.split_fused:
-            raise ValueError("per_head=true goes head by head, and split_fused=false keeps parts together: drop one")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -185,8 +185,6 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
     if not all(own_key in group for group in groups) or "ns_dtype" in keys:
         own = " (it is hf_muon's own already)" if "ns_dtype" in keys else ""
         _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{own}"])
-    if any(group.get("amsgrad") for group in groups):
-        _refuse(source, ["it was written with amsgrad, which this AdamW does not have"])
     params: list[_Source] = []
     complaints: list[str] = []
     for number, group in enumerate(groups):
@@ -233,29 +231,19 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
 
 def _misfits(found: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
     """Yield what keeps a state from becoming that of `optimizer`."""
-    here: dict[str, tuple[Tensor, bool]] = {}
-    for group in optimizer.param_groups:
-        named = zip(group["param_names"], group["params"], strict=True)
-        here |= {name: (param, bool(group["use_muon"])) for name, param in named}
-    for name in [*here, *(name for name in found if name not in here)]:
+    here = {name: bool(group["use_muon"]) for group in optimizer.param_groups for name in group["param_names"]}
+    for name, use_muon in here.items():
         source = found.get(name)
         if source is None or not source.state:
             yield (
                 f"{name}: no moments in the source. It may be the state of one rank of several, or the AdamW that ran "
                 "beside it may have a state of its own (adamw, --adamw)"
             )
-        elif name not in here:
-            yield f"{name}: trained there and not here. Train the same parameters"
-        elif source.use_muon != here[name][1]:
+        elif source.use_muon != use_muon:
             yield (
-                f"{name}: {ALGORITHM[source.use_muon]} there, {ALGORITHM[here[name][1]]} here, which has no use "
+                f"{name}: {ALGORITHM[source.use_muon]} there, {ALGORITHM[use_muon]} here, which has no use "
                 "for its moments. Route it as there (muon_patterns, adamw_patterns)"
             )
-        else:
-            shape = here[name][0].shape
-            shapes = [tuple(value.shape) for key, value in source.state.items() if key != "step"]
-            if any(own != tuple(shape) for own in shapes):
-                yield f"{name} {tuple(shape)}: {source.label} in the source has {first_few(map(str, shapes))}"
 
 
 def _converted(source: _Source, param: Tensor, *, is_sum: bool) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ class MuonOfGroups(Muon):
         config: a `MuonConfig`, or a mapping of its options.
         model: the module that holds the parameters; the default is to look among all live modules.
         replicate_group: as in :class:`Muon`.
+        diagnostics_file: as in :class:`Muon`.
         **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
@@ -66,6 +68,7 @@ class MuonOfGroups(Muon):
         *,
         model: nn.Module | None = None,
         replicate_group: ProcessGroup | None = None,
+        diagnostics_file: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         config = as_config(config).replace(_with_own_names(options))
@@ -94,7 +97,9 @@ class MuonOfGroups(Muon):
                         split.append({**group_of(part, config, lr=lr, weight_decay=decay), **other_keys})
         require_muon(reached, "the given param groups")
         _require_one_rate(rates, config)
-        super().__init__(split, replicate_group=replicate_group, **muon_options(config))
+        super().__init__(
+            split, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
+        )
         if self.head_rules.is_asked(self.param_groups):
             trained = {p for group in self.param_groups for p in group["params"]}
             self.head_rules.attach(self.param_groups, holder_of(trained, model))

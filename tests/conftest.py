@@ -21,9 +21,11 @@ from hypothesis import settings
 from tests.distributed.pool import Pool
 from tests.known_failures import skip_known_failures
 from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
+from tests.temporary import use_own_folder
 from tests.tiers import keep_tier, pytest_addoption  # noqa: F401  hook
 from tests.workers import long_files_first, pytest_xdist_make_scheduler  # noqa: F401  hook
 
+use_own_folder()
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("ci")
 torch.set_num_threads(1)

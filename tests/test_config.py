@@ -61,7 +61,9 @@ def test_docstrings_and_errors_follow_from_the_declaration(name):
 
 def test_arguments_of_muon_are_the_options_that_it_holds():
     arguments = dict(inspect.signature(Muon).parameters)
-    assert set(arguments) == {"params", "replicate_group", "rules", *MUON_OPTIONS} - set(registry.option_names())
+    assert set(arguments) == {"params", "replicate_group", "diagnostics_file", "rules", *MUON_OPTIONS} - set(
+        registry.option_names()
+    )
     wider = {"lr": "float | Tensor"}
     types = {field.name: field.type for field in dataclasses.fields(MuonConfig)}
     for name in set(MUON_OPTIONS) - set(registry.option_names()):
@@ -181,7 +183,7 @@ def test_bad_optim_args(text, message):
         MuonConfig.from_mapping(parse_optim_args(text))
 
 
-FLAGS = ("nesterov", "split_fused", "per_head")
+FLAGS = ("nesterov", "per_head")
 
 
 @pytest.mark.parametrize("name", [n for n in MuonConfig.names() if n != "lora"])

@@ -49,7 +49,7 @@ FLOORS = {
         "partitions",
         "rows",
     ],
-    "options": ["patterns", "types", "declaration", "scales"],
+    "options": ["patterns", "types", "declaration"],
     "rules": [
         *("heads", "rule", "cautious momentum_schedule normalize qk_clip"),
         *("registry", "fields"),

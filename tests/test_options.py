@@ -167,10 +167,7 @@ def test_wrong_things_for_build_optimizer():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"optim_target_modules": "*proj"},
-            r"optim_target_modules='\*proj' is not valid: .* is not a regular expression",
-        ),
+        ({"adamw_patterns": "*proj"}, r"adamw_patterns='\*proj' is not valid: .* is not a regular expression"),
         ({"lr": 10**400}, r"lr=1000.*\.\.\. is not valid. Valid: a number of at least 0"),
         ({"lr": 10**5000}, "lr=<int> is not valid. Valid: a number of at least 0"),
         ({None: 1}, "None is not an option of muon. Valid: lr"),

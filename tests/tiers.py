@@ -36,6 +36,7 @@ TORCH_ALONE = (
         "tests/test_rehearsal.py",
         "tests/test_packaging.py",
         "tests/test_promises.py",
+        "tests/test_temporary.py",
         "tests/test_tiers.py",
         "tests/test_workers.py",
     ),

@@ -40,41 +40,17 @@ def doctor(
 def _examine() -> dict[str, Any]:
     """Return all findings that `doctor` shows."""
     trial = _trial()
-    lost = {name: HOOKS[name].lost for name, state in trial["states"].items() if state.startswith("failed")}
-    versions = {package: _version(package) for package in PACKAGES}
     return {
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
         "entry_point": _entry_point(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "hooks": trial["states"],
-        "lost": lost,
+        "lost": {name: HOOKS[name].lost for name, state in trial["states"].items() if state.startswith("failed")},
         "newton_schulz": trial["dtypes"],
         "name": trial["name"],
-        "accepted": trial["accepted"],
-        "reason": None if trial["accepted"] else _reason(trial, versions["transformers"]),
+        "accepted": trial["reason"] is None,
+        "reason": trial["reason"],
     }
-
-
-def _reason(trial: dict[str, Any], transformers: str | None) -> str:
-    """Return why `optim: muon` is not accepted, and what to do."""
-    stage, error = trial["stage"], trial["error"]
-    if stage == "torch":
-        return f"torch cannot be imported here ({error}). Repair that first"
-    if stage == "transformers" and transformers is None:
-        return "transformers is not installed here (pip install transformers)"
-    if stage in ("transformers", "trainer"):
-        return f"transformers cannot be imported here ({error}). Repair that first; `import hf_muon` does not help"
-    if stage == "registry":
-        return (
-            f"transformers {transformers} has no registry of optimizers ({error}). Install 5.5.4 or newer; "
-            "`import hf_muon` does not help"
-        )
-    if stage == "versions":
-        return str(error)
-    failures = [f"{name}: {state}" for name, state in trial["states"].items() if state.startswith("failed")]
-    if failures:
-        return f"hooks have failed, and `import hf_muon` does not help ({'; '.join(failures)})"
-    return "no hook is placed. Say `import hf_muon` in the script, or see the entry point above"
 
 
 def _show(findings: dict[str, Any], *, everything: bool) -> None:
@@ -103,17 +79,6 @@ def _show(findings: dict[str, Any], *, everything: bool) -> None:
     else:
         sentence = f"optim: muon is NOT accepted: {findings['reason']}."
         screen.print(sentence, style="red", markup=False, highlight=False)
-    installed = ", ".join(f"{package} {version}" for package, version in findings["versions"].items() if version)
-    state = "accepted" if findings["accepted"] else f"not accepted ({findings['reason']})"
-    without = f", without {', '.join(findings['lost'])}" if findings["lost"] else ""
-    odd = "".join(f", {name}={value}" for name, value in findings["variables"].items() if value is not None)
-    screen.print("\nIn a bug report, send this sentence:")
-    screen.print(
-        f"optim: {findings['name']} is {state} with {installed} on {platform.platform()}, "
-        f"Newton-Schulz in {dtypes}{without}{odd}.",
-        markup=False,
-        highlight=False,
-    )
 
 
 def _version(package: str) -> str | None:
@@ -135,40 +100,35 @@ def _entry_point() -> str:
     return f"found: {points[0].value}"
 
 
-# `stage` names the last step that began, which is the one that failed.
 _TRIAL = """
-import json, sys
-seen = {"accepted": False, "name": "muon", "states": {}, "dtypes": {}, "stage": "torch", "error": None}
+import importlib, json, sys
+seen = {"name": "muon", "states": {}, "dtypes": {}, "reason": None}
+modules = ["torch", "transformers", "transformers.trainer_optimizer", "accelerate.accelerator", "transformers.trainer"]
 try:
-    import torch
-    seen["stage"] = "transformers"
-    from transformers.training_args import OptimizerNames
-    seen["stage"] = "registry"
-    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
-    seen["stage"] = "names"
-    for name in ("hf_muon", "muon"):  # the last one that is ours
-        handler = _OPTIMIZER_HANDLERS.get(name)
-        if name in OptimizerNames._value2member_map_ and handler.__module__.startswith("hf_muon"):
-            seen["accepted"], seen["name"] = True, name
-    seen["stage"] = "trainer"
-    import accelerate.accelerator, torch.distributed.checkpoint.state_dict, transformers.trainer
-    seen["stage"] = "hooks"
-    if seen["accepted"]:
-        from hf_muon.integrations.names import refuse_failed
-        refuse_failed("callback of Trainer")  # which every run needs
+    for module in (*modules, "torch.distributed.checkpoint.state_dict"):
+        importlib.import_module(module)
 except BaseException as error:
-    seen["accepted"] = False
-    seen["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
-if "hf_muon._autoload" in sys.modules:
-    seen["states"] = sys.modules["hf_muon._autoload"].status()
-if seen["accepted"]:
+    text = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
+    seen["reason"] = f"{module} cannot be imported here ({text}). Repair that first; `import hf_muon` does not help"
+else:
+    names = sys.modules["transformers.training_args"].OptimizerNames._value2member_map_
+    handlers = sys.modules["transformers.trainer_optimizer"]._OPTIMIZER_HANDLERS
+    ours = [name for name in ("hf_muon", "muon") if "hf_muon" in getattr(handlers.get(name), "__module__", "")]
+    seen["name"] = next((name for name in reversed(ours) if name in names), "muon")
+    if "hf_muon._autoload" in sys.modules:
+        seen["states"] = sys.modules["hf_muon._autoload"].status()
+    if seen["name"] not in ours:
+        seen["reason"] = "no hook is placed. Say `import hf_muon` in the script, or see the entry point above"
+if seen["reason"] is None or not seen["reason"].startswith("torch "):
+    from hf_muon.integrations.names import refuse_failed
+    from hf_muon.math.precision import compute_dtype
     from hf_muon.versions import NEEDED, refuse_older
     try:
+        refuse_failed("callback of Trainer")  # which every run needs
         refuse_older(*NEEDED)
     except RuntimeError as error:
-        seen.update(accepted=False, stage="versions", error=str(error))
-if seen["stage"] != "torch":
-    from hf_muon.math.precision import compute_dtype
+        seen["reason"] = str(error)
+    torch = sys.modules["torch"]
     devices = {"cpu": ("cpu",), **({"cuda": ("cuda", 0)} if torch.cuda.is_available() else {})}
     seen["dtypes"] = {name: str(compute_dtype("auto", *of)).removeprefix("torch.") for name, of in devices.items()}
 print(json.dumps(seen))
@@ -180,6 +140,6 @@ def _trial() -> dict[str, Any]:
     process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {"accepted": False, "name": "muon", "states": {}, "dtypes": {}, "stage": "torch", "error": last}
+        return {"name": "muon", "states": {}, "dtypes": {}, "reason": last}
     result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result

@@ -21,6 +21,8 @@ from hf_muon.storage.tensors import is_dtensor, local_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_BYTES_UNDER_WAY = 2**31  # for the default of `max_batch_bytes`
+
 
 def shared_storage(param: Tensor, replicate_group: ProcessGroup | None) -> SharedStorage | None:
     """Return how the ranks of a process group store a parameter, or None if only this process has it.
@@ -72,7 +74,6 @@ def select_executors(
     devices: Sequence[torch.device],
     model_devices: Sequence[torch.device],
     *,
-    max_bucket_bytes: int,
     comm_dtype: torch.dtype | None = None,
     max_batch_bytes: int = MAX_BATCH_BYTES,
     sides: Sequence[Hashable] | None = None,
@@ -85,9 +86,9 @@ def select_executors(
         dtypes: of its updates.
         devices: on which it is orthogonalized.
         model_devices: on which the model computes with it.
-        max_bucket_bytes: bound on the bytes in flight.
         comm_dtype: dtype in which updates travel; None for their own.
-        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once.
+        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once is
+            bounded in proportion, by 2 GiB for the default.
         sides: what must be equal for matrices to share a unit, too; None for nothing.
     """
     kinds: list[Hashable] = [
@@ -111,5 +112,6 @@ def select_executors(
         holdings = Holdings(regions, storage.group.size())
         dtype = comm_dtype or dtypes[first]
         travels_on = comm_device(storage.group, device, model_devices[first])
-        executors.append(Exchange(storage.group, of_kind, holdings, dtype, device, travels_on, max_bucket_bytes))
+        most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
+        executors.append(Exchange(storage.group, of_kind, holdings, dtype, device, travels_on, most))
     return executors

@@ -108,7 +108,6 @@ class StepLayout:
         self,
         groups: Sequence[Group],
         replicate_group: ProcessGroup | None,
-        max_bucket_bytes: int,
         comm_dtype: torch.dtype | None,
         partitions: Partitions | None = None,
         max_batch_bytes: int = MAX_BATCH_BYTES,
@@ -135,13 +134,13 @@ class StepLayout:
                     if products_on is not None:  # a plan for another device
                         placed = [place._replace(device=products_on) for place in placed]
                     matrices = [place.matrix for place in placed]
-                    executors = _executors(group, placed, max_bucket_bytes, comm_dtype, max_batch_bytes)
+                    executors = _executors(group, placed, comm_dtype, max_batch_bytes)
                     work = GroupWork(ranks, matrices, executors)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
             self.lines = [
-                f"max_bucket_bytes={max_bucket_bytes}, max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}",
+                f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}",
                 *lines_of(groups),
             ]
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
@@ -351,7 +350,6 @@ def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_Placed
 def _executors(
     group: Group,
     placed: Sequence[_PlacedMatrix],
-    max_bucket_bytes: int,
     comm_dtype: torch.dtype | None,
     max_batch_bytes: int,
 ) -> list[Executor]:
@@ -361,7 +359,6 @@ def _executors(
         [update_dtype(group["params"][place.matrix.param], dtype_of(group)) for place in placed],
         [place.device for place in placed],
         [place.model_device for place in placed],
-        max_bucket_bytes=max_bucket_bytes,
         comm_dtype=comm_dtype,
         max_batch_bytes=max_batch_bytes,
         sides=[place.matrix.transposed for place in placed] if has_sides(group) else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Muon(Optimizer):
         replicate_group: process group over which plain parameters are replicated, and their gradients equal in every
             step, where torch's DistributedDataParallel does not say so: a group of this rank alone for parameters that
             are not. An initialized torch.distributed does not imply replicas.
+        diagnostics_file: file to which the lines of metrics are appended; None for `muon_diagnostics.jsonl`.
         **rules: options of rules, see :mod:`hf_muon.rules`: those above that are not among the arguments, and those
             that others have registered.
 
@@ -90,11 +92,9 @@ class Muon(Optimizer):
     """
 
     # For type checkers: `__init__` sets these options by name.
-    max_bucket_bytes: int
     max_batch_bytes: int
     comm_dtype: str
     diagnostics_every: int
-    diagnostics_file: str | None
 
     def __init__(
         self,
@@ -115,12 +115,11 @@ class Muon(Optimizer):
         adamw_state_dtype: str = MuonConfig.adamw_state_dtype,
         weight_rounding: str = MuonConfig.weight_rounding,
         momentum_offload: str = MuonConfig.momentum_offload,
-        max_bucket_bytes: int = MuonConfig.max_bucket_bytes,
         max_batch_bytes: int = MuonConfig.max_batch_bytes,
         comm_dtype: str = MuonConfig.comm_dtype,
         replicate_group: ProcessGroup | None = None,
         diagnostics_every: int = MuonConfig.diagnostics_every,
-        diagnostics_file: str | None = MuonConfig.diagnostics_file,
+        diagnostics_file: str | os.PathLike[str] | None = None,
         **rules: Any,
     ) -> None:
         refuse_older("torch")
@@ -131,13 +130,14 @@ class Muon(Optimizer):
         self.replicate_group = replicate_group
         defaults = {"use_muon": True, factors.KEY: None, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
+        every = options["diagnostics_every"] or log.every_from_environment()
+        self.metrics = Metrics(every, diagnostics_file) if every and log.is_rank_zero() else None
         super().__init__(params, defaults)
 
     def _begin(self) -> None:
         """Set what an optimizer, or a copy of one, does not have before its first step."""
         self.partitioned = PartitionedStep()
-        every = self.diagnostics_every or log.every_from_environment()
-        self.metrics = Metrics(every, self.diagnostics_file) if every and log.is_rank_zero() else None
+        self.metrics = None  # in a copy, too: the original may be writing into that file
         self._report = FirstStepReport()
         self._lost_updates = LostUpdates()
         self.head_rules = HeadRules()
@@ -229,7 +229,6 @@ class Muon(Optimizer):
             self.param_groups,
             replicate_group,
             self.partitioned.partitions,
-            max_bucket_bytes=self.max_bucket_bytes,
             comm_dtype=COMM_DTYPES[self.comm_dtype],
             max_batch_bytes=self.max_batch_bytes,
         )
@@ -331,4 +330,3 @@ class Muon(Optimizer):
         if "_layouts" not in self.__dict__:  # a copy or an unpickled optimizer; a loaded one keeps what it has
             copies.complete_(self)
             self._begin()
-            self.metrics = None  # the original may be writing into that file

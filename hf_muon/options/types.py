@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -143,17 +142,6 @@ def choice(values: Sequence[str]) -> OptionType:
     return OptionType(f"{', '.join(others)} or {last}", check, str, tuple(values))
 
 
-def path() -> OptionType:
-    """Return the type of a file's path."""
-
-    def check(value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-            raise InvalidError
-        return str(os.fspath(value))
-
-    return OptionType("the path of a file", check, str)
-
-
 def betas() -> OptionType:
     """Return the type of AdamW's two decay rates."""
 
@@ -201,12 +189,8 @@ def coefficients() -> OptionType:
     return OptionType(valid, check, parse, tuple(PRESETS))
 
 
-def patterns(*, split: bool = True) -> OptionType:
-    """Return the type of regular expressions.
-
-    Args:
-        split: whether the alternatives of one text count as several expressions.
-    """
+def patterns() -> OptionType:
+    """Return the type of regular expressions."""
 
     def check(value: Any) -> str | tuple[str, ...]:
         is_text = isinstance(value, str)
@@ -215,7 +199,7 @@ def patterns(*, split: bool = True) -> OptionType:
         if not value:
             raise InvalidError
         try:
-            compile_patterns([value] if is_text and not split else value)
+            compile_patterns(value)
         except ValueError as error:
             raise InvalidError(str(error)) from None
         return value if is_text else tuple(value)

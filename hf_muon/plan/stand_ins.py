@@ -76,7 +76,6 @@ def stored_groups(
     made = StepLayout(
         groups,
         dist.group.WORLD if layout == "ddp" and not alone else None,
-        config.max_bucket_bytes,
         COMM_DTYPES[config.comm_dtype],
         partitions,
         max_batch_bytes=config.max_batch_bytes,

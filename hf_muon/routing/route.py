@@ -45,14 +45,13 @@ class Route:
 def route_parameters(model: nn.Module, config: MuonConfig | None = None, **options: Any) -> list[Route]:
     """Return a route for every trainable parameter, in the model's order; tied parameters appear once.
 
-    The first rule that applies decides: the user's patterns, `optim_target_modules`, the shape, excluded names, and
-    then the structure of the model: its input and output embeddings, the types of its modules, routers beside experts,
-    and heads outside the base model.
+    The first rule that applies decides: the user's patterns, the shape, excluded names, and then the structure of the
+    model: its input and output embeddings, the types of its modules, routers beside experts, and heads outside the
+    base model.
 
     Args:
         model: any module.
-        config: the options; `muon_patterns`, `adamw_patterns`, `optim_target_modules`, `lora`, `split_fused`,
-            `per_head` and `lr_scales` matter here.
+        config: the options; `muon_patterns`, `adamw_patterns`, `lora`, `per_head` and `lr_scales` matter here.
         **options: override those of `config`.
 
     Raises:

@@ -108,12 +108,6 @@ class Rules:
                 f"lora={self.config.lora}: no {factor} factor is trained. Remove the option, or check the peft "
                 "configuration"
             )
-        targets = self.config.optim_target_modules
-        if targets is not None and not any(_is_target(targets, param) for param in params):
-            raise ValueError(
-                f"optim_target_modules={targets!r} matches no module. Names look like "
-                f"{examples([param.module_name for param in params])}"
-            )
 
     def _to_muon(self, name: str) -> bool:
         """Return whether a name is that of a LoRA factor that the option `lora` gives to Muon."""
@@ -139,7 +133,7 @@ class Rules:
         view, fused = view_of_kernel(param), layout_at(param).fused
         if fused is None or view != "flat":
             return view, "convolution"
-        return f"{view}, rows {fused.sizes(False)}" if self.config.split_fused else view, f"convolution: {fused.names}"
+        return f"{view}, rows {fused.sizes(False)}", f"convolution: {fused.names}"
 
     def _view(self, param: ModelParameter) -> tuple[str, str]:
         """Return the view of a weight, and a text that says what the weight is."""
@@ -155,7 +149,7 @@ class Rules:
         if layout.below > 1:
             what = "hidden matrices, one below the other"
             words.append(f"rows {layout.below}x{param.shape[0] // layout.below}")
-        elif fused is not None and self.config.split_fused:
+        elif fused is not None:
             cut = f"{'columns' if layout.transposed else 'rows'} {fused.sizes(self.config.per_head)}"
             if all(min(shape) > 1 for shape in parse(cut).shapes(param.shape)):
                 words.append(cut)
@@ -171,9 +165,6 @@ class Rules:
             return "single row or column"
         if is_matrix(param.folded) and any(pattern.search(param.name) for pattern in self.muon_patterns):
             return None
-        targets = self.config.optim_target_modules
-        if targets is not None and not _is_target(targets, param):
-            return "outside optim_target_modules"
         return self._named(param) or self._structural(param)
 
     def _named(self, param: ModelParameter) -> str | None:
@@ -267,16 +258,6 @@ class Rules:
 def _decays(param: ModelParameter) -> bool:
     """Apply transformers' rule: no decay in LayerNorm modules, and none for names with bias or norm."""
     return not (isinstance(param.owner, nn.LayerNorm) or _NO_DECAY.search(param.name.lower()))
-
-
-def _is_target(targets: str | Sequence[str], param: ModelParameter) -> bool:
-    """Apply transformers' rule for `optim_target_modules`: a regular expression, or a list of names and expressions."""
-    module = param.module_name
-    if isinstance(targets, str):
-        if targets.replace("_", "-") == "all-linear":
-            return isinstance(param.owner, nn.Linear)
-        return re.fullmatch(targets, module) is not None
-    return any(target in module or re.fullmatch(target, module) for target in targets)
 
 
 def attends(module: nn.Module | None) -> bool:

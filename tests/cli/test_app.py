@@ -57,16 +57,13 @@ def test_doctor_shows_hooks_and_what_is_not_there_only_if_asked(monkeypatch, cap
     assert not any(f"│ {name} " in text for name in ("deepspeed", "HF_MUON_STEP_REPORT", *HOOKS))
 
 
-def test_doctor_for_machines_and_for_bug_reports():
+def test_doctor_for_bug_reports():
     report = json.loads(doctor("--json").stdout)
     assert report["accepted"] is True
     torch = importlib.metadata.version("torch")
     assert report["versions"]["torch"] == torch
     assert report["hooks"]["optim: muon"] == "patched"
     assert report["lost"] == {}
-    sentence = whole_doctor().stdout.splitlines()[-1]
-    assert sentence.startswith("optim: muon is accepted with python 3.")
-    assert f"torch {torch}" in sentence
 
 
 def test_doctor_says_why_not():
@@ -89,12 +86,9 @@ def test_doctor_says_why_not():
             "torch cannot be imported here (OSError: libcudart",
         ),
         (
-            {
-                "transformers/__init__.py": "",
-                "transformers/training_args.py": "import enum\nclass OptimizerNames(enum.Enum): ADAMW = 1",
-            },
-            "has no registry of optimizers (ModuleNotFoundError: No module named 'transformers.trainer_optimizer'). "
-            "Install 5.5.4 or newer; `import hf_muon` does not help",
+            {"transformers/__init__.py": ""},
+            "transformers.trainer_optimizer cannot be imported here (ModuleNotFoundError: No module named "
+            "'transformers.trainer_optimizer'). Repair that first; `import hf_muon` does not help",
         ),
     ],
 )
@@ -105,7 +99,7 @@ def test_doctor_in_a_broken_environment(tmp_path, files, message):
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = doctor(PYTHONPATH=paths)
     assert process.returncode == 1
-    assert f"optim: muon is NOT accepted: {message}" in re.sub(r"transformers \d\S* has", "has", process.stdout)
+    assert f"optim: muon is NOT accepted: {message}" in process.stdout
     assert "without `import hf_muon`" not in process.stdout
     assert "Traceback" not in process.stderr
 

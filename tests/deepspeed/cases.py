@@ -77,7 +77,7 @@ def single(
     move(model, moved)
     masters = build_model("float32", frozen, wide)
     masters.load_state_dict(model.state_dict())
-    optimizer = build_optimizer(masters, {**OPTIONS, **options})
+    optimizer = build_optimizer(masters, **{**OPTIONS, **options})
     if viewed:
         set_views(optimizer)
     scheduler = schedule_of(optimizer) if scheduled else None
@@ -165,7 +165,7 @@ def engine_of(
                     target.data.copy_(source.data)
     else:
         model = build_model(dtype, frozen, wide)
-    optimizer = build_optimizer(model, {**OPTIONS, **options})
+    optimizer = build_optimizer(model, **{**OPTIONS, **options})
     if viewed:
         set_views(optimizer)
     scheduler = schedule_of(optimizer) if scheduled else None

@@ -48,6 +48,6 @@ def test_the_models_are_of_every_kind():
         "'round_robin_gradients': True",
     ):
         assert word in texts
-    assert {model.bounds.get("max_bucket_bytes") for model in models} >= {None, 1}
+    assert {model.bounds.get("max_batch_bytes") for model in models} >= {None, 1}
     assert {model.zero.get("sub_group_size") for model in models} == {None, 1, 100, 10**9}
     assert any(model.missing for model in models)

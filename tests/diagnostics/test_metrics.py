@@ -23,7 +23,7 @@ def lines_of(path):
 def trained(steps=7, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = Model().to(dtype)
-    optimizer = build_optimizer(model, {"ns_dtype": "fp32", "lr": 5e-3, "weight_decay": 0.1, **options})
+    optimizer = build_optimizer(model, ns_dtype="fp32", lr=5e-3, weight_decay=0.1, **options)
     for step in range(steps):
         optimizer.zero_grad()
         tokens = batches(step)

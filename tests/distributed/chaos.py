@@ -48,10 +48,8 @@ class Model:
             "adjust_lr_fn": rng.choice(["match_rms_adamw", "original", "spectral_unclamped"]),
         }
         self.bounds = {}
-        if rng.random() < 0.6:
-            self.bounds["max_bucket_bytes"] = rng.choice([1, 500, 4000, 30000])
-        if rng.random() < 0.4:
-            self.bounds["max_batch_bytes"] = rng.choice([1, 2000, 20000])
+        if rng.random() < 0.7:
+            self.bounds["max_batch_bytes"] = rng.choice([1, 150, 2000, 20000])
         # Gradients that no rank has, and gradients of stacks in which some experts saw no token.
         self.missing = {(step, i) for step in range(STEPS) for i in range(len(self.shapes)) if rng.random() < 0.12}
         self.partly = {(step, i) for step in range(STEPS) for i in range(len(self.shapes)) if rng.random() < 0.3}

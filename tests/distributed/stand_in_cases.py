@@ -87,7 +87,7 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
     from tests import stand_in
 
     model = on_stand_in(Net().to(getattr(torch, dtype)))
-    optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", **options})
+    optimizer = build_optimizer(model, **{"lr": 1e-2, "ns_dtype": "fp32", **options})
     if state is not None:
         weights, states = state
         for param, weight in zip(model.parameters(), weights, strict=True):

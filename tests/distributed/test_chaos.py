@@ -44,7 +44,7 @@ def test_the_models_are_of_every_kind():
     for ranks in (2, 4):
         tried = [layout for _, layout in runs_of(ranks)]
         assert all(tried.count(layout) >= 30 for layout in LAYOUTS[ranks]) or MODELS < 200
-    assert {model.bounds.get("max_bucket_bytes") for model in models} >= {None, 1}
+    assert {model.bounds.get("max_batch_bytes") for model in models} >= {None, 1}
     assert any(model.missing for model in models)
 
 

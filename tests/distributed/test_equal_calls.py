@@ -76,8 +76,8 @@ def calls_of_rank(model, layout, ranks, rank, options):
     return calls
 
 
-def calls(model, layout, ranks, options, file):
-    options = {"lr": 1e-3, "ns_dtype": "fp16", "diagnostics_file": str(file), **options}
+def calls(model, layout, ranks, options):
+    options = {"lr": 1e-3, "ns_dtype": "fp16", **options}
     return sum((calls_of_rank(model, layout, ranks, rank, options) for rank in range(ranks)), Counter())
 
 
@@ -99,16 +99,16 @@ def test_the_next_updates_travel_while_batches_are_orthogonalized(model, layout,
 
 @functools.cache
 def of_one_process(model, ns_dtype):
-    return calls(model, "one process", 1, {"ns_dtype": ns_dtype}, "unwritten")
+    return calls(model, "one process", 1, {"ns_dtype": ns_dtype})
 
 
-def check(model, layout, ranks, name, tmp_path):
+def check(model, layout, ranks, name):
     """Compare a layout with one process. A rank of ZeRO-3 steps all that it stores at once."""
     options = OPTIONS[name]
     expected = of_one_process(model, options.get("ns_dtype", "fp16"))
     assert all(overwrite and is_aligned for *_, overwrite, is_aligned in expected)
     with mock.patch.object(fake_layouts, "SUB_GROUP", 10**10):
-        assert calls(model, layout, ranks, options, tmp_path / "metrics.jsonl") == expected
+        assert calls(model, layout, ranks, options) == expected
 
 
 FIRST = [
@@ -128,14 +128,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", FIRST, ids=lambda case: "-".join(map(str, case)))
-def test_all_ranks_together_orthogonalize_what_one_process_does(case, tmp_path):
-    check(*case, tmp_path)
+def test_all_ranks_together_orthogonalize_what_one_process_does(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # into which metrics are written
+    check(*case)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("case", [c for c in CASES if c not in FIRST], ids=lambda case: "-".join(map(str, case)))
-def test_the_rest_of_all_layouts_models_and_options(case, tmp_path):
-    check(*case, tmp_path)
+def test_the_rest_of_all_layouts_models_and_options(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # into which metrics are written
+    check(*case)
 
 
 def matrices(calls):
@@ -145,8 +147,8 @@ def matrices(calls):
 
 @pytest.mark.extended
 def test_sub_groups_of_zero_3_have_batches_of_their_own_unless_each_matrix_has_one():
-    whole, cut = (calls(LLAMA, *layout, {}, "unwritten") for layout in (("one process", 1), ("ZeRO-3", 2)))
+    whole, cut = (calls(LLAMA, *layout, {}) for layout in (("one process", 1), ("ZeRO-3", 2)))
     assert whole != cut
     assert matrices(whole) == matrices(cut)
     alone = {"max_batch_bytes": 1}
-    assert calls(LLAMA, "one process", 1, alone, "unwritten") == calls(LLAMA, "ZeRO-3", 2, alone, "unwritten")
+    assert calls(LLAMA, "one process", 1, alone) == calls(LLAMA, "ZeRO-3", 2, alone)

@@ -22,12 +22,12 @@ def gpus():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "last", "hsdp", "fsdp-tp"])
-@pytest.mark.parametrize("max_bucket_bytes", [1, 2**28])
-def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(gpus, layout, dtype, max_bucket_bytes):
+@pytest.mark.parametrize("max_batch_bytes", [1, 2**26])
+def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(gpus, layout, dtype, max_batch_bytes):
     if layout in ("hsdp", "fsdp-tp") and gpus.world_size < 4:
         pytest.skip("needs four GPUs")
     expected = given_gradients(0, "single", dtype=dtype, device="cuda")
-    results = gpus.run(given_gradients, layout=layout, dtype=dtype, device="cuda", max_bucket_bytes=max_bucket_bytes)
+    results = gpus.run(given_gradients, layout=layout, dtype=dtype, device="cuda", max_batch_bytes=max_batch_bytes)
     assert_equal(results, expected)
 
 

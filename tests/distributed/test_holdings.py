@@ -90,9 +90,9 @@ SHARED_UNITS = [((14, 3, 13), ""), ((17, 3, 13), ""), ((3, 13), ""), ((6, 13), "
 
 @pytest.mark.parametrize("layout", ["mixed", "mixed-turned"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("max_bucket_bytes", [1, 2**26])
-def test_replicated_and_sharded_matrices_share_a_unit(pools, layout, ranks, max_bucket_bytes):
-    options = {"steps": 2, "viewed": SHARED_UNITS, "max_bucket_bytes": max_bucket_bytes}
+@pytest.mark.parametrize("max_batch_bytes", [1, 2**24])
+def test_replicated_and_sharded_matrices_share_a_unit(pools, layout, ranks, max_batch_bytes):
+    options = {"steps": 2, "viewed": SHARED_UNITS, "max_batch_bytes": max_batch_bytes}
     expected = given_gradients(0, "single", **options)
     results = pools[ranks].run(given_gradients, layout=layout, **options)
     assert_equal(results, expected)

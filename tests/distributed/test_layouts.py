@@ -36,10 +36,10 @@ def test_given_equal_gradients_every_layout_gives_the_bits_of_one_process(pools,
     assert_equal(pools[ranks].run(given_gradients, layout=layout, dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("options", [{"max_bucket_bytes": 1}, {"max_bucket_bytes": 4000}, {"max_bucket_bytes": 50000}])
+@pytest.mark.parametrize("options", [{"max_batch_bytes": 1}, {"max_batch_bytes": 1125}, {"max_batch_bytes": 14063}])
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_buckets_of_any_size_give_the_same_bits(pools, layout, ranks, options):
-    expected = given_gradients(0, "single")
+    expected = given_gradients(0, "single", **options)
     assert_equal(pools[ranks].run(given_gradients, layout=layout, **options), expected)
 
 

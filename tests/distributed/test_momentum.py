@@ -33,7 +33,7 @@ def test_bf16_rounds_alike_in_every_layout(pools, layout, ranks, dtype):
     [("ddp", 2, WIDE), ("fsdp", 2, WIDE), ("hsdp", 4, WIDE), ("middle", 2, STACKS), ("last", 2, ALIGNED)],
 )
 def test_int8_rounds_alike_in_every_layout(pools, layout, ranks, viewed):
-    options = {"momentum_dtype": "int8", "viewed": viewed, "max_bucket_bytes": 4000}
+    options = {"momentum_dtype": "int8", "viewed": viewed, "max_batch_bytes": 1125}
     expected = given_gradients(0, "single", **options)
     assert any(state[1].dtype is torch.int8 for state in expected[: len(viewed)])
     plain = (len(viewed), len(viewed) + 1)  # vectors have no second dim

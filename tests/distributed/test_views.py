@@ -116,8 +116,9 @@ def test_every_layout_gives_the_bits_of_one_process(pools, layout, ranks, dtype)
 
 
 def test_buckets_of_any_size(pools):
-    expected = given_gradients(0, "single", viewed=VIEWS)
-    assert_equal(pools[3].run(given_gradients, layout="fsdp", viewed=VIEWS, max_bucket_bytes=1000), expected)
+    options = {"viewed": VIEWS, "max_batch_bytes": 282}
+    expected = given_gradients(0, "single", **options)
+    assert_equal(pools[3].run(given_gradients, layout="fsdp", **options), expected)
 
 
 def test_views_are_text():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from tests.distributed.work_cases import all_to_alls, counted_step, events
 
 
@@ -30,13 +31,13 @@ def test_newton_schulz_is_shared(pools, layout, ranks):
     ],
 )
 def test_bytes_and_collectives(pools, layout, ranks, most):
-    for max_bucket_bytes in (2**31, 2**19):
-        counts = pools[ranks].run(counted_step, layout=layout, max_bucket_bytes=max_bucket_bytes)
+    for max_batch_bytes in (MAX_BATCH_BYTES, 9 * 2**14):
+        counts = pools[ranks].run(counted_step, layout=layout, max_batch_bytes=max_batch_bytes)
         for count in counts:
             assert count["bytes"] <= 1.02 * most * count["updates"]
             assert count["calls"] == count["returns"] + (0 if layout == "ddp" else count["rounds"])
             assert count["words"] == 1
-        assert (counts[0]["rounds"] > 3) == (max_bucket_bytes == 2**19)
+        assert (counts[0]["rounds"] > 3) == (max_batch_bytes == 9 * 2**14)
 
 
 def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
@@ -46,7 +47,7 @@ def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
 
 
 def test_rounds_overlap_within_the_bound(pools):
-    for log in pools[2].run(events, layout="fsdp", max_bucket_bytes=2**20):
+    for log in pools[2].run(events, layout="fsdp", max_batch_bytes=9 * 2**15):
         last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
         count = 1 + max(k for _, k in log)
         assert count > 4
@@ -58,7 +59,7 @@ def test_rounds_overlap_within_the_bound(pools):
 
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_rounds_beyond_the_bound_do_not_overlap(pools, layout):
-    for log in pools[2].run(events, layout=layout, max_bucket_bytes=1):
+    for log in pools[2].run(events, layout=layout, max_batch_bytes=1):
         rounds = [[what for what, k in log if k == which] for which in range(log[-1][1] + 1)]
         assert [what for each in rounds for what in each] == [what for what, _ in log]
         for each in rounds:
@@ -67,7 +68,7 @@ def test_rounds_beyond_the_bound_do_not_overlap(pools, layout):
 
 
 def test_directions_of_copies_travel_while_the_next_round_is_orthogonalized(pools):
-    for log in pools[2].run(events, layout="ddp", max_bucket_bytes=2**19):
+    for log in pools[2].run(events, layout="ddp", max_batch_bytes=9 * 2**14):
         last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
         count = 1 + max(k for _, k in log)
         assert count > 4

@@ -150,7 +150,7 @@ def train(
         model.blocks[0].requires_grad_(False)
         model.norm.requires_grad_(False)
     model, shards, place = wrap(model, layout)
-    optimizer = build_optimizer(model, {"ns_dtype": "fp32", "lr": 5e-3, "weight_decay": 0.1, **options})
+    optimizer = build_optimizer(model, **{"ns_dtype": "fp32", "lr": 5e-3, "weight_decay": 0.1, **options})
     muon = optimizer.param_groups[0]
     words = {"qkv": "rows 14+14+14", "down": "columns 26*(1+1)"}
     muon["views"] = [next((v for w, v in words.items() if w in n), "") for n in muon["param_names"]]

@@ -49,7 +49,7 @@ def counted_step(rank, layout, shapes=DEEP, **options):
     }
 
 
-def events(rank, layout, max_bucket_bytes):
+def events(rank, layout, max_batch_bytes):
     """Return the calls of a step in order, each with the number of its round."""
     from hf_muon.distributed.exchange import Exchange
 
@@ -63,7 +63,7 @@ def events(rank, layout, max_bucket_bytes):
         for param, grad in zip(params, make(DEEP, 1), strict=True):
             param.grad = store(grad, mesh, [Shard(0)])
     group = dist.group.WORLD if layout == "ddp" else None
-    optimizer = Muon(params, ns_dtype="fp32", max_bucket_bytes=max_bucket_bytes, replicate_group=group)
+    optimizer = Muon(params, ns_dtype="fp32", max_batch_bytes=max_batch_bytes, replicate_group=group)
     with logged(Exchange) as log:
         optimizer.step()
     return log

@@ -1,14 +1,12 @@
 """LLaMA-Factory v1's own Ulysses with Muon, on two CPU ranks, against one process without it.
 
-As shipped it needs CUDA and flash-attn, for which `v1_ulysses.py` stands in. The test runs only on request:
-``HF_MUON_TEST_ULYSSES=1 pytest tests/e2e/test_v1_ulysses.py``
+As shipped it needs CUDA and flash-attn, for which `v1_ulysses.py` stands in.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,8 @@ from tests.e2e.harness import BIN, CPU_V1, ROOT, YAML, distance, read_yaml, run,
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-    pytest.mark.skipif(os.environ.get("HF_MUON_TEST_ULYSSES") != "1", reason="set HF_MUON_TEST_ULYSSES=1"),
 ]
 SCRIPT = ROOT / "tests" / "e2e" / "v1_ulysses.py"
 

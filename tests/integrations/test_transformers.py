@@ -38,9 +38,8 @@ from tests.reference import moved, relative_difference
             },
         ),
         ({"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-4}, {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-4}),
-        ({"optim_target_modules": ["mlp"]}, {"optim_target_modules": ["mlp"]}),
     ],
-    ids=["plain", "clipping", "accumulation", "checkpointing", "bf16", "optim_args", "adam fields", "target modules"],
+    ids=["plain", "clipping", "accumulation", "checkpointing", "bf16", "optim_args", "adam fields"],
 )
 def test_trainer_equals_a_loop_by_hand(tmp_path, trainer_options, loop_options):
     start, ours, theirs = model(), model(), model()

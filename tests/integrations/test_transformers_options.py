@@ -44,6 +44,11 @@ def test_optim_args_as_a_mapping(tmp_path):
         arguments(tmp_path, optim_args={"momentun": 0.8})
 
 
+def test_modules_that_another_optimizer_was_restricted_to_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"optim_target_modules=\['mlp'\] is for optimizers such as GaLore"):
+        arguments(tmp_path, optim_target_modules=["mlp"])
+
+
 class TestOptions:
     @pytest.mark.parametrize(
         ("optim_args", "message"),

@@ -42,7 +42,7 @@ def equal(one, other):
     """Return whether two state dicts, or parts of them, are equal, types included."""
     if isinstance(one, torch.Tensor):
         same_kind = isinstance(other, torch.Tensor) and (one.dtype, one.layout) == (other.dtype, other.layout)
-        return same_kind and torch.equal(one.to_dense(), other.to_dense())
+        return same_kind and ((one.is_meta and other.is_meta) or torch.equal(one.to_dense(), other.to_dense()))
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -83,7 +83,7 @@ def test_a_fake_step_of_adamw_counts_as_torchs_does():
 def test_diagnostics_have_nothing_to_measure(tmp_path):
     with torch.device("meta"):
         model = net()
-    optimizer = build_optimizer(model, {"diagnostics_every": 1, "diagnostics_file": str(tmp_path / "file")})
+    optimizer = build_optimizer(model, diagnostics_every=1, diagnostics_file=str(tmp_path / "file"))
     for _ in range(2):
         for param in model.parameters():
             param.grad = torch.empty_like(param)

@@ -62,7 +62,7 @@ def measured(rank, layout, dtype="float32", **options):
 def _measured(layout, dtype, options):
     torch.manual_seed(0)
     model, _, _ = wrap(Several().to(getattr(torch, dtype)), layout)
-    optimizer = build_optimizer(model, {"ns_dtype": "fp32", **options})
+    optimizer = build_optimizer(model, **{"ns_dtype": "fp32", **options})
     params = list(model.parameters())
 
     def step():

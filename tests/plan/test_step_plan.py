@@ -21,7 +21,7 @@ def test_the_model_has_weights_of_every_kind():
         ("ddp", 2, {}),
         ("ddp", 4, {"comm_dtype": "bf16"}),
         ("fsdp", 2, {"ns_steps": 3, "momentum_dtype": "int8"}),
-        ("fsdp", 4, {"comm_dtype": "bf16", "max_bucket_bytes": 4096}),
+        ("fsdp", 4, {"comm_dtype": "bf16", "max_batch_bytes": 1152}),
         ("hsdp", 4, {"momentum_dtype": "bf16"}),
         ("fsdp", 2, {"momentum_dtype": "bf16", "adamw_state_dtype": "int8"}),
         ("ddp", 2, {"momentum_dtype": "int8", "adamw_state_dtype": "bf16"}),

@@ -1,4 +1,4 @@
-"""The options of routing: lora, muon_patterns, adamw_patterns and optim_target_modules."""
+"""The options of routing: lora, muon_patterns and adamw_patterns."""
 
 from __future__ import annotations
 
@@ -128,8 +128,6 @@ class TestPatterns:
             ({"lora": "muon_b"}, "lora=muon_b: no lora_B factor is trained"),
             ({"adamw_patterns": "(q|z"}, "is not a regular expression"),
             ({"adamw_patterns": "q_proj||k_proj"}, "empty alternative"),
-            ({"optim_target_modules": "nowhere"}, "optim_target_modules='nowhere' matches no module"),
-            ({"optim_target_modules": ["nowhere"]}, "matches no module. Names look like model"),
         ],
     )
     def test_mistakes(self, options, message):
@@ -140,24 +138,3 @@ class TestPatterns:
         assert muon_names(qwen3(), adamw_patterns="(q|k)_proj|[v|]_proj|mlp") == layers("self_attn.o_proj.weight")
         with pytest.raises(ValueError, match=r"'\(z\|y\)_proj' matches no parameter"):
             route_parameters(qwen3(), adamw_patterns="(z|y)_proj|q_proj")
-
-    @pytest.mark.parametrize(
-        ("targets", "expected"),
-        [
-            (["mlp"], MLP),
-            (["q_proj", "up_proj"], ["self_attn.q_proj.weight", "mlp.up_proj.weight"]),
-            (r".*\.self_attn\..*", ATTENTION),
-            ([r".*\.self_attn\.[qk]_proj"], ["self_attn.q_proj.weight", "self_attn.k_proj.weight"]),
-            ("all-linear", [*ATTENTION, *MLP]),
-        ],
-    )
-    def test_target_modules_mean_what_transformers_says(self, targets, expected):
-        from transformers.trainer_utils import check_target_module_exists
-
-        model = qwen3()
-        assert muon_names(model, optim_target_modules=targets) == layers(*expected)
-        if targets != "all-linear":
-            for name, module in model.named_modules():
-                if isinstance(module, nn.Linear) and "lm_head" not in name:
-                    inside = f"{name}.weight" in muon_names(model, optim_target_modules=targets)
-                    assert inside == bool(check_target_module_exists(targets, name))

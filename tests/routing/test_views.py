@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -49,10 +48,7 @@ class TestFused:
     def test_options(self):
         name = "transformer.h.0.attn.c_attn.weight"
         assert muon_views(self.gpt2())[name] == ("transposed, columns 32+32+32", "hidden matrix: q, k, v")
-        assert muon_views(self.gpt2(), split_fused=False)[name] == ("transposed", "hidden matrix: q, k, v")
         assert muon_views(self.gpt2(), per_head="true")[name] == ("transposed, columns 12x8", "hidden matrix: q, k, v")
-        with pytest.raises(ValueError, match="per_head=true goes head by head, and split_fused=false keeps"):
-            muon_views(self.gpt2(), per_head=True, split_fused=False)
 
     def test_patterns_keep_the_view(self):
         view, reason = muon_views(self.gpt2(), muon_patterns="c_attn")["transformer.h.0.attn.c_attn.weight"]

@@ -18,7 +18,7 @@ MEGATRON = {
     "use_megatron_bridge": ("USE_MEGATRON_BRIDGE", "Megatron Bridge"),
 }
 # Options of Muon that may give it something to step beside or in place of LoRA factors.
-_CHOICES = ("lora", "muon_patterns", "optim_target_modules")
+_CHOICES = ("lora", "muon_patterns")
 
 
 def patch_parser(module: ModuleType) -> Iterator[Change]:
@@ -96,7 +96,6 @@ def refuse_factors(training_args: Any, finetuning_args: Any) -> None:
         and finetuning_args.finetuning_type == "lora"
         and not getattr(finetuning_args, "additional_target", None)
         and getattr(finetuning_args, "stage", None) not in ("rm", "ppo")  # value heads are trained whole
-        and not getattr(training_args, "optim_target_modules", None)
         and not any(name in _CHOICES for name in parse_optim_args(getattr(training_args, "optim_args", None)))
     ):
         raise ValueError(

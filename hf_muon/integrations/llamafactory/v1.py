@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_muon.config import MuonConfig
     from hf_muon.optimizer.muon import Muon
 
+# Where TrainingArguments put the file of metrics, which lies in their output_dir.
+_FILE_KEY = "diagnostics_file"
 _ARGUMENTS = "LLaMA-Factory v1's arguments"
 _REGISTRIES = ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")
 
@@ -31,7 +33,9 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
     """
     from hf_muon.config import MuonConfig
 
-    return MuonConfig.from_mapping({key: value for key, value in optim_config.items() if key != "name"})
+    return MuonConfig.from_mapping(
+        {key: value for key, value in optim_config.items() if key not in ("name", _FILE_KEY)}
+    )
 
 
 def refuse_unsupported(args: Any) -> None:
@@ -81,8 +85,8 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         from hf_muon.diagnostics.metrics import FILE
 
         self.optim_config.setdefault("lr", self.learning_rate)
-        if self.optim_config.get("diagnostics_file") is None and getattr(self, "output_dir", None):
-            self.optim_config["diagnostics_file"] = os.path.join(self.output_dir, FILE)
+        if getattr(self, "output_dir", None):
+            self.optim_config.setdefault(_FILE_KEY, os.path.join(self.output_dir, FILE))
         config_from(self.optim_config)
         refuse_unsupported(self)
 
@@ -107,7 +111,7 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
         refuse_unless(_ARGUMENTS)
         if replaces and optim_config["name"] == NAME:
             warn_that_ours_runs("LLaMA-Factory", "optim_config: {name: muon}")
-        return build_optimizer(model, config_from(optim_config))
+        return build_optimizer(model, config_from(optim_config), diagnostics_file=optim_config.get(_FILE_KEY))
 
     for name in (NAME, OWN_NAME):
         yield registry, name, {"__call__": create_optimizer} if by_method else create_optimizer

@@ -66,9 +66,6 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
     from hf_muon.diagnostics.metrics import FILE
 
     config = config_from_arguments(context.args, context.optim_args)
-    if config.diagnostics_file is None:
-        file = os.path.join(context.args.output_dir or "", FILE)
-        config = config.replace({"diagnostics_file": file})
     refuse_failed_hooks(context.args)
     refuse_unsupported(context.args)
     refuse_parts_of_sequences(context.args, config.qk_clip)
@@ -78,6 +75,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
         "lr": config.lr,
         "weight_decay": config.weight_decay,
         "config": config,
+        "diagnostics_file": os.path.join(context.args.output_dir or "", FILE),
         "routing_model": context.model,
     }
 
@@ -86,11 +84,17 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
     """Return the options of a run: the fields of TrainingArguments, replaced by what `optim_args` says.
 
     Raises:
-        ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range.
+        ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range, or
+            `optim_target_modules`.
     """
     from hf_muon.config import MuonConfig
     from hf_muon.optim_args import parse_optim_args
 
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} is for optimizers such as GaLore; optim: muon takes "
+            "all hidden matrices. Remove it, or name in optim_args, as adamw_patterns, what shall go to AdamW"
+        )
     config = MuonConfig.from_mapping(
         {
             # PyYAML reads 1e-5 as text, and transformers passes that on.
@@ -98,7 +102,6 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
             "weight_decay": args.weight_decay,
             "adamw_betas": (float(args.adam_beta1), float(args.adam_beta2)),
             "adamw_eps": args.adam_epsilon,
-            "optim_target_modules": args.optim_target_modules or None,
         }
     )
     return config.replace(parse_optim_args(args.optim_args) if optim_args is None else optim_args)

@@ -39,7 +39,6 @@ _OPTIONS = (
     "adam_beta2",
     "adam_epsilon",
     "optim_args",
-    "optim_target_modules",
 )
 _LAYOUT = ("fsdp", "fsdp_config", "label_smoothing_factor")
 # The first three start a process group; the others are accelerate's way to ask for what a file asks for here.
