@@ -117,7 +117,7 @@ class TestInspect:
 
     def test_llamafactory_v1(self, small, tmp_path):
         path = tmp_path / "v1.yaml"
-        run = {"model": str(small[1]), "optim_config": {"name": "muon", "wd": 0.1, "momentum": 0.9}}
+        run = {"model": str(small[1]), "optim_config": {"name": "muon", "weight_decay": 0.1, "momentum": 0.9}}
         path.write_text(yaml.safe_dump(run))
         source = read_source(str(path))
         assert (source.config.weight_decay, source.config.momentum, source.notes) == (0.1, 0.9, [])

@@ -64,7 +64,7 @@ def test_yaml_has_options_that_exist(block, _):
     for settings in filter(None, yaml.safe_load_all(block)):
         for options in (settings.get("optim_args"), settings.get("optim_config")):
             named = parse_optim_args(options) if isinstance(options, str) else dict(options or {})
-            assert named.keys() - {"name", "wd"} <= set(MuonConfig.__dataclass_fields__)
+            assert named.keys() - {"name"} <= set(MuonConfig.__dataclass_fields__)
 
 
 @functools.cache
