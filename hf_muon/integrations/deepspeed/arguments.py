@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
+import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,15 @@ from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import describe
 
 
-def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a call gives, by name.
+def with_muon(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the Muon that a function in its place makes.
 
     Raises:
-        TypeError: the function does not take them.
+        ValueError: no Muon, a Muon that DeepSpeed steps already, or one over another model's parameters.
     """
-    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-
-
-def muon_of(arguments: Mapping[str, Any]) -> Muon:
-    """Return the optimizer of a call of `deepspeed.initialize`; if it is a function, its result.
-
-    Raises:
-        ValueError: no model, no Muon, a Muon that DeepSpeed steps already, or one over another model's parameters.
-    """
-    model, optimizer = arguments.get("model"), arguments.get("optimizer")
-    if model is None:
-        raise ValueError("model is missing: give the torch.nn.Module to train")
+    model, optimizer = arguments["model"], arguments["optimizer"]
     if optimizer is not None and not isinstance(optimizer, Optimizer) and callable(optimizer):
-        params = arguments.get("model_parameters")
+        params = arguments["model_parameters"]
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad] if params is None else params)
     if not isinstance(optimizer, Muon):
         value = "missing" if optimizer is None else f"of class {type(optimizer).__name__}"
@@ -45,65 +33,42 @@ def muon_of(arguments: Mapping[str, Any]) -> Muon:
         )
     if optimizer.partitioned.partitions is not None:
         raise ValueError("this Muon steps another DeepSpeed engine already. Build one for each engine")
-    params_of_model = {id(param) for param in model.parameters()}
+    params_of_model = set(model.parameters())
     foreign = [
         describe(group, i)
         for group in optimizer.param_groups
         for i, param in enumerate(group["params"])
-        if id(param) not in params_of_model
+        if param not in params_of_model
     ]
     if foreign:
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
         raise ValueError(
-            f"{len(foreign)} of the {count} parameters of this Muon are not parameters of the model that is given with "
-            f"it: {first_few(foreign, 3)}. Build it over that model, when the model is complete: "
-            "optimizer=hf_muon.build_optimizer(model)"
+            f"this Muon steps {first_few(foreign, 3)}, and the model that is given with it has no such parameters. "
+            "Build it over that model, when the model is complete: optimizer=hf_muon.build_optimizer(model)"
         )
-    return optimizer
+    return {**arguments, "optimizer": optimizer}
 
 
-def config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed config of a call of `deepspeed.initialize`, from `config` or `args.deepspeed_config`.
-
-    It is a mapping, or the path of a JSON file, which may hold comments as Hjson does.
+def with_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with a config that can be changed: a copy of a mapping, or read from a file.
 
     Raises:
-        ValueError: there is no config or more than one, or it cannot be read.
+        ValueError: there is no config, or it cannot be read.
     """
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-    given = [arguments.get("config"), getattr(arguments.get("args"), "deepspeed_config", None)]
-    configs = [config for config in given if config is not None]
-    if len(configs) != 1:
-        raise ValueError(
-            f"{len(configs)} DeepSpeed configs were given, in config and args.deepspeed_config. Give one: a mapping, "
-            "or the path of a JSON file"
-        )
-    config = configs[0]
+    args, config = arguments["args"], arguments["config"]
+    if config is None and getattr(args, "deepspeed_config", None) is not None:
+        config = args.deepspeed_config
+        args = copy.copy(args)
+        args.deepspeed_config = None  # DeepSpeed accepts one config only
     if isinstance(config, (str, os.PathLike)):
         import hjson  # type: ignore[import-not-found, unused-ignore]
 
-        try:
-            text = Path(config).read_text(encoding="utf-8")
-            config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
-        except (ValueError, OSError) as error:  # of reading, of decoding, of hjson and of DeepSpeed
-            raise ValueError(
-                f"DeepSpeed's config {str(config)[:200]} cannot be read as a JSON file: {error}"
-            ) from error
+        text = Path(config).read_text(encoding="utf-8")
+        config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     if not isinstance(config, Mapping):
-        raise ValueError(f"DeepSpeed's config is of type {type(config).__name__}. Give a mapping of options")
-    return dict(config)
-
-
-@contextlib.contextmanager
-def without_config(args: Any) -> Iterator[None]:
-    """Hide the config in `args` within the context: DeepSpeed accepts one config only."""
-    config = getattr(args, "deepspeed_config", None)
-    if config is None:
-        yield
-        return
-    args.deepspeed_config = None
-    try:
-        yield
-    finally:
-        args.deepspeed_config = config
+        raise ValueError(
+            f"DeepSpeed's config is of type {type(config).__name__}. Give a mapping of options, or the path of a JSON "
+            "file that holds one"
+        )
+    return {**arguments, "args": args, "config": dict(config)}

@@ -8,13 +8,14 @@ matrices a partition holds, and compares values to prove it before the first ste
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hf_muon.integrations.deepspeed.arguments import arguments_of, config_of, muon_of, without_config
-from hf_muon.integrations.deepspeed.gradients import hide_name, mend_gradients
+from hf_muon.integrations.deepspeed.arguments import with_config, with_muon
+from hf_muon.integrations.deepspeed.gradients import hide_name
 from hf_muon.integrations.deepspeed.loading import check_before_loading
 from hf_muon.integrations.deepspeed.partitions import read_partitions
 from hf_muon.integrations.deepspeed.refusals import engine_complaint, refuse_config, refuse_momentum
@@ -23,9 +24,6 @@ from hf_muon.integrations.ulysses.gradients import average_over_all_ranks
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.versions import refuse_older
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -39,15 +37,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         Engine, optimizer, data loader and scheduler, like `deepspeed.initialize`.
 
     Raises:
-        ValueError: `optimizer` is no Muon over this model, or the config cannot be read.
+        ValueError: `optimizer` is no Muon over this model, or there is no config.
         RuntimeError: Muon does not run with the config or with this DeepSpeed.
     """
     import deepspeed
 
-    arguments = arguments_of(deepspeed.initialize, args, kwargs)
-    config, optimizer = config_of(arguments), muon_of(arguments)
-    arguments |= {"config": config, "optimizer": optimizer}
-    with wrapping(optimizer, config), without_config(arguments.get("args")):
+    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    call.apply_defaults()
+    arguments = with_muon(with_config(call.arguments))
+    optimizer = arguments["optimizer"]
+    with wrapping(optimizer, arguments["config"]):
         started: tuple[Any, Any, Any, Any] = deepspeed.initialize(**arguments)
         attach(started[0], optimizer)
     return started
@@ -109,15 +108,8 @@ def attach(engine: Any, optimizer: Muon) -> None:
         raise RuntimeError(f"Muon does not run with {complaint}")
     average_over_all_ranks(engine, optimizer)
     partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
-    if partitions is not None:
-        mend_gradients(wrapper)
     hide_name(optimizer)
     # In ZeRO-0 every rank has whole parameters or fp32 copies of them.
-    attach_partitions(optimizer, partitions, replicate_group=_group_of(engine))
+    attach_partitions(optimizer, partitions, replicate_group=engine.seq_data_parallel_group)
     check_before_loading(engine, optimizer)
     write_latest_last(engine, optimizer)
-
-
-def _group_of(engine: Any) -> ProcessGroup | None:
-    group: ProcessGroup | None = engine.seq_data_parallel_group
-    return group

@@ -37,26 +37,9 @@ def hide_name(optimizer: Muon) -> None:
 
 
 def mend_gradients(zero: Any) -> None:
-    """Have the partitions of a ZeRO optimizer hold the sum of all micro-batches of a step, and of no other step.
-
-    Args:
-        zero: DeepSpeed's optimizer, whose layout is known.
-
-    Raises:
-        RuntimeError: one that adds up gradients in a way that is not known.
-    """
+    """Have the partitions of a ZeRO optimizer hold the sum of all micro-batches of a step, and of no other step."""
     if getattr(zero.step, OURS, False):
         return
-    try:
-        _mend(zero)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(
-            f"this DeepSpeed's {type(zero).__name__} adds up gradients in a way that this version of hf_muon does not "
-            f"know, so that Muon does not step them: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _mend(zero: Any) -> None:
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         zero.grad_partitions_flat_buffer.zero_()  # it is there
         complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
