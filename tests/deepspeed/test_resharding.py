@@ -6,6 +6,7 @@ All ranks train on the same data, so that a run has the same bits on any number 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
 from pathlib import Path
@@ -207,7 +208,7 @@ def changed_index(source, target, **entries):
     folder = shutil.copytree(source, target)
     for file in Path(folder).glob("*/*_states.pt"):
         content = torch.load(file, weights_only=False)
-        content["hf_muon_index"].update(entries)
+        content["hf_muon_index"] = json.dumps({**json.loads(content["hf_muon_index"]), **entries})
         torch.save(content, file)
     return str(folder)
 
