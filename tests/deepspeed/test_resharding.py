@@ -163,7 +163,7 @@ def saved(ranks, tmp_path_factory):
         ),
         ("other keys", r"rank_1_mp_rank_00_optim_states.pt is .*KeyError: 'ds_version'"),
         ("no state", r"rank_1_mp_rank_00_optim_states.pt is .* no file of this rank's"),
-        ("code", r"rank_1_mp_rank_00_optim_states.pt holds an object of \S*mkdir, .*add_safe_globals"),
+        ("code", r"(?s)rank_1_mp_rank_00_optim_states.pt is .* GLOBAL \S*mkdir"),
         ("moments", r"moments are missing: .*momentum_buffer"),
         (
             "several saves",
@@ -193,7 +193,7 @@ def test_objects_in_other_ranks_files_are_not_unpickled(ranks, saved, tmp_path):
     torch.save({**content, "mine": Planted(str(tmp_path / "code ran"))}, file)
     one, other = ranks.run(load_error, stage=2, load=str(folder), dtype="bfloat16")
     assert one == other
-    assert re.search(r"zero_pp_rank_1_mp_rank_00_model_states.pt holds an object of \S*mkdir, ", one)
+    assert re.search(r"(?s)zero_pp_rank_1_mp_rank_00_model_states.pt is .* GLOBAL \S*mkdir", one)
     assert not (tmp_path / "code ran").exists()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -69,22 +69,6 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     hide_name(optimizer)
     expect_partitions(optimizer, "DeepSpeed")
     yield
-
-
-def attach_one_of(objects: Iterable[Any], optimizer: Muon) -> None:
-    """Attach the one engine among some objects.
-
-    Raises:
-        RuntimeError: there is no engine or more than one; and as `attach`.
-    """
-    import deepspeed
-
-    engines = [one for one in objects if isinstance(one, deepspeed.DeepSpeedEngine)]
-    if len(engines) != 1:
-        raise RuntimeError(
-            f"prepare returned {len(engines)} DeepSpeed engines for one Muon; give prepare one model with it"
-        )
-    attach(engines[0], optimizer)
 
 
 def attach(engine: Any, optimizer: Muon) -> None:

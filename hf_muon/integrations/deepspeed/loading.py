@@ -137,15 +137,8 @@ class Loading:
                 f"of others, which must lie where it sees them. {BEFORE}"
             )
         except Exception as error:  # noqa: BLE001  what unpickling and unexpected content raise depends on the bytes
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-            complaint = f"{self.reading} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}"
-            if unsafe := re.search(r"\bGLOBAL (\S+)", str(error)):
-                complaint = (
-                    f"{self.reading} holds an object of {unsafe[1]}, and hf_muon does not unpickle objects of any class "
-                    "from files that DeepSpeed would not read itself. If you trust it: "
-                    "torch.serialization.add_safe_globals([...])"
-                )
-            complaints.append(complaint)
+            what = f"{type(error).__name__}: {str(error)[:1000]}"
+            complaints.append(f"{self.reading} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}")
         return complaints
 
     @contextlib.contextmanager
@@ -387,12 +380,12 @@ class Loading:
                 weights[name] = torch.empty(0, dtype=tensor.dtype)
             elif tensor not in names and name in module:
                 weights[name] = module[name].clone()  # a buffer
-            elif tensor in names and (whole := self._whole(names[tensor], tensor.dtype)) is not None:
+            elif tensor in names and (whole := self._whole(names[tensor], tensor)) is not None:
                 weights[name] = whole.view(tensor.shape)
         frozen = {p: name for p, name in names.items() if hasattr(p, "ds_id") and name not in self.here.parameters}
         fragments = {}
         for param, name in frozen.items():
-            if (whole := self._whole(name, param.dtype)) is not None:
+            if (whole := self._whole(name, param)) is not None:
                 size = param.ds_tensor.numel()
                 part = fragments[self.engine.param_names[param]] = torch.zeros(size, dtype=whole.dtype)
                 own = whole.reshape(-1)[self._rank * size :][:size]
@@ -400,26 +393,25 @@ class Loading:
         about[FROZEN] = fragments if fragments else None  # none with exclude_frozen_parameters
         return {**about, "module": weights}
 
-    def _whole(self, name: str, dtype: torch.dtype) -> Tensor | None:
+    def _whole(self, name: str, param: Tensor) -> Tensor | None:
         """Return a parameter's weight as the checkpoint has it, flat or not; None if it has none."""
         if self.source.stage != 3:
             return self._module.get(name)
         if name in self.source.parameters:
             flat = torch.empty(self.source.parameters[name][1].division.numel)
             list(self._fill(flat, {}, name, 0, flat.numel(), 0))
-            return flat.to(dtype)
+            return flat.to(param.dtype)
         parts = [self._read(self._weights_file(rank)).get(FROZEN) or {} for rank in range(self.source.ranks)]
         own = [part for fragments in parts for key, part in fragments.items() if unwrapped(key) == name]
-        return torch.cat([part.detach().reshape(-1) for part in own])[: self._shapes[name].numel()] if own else None
+        return (
+            torch.cat([part.detach().reshape(-1) for part in own])[: getattr(param, "ds_numel", param.numel())]
+            if own
+            else None
+        )
 
     @functools.cached_property
     def _module(self) -> dict[str, Tensor]:
         return {unwrapped(name): weight for name, weight in self._read(self._weights_file(0))["module"].items()}
-
-    @functools.cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        params = self.engine.module.named_parameters()
-        return {unwrapped(name): getattr(param, "ds_shape", param.shape) for name, param in params}
 
     def _content_of_optimizer(self, masters: Sequence[Tensor], state: Any) -> dict[str, Any]:
         template = self.engine.optimizer.state_dict()

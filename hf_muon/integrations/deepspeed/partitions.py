@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -165,8 +164,10 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
         yield flat, about, truths
         if swapped:
             # DeepSpeed restores from a checkpoint only the moments that exist now.
-            with standing(zero.optimizer.param_groups[group_of[i]], flat):
-                zero.optimizer.init_state()
+            param_group = zero.optimizer.param_groups[group_of[i]]
+            before, param_group["params"] = param_group["params"], [flat]
+            zero.optimizer.init_state()
+            param_group["params"] = before
             zero._optimizer_states_and_gradient_swap_out(i)
 
 
@@ -185,14 +186,6 @@ def _slice_of(param: Any, zero: Any, names: Names, division: Division, rank: int
 def is_swapped(zero: Any, sub_group: int) -> bool:
     """Return whether DeepSpeed keeps a sub-group of ZeRO-3 on NVMe; small ones stay in memory."""
     return bool(zero.swap_optimizer and zero._swappable_optimizer_subgroup(sub_group))
-
-
-@contextlib.contextmanager
-def standing(param_group: dict[str, Any], flat: Tensor) -> Iterator[None]:
-    """Put a partition into its param group, as ZeRO-3 does during its step."""
-    before, param_group["params"] = param_group["params"], [flat]
-    yield
-    param_group["params"] = before
 
 
 def _unknown(wrapper: Any) -> str:
