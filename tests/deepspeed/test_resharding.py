@@ -216,7 +216,7 @@ def changed_index(source, target, **entries):
 @pytest.mark.parametrize(
     ("entries", "dtype", "words"),
     [
-        ({}, "float32", "was written in bf16, and this run is in fp32. Set bf16.enabled to true, or start"),
+        ({}, "float32", "was written in bf16, and this run is in fp32. Set bf16 and fp16 as there, or start"),
         (
             {"is_swapped": True, "partitions": []},
             "bfloat16",

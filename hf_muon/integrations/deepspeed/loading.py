@@ -226,12 +226,9 @@ class Loading:
         """Yield why this run cannot load the layout, whatever the files hold."""
         source, here = self.source, self.here
         if source.precision != here.precision:
-            option = f"{here.precision}.enabled to false"
-            if source.precision != "fp32":
-                option = f"{source.precision}.enabled to true"
             yield (
-                f"{self.folder} was written in {source.precision}, and this run is in {here.precision}. Set {option}, "
-                f"or start from the weights alone ({WEIGHTS}) without the optimizer"
+                f"{self.folder} was written in {source.precision}, and this run is in {here.precision}. Set bf16 and "
+                f"fp16 as there, or start from the weights alone ({WEIGHTS}) without the optimizer"
             )
         moves = (source.stage, source.ranks, source.is_swapped) != (here.stage, here.ranks, here.is_swapped)
         if moves and (source.is_swapped or here.is_swapped):
