@@ -23,12 +23,14 @@ def patch_prepare(module: ModuleType) -> Iterator[Change]:
             return prepare(self, *args, **kwargs)
         if len(optimizers) > 1:
             raise RuntimeError(f"Accelerator.prepare was given {len(optimizers)} Muon optimizers; DeepSpeed takes one")
-        from hf_muon.integrations.deepspeed import engine as deepspeed
+        from hf_muon.integrations.deepspeed.engine import attach, wrapping
 
-        with deepspeed.wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):
+        with wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):
             ulysses.check_before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
             result = prepare(self, *args, **kwargs)
-            deepspeed.attach_one_of(result if isinstance(result, tuple) else (result,), optimizers[0])
+            for one in result if isinstance(result, tuple) else (result,):
+                if hasattr(one, "zero_optimization_stage"):  # DeepSpeed's engine
+                    attach(one, optimizers[0])
         return result
 
     yield module.Accelerator, "prepare", prepare_and_attach

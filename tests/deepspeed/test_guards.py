@@ -23,7 +23,6 @@ REFUSED = {
     "ratio": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
     "super_offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
     "nvme without stage 3": {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
-    "nvme_path": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
     "buffer_count 8. Set it to 12": {
         "zero_optimization": {
             "stage": 3,

@@ -114,7 +114,8 @@ def test_another_precision_is_refused_as_that(ranks, saved, dtype, tmp_path):
     path, other = str(tmp_path), "bfloat16" if dtype == "float32" else "float32"
     ranks.run(train, stage=2, last=1, dtype=dtype, save=path)
     for text in ranks.run(load_error, stage=2, dtype=other, load=path):
-        assert f"Set bf16.enabled to {str(dtype == 'bfloat16').lower()}, or start" in text
+        there, here = ("fp32", "bf16") if dtype == "float32" else ("bf16", "fp32")
+        assert f"was written in {there}, and this run is in {here}. Set bf16 and fp16 as there, or start" in text
 
 
 @pytest.mark.extended(but="3")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import shutil
 
 import pytest
 
 from tests.bounds import TIMES
 from tests.deepspeed.cases import single, train, why_no_async_io
-from tests.deepspeed.loading_cases import load_error, mix
+from tests.deepspeed.loading_cases import load_error
 from tests.deepspeed.test_training import assert_close, assert_equal, assert_resumes
 
 WHY_NOT = why_no_async_io()
@@ -81,16 +80,3 @@ def test_swap_files_of_other_names_are_refused(ranks, tmp_path):
     one, other = ranks.run(load_error, load=path, **on_disk(tmp_path / "swap"))
     assert one == other
     assert "make the same models as the run that wrote it, in the same order" in one
-
-
-def test_swap_files_of_another_save_are_refused(ranks, tmp_path):
-    """Save over a tag, and put back a rank's swap files of the first save."""
-    one, copy = tmp_path / "checkpoint", tmp_path / "copy"
-    ranks.run(train, last=2, save=str(one), **on_disk(tmp_path / "swap"))
-    shutil.copytree(one, copy)
-    ranks.run(train, last=2, save=str(one), **on_disk(tmp_path / "swap"))
-    ranks.run(train, first=2, last=2, load=str(one), **on_disk(tmp_path / "swap"))
-    mix(one, copy, "*/offloaded_tensors/rank01*")
-    mine, other = ranks.run(load_error, load=str(one), **on_disk(tmp_path / "swap"))
-    assert mine == other
-    assert "several saves: rank01.hf_muon_save; " in mine

@@ -12,22 +12,19 @@ from hf_muon.integrations.ulysses import batches, gradients, refusals
 
 
 @pytest.mark.parametrize(
-    ("config", "implementation", "size", "sentence"),
+    ("config", "implementation", "sentence"),
     [
-        (Qwen3Config(num_attention_heads=4, num_key_value_heads=2), "sdpa", 2, None),
-        (Qwen3Config(num_attention_heads=8, num_key_value_heads=2), "sdpa", 4, None),  # DeepSpeed repeats these heads
-        (GPT2Config(n_head=4), "sdpa", 2, None),
-        (Qwen3Config(num_attention_heads=24, num_key_value_heads=3), "sdpa", 2, "3 key and value heads neither"),
-        (MistralConfig(sliding_window=8), "sdpa", 2, "layers of sliding_attention under sdpa"),
-        (MistralConfig(sliding_window=8), "flash_attention_2", 2, None),
-        (Qwen3Config(layer_types=["chunked_attention"] * 32), "flash_attention_2", 2, "layers of chunked_attention"),
-        (Qwen3Config(layer_types=["linear_attention"] * 32), "flash_attention_2", 2, "layers of linear_attention"),
-        (Qwen3Config(), "flex_attention", 2, "attention 'flex_attention' needs a mask"),
-        (SimpleNamespace(), "sdpa", 2, "has no num_attention_heads"),
+        (Qwen3Config(), "sdpa", None),
+        (GPT2Config(), "sdpa", None),
+        (MistralConfig(sliding_window=8), "sdpa", "layers of sliding_attention under sdpa"),
+        (MistralConfig(sliding_window=8), "flash_attention_2", None),
+        (Qwen3Config(layer_types=["chunked_attention"] * 32), "flash_attention_2", "layers of chunked_attention"),
+        (Qwen3Config(layer_types=["linear_attention"] * 32), "flash_attention_2", "layers of linear_attention"),
+        (Qwen3Config(), "flex_attention", "attention 'flex_attention' needs a mask"),
     ],
 )
-def test_models(config, implementation, size, sentence):
-    lines = list(refusals.model_complaints(config, size, implementation))
+def test_models(config, implementation, sentence):
+    lines = list(refusals.model_complaints(config, implementation))
     assert (lines == []) if sentence is None else any(sentence in line for line in lines)
 
 
@@ -52,9 +49,9 @@ def test_a_size_that_accelerate_ignores_is_refused(monkeypatch):
 
 def test_positions_are_added_and_kept():
     ids = torch.zeros(2, 4, dtype=torch.long)
-    assert torch.equal(batches.complete({"input_ids": ids})["position_ids"], torch.arange(4).expand(2, -1))
+    assert torch.equal(batches.complete({"input_ids": ids}, "sdpa")["position_ids"], torch.arange(4).expand(2, -1))
     batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
-    assert batches.complete(batch) is batch
+    assert batches.complete(batch, "flash_attention_2") is batch
 
 
 def test_several_texts_in_a_row_need_flash_attention():
@@ -76,7 +73,7 @@ def test_several_texts_in_a_row_need_flash_attention():
 )
 def test_masks_that_would_be_dropped(mask, sentence):
     with pytest.raises(ValueError, match=sentence):
-        batches.complete({"input_ids": torch.zeros(2, 3), "attention_mask": mask})
+        batches.complete({"input_ids": torch.zeros(2, 3), "attention_mask": mask}, "sdpa")
 
 
 def test_rows_are_lengthened():

@@ -8,13 +8,18 @@ matrices a partition holds, and compares values to prove it before the first ste
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+import copy
+import inspect
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from hf_muon.integrations.deepspeed.arguments import arguments_of, config_of, muon_of, without_config
-from hf_muon.integrations.deepspeed.gradients import hide_name, mend_gradients
+from hf_muon.diagnostics.log import first_few
+from hf_muon.integrations.deepspeed.gradients import hide_name
 from hf_muon.integrations.deepspeed.loading import check_before_loading
 from hf_muon.integrations.deepspeed.partitions import read_partitions
 from hf_muon.integrations.deepspeed.refusals import engine_complaint, refuse_config, refuse_momentum
@@ -22,10 +27,8 @@ from hf_muon.integrations.deepspeed.saving import write_latest_last
 from hf_muon.integrations.ulysses.gradients import average_over_all_ranks
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
+from hf_muon.optimizer.state import describe
 from hf_muon.versions import refuse_older
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -39,18 +42,78 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         Engine, optimizer, data loader and scheduler, like `deepspeed.initialize`.
 
     Raises:
-        ValueError: `optimizer` is no Muon over this model, or the config cannot be read.
+        ValueError: `optimizer` is no Muon over this model, or there is no config.
         RuntimeError: Muon does not run with the config or with this DeepSpeed.
     """
     import deepspeed
 
-    arguments = arguments_of(deepspeed.initialize, args, kwargs)
-    config, optimizer = config_of(arguments), muon_of(arguments)
-    arguments |= {"config": config, "optimizer": optimizer}
-    with wrapping(optimizer, config), without_config(arguments.get("args")):
+    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    call.apply_defaults()
+    arguments = _with_muon(_with_config(call.arguments))
+    optimizer = arguments["optimizer"]
+    with wrapping(optimizer, arguments["config"]):
         started: tuple[Any, Any, Any, Any] = deepspeed.initialize(**arguments)
         attach(started[0], optimizer)
     return started
+
+
+def _with_muon(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the Muon that a function in its place makes.
+
+    Raises:
+        ValueError: no Muon, a Muon that DeepSpeed steps already, or one over another model's parameters.
+    """
+    model, optimizer = arguments["model"], arguments["optimizer"]
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and callable(optimizer):
+        params = arguments["model_parameters"]
+        optimizer = optimizer([p for p in model.parameters() if p.requires_grad] if params is None else params)
+    if not isinstance(optimizer, Muon):
+        value = "missing" if optimizer is None else f"of class {type(optimizer).__name__}"
+        raise ValueError(
+            f"optimizer is {value}, and hf_muon.integrations.deepspeed.initialize starts DeepSpeed with Muon. Give "
+            "optimizer=hf_muon.build_optimizer(model), or call deepspeed.initialize for another optimizer"
+        )
+    if optimizer.partitioned.partitions is not None:
+        raise ValueError("this Muon steps another DeepSpeed engine already. Build one for each engine")
+    params_of_model = set(model.parameters())
+    foreign = [
+        describe(group, i)
+        for group in optimizer.param_groups
+        for i, param in enumerate(group["params"])
+        if param not in params_of_model
+    ]
+    if foreign:
+        raise ValueError(
+            f"this Muon steps {first_few(foreign, 3)}, and the model that is given with it has no such parameters. "
+            "Build it over that model, when the model is complete: optimizer=hf_muon.build_optimizer(model)"
+        )
+    return {**arguments, "optimizer": optimizer}
+
+
+def _with_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with a config that can be changed: a copy of a mapping, or read from a file.
+
+    Raises:
+        ValueError: there is no config, or it cannot be read.
+    """
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    args, config = arguments["args"], arguments["config"]
+    if config is None and getattr(args, "deepspeed_config", None) is not None:
+        config = args.deepspeed_config
+        args = copy.copy(args)
+        args.deepspeed_config = None  # DeepSpeed accepts one config only
+    if isinstance(config, (str, os.PathLike)):
+        import hjson  # type: ignore[import-not-found, unused-ignore]
+
+        text = Path(config).read_text(encoding="utf-8")
+        config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"DeepSpeed's config is of type {type(config).__name__}. Give a mapping of options, or the path of a JSON "
+            "file that holds one"
+        )
+    return {**arguments, "args": args, "config": dict(config)}
 
 
 @contextlib.contextmanager
@@ -70,22 +133,6 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     hide_name(optimizer)
     expect_partitions(optimizer, "DeepSpeed")
     yield
-
-
-def attach_one_of(objects: Iterable[Any], optimizer: Muon) -> None:
-    """Attach the one engine among some objects.
-
-    Raises:
-        RuntimeError: there is no engine or more than one; and as `attach`.
-    """
-    import deepspeed
-
-    engines = [one for one in objects if isinstance(one, deepspeed.DeepSpeedEngine)]
-    if len(engines) != 1:
-        raise RuntimeError(
-            f"prepare returned {len(engines)} DeepSpeed engines for one Muon; give prepare one model with it"
-        )
-    attach(engines[0], optimizer)
 
 
 def attach(engine: Any, optimizer: Muon) -> None:
@@ -109,15 +156,8 @@ def attach(engine: Any, optimizer: Muon) -> None:
         raise RuntimeError(f"Muon does not run with {complaint}")
     average_over_all_ranks(engine, optimizer)
     partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
-    if partitions is not None:
-        mend_gradients(wrapper)
     hide_name(optimizer)
     # In ZeRO-0 every rank has whole parameters or fp32 copies of them.
-    attach_partitions(optimizer, partitions, replicate_group=_group_of(engine))
+    attach_partitions(optimizer, partitions, replicate_group=engine.seq_data_parallel_group)
     check_before_loading(engine, optimizer)
     write_latest_last(engine, optimizer)
-
-
-def _group_of(engine: Any) -> ProcessGroup | None:
-    group: ProcessGroup | None = engine.seq_data_parallel_group
-    return group

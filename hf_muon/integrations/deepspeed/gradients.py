@@ -37,26 +37,9 @@ def hide_name(optimizer: Muon) -> None:
 
 
 def mend_gradients(zero: Any) -> None:
-    """Have the partitions of a ZeRO optimizer hold the sum of all micro-batches of a step, and of no other step.
-
-    Args:
-        zero: DeepSpeed's optimizer, whose layout is known.
-
-    Raises:
-        RuntimeError: one that adds up gradients in a way that is not known.
-    """
+    """Have the partitions of a ZeRO optimizer hold the sum of all micro-batches of a step, and of no other step."""
     if getattr(zero.step, OURS, False):
         return
-    try:
-        _mend(zero)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(
-            f"this DeepSpeed's {type(zero).__name__} adds up gradients in a way that this version of hf_muon does not "
-            f"know, so that Muon does not step them: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _mend(zero: Any) -> None:
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         zero.grad_partitions_flat_buffer.zero_()  # it is there
         complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
@@ -142,9 +125,11 @@ def _accumulate_all(zero: Any, reached: set[Any]) -> None:
 
 def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
     """Bring gradients into the partitions that earlier micro-batches have, and the last one has not."""
+    from deepspeed.accelerator import get_accelerator
+
     missing = [number for number in reached if number not in zero.norm_for_param_grads]
     if missing:
-        _synchronize()
+        get_accelerator().synchronize()  # copies to the CPU are done
     for number in missing:
         group, first, start, count = zero.grad_position[number]
         grad = zero.accumulated_grads_in_cpu[number].view(-1).narrow(0, int(first), int(count))
@@ -167,13 +152,6 @@ def _forget_stage_2(zero: Any, reached: set[Any]) -> None:
         zero.averaged_gradients[group] = None
 
 
-def _synchronize() -> None:
-    """Wait for copies from an accelerator."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().synchronize()
-
-
 def without_gradient_in_stage_2(zero: Any, group: int) -> Callable[[], Sequence[slice]] | None:
     """Return a function that lists the elements of a partition without a gradient; None if those are zeros."""
     if not zero.cpu_offload:
@@ -191,7 +169,9 @@ def without_gradient_in_stage_2(zero: Any, group: int) -> Callable[[], Sequence[
 
 def _complete_stage_3(zero: Any) -> None:
     """Bring gradients into ZeRO-3's partitions that earlier micro-batches have, and the last one has not."""
-    _synchronize()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().synchronize()  # copies to the CPU are done
     start = 0
     written: dict[int, tuple[list[Tensor], list[int]]] = {}
     for params in zero.fp16_groups:

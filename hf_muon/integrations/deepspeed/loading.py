@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import re
 import sys
 from collections import defaultdict
@@ -34,9 +35,7 @@ from hf_muon.integrations.deepspeed.saving import (
     SAVE,
     Index,
     StoredPartition,
-    binder,
     index_of,
-    mark_of,
     replaced,
     swap_folder,
     world,
@@ -60,11 +59,13 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
     load = engine.load_checkpoint
     if getattr(load, OURS, False):
         return
-    bind = binder(load)
+    signature = inspect.signature(load)
 
     @functools.wraps(load)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        own = Loading(engine, optimizer, bind(*args, **kwargs).arguments)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        own = Loading(engine, optimizer, call.arguments)
         complaints = own.check()
         exchange = functools.partial(exchange_texts, world(), engine.device)
         texts = exchange(_mixture(own.folder, exchange(own.saves)) or complaints)
@@ -96,31 +97,6 @@ def _mixture(folder: Path, of_ranks: Sequence[Sequence[str]]) -> list[str]:
     return [f"{folder} holds files of several saves: {'; '.join(sides)}. {BEFORE}"] if len(sides) > 1 else []
 
 
-class DamagedError(Exception):
-    """A file of a checkpoint cannot be used. The text names it and says what to do."""
-
-
-@contextlib.contextmanager
-def _using(file: Path | str) -> Iterator[None]:
-    """Name the file in whatever error its content leads to.
-
-    Raises:
-        DamagedError: in place of any error.
-    """
-    try:
-        yield
-    except DamagedError:
-        raise
-    except Exception as error:  # what unpickling and unexpected content raise depends on the bytes
-        if unsafe := re.search(r"\bGLOBAL (\S+)", str(error)):
-            raise DamagedError(
-                f"{file} holds an object of {unsafe[1]}, and hf_muon does not unpickle objects of any class from files "
-                f"that DeepSpeed would not read itself. If you trust it: torch.serialization.add_safe_globals([...])"
-            ) from error
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        raise DamagedError(f"{file} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}") from error
-
-
 class Loading:
     """The load of a checkpoint on this rank.
 
@@ -136,13 +112,14 @@ class Loading:
         saves: the id of the save that wrote each file that was read ("" for none), a space, and the file's name.
         content: by path, what DeepSpeed loads in place of the file.
         swapped: with NVMe, this rank's file of the optimizer.
+        reading: the file whose content is in use.
     """
 
     def __init__(self, engine: Any, optimizer: Muon, values: Mapping[str, Any]) -> None:
         self.engine, self.optimizer, self.values = engine, optimizer, values
         self.moments = bool(values["load_optimizer_states"] and not values["load_module_only"])
         self.tag: str | None = None
-        self.folder = Path(values["load_dir"])
+        self.folder = self.reading = Path(values["load_dir"])
         self.saves: list[str] = []
         self.content: dict[str, dict[str, Any]] = {}
         self.swapped: dict[str, Any] = {}
@@ -154,10 +131,14 @@ class Loading:
         complaints: list[str] = []
         try:
             complaints.extend(self._complaints())
-        except DamagedError as error:
-            complaints.append(str(error))
-        except Exception as error:  # noqa: BLE001  what reading raises depends on the bytes
-            complaints.append(f"{self.folder} cannot be read ({type(error).__name__}: {error}). {BEFORE}")
+        except FileNotFoundError as error:
+            complaints.append(
+                f"{error.filename} is missing. On another number of ranks, or in another stage, a rank reads the files "
+                f"of others, which must lie where it sees them. {BEFORE}"
+            )
+        except Exception as error:  # noqa: BLE001  what unpickling and unexpected content raise depends on the bytes
+            what = f"{type(error).__name__}: {str(error)[:1000]}"
+            complaints.append(f"{self.reading} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}")
         return complaints
 
     @contextlib.contextmanager
@@ -185,15 +166,9 @@ class Loading:
     # --- what cannot be loaded
 
     def _complaints(self) -> Iterator[str]:
-        """Yield why the checkpoint cannot be loaded; read what this rank needs of it.
-
-        Raises:
-            DamagedError: a file is missing, cut off or overwritten.
-        """
-        stage, swaps = (
-            int(self.engine.zero_optimization_stage()),
-            getattr(self.engine.optimizer, "swap_optimizer", False),
-        )
+        """Yield why the checkpoint cannot be loaded; read what this rank needs of it."""
+        stage = int(self.engine.zero_optimization_stage())
+        swaps = getattr(self.engine.optimizer, "swap_optimizer", False)
         latest = self.folder / "latest"
         self.tag = None if self.values["tag"] is None else str(self.values["tag"])
         if self.tag is None and latest.is_file():
@@ -233,15 +208,14 @@ class Loading:
         if not files:
             yield f"{self.folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the tag"
             return
-        with _using(files[0]):
-            plain = self._read(files[0]).get(INDEX)
-            if plain is None:
-                yield (
-                    f"{files[0]} does not say where moments of Muon lie: it was written by another optimizer. Start "
-                    f"from the weights alone ({WEIGHTS}) without the optimizer"
-                )
-                return
-            self.source = Index.read(plain)
+        content = self._read(files[0])
+        if INDEX not in content:
+            yield (
+                f"{files[0]} does not say where moments of Muon lie: it was written by another optimizer. Start "
+                f"from the weights alone ({WEIGHTS}) without the optimizer"
+            )
+            return
+        self.source = Index.read(content[INDEX])
         self.here = index_of(self.engine, self.optimizer)
         lines = list(self._refusals())
         yield from lines
@@ -252,12 +226,9 @@ class Loading:
         """Yield why this run cannot load the layout, whatever the files hold."""
         source, here = self.source, self.here
         if source.precision != here.precision:
-            option = f"{here.precision}.enabled to false"
-            if source.precision != "fp32":
-                option = f"{source.precision}.enabled to true"
             yield (
-                f"{self.folder} was written in {source.precision}, and this run is in {here.precision}. Set {option}, "
-                f"or start from the weights alone ({WEIGHTS}) without the optimizer"
+                f"{self.folder} was written in {source.precision}, and this run is in {here.precision}. Set bf16 and "
+                f"fp16 as there, or start from the weights alone ({WEIGHTS}) without the optimizer"
             )
         moves = (source.stage, source.ranks, source.is_swapped) != (here.stage, here.ranks, here.is_swapped)
         if moves and (source.is_swapped or here.is_swapped):
@@ -292,13 +263,9 @@ class Loading:
     def _complaints_of_swapped(self) -> Iterator[str]:
         file = self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)
         self._read(self.own)
-        with _using(file):
-            self.swapped = self._read(file)["optimizer_state_dict"]
-            yield from self._complaints_of_state(self.swapped["optimizer_state_dict"])
-        saved = swap_folder(self.engine, self.folder)
-        mark = mark_of(saved)
-        self.saves.append(f"{mark.read_text() if mark.is_file() else ''} {mark.name}")
-        yield from unfit_swap_files(self.engine, saved)
+        self.swapped = self._read(file)["optimizer_state_dict"]
+        yield from self._complaints_of_state(self.swapped["optimizer_state_dict"])
+        yield from unfit_swap_files(self.engine, swap_folder(self.engine, self.folder))
 
     # --- files
 
@@ -307,25 +274,17 @@ class Loading:
 
         DeepSpeed unpickles objects of any class from this rank's file of weights, into which users put what they like.
         From other files only classes of torch and DeepSpeed are read.
-
-        Raises:
-            DamagedError: the file is missing, cut off or overwritten.
         """
-        path = Path(file)
+        path = self.reading = Path(file)
         if str(path) in self._read_files:
             return self._read_files[str(path)]
-        if not path.is_file():
-            raise DamagedError(
-                f"{path} is missing. On another number of ranks, or in another stage, a rank reads the files of "
-                f"others, which must lie where it sees them. {BEFORE}"
-            )
-        with _using(path), torch.serialization.safe_globals(_classes_of_deepspeed()):
-            with path.open("rb") as stream:
-                is_zip = stream.read(2) == b"PK"  # torch's older format cannot be mapped
+        with path.open("rb") as stream:
+            is_zip = stream.read(2) == b"PK"  # torch's older format cannot be mapped
+        with torch.serialization.safe_globals(_classes_of_deepspeed()):
             weights_only = path != Path(self.own)
             content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
-            content["ds_version"]  # which is in every file of DeepSpeed
-            self.saves.append(f"{content.get(SAVE, '')} {path.name}")
+        content["ds_version"]  # which is in every file of DeepSpeed
+        self.saves.append(f"{content.get(SAVE, '')} {path.name}")
         self._read_files[str(path)] = content
         return content
 
@@ -335,23 +294,19 @@ class Loading:
 
     def _stored(self, rank: int) -> Stored:
         """Return what a rank has stored of the optimizer."""
+        name = f"mp_rank_{self._mp}_model_states.pt"
+        if self.source.stage:
+            precision = "bf16_" if self.source.precision == "bf16" else ""
+            name = f"{precision}zero_pp_rank_{rank}_mp_rank_{self._mp}_optim_states.pt"
+        content = self._read(self.folder / name)
         if rank not in self._stored_by:
-            name = f"mp_rank_{self._mp}_model_states.pt"
-            if self.source.stage:
-                precision = "bf16_" if self.source.precision == "bf16" else ""
-                name = f"{precision}zero_pp_rank_{rank}_mp_rank_{self._mp}_optim_states.pt"
-            with _using(self.folder / name):
-                self._stored_by[rank] = Stored(self._read(self.folder / name), self.source)
+            self._stored_by[rank] = Stored(content, self.source)
         return self._stored_by[rank]
 
     # --- what this rank's files would hold
 
     def _complaints_of_files(self) -> Iterator[str]:
-        """Yield why the files cannot be loaded; fill `content`.
-
-        Raises:
-            DamagedError: a file is missing, cut off or overwritten.
-        """
+        """Yield why the files cannot be loaded; fill `content`."""
         zero, here, source = self.engine.optimizer, self.here, self.source
         self._rank = dist.get_rank(zero.dp_process_group) if here.stage else 0
         self._template = self._stored(self._rank % source.ranks)
@@ -372,13 +327,12 @@ class Loading:
             )
         state_dict = self._template.state_dict(here, states)
         yield from self._complaints_of_state(state_dict)
-        with _using(self.folder):
-            content = self.content[str(file)] = self._content_of_weights(weights)
-            if here.stage:
-                about = {"optimizer_state_dict": self._content_of_optimizer(masters, state_dict)}
-                self.content[self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)] = about
-            else:
-                content["optimizer"] = self._whole_optimizer(masters, state_dict)
+        content = self.content[str(file)] = self._content_of_weights(weights)
+        if here.stage:
+            about = {"optimizer_state_dict": self._content_of_optimizer(masters, state_dict)}
+            self.content[self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)] = about
+        else:
+            content["optimizer"] = self._whole_optimizer(masters, state_dict)
 
     def _fill(self, flat: Tensor, state: dict[str, Any], name: str, first: int, last: int, at: int) -> Iterator[str]:
         """Copy elements of a parameter and of its moments to `at`; a moment that is not stored is removed."""
@@ -423,12 +377,12 @@ class Loading:
                 weights[name] = torch.empty(0, dtype=tensor.dtype)
             elif tensor not in names and name in module:
                 weights[name] = module[name].clone()  # a buffer
-            elif tensor in names and (whole := self._whole(names[tensor], tensor.dtype)) is not None:
+            elif tensor in names and (whole := self._whole(names[tensor], tensor)) is not None:
                 weights[name] = whole.view(tensor.shape)
         frozen = {p: name for p, name in names.items() if hasattr(p, "ds_id") and name not in self.here.parameters}
         fragments = {}
         for param, name in frozen.items():
-            if (whole := self._whole(name, param.dtype)) is not None:
+            if (whole := self._whole(name, param)) is not None:
                 size = param.ds_tensor.numel()
                 part = fragments[self.engine.param_names[param]] = torch.zeros(size, dtype=whole.dtype)
                 own = whole.reshape(-1)[self._rank * size :][:size]
@@ -436,26 +390,25 @@ class Loading:
         about[FROZEN] = fragments if fragments else None  # none with exclude_frozen_parameters
         return {**about, "module": weights}
 
-    def _whole(self, name: str, dtype: torch.dtype) -> Tensor | None:
+    def _whole(self, name: str, param: Tensor) -> Tensor | None:
         """Return a parameter's weight as the checkpoint has it, flat or not; None if it has none."""
         if self.source.stage != 3:
             return self._module.get(name)
         if name in self.source.parameters:
             flat = torch.empty(self.source.parameters[name][1].division.numel)
             list(self._fill(flat, {}, name, 0, flat.numel(), 0))
-            return flat.to(dtype)
+            return flat.to(param.dtype)
         parts = [self._read(self._weights_file(rank)).get(FROZEN) or {} for rank in range(self.source.ranks)]
         own = [part for fragments in parts for key, part in fragments.items() if unwrapped(key) == name]
-        return torch.cat([part.detach().reshape(-1) for part in own])[: self._shapes[name].numel()] if own else None
+        return (
+            torch.cat([part.detach().reshape(-1) for part in own])[: getattr(param, "ds_numel", param.numel())]
+            if own
+            else None
+        )
 
     @functools.cached_property
     def _module(self) -> dict[str, Tensor]:
         return {unwrapped(name): weight for name, weight in self._read(self._weights_file(0))["module"].items()}
-
-    @functools.cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        params = self.engine.module.named_parameters()
-        return {unwrapped(name): getattr(param, "ds_shape", param.shape) for name, param in params}
 
     def _content_of_optimizer(self, masters: Sequence[Tensor], state: Any) -> dict[str, Any]:
         template = self.engine.optimizer.state_dict()

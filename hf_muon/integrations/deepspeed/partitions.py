@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,37 +10,29 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.integrations.deepspeed.gradients import without_gradient, without_gradient_in_stage_2
+from hf_muon.integrations.deepspeed.gradients import (
+    mend_gradients,
+    without_gradient,
+    without_gradient_in_stage_2,
+)
 from hf_muon.optimizer.muon import Muon
 from hf_muon.storage.partitions import Division, Partition, Slice
-from hf_muon.storage.tensors import shape_of
-from hf_muon.storage.views import WHOLE, View
 
+Reading = tuple[Tensor, dict[str, Any], Sequence[Tensor]]
+"""A partition: the flat tensor, the arguments of `Partition`, and the values of its slices according to the parameters.
 
-class _UnlikeError(Exception):
-    """DeepSpeed stores parameters in another way than this file says."""
+Valid until the next one.
+"""
 
-
-def _expect(condition: bool, difference: str) -> None:
-    if not condition:
-        raise _UnlikeError(difference)
-
-
-Truth = tuple[str, Slice, Tensor]
-"""A parameter's name, its slice, and the values of that slice according to the parameter itself."""
-
-Names = Mapping[Tensor, tuple[str, View | None]]
-"""For each parameter of the model its name, and its view in the wrapped optimizer."""
-
-Reading = tuple[Tensor, dict[str, Any], Sequence[Truth]]
-"""A partition: the flat tensor, the arguments of `Partition`, and the values to compare. Valid until the next one."""
+Names = Mapping[Tensor, str]
 
 
 def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition] | None:
     """Return the partitions of an engine's optimizer, in the order in which ZeRO steps them; None without partitions.
 
-    Compare every slice with the parameter itself. Partitions that DeepSpeed swaps to NVMe get zero moments here, which
-    DeepSpeed swaps together with them. All ranks must call this together.
+    Compare every slice with the parameter itself, and have partitions hold the gradients of one step. Partitions that
+    DeepSpeed swaps to NVMe get zero moments here, which DeepSpeed swaps together with them. All ranks must call this
+    together.
 
     Args:
         engine: a DeepSpeed engine whose optimizer wraps a `Muon`.
@@ -58,18 +49,15 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     reader = _reader(wrapper)
     if reader is None:
         return None
-    views = wrapper.optimizer.partitioned.views
-    names: dict[Tensor, tuple[str, View | None]] = {
-        param: (f"a parameter of shape {shape_of(param)} outside the model", view) for param, view in views.items()
-    }
-    names |= {param: (name, views.get(param)) for name, param in engine.module.named_parameters()}
+    names = {param: name for name, param in engine.module.named_parameters()}
     partitions: dict[Tensor, Partition] = {}
     wrong: list[str] = []
     try:
         for flat, about, truths in reader(wrapper, names):
             partitions[flat] = Partition(**about, device=device)
             wrong += _differences(flat, partitions[flat], truths)
-    except (_UnlikeError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        mend_gradients(wrapper)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(f"{_unknown(wrapper)}: {type(error).__name__}: {error}") from error
     root = root_group([partition.group for partition in partitions.values()])
     gathered = [line for lines in exchange_texts(root, engine.device, wrong) for line in lines]
@@ -78,15 +66,15 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     return partitions
 
 
-def _differences(flat: Tensor, partition: Partition, truths: Sequence[Truth]) -> Iterator[str]:
+def _differences(flat: Tensor, partition: Partition, truths: Sequence[Tensor]) -> Iterator[str]:
     """Yield the slices of a partition that differ from their parameters."""
     if flat.dtype != torch.float32:
         yield f"a partition has dtype {flat.dtype}: Muon needs fp32 master weights"
-    for name, part, truth in truths:
+    for part, truth in zip(partition.slices, truths, strict=True):
         master = flat.detach()[part.elements(partition.rank)]
         # Rounding a master weight gives the parameter.
         if master.shape != truth.shape or not torch.equal(master.to(truth), truth):
-            yield f"{name} does not lie where ZeRO's optimizer says"
+            yield f"{part.name} does not lie where ZeRO's optimizer says"
 
 
 def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Reading]] | None:
@@ -130,27 +118,17 @@ def _contiguous(
     """
     import torch.distributed as dist
 
-    factors = zero.optimizer.partitioned.factors
     for i, (params, whole, flat) in enumerate(zip(groups, wholes, partitions, strict=True)):
-        param_group = zero.optimizer.param_groups[i]
         process_group = zero.real_dp_process_group[i]
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        in_group = param_group["params"]
-        _expect(len(in_group) == 1 and in_group[0] is flat, "a param group does not hold its partition")
-        _expect(flat.numel() * ranks == whole.numel(), f"{ranks} partitions of {flat.numel()} make no {whole.numel()}")
-        truths: list[Truth] = []
+        slices: list[Slice] = []
+        truths: list[Tensor] = []
         for param in params:
-            offset, odd = divmod(param.data_ptr() - whole.data_ptr(), whole.element_size())
-            fits = not odd and 0 <= offset <= whole.numel() - param.numel()
-            _expect(fits, "a parameter is no view of its group")
+            offset = (param.data_ptr() - whole.data_ptr()) // whole.element_size()
             division = Division(param.numel(), flat.numel(), offset)
-            first, last, at = division.held(rank)
-            name, view = names[param]
-            _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            own = factors.get(param, 1.0)
-            part = Slice(tuple(param.shape), division.bounds(ranks), at, view or WHOLE, name, division, own)
-            truths.append((name, part, param.detach().reshape(-1)[first:last]))
-        slices = [part for _, part, _ in truths]
+            first, last, _ = division.held(rank)
+            slices.append(_slice_of(param, zero, names, division, rank, ranks))
+            truths.append(param.detach().reshape(-1)[first:last])
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
 
@@ -159,36 +137,26 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
     import deepspeed
     import torch.distributed as dist
 
-    factors = zero.optimizer.partitioned.factors
     group_of = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))]
     for i, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
-        param_group = zero.optimizer.param_groups[group_of[i]]
-        groups = {id(group): group for group in (getattr(p, "ds_process_group", zero.dp_process_group) for p in params)}
-        _expect(len(groups) == 1, "a sub-group's parameters are partitioned over different ranks")
-        (process_group,) = groups.values()
+        (process_group,) = {getattr(param, "ds_process_group", zero.dp_process_group) for param in params}
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         swapped = is_swapped(zero, i)
         if swapped:
             zero._optimizer_states_and_gradient_swap_in(i)
-        truths: list[Truth] = []
+        slices: list[Slice] = []
+        truths: list[Tensor] = []
         ranges: list[tuple[Any, slice]] = []
         start = 0
         for param in params:
             size = param.partition_numel()
             ranges.append((zero.get_param_id(param), slice(start, start + size)))
             division = Division(param.ds_numel, size, start=start)
-            bounds = division.bounds(ranks)
-            first, last = bounds[rank]
+            first, last, _ = division.held(rank)
             with deepspeed.zero.GatheredParameters([param]):
-                truth = param.detach().reshape(-1)[first:last].clone()
-            name, view = names[param]
-            _expect(view is not None, f"{name} was not among the optimizer's parameters when it was wrapped")
-            own = factors.get(param, 1.0)
-            part = Slice(tuple(param.ds_shape), bounds, start, view or WHOLE, name, division, own)
-            truths.append((name, part, truth))
+                truths.append(param.detach().reshape(-1)[first:last].clone())
+            slices.append(_slice_of(param, zero, names, division, rank, ranks))
             start += size
-        _expect(start == flat.numel(), f"the parts of a sub-group make {start} of {flat.numel()} elements")
-        slices = [part for _, part, _ in truths]
         is_last = group_of[i] not in group_of[i + 1 :]
         about = {"group": process_group, "rank": rank, "slices": slices, "last": is_last}
         if zero.offload_optimizer:
@@ -196,9 +164,23 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
         yield flat, about, truths
         if swapped:
             # DeepSpeed restores from a checkpoint only the moments that exist now.
-            with standing(param_group, flat):
-                zero.optimizer.init_state()
+            param_group = zero.optimizer.param_groups[group_of[i]]
+            before, param_group["params"] = param_group["params"], [flat]
+            zero.optimizer.init_state()
+            param_group["params"] = before
             zero._optimizer_states_and_gradient_swap_out(i)
+
+
+def _slice_of(param: Any, zero: Any, names: Names, division: Division, rank: int, ranks: int) -> Slice:
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    muon = zero.optimizer.partitioned
+    if param not in names or param not in muon.views:
+        raise ValueError(f"a parameter of shape {shape} is not in the model, or was not in the optimizer at the start")
+    bounds = division.bounds(ranks)
+    if (bounds[0][0], bounds[-1][1]) != (0, division.numel):
+        raise ValueError(f"the ranks' partitions do not hold {names[param]} whole")
+    start = division.held(rank)[2]
+    return Slice(shape, bounds, start, muon.views[param], names[param], division, muon.factors[param])
 
 
 def is_swapped(zero: Any, sub_group: int) -> bool:
@@ -206,18 +188,10 @@ def is_swapped(zero: Any, sub_group: int) -> bool:
     return bool(zero.swap_optimizer and zero._swappable_optimizer_subgroup(sub_group))
 
 
-@contextlib.contextmanager
-def standing(param_group: dict[str, Any], flat: Tensor) -> Iterator[None]:
-    """Put a partition into its param group, as ZeRO-3 does during its step."""
-    before, param_group["params"] = param_group["params"], [flat]
-    yield
-    param_group["params"] = before
-
-
 def _unknown(wrapper: Any) -> str:
     return (
-        f"{version()} stores parameters in its {type(wrapper).__name__} in a way that this version of hf_muon does "
-        "not know, so that Muon does not step them"
+        f"{version()} stores parameters or gradients in its {type(wrapper).__name__} in a way that this version of "
+        "hf_muon does not know, so that Muon does not step them"
     )
 
 

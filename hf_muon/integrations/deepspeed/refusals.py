@@ -56,8 +56,6 @@ def _nvme_complaints(zero: Config, optimizer: Config) -> Iterator[str]:
     at = "zero_optimization.offload_optimizer"
     if zero.get("stage", 0) not in (3, "auto"):
         yield f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu"
-    if not optimizer.get("nvme_path"):
-        yield f"{at}.device nvme without {at}.nvme_path, a folder on the disk"
     # Per partition: weights, gradient and two moments of AdamW. Pipelining holds the next and the previous one as well.
     needed = 4 * (1 + sum(optimizer.get(name) is True for name in ("pipeline_read", "pipeline_write")))
     count = _number(optimizer, "buffer_count", 4)

@@ -11,8 +11,10 @@ waiting in a barrier. Files of a tag that is used again are overwritten one by o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import json
 import os
 import shutil
 import uuid
@@ -54,7 +56,7 @@ class StoredPartition:
 
     group: int
     numel: int
-    parameters: Mapping[str, StoredParameter]
+    parameters: dict[str, StoredParameter]
 
 
 @dataclass(frozen=True)
@@ -84,32 +86,18 @@ class Index:
         """Return the layout in words."""
         return f"ZeRO-{self.stage}" + (f" on {self.ranks} ranks" if self.stage else "")
 
-    def plain(self) -> dict[str, Any]:
-        """Return the index as what a file holds: numbers, texts, lists and dicts."""
-        partitions = [
-            {
-                "group": part.group,
-                "numel": part.numel,
-                "parameters": {
-                    name: {"shape": list(one.shape), **one.division._asdict()} for name, one in part.parameters.items()
-                },
-            }
-            for part in self.partitions
-        ]
-        about = {"stage": self.stage, "ranks": self.ranks, "precision": self.precision, "is_swapped": self.is_swapped}
-        return {"version": 1, **about, "partitions": partitions}
-
     @staticmethod
-    def read(plain: Mapping[str, Any]) -> Index:
-        """Return the index that `plain` made; what other versions may add is left out."""
+    def read(text: str) -> Index:
+        """Return the index that a file holds."""
+        plain = json.loads(text)
         partitions = []
         for part in plain["partitions"]:
             parameters = {
-                name: StoredParameter(tuple(one["shape"]), Division(*(one[field] for field in Division._fields)))
-                for name, one in part["parameters"].items()
+                name: StoredParameter(tuple(shape), Division(*division))
+                for name, (shape, division) in part["parameters"].items()
             }
             partitions.append(StoredPartition(part["group"], part["numel"], parameters))
-        return Index(plain["stage"], plain["ranks"], plain["precision"], plain["is_swapped"], tuple(partitions))
+        return Index(**{**plain, "partitions": tuple(partitions)})
 
 
 def index_of(engine: Any, optimizer: Muon) -> Index:
@@ -146,11 +134,12 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
     save, writer = engine.save_checkpoint, engine.checkpoint_engine
     if getattr(save, OURS, False):
         return
-    bind = binder(save)
+    signature = inspect.signature(save)
 
     @functools.wraps(save)
     def ordered(*args: Any, **kwargs: Any) -> Any:
-        call = bind(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
         values = call.arguments
         tag = f"global_step{engine.global_steps}" if values["tag"] is None else str(values["tag"])
         folder, latest = Path(values["save_dir"], tag), Path(values["save_dir"], "latest")
@@ -159,23 +148,20 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         errors: list[str] = []
         also: dict[str, Any] = {SAVE: exchange_texts(world(), engine.device, [uuid.uuid4().hex])[0][0]}
         with _noting(errors):
-            also[INDEX] = index_of(engine, optimizer).plain()
+            also[INDEX] = json.dumps(dataclasses.asdict(index_of(engine, optimizer)))
             if engine.global_rank == 0:
                 os.makedirs(folder, exist_ok=True)
                 if latest.is_file() and latest.read_text().strip() == tag:
                     with_latest = True
                     latest.unlink()
         _raise_together(engine, folder, errors)
-        swapped = swap_folder(engine, folder)
-        shutil.rmtree(swapped, ignore_errors=True)  # DeepSpeed would refuse a folder that exists, but only at the end
+        # DeepSpeed would refuse a folder that exists, at the end; and no file of this save may stand beside old ones.
+        shutil.rmtree(swap_folder(engine, folder), ignore_errors=True)
         with contextlib.ExitStack() as context:
             context.enter_context(replaced(writer, "save", functools.partial(_extended, also)))
             for part in ("_save_checkpoint", "_save_zero_checkpoint"):
                 context.enter_context(replaced(engine, part, _noting(errors)))
             result = save(*call.args, **call.kwargs)
-        with _noting(errors):
-            if swapped.is_dir():
-                mark_of(swapped).write_text(also[SAVE])
         _raise_together(engine, folder, errors)
         with _noting(errors):
             if with_latest and engine.global_rank == 0:
@@ -192,27 +178,10 @@ def _extended(also: Mapping[str, Any], save: Callable[..., Any]) -> Callable[...
     return lambda state_dict, *args, **kwargs: save({**state_dict, **also}, *args, **kwargs)  # DeepSpeed's names
 
 
-def binder(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
-    """Return a function that binds the arguments of a call to their names, with defaults."""
-    signature = inspect.signature(method)
-
-    def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        arguments = signature.bind(*args, **kwargs)
-        arguments.apply_defaults()
-        return arguments
-
-    return bound
-
-
 def swap_folder(engine: Any, folder: Path) -> Path:
     """Return the folder of a checkpoint to which DeepSpeed copies this rank's files on NVMe."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return folder / "offloaded_tensors" / f"rank{rank:02d}"
-
-
-def mark_of(folder: Path) -> Path:
-    """Return the file beside a folder of swap files that says which save wrote them."""
-    return folder.with_name(f"{folder.name}.{SAVE}")
 
 
 def world() -> dist.ProcessGroup:
@@ -247,12 +216,9 @@ def _noting(errors: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap a function of an object or a module within the context."""
-    method, is_own = getattr(owner, name), name in vars(owner)
+    method = getattr(owner, name)
     setattr(owner, name, wrap(method))
     try:
         yield
     finally:
-        if is_own:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
+        setattr(owner, name, method)

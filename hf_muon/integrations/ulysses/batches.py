@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def complete(batch: Any, implementation: str | None = None) -> Any:
+def complete(batch: Any, implementation: str) -> Any:
     """Return a whole batch with the `position_ids` that DeepSpeed needs.
 
     Without any, a row is one text from its first token on, as it is for the model itself.
@@ -37,22 +37,20 @@ def complete(batch: Any, implementation: str | None = None) -> Any:
                 'attended to. Set tokenizer.padding_side = "right"'
             )
     if "position_ids" in batch:
-        if implementation == "sdpa" and _holds_several_texts(batch["position_ids"], mask):
-            raise ValueError(
-                "position_ids start again within a row: under sequence parallel sdpa has no mask that keeps the texts "
-                "of a row apart. Use flash_attention_2, which reads their ends from position_ids, or do not pack texts"
-            )
+        if implementation == "sdpa":
+            restarts = batch["position_ids"].diff(dim=-1) != 1
+            if mask is not None:
+                restarts = restarts & mask[:, 1:].bool()  # those of padding mean nothing
+            if bool(restarts.any()):
+                raise ValueError(
+                    "position_ids start again within a row: under sequence parallel sdpa has no mask that keeps the "
+                    "texts of a row apart. Use flash_attention_2, which reads their ends from position_ids, or do not "
+                    "pack texts"
+                )
         return batch
     ids = batch["input_ids"]
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1).contiguous()
     return {**batch, "position_ids": positions}
-
-
-def _holds_several_texts(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    restarts = positions.diff(dim=-1) != 1
-    if mask is not None:
-        restarts = restarts & mask[:, 1:].bool()  # those of padding mean nothing
-    return bool(restarts.any())
 
 
 def lengthened(batch: Any, length: int) -> Any:
@@ -75,10 +73,8 @@ def lengthened(batch: Any, length: int) -> Any:
     return result
 
 
-class CompletedBatches:
-    """What DeepSpeed's adapter reads: complete batches, whose rows are equally long on all ranks of a group.
-
-    Their length is a multiple of the group's size.
+def completed(loader: Any, device: torch.device, implementation: str, skip: int) -> Iterator[Any]:
+    """Yield complete batches, whose rows are equally long on all ranks of a group, a multiple of the group's size.
 
     Args:
         loader: of whole sequences.
@@ -86,28 +82,20 @@ class CompletedBatches:
         implementation: of attention.
         skip: batches to leave out at the beginning.
     """
+    import torch
+    import torch.distributed as dist
+    from deepspeed.utils import groups
 
-    def __init__(self, loader: Any, device: torch.device, implementation: str | None, skip: int = 0) -> None:
-        self.loader, self.device, self.implementation, self.skip = loader, device, implementation, skip
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        import torch
-        import torch.distributed as dist
-        from deepspeed.utils import groups
-
-        group = groups._get_sequence_parallel_group()
-        size = dist.get_world_size(group)
-        for batch in itertools.islice(self.loader, self.skip, None):
-            whole = complete(batch, self.implementation)
-            if isinstance(whole, Mapping) and "input_ids" in whole:
-                # Every rank reads a batch of its own, and all take part in each of them.
-                longest = torch.tensor([whole["input_ids"].shape[1]], device=self.device)
-                dist.all_reduce(longest, dist.ReduceOp.MAX, group)
-                whole = lengthened(whole, -(-int(longest) // size) * size)
-            yield whole
+    group = groups._get_sequence_parallel_group()
+    size = dist.get_world_size(group)
+    for batch in itertools.islice(loader, skip, None):
+        whole = complete(batch, implementation)
+        if isinstance(whole, Mapping) and "input_ids" in whole:
+            # Every rank reads a batch of its own, and all take part in each of them.
+            longest = torch.tensor([whole["input_ids"].shape[1]], device=device)
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+            whole = lengthened(whole, -(-int(longest) // size) * size)
+        yield whole
 
 
 class ShardedLoader:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_muon._autoload import Change
 from hf_muon.integrations.ulysses import gradients
-from hf_muon.integrations.ulysses.batches import CompletedBatches, ShardedLoader
+from hf_muon.integrations.ulysses.batches import ShardedLoader, completed
 from hf_muon.integrations.ulysses.refusals import model_complaints, refuse_groups_of_gloo
 
 
@@ -23,16 +23,14 @@ def check_before_prepare(accelerator: Any, models: list[Any]) -> None:
     if size == 1:
         return
     refuse_groups_of_gloo(accelerator.device, accelerator.num_processes, size)
-    implementation = implementation_of(accelerator)
-    complaints = [c for model in models for c in model_complaints(model.config, size, implementation)]
+    complaints = [c for model in models for c in model_complaints(model.config, implementation_of(accelerator))]
     if complaints:
         raise RuntimeError("Muon does not run with sequence parallel here:\n  - " + "\n  - ".join(complaints))
 
 
-def implementation_of(accelerator: Any) -> str | None:
+def implementation_of(accelerator: Any) -> str:
     """Return the implementation of attention that DeepSpeed wraps."""
-    name: str | None = accelerator.parallelism_config.sp_handler.sp_attn_implementation
-    return name
+    return str(accelerator.parallelism_config.sp_handler.sp_attn_implementation)
 
 
 def size_of(accelerator: Any) -> int:
@@ -53,7 +51,7 @@ def patch_adapter(module: ModuleType) -> Iterator[Change]:
             return adapter(self, *args, **kwargs)
 
         def adapt(loader: Any, skip: int) -> Any:
-            return adapter(self, CompletedBatches(loader, self.device, implementation_of(self), skip), call["model"])
+            return adapter(self, completed(loader, self.device, implementation_of(self), skip), call["model"])
 
         return ShardedLoader(call["dl"], adapt, size_of(self))
 

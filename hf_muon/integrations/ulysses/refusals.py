@@ -50,28 +50,17 @@ def refuse_groups_of_gloo(device: Any, ranks: int, size: int) -> None:
         )
 
 
-def model_complaints(config: Any, size: int, implementation: str | None) -> Iterator[str]:
-    """Yield what of a model's configuration does not work with sequence parallelism, and what to do.
+def model_complaints(config: Any, implementation: str) -> Iterator[str]:
+    """Yield what of a model's configuration does not work with sequence parallelism, and DeepSpeed does not refuse.
 
     Args:
         config: of the model, as transformers' AutoConfig reads it.
-        size: ranks that share a sequence.
         implementation: of attention.
     """
     from hf_muon.routing.model_facts import text_config_of
 
     text = text_config_of(config)
-    heads = int(getattr(text, "num_attention_heads", None) or 0)
-    shared = int(getattr(text, "num_key_value_heads", None) or heads)
-    if not heads:
-        yield f"{type(config).__name__} has no num_attention_heads: it is not known to attend"
-    elif heads % size:
-        yield f"{heads} attention heads are not divisible by sp_size={size}. Use one of {_divisors(heads)}"
-    elif shared % size and size % shared:
-        yield f"{shared} key and value heads neither divide sp_size={size} nor are divisible by it"
-    if not (
-        implementation == "sdpa" or str(implementation).startswith("flash_attention") or "/" in str(implementation)
-    ):
+    if implementation != "sdpa" and not implementation.startswith("flash_attention") and "/" not in implementation:
         yield f"attention {implementation!r} needs a mask, which is dropped. Use sdpa or flash_attention_2"
     kinds = set(getattr(text, "layer_types", None) or ())
     if not kinds and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
@@ -81,7 +70,3 @@ def model_complaints(config: Any, size: int, implementation: str | None) -> Iter
             yield f"layers of {kind}, which would start anew on every rank or see what they must not"
         elif implementation == "sdpa":
             yield "layers of sliding_attention under sdpa, whose mask is dropped. Use flash_attention_2"
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(2, number + 1) if number % n == 0)
