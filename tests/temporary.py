@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 _PREFIX = "hf_muon_tests_"
@@ -24,7 +24,8 @@ def use_own_folder() -> None:
             shutil.rmtree(other, ignore_errors=True)
     folder = outer / f"{_PREFIX}{os.getpid()}"
     folder.mkdir(exist_ok=True)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # After multiprocessing has deleted its own files, which has the priority -100.
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None  # look at TMPDIR again
 

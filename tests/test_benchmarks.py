@@ -64,9 +64,8 @@ from optimizer_step import ours
 logging.getLogger("hf_muon").setLevel("ERROR")
 for name in MODELS:
     model = on_meta(scaled_config(name, "cuda", False)[0])
-    options = MODELS[name].options | {"ns_dtype": "fp16"}
     weights = sum(param.numel() for param in model.parameters())
-    print(name, asked(lambda: ours(model, options).step, weights), sep="|")
+    print(name, asked(lambda: ours(model, MODELS[name].views, ns_dtype="fp16").step, weights), sep="|")
 """
 
 
