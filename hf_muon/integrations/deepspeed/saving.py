@@ -216,9 +216,12 @@ def _noting(errors: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap a function of an object or a module within the context."""
-    method = getattr(owner, name)
+    method, is_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, wrap(method))
     try:
         yield
     finally:
-        setattr(owner, name, method)
+        if is_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
