@@ -76,7 +76,7 @@ def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
     copies = [model, copy.deepcopy(model)]
     give_gradients(copies)
     half = setting.dtype if setting.on_cpu else torch.bfloat16
-    calls: Calls = {OURS: ours(copies[0], {}).step, TORCH: torch_step(copies[1], {}, half)}
+    calls: Calls = {OURS: ours(copies[0]).step, TORCH: torch_step(copies[1], half)}
     weights = sum(route.parameter.numel() for route in route_parameters(model) if route.use_muon)
     return calls, weights, f"{layers} layers, {weights / 1e6:.3g} M"
 

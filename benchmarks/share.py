@@ -63,8 +63,8 @@ def _measured(setting: Setting) -> list[Row]:
     forward_backward(all_tokens[0])
     copies = {side: copy.deepcopy(model) for side in (OURS, TORCH, ADAMW)}
     steps = {
-        OURS: ours(copies[OURS], {}).step,
-        TORCH: torch_step(copies[TORCH], {}, half),
+        OURS: ours(copies[OURS]).step,
+        TORCH: torch_step(copies[TORCH], half),
         ADAMW: adamw_step(copies[ADAMW]),
     }
     rows: list[Row] = []

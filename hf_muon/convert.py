@@ -7,14 +7,13 @@ keeps a decayed sum, ``buffer = momentum * buffer + gradient``, which is the ave
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.math.coefficients import resolve
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import state_check
 from hf_muon.optimizer.muon import Muon
@@ -29,43 +28,26 @@ class Format:
     """How another Muon saves its state.
 
     Attributes:
-        url: the code that defines it.
         key: of its param groups, which those of no other format have.
         is_sum: whether its momentum is a decayed sum.
         not_muon: words. It lists the trained matrices whose names have none of them, then all other parameters, each in
             the model's order. None where its users make the groups.
-        options: our options for what it hard-codes.
     """
 
-    url: str
     key: str
     is_sum: bool = False
     not_muon: tuple[str, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-_MOONLIGHT = {"ns_coefficients": "original", "adjust_lr_fn": "match_rms_adamw"}
 FORMATS = {
-    "torch": Format("https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py", "ns_coefficients"),
-    "llamafactory-v0": Format(
-        "https://github.com/hiyouga/LLaMA-Factory/blob/v0.9.5/src/llamafactory/train/trainer_utils.py",
-        "wd",
-        is_sum=True,
-        not_muon=("embed", "lm_head"),
-        options=_MOONLIGHT,
-    ),
-    "llamafactory-v1": Format(
-        "https://github.com/hiyouga/LLaMA-Factory/tree/main/src/llamafactory/v1/plugins/trainer_plugins/optimizers",
-        "wd",
-        is_sum=True,
-        not_muon=("embed", "lm_head", "wte", "wpe", "lora"),
-        options=_MOONLIGHT,
-    ),
-    "deepspeed": Format(
-        "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/muon/original_muon.py",
-        "use_muon",
-        options={"nesterov": True, "adjust_lr_fn": "original"},
-    ),
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py
+    "torch": Format("ns_coefficients"),
+    # https://github.com/hiyouga/LLaMA-Factory/blob/v0.9.5/src/llamafactory/train/trainer_utils.py
+    "llamafactory-v0": Format("wd", is_sum=True, not_muon=("embed", "lm_head")),
+    # https://github.com/hiyouga/LLaMA-Factory/tree/main/src/llamafactory/v1/plugins/trainer_plugins/optimizers
+    "llamafactory-v1": Format("wd", is_sum=True, not_muon=("embed", "lm_head", "wte", "wpe", "lora")),
+    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/muon/original_muon.py
+    "deepspeed": Format("use_muon"),
 }
 # Keys of the state of one parameter, and whether Muon keeps it.
 _BY_KEYS = {
@@ -73,23 +55,6 @@ _BY_KEYS = {
     frozenset({"step", "exp_avg", "exp_avg_sq"}): False,
     frozenset({"step", "moment1", "moment2"}): False,
 }
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A converted state.
-
-    Attributes:
-        state_dict: for `optimizer.load_state_dict`.
-        step: the step count of the groups: AdamW's, or 1 if the source counts none.
-        use_muon: whether Muon steps it, by the name of each parameter.
-        other_options: the source's options where they differ from those of `optimizer`, in our words.
-    """
-
-    state_dict: dict[str, Any]
-    step: int
-    use_muon: Mapping[str, bool]
-    other_options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -114,13 +79,13 @@ def convert_state_dict(
     *,
     adamw: Mapping[str, Any] | None = None,
     names: Sequence[str] | None = None,
-) -> Conversion:
-    """Convert the state of another Muon to a state of `optimizer`, which does not change.
+) -> dict[str, Any]:
+    """Convert the state of another Muon to a state for `optimizer.load_state_dict`; `optimizer` does not change.
 
     A momentum buffer becomes a moving average in fp32; AdamW's moments are copied. Options (learning rates, decays,
     momentum) stay those of `optimizer`. The source's may mean something else, above all the learning rate, which each
-    Muon scales by its own function of the shape. `Conversion.other_options` has the differences, without rates and
-    decays. Scheduler state is not converted: it is per param group, and the param groups differ.
+    Muon scales by its own function of the shape. Scheduler state is not converted: it is per param group, and the param
+    groups differ.
 
     Args:
         state_dict: the source's `state_dict()`, or one keyed by names, as torch.distributed.checkpoint makes it.
@@ -154,12 +119,7 @@ def convert_state_dict(
     stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
     converted = {"state": state, "param_groups": [{**group, **stored} for group in groups]}
     state_check.check_loadable(optimizer.param_groups, converted)
-    there, here = _options(params, FORMATS[source]), optimizer.param_groups[0]
-    other_options = {name: value for name, value in sorted(there.items()) if value != here[name]}
-    newton_schulz = [resolve(side["ns_coefficients"], side["ns_steps"]) for side in (here, {**here, **there})]
-    if newton_schulz[0] == newton_schulz[1]:  # as numbers there, by a name here
-        other_options = {name: value for name, value in other_options.items() if name[:3] != "ns_"}
-    return Conversion(converted, step, {name: param.use_muon for name, param in found.items()}, other_options)
+    return converted
 
 
 def _refuse(source: str, complaints: Iterable[str]) -> None:
@@ -175,11 +135,9 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
     """
     groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     if not isinstance(groups, list) or not isinstance(state_dict.get("state"), Mapping):
-        content = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else f"a {type(state_dict).__name__}"
-        zero = "" if source != "deepspeed" else " (ZeRO's files hold slices of it, which are not read)"
         raise ValueError(
             f"This state cannot be converted from {source}: it is no optimizer's state_dict, which holds 'state' and "
-            f"'param_groups', but {content}{zero}"
+            "'param_groups' (ZeRO's files of DeepSpeed hold slices of it, which are not read)"
         )
     keys = sorted(set().union(*groups) - {"params"})
     if not all(own_key in group for group in groups) or "ns_dtype" in keys:
@@ -253,19 +211,3 @@ def _converted(source: _Source, param: Tensor, *, is_sum: bool) -> dict[str, Ten
         return {"momentum_buffer": buffer * (1 - float(source.group["momentum"])) if is_sum else buffer}
     first, second = ("moment1", "moment2") if "moment1" in state else ("exp_avg", "exp_avg_sq")
     return {"step": torch.tensor(float(state["step"])), "exp_avg": state[first], "exp_avg_sq": state[second]}
-
-
-def _options(params: Iterable[_Source], source: Format) -> dict[str, Any]:
-    """Return the options that the state was written with, as options of ours; without learning rates and decays."""
-    options = dict(source.options)
-    for param in params:
-        group = param.group
-        if param.use_muon:
-            options |= {name: group[name] for name in ("momentum", "nesterov", "ns_steps") if name in group}
-            if source.key == "ns_coefficients":
-                options["ns_coefficients"] = tuple(group["ns_coefficients"])
-                options["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
-        else:
-            prefix = "" if "betas" in group else "adamw_"
-            options["adamw_betas"], options["adamw_eps"] = tuple(group[f"{prefix}betas"]), group[f"{prefix}eps"]
-    return options

@@ -39,7 +39,7 @@ FLOORS = {
         "adamw_functions momentum newton_schulz",
         "adamw",
     ],
-    "diagnostics": ["facts log names measures charts", "watch", "metrics", "run_file", "findings", "page"],
+    "diagnostics": ["facts log measures charts", "watch", "metrics", "run_file", "findings", "page"],
     "storage": [
         "blocks tensors",
         "factors host views",

@@ -37,9 +37,6 @@ def convert(
     try:
         if target.exists():
             raise ValueError(f"{target} exists. Name another TARGET")
-        if not model.exists():
-            raise ValueError(f"{model} does not exist. --model is a model's directory, or its config.json")
-
         import torch
 
         from hf_muon.build import as_config, groups_of, log_routes, muon_options, require_muon
@@ -48,7 +45,6 @@ def convert(
         from hf_muon.integrations.archives import complete_or_absent
         from hf_muon.optim_args import parse_optim_args
         from hf_muon.optimizer.muon import Muon
-        from hf_muon.options.declaration import as_text
         from hf_muon.routing.route import route_parameters
 
         state, beside = _load(source), None if adamw is None else _load(adamw)
@@ -58,23 +54,22 @@ def convert(
         routes = route_parameters(empty, config)
         require_muon(routes, type(empty).__name__)
         optimizer = Muon(groups_of(routes, config), **muon_options(config))
-        conversion = convert_state_dict(state, empty, optimizer, source_format, adamw=beside, names=listed)
+        converted = convert_state_dict(state, empty, optimizer, source_format, adamw=beside, names=listed)
         with complete_or_absent(target) as file:
-            torch.save(conversion.state_dict, file)
+            torch.save(converted, file)
         log_routes(routes)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    count = sum(conversion.use_muon.values())
-    groups = conversion.state_dict["param_groups"]
+    muon, adamw_names = ([route.name for route in routes if route.use_muon is side] for side in (True, False))
+    groups = converted["param_groups"]
     rates = ", ".join(f"{'muon' if g['use_muon'] else 'adamw'} {g['lr']:g} and {g['weight_decay']:g}" for g in groups)
+    there = ", ".join(f"{name}={value}" for name, value in state["param_groups"][0].items() if name[:5] != "param")
     lines = [
-        f"{target}: the moments of {count} parameters with Muon and {len(conversion.use_muon) - count} with AdamW, "
-        f"after {conversion.step} steps, in {len(groups)} param groups.",
+        f"{target}: the moments of {len(muon)} parameters with Muon and {len(adamw_names)} with AdamW, after "
+        f"{groups[0]['step']} steps, in {len(groups)} param groups.",
         f"Their learning rates and decays are not SOURCE's but of --optim-args: {rates}.",
+        f"So are their other options. SOURCE has {there}; docs/migrating.md says what that is here.",
     ]
-    if conversion.other_options:
-        text = ",".join(f"{name}={as_text(value)}" for name, value in conversion.other_options.items())
-        lines.append(f'SOURCE was written with other options. To go on with them: --optim-args "{text}"')
     console().print("\n".join(lines), markup=False, highlight=False)
 
 

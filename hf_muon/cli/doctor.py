@@ -46,7 +46,6 @@ def _examine() -> dict[str, Any]:
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "hooks": trial["states"],
         "lost": {name: HOOKS[name].lost for name, state in trial["states"].items() if state.startswith("failed")},
-        "newton_schulz": trial["dtypes"],
         "name": trial["name"],
         "accepted": trial["reason"] is None,
         "reason": trial["reason"],
@@ -69,8 +68,6 @@ def _show(findings: dict[str, Any], *, everything: bool) -> None:
             table.add_row(name, "-" if state is None else state)
     screen.print(table, soft_wrap=False)
 
-    dtypes = ", ".join(f"{dtype} on {device}" for device, dtype in findings["newton_schulz"].items()) or "no dtype"
-    screen.print(f"Newton-Schulz runs in {dtypes}")
     for name, lost in findings["lost"].items():
         sentence = f"{name} has failed: {lost}. Runs of Muon that need it are refused."
         screen.print(sentence, style="yellow", markup=False, highlight=False)
@@ -102,7 +99,7 @@ def _entry_point() -> str:
 
 _TRIAL = """
 import importlib, json, sys
-seen = {"name": "muon", "states": {}, "dtypes": {}, "reason": None}
+seen = {"name": "muon", "states": {}, "reason": None}
 modules = ["torch", "transformers", "transformers.trainer_optimizer", "accelerate.accelerator", "transformers.trainer"]
 try:
     for module in (*modules, "torch.distributed.checkpoint.state_dict"):
@@ -121,16 +118,12 @@ else:
         seen["reason"] = "no hook is placed. Say `import hf_muon` in the script, or see the entry point above"
 if seen["reason"] is None or not seen["reason"].startswith("torch "):
     from hf_muon.integrations.names import refuse_failed
-    from hf_muon.math.precision import compute_dtype
     from hf_muon.versions import NEEDED, refuse_older
     try:
         refuse_failed("callback of Trainer")  # which every run needs
         refuse_older(*NEEDED)
     except RuntimeError as error:
         seen["reason"] = str(error)
-    torch = sys.modules["torch"]
-    devices = {"cpu": ("cpu",), **({"cuda": ("cuda", 0)} if torch.cuda.is_available() else {})}
-    seen["dtypes"] = {name: str(compute_dtype("auto", *of)).removeprefix("torch.") for name, of in devices.items()}
 print(json.dumps(seen))
 """
 
@@ -140,6 +133,6 @@ def _trial() -> dict[str, Any]:
     process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {"name": "muon", "states": {}, "dtypes": {}, "reason": last}
+        return {"name": "muon", "states": {}, "reason": last}
     result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result

@@ -87,8 +87,6 @@ def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Sour
         raise ValueError(f"{path}, its model: {error}") from error
     model = _tuned(path, model, settings)
     notes = _notes_on(model)
-    if settings.get("stage") in ("rm", "ppo"):
-        notes.append(f"stage {settings['stage']} adds a value head, which goes to AdamW and is not in this table")
     complaints = refusals(settings)
     if not is_muon(optim):
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")

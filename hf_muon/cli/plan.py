@@ -44,7 +44,9 @@ def plan(
     replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
     memory: Annotated[
         float | None,
-        typer.Option(help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False),
+        typer.Option(
+            min=0, help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -55,10 +57,12 @@ def plan(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.", show_default=False),
+        typer.Option(
+            min=1, help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.", show_default=False
+        ),
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence. Default: SOURCE's, else 2048.", show_default=False)
+        int | None, typer.Option(min=1, help="Tokens in a sequence. Default: SOURCE's, else 2048.", show_default=False)
     ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
@@ -73,10 +77,6 @@ def plan(
     """Compute memory, traffic and Newton-Schulz work per step; with --memory, say whether the run fits."""
     ranks = ranks if ranks is not None else 1 if layout == "single" else 8
     try:
-        for name, number in {"batch-size": batch_size, "sequence-length": sequence_length, "memory": memory}.items():
-            if number is not None and number <= 0:
-                raise ValueError(f"--{name}={number} is not valid: expected more than 0")
-
         from hf_muon.cli.model_source import read_source
         from hf_muon.math.precision import NS_DTYPES
         from hf_muon.plan.memory import Training
@@ -108,7 +108,7 @@ def plan(
         fail(error)
     name = _DTYPES[str(stored).removeprefix("torch.")]
     if as_json:
-        print_json(_as_json(source, step, memory, name))
+        print_json({"source": source, "dtype": name, **dataclasses.asdict(step)})
     else:
         _show(source, step, training, memory, described.notes, name)
 
@@ -149,22 +149,6 @@ def _stored_dtype(settings: Mapping[str, Any], model: nn.Module, layout: str) ->
     return str(config.dtype or text_config_of(config).dtype or "fp32")
 
 
-def _as_json(source: str, plan: Plan, memory: float | None, dtype: str) -> dict[str, Any]:
-    def of_side(name: str) -> dict[str, Any]:
-        side = getattr(plan, name)
-        own = {**dataclasses.asdict(side), "in_backward": side.in_backward, "at_step": side.at_step, "peak": side.peak}
-        return own if memory is None else {**own, "fits": side.peak <= memory * 1e9}
-
-    return {
-        "source": source,
-        "dtype": dtype,
-        **dataclasses.asdict(plan),
-        **{name: of_side(name) for name in ("memory", "adamw_memory")},
-        "balance": plan.balance,
-        "share_of_step": {str(tokens): plan.share(tokens) for tokens in _TOKENS},
-    }
-
-
 def _show(source: str, plan: Plan, training: Training, memory: float | None, notes: Sequence[str], dtype: str) -> None:
     from hf_muon.plan.step_plan import LAYOUTS
 
@@ -201,9 +185,7 @@ def _show(source: str, plan: Plan, training: Training, memory: float | None, not
         rest = (memory or 0) * 1e9 - side.peak
         words = f"fits, {_size(rest)} left" if rest >= 0 else f"does not fit: {_size(-rest)} too much"
         screen.print(f"{memory:g} GB with {name}: {words}", highlight=False)
-    idle = sum(not flops for flops in plan.flops)
-    waiting = f"; {idle} ranks have none" if idle else ""
-    screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean{waiting}")
+    screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean")
     shares = ", ".join(f"{plan.share(tokens):.2%} with {tokens:,}" for tokens in _TOKENS)
     screen.print(f"Newton-Schulz share of the FLOPs of a training step, by its tokens: {shares}", highlight=False)
     for line in _NOTES:

@@ -35,8 +35,6 @@ def report(
         folders = [(run if run.is_dir() else run.parent).resolve() for run in runs]
         names = [folder.name for folder in folders]
         names = names if len(set(names)) == len(names) else [str(run) for run in runs]
-        if len(set(names)) < len(names):
-            raise ValueError("a run is named twice. Name each once")
         named = {name: read_run(run) for name, run in zip(names, runs, strict=True)}
         target = out or (Path(PAGE) if len(runs) > 1 else folders[0] / PAGE)
         text = render(named, f"Muon: {' and '.join(named)}")

@@ -9,7 +9,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ class Trial:
         losses: the training loss by step.
         eval_loss: of the last evaluation; None without one.
         failure: why it has no losses; empty if it has.
-        seconds: how long it took, the start of the command included.
         setup: what a result depends on: the settings, the command.
     """
 
@@ -43,7 +41,6 @@ class Trial:
     losses: dict[int, float] = field(default_factory=dict)
     eval_loss: float | None = None
     failure: str = ""
-    seconds: float = 0.0
     setup: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,9 +91,8 @@ def sweep(
                 raise RuntimeError(f"the command fails at the lowest rate, {trials[0].failure}: see {own / _LOG}")
         evaluated = all(trial.eval_loss is not None for trial in trials if not trial.failure)
         text, best = _result(trials, evaluated=evaluated)
-        facts = {"result": text, "trials": f"{len(trials)}, of {steps} steps each", "command": " ".join(command)}
         with complete_or_absent(folder / _PAGE) as target:
-            picture = _picture(f"Learning rates for {file.name}", trials, facts, evaluated=evaluated)
+            picture = _picture(f"Learning rates for {file.name}, {steps} steps", trials, text, evaluated=evaluated)
             target.write_text(picture, encoding="utf-8")
     except KeyboardInterrupt:
         fail("interrupted. Run the same command again to continue: trials that have ended are kept")
@@ -213,14 +209,13 @@ def _run(
     text = json.dumps(own, indent=2) if suffix == ".json" else yaml.safe_dump(own, sort_keys=False)
     file.write_text(text, encoding="utf-8")
     words = [word.replace(_FILE, str(file.absolute())) for word in command]
-    began = time.monotonic()
     with (folder / _LOG).open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
         try:
             code = process.wait()
         finally:
             process.terminate()
     losses, evaluation = read_losses(output)
-    trial = Trial(rate, losses, evaluation, seconds=round(time.monotonic() - began, 1), setup=setup)
+    trial = Trial(rate, losses, evaluation, setup=setup)
     if code or not losses:
         trial.failure = f"exit status {code}" if code else "without a loss in a trainer_state.json or trainer_log.jsonl"
         trial.losses = {}
@@ -275,7 +270,7 @@ def _result(trials: Sequence[Trial], *, evaluated: bool) -> tuple[str, float | N
     ), best
 
 
-def _picture(title: str, trials: Sequence[Trial], facts: Mapping[str, str], *, evaluated: bool) -> str:
+def _picture(title: str, trials: Sequence[Trial], text: str, *, evaluated: bool) -> str:
     """Return an HTML page with loss over learning rate, and the loss of each trial over steps."""
     from hf_muon.diagnostics.charts import line_chart, page
 
@@ -287,20 +282,19 @@ def _picture(title: str, trials: Sequence[Trial], facts: Mapping[str, str], *, e
         ticks = {"tickvals": [rate for rate, _ in scores], "ticktext": [rate_text(rate) for rate, _ in scores]}
         figure.update_traces(mode="lines+markers").update_xaxes(type="log", title="learning rate", **ticks)
     curves = {rate_text(trial.rate): [p for p in trial.losses.items() if math.isfinite(p[1])] for trial in trials}
-    rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in facts.items())
     steps = line_chart("Loss of each trial", {"": curves}, unit="loss", note="each step's batch")
-    return page(title, f'<section class="scroll"><table class="facts">{rows}</table></section>', [figure, steps])
+    return page(title, f"<section>{html.escape(text)}</section>", [figure, steps])
 
 
 def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
     evaluated = any(trial.eval_loss is not None for trial in trials)
     title = f"{steps} steps; loss: mean of the last tenth of them"
-    table = Table("rate", "loss", *(["evaluation"] if evaluated else []), "seconds", "", title=title)
+    table = Table("rate", "loss", *(["evaluation"] if evaluated else []), "", title=title)
     for trial in trials:
         numbers = [trial.loss, trial.eval_loss] if evaluated else [trial.loss]
         cells = ["" if trial.failure or number is None else f"{number:.4f}" for number in numbers]
         style = "bold" if trial.rate == best else ""
-        table.add_row(rate_text(trial.rate), *cells, f"{trial.seconds:.0f}", trial.failure, style=style)
+        table.add_row(rate_text(trial.rate), *cells, trial.failure, style=style)
     screen = console()
     screen.print(table)
     screen.print(f"{text}\npicture: {picture}", markup=False, highlight=False)

@@ -25,19 +25,15 @@ def every_from_environment() -> int:
         ValueError: text that is neither a number of steps nor a word for none.
     """
     text = _text(EVERY)
-    if not text or not is_on(EVERY):
+    if not is_on(EVERY):
         return 0
-    if not _is_count(text):
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never")
     return int(text)
 
 
 def _text(variable: str) -> str:
     return os.environ.get(variable, "").strip().lower()
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def is_on(variable: str, *, unset: bool = False) -> bool:

@@ -19,7 +19,6 @@ import torch
 
 from hf_muon.diagnostics import facts, log
 from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
-from hf_muon.diagnostics.names import layers_and_kinds
 from hf_muon.diagnostics.watch import Clock, Watch
 
 FILE = "muon_diagnostics.jsonl"
@@ -86,8 +85,7 @@ class Metrics:
         if not self._started or list(watch.shapes) != self._names:
             self._start(watch)
         line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.rates, **times}
-        own = (*MEASURES, *ADAMW_MEASURES)
-        for measure in (*own, *(name for name in values if name not in own)):  # the state of rules comes last
+        for measure in (*MEASURES, *ADAMW_MEASURES):
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]
         if watch.logits:
@@ -123,7 +121,7 @@ class Metrics:
                 "options": watch.options,
                 "parameters": [
                     {"name": name, "layer": layer, "kind": kind, "shape": list(watch.shapes[name])}
-                    for name, (layer, kind) in zip(self._names, layers_and_kinds(self._names), strict=True)
+                    for name, (layer, kind) in zip(self._names, facts.layers_and_kinds(self._names), strict=True)
                 ],
             }
         )

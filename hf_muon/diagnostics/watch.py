@@ -56,10 +56,6 @@ class Watch:
         """Measure what this rank stores of a momentum, after its update."""
         self._add("momentum_rms", name, sum_of_squares(buffer), buffer.numel())
 
-    def rule_state(self, name: str, key: str, state: Tensor) -> None:
-        """Measure what this rank stores of a rule's state, after the step."""
-        self._add(f"{key}_rms", name, sum_of_squares(state), state.numel())
-
     def direction(self, name: str, piece: Tensor, scale: float, weight: Tensor) -> None:
         """Measure a piece of a direction, and the weights that will move by it.
 

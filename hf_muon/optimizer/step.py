@@ -105,7 +105,7 @@ class MuonStep:
         if watch is not None:
             for k in self._active:
                 watch.momentum(k, momentum.values(k))
-            watch.rules(self._hyper, self._rules.states())
+            watch.rules(self._hyper)
 
     def _directions(self, executor: Executor, updates_of: UpdatesOf) -> Directions:
         coefficients = resolve(self._hyper["ns_coefficients"], self._hyper["ns_steps"])

@@ -136,13 +136,6 @@ class StepRules:
         if self._reduced and self._on_directions:
             executor.share(self._active, lambda unit: [own for key in self._reduced for own in self._slices(unit, key)])
 
-    def states(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield what this rank stores of the state of rules: a matrix, the key of the state, and the state."""
-        for k, by_key in self._stored.items():
-            yield from ((k, key, state) for key, state in by_key.items())
-        for key, by_matrix in self._reduced.items():
-            yield from ((k, key, state) for k, state in by_matrix.items() if k in self._active)
-
     def applied(
         self, pieces: Sequence[Piece], directions: Sequence[Tensor], weights: Sequence[Tensor], scales: Sequence[float]
     ) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics import facts
 from hf_muon.diagnostics.metrics import Metrics
-from hf_muon.diagnostics.names import MOST_PARTS
 from hf_muon.diagnostics.watch import Watch
 from hf_muon.distributed.executor import Piece
 from hf_muon.math.adamw import MOMENTS_OF_ADAMW
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from hf_muon.distributed.units import Unit
 
 Group = Mapping[str, Any]
+
+_MOST_PARTS = 8
+"""Matrices of one weight that get numbers of their own. If it has more, as with `per_head`, one mean covers them."""
 
 
 class StepWatch:
@@ -129,17 +131,10 @@ class GroupWatch:
         """Measure what this rank stores of a matrix's momentum."""
         self._watch.momentum(self._names[matrix], buffer)
 
-    def rules(self, hyperparameters: Group, states: Iterable[tuple[int, str, Tensor]]) -> None:
-        """Measure what rules have changed in this step.
-
-        Args:
-            hyperparameters: the options of the group in this step.
-            states: what this rank stores of the state of rules: a matrix, the key of the state, and the state.
-        """
+    def rules(self, hyperparameters: Group) -> None:
+        """Note the options of the group in this step, if rules change them."""
         if any(rule.hyperparameters is not None for rule in registry.rules_of(self._group)):
             self._watch.options_of_step({key: float(hyperparameters[key]) for key in ("momentum", "weight_decay")})
-        for matrix, key, state in states:
-            self._watch.rule_state(self._names[matrix], key, state)
 
     def adamw(self, param: int, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
         """Measure what this rank stores of a parameter and of its moments, after the step; local tensors."""
@@ -160,6 +155,6 @@ def _numbered(names: Sequence[str]) -> list[str]:
     numbers: Counter[str] = Counter()
     numbered = []
     for name in names:
-        numbered.append(f"{name}[{numbers[name]}]" if 1 < counts[name] <= MOST_PARTS else name)
+        numbered.append(f"{name}[{numbers[name]}]" if 1 < counts[name] <= _MOST_PARTS else name)
         numbers[name] += 1
     return numbered

@@ -6,7 +6,6 @@ process group (`stand_ins`); the rest is arithmetic on shapes (`costs`, `memory`
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, replace
 
@@ -40,7 +39,6 @@ class Plan:
         ranks: number of ranks.
         muon_weights, adamw_weights: number of trained weights by route.
         state_bytes: optimizer state, bytes, without the number a row of `normalize`.
-        adamw_state_bytes: optimizer state if torch's AdamW had all weights, bytes.
         sent_bytes: updates and directions sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
@@ -53,7 +51,6 @@ class Plan:
     muon_weights: int
     adamw_weights: int
     state_bytes: list[int]
-    adamw_state_bytes: list[int]
     sent_bytes: list[int]
     flops: list[int]
     model_flops_per_token: int
@@ -129,7 +126,6 @@ def plan_step(
         muon_weights=weights[True],
         adamw_weights=weights[False],
         state_bytes=state.own,
-        adamw_state_bytes=state.adamw,
         sent_bytes=cost.sent_bytes,
         flops=cost.flops,
         model_flops_per_token=model_flops(model),
@@ -140,9 +136,7 @@ def plan_step(
 
 def _check(layout: str, ranks: int, replicas: int) -> None:
     if layout not in LAYOUTS:
-        near = difflib.get_close_matches(layout, LAYOUTS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"layout {layout} is not valid.{hint} Valid: {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {layout} is not valid. Valid: {', '.join(LAYOUTS)}")
     if ranks < 1:
         raise ValueError(f"{ranks} ranks are not valid: expected at least 1")
     if layout == "single" and ranks > 1:

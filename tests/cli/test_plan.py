@@ -30,7 +30,6 @@ class TestPlan:
             plan.state_bytes,
             plan.flops,
         )
-        assert report["share_of_step"]["65536"] == plan.share(65536)
 
     @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "zero1", "zero3"])
     def test_a_table(self, small, layout):
@@ -53,8 +52,9 @@ class TestPlan:
         training = Training(2, 64, gradient_checkpointing=True)
         plan = plan_step(small[0], MuonConfig(), "single", 1, dtype=torch.bfloat16, training=training)
         for name, side in (("memory", plan.memory), ("adamw_memory", plan.adamw_memory)):
-            peaks = {"in_backward": side.in_backward, "at_step": side.at_step, "peak": side.peak, "fits": True}
-            assert report[name] == {**dataclasses.asdict(side), **peaks}
+            assert report[name] == dataclasses.asdict(side)
+        result = call("plan", small[1], *words, "--memory", 24)
+        assert re.search(r"24 GB with Muon: fits, [\d.]+ GB left", result.stdout)
         result = call("plan", small[1], *words, "--memory", 1e-6)
         assert re.search(r"0\.?\d*e?-?\d* GB with Muon: does not fit: [\d.]+ .B too much", result.stdout)
 
@@ -143,7 +143,7 @@ class TestPlan:
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
         assert 1.0e12 < report["muon_weights"] < 1.03e12
-        assert report["balance"] < 1.05
+        assert max(report["flops"]) * 1024 < 1.05 * sum(report["flops"])
         assert sum(report["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
         assert sum(report["state_bytes"]) == pytest.approx(
             4 * report["muon_weights"] + 8 * report["adamw_weights"], rel=1e-3
@@ -154,12 +154,10 @@ class TestPlan:
         [
             (["nowhere"], "nowhere does not exist"),
             (["qwen3-0.6b", "--layout", "megatron"], "layout megatron is not valid. Valid: single, ddp"),
-            (["qwen3-0.6b", "--layout", "fspd"], "layout fspd is not valid. Did you mean fsdp? Valid: single, ddp"),
+            (["qwen3-0.6b", "--layout", "fspd"], "layout fspd is not valid. Valid: single, ddp"),
             (["qwen3-0.6b", "--ranks", "0"], "0 ranks are not valid"),
             (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "3 replicas do not divide 8 ranks"),
             (["qwen3-0.6b", "--dtype", "fp8"], "dtype: fp8 is not a dtype of trained weights. Valid: fp32, bf16, fp16"),
-            (["qwen3-0.6b", "--batch-size", "0"], "--batch-size=0 is not valid: expected more than 0"),
-            (["qwen3-0.6b", "--memory", "0"], "--memory=0.0 is not valid: expected more than 0"),
         ],
     )
     def test_refused(self, words, message):

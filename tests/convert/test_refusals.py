@@ -135,7 +135,7 @@ def test_moments_of_the_models_wrapper_keep_their_names():
     state["state"] = {f"module.{names[key]}": value for key, value in state["state"].items()}
     state["param_groups"][0]["params"] = [f"module.{name}" for name in reversed(names.values())]
     target = ours(model)
-    target.load_state_dict(convert(state, model, target=target).state_dict)
+    target.load_state_dict(convert(state, model, target=target))
     for name, p in model.named_parameters():
         buffer = optimizer.state[p].get("momentum_buffer")
         assert buffer is None or torch.equal(target.state[p]["momentum_buffer"], buffer * (1 - 0.95)), name

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_muon import Muon, build_optimizer, orthogonalize
 from hf_muon.diagnostics import metrics, watch
+from hf_muon.diagnostics.facts import layers_and_kinds
 from hf_muon.diagnostics.measures import MEASURES, orthogonality_error, stable_rank
-from hf_muon.diagnostics.names import layers_and_kinds
 from tests.distributed.training import Model, batches
 
 

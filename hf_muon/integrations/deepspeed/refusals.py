@@ -121,17 +121,6 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
             )
 
 
-def refuse_arguments(args: Any) -> None:
-    """Raise if Muon does not run with the DeepSpeed config of TrainingArguments.
-
-    Raises:
-        RuntimeError: with all complaints.
-    """
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is not None and isinstance(plugin.deepspeed_config, Mapping):
-        refuse_config(plugin.deepspeed_config)
-
-
 def engine_complaint(engine: Any) -> str | None:
     """Return what Muon does not run with in an engine and its config does not show; None if it runs."""
     if type(engine).__name__ != "DeepSpeedEngine":

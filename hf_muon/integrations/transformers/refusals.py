@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.names import is_set, refuse_failed
@@ -109,10 +110,11 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
     Raises:
         RuntimeError: every complaint.
     """
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        from hf_muon.integrations.deepspeed.refusals import refuse_arguments
+    config = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None)
+    if isinstance(config, Mapping):
+        from hf_muon.integrations.deepspeed.refusals import refuse_config
 
-        refuse_arguments(args)
+        refuse_config(config)
 
 
 def warn_of_shards() -> None:
