@@ -32,8 +32,7 @@ def test_an_unknown_format():
 @pytest.mark.parametrize("state_dict", [{"model": 1}, [1], {"param_groups": 3, "state": {}}])
 @pytest.mark.parametrize("source", ["torch", "deepspeed"])
 def test_not_an_optimizer(state_dict, source):
-    slices = " .ZeRO's files hold slices" if source == "deepspeed" else ""
-    with pytest.raises(ValueError, match=f"no optimizer's state_dict.*{slices}"):
+    with pytest.raises(ValueError, match=r"no optimizer's state_dict.*ZeRO's files of DeepSpeed hold slices"):
         convert_state_dict(state_dict, Model(), ours(Model()), source)
 
 

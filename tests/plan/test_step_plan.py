@@ -63,7 +63,7 @@ def test_offloaded_moments_in_flat_partitions():
 @pytest.mark.parametrize(
     ("layout", "ranks", "replicas", "message"),
     [
-        ("fdsp", 2, 1, r"layout fdsp is not valid\. Did you mean fsdp\? Valid: single, ddp, fsdp"),
+        ("fdsp", 2, 1, r"layout fdsp is not valid\. Valid: single, ddp, fsdp"),
         ("fsdp", 0, 1, "0 ranks are not valid"),
         ("single", 2, 1, "layout single is one process, not 2 ranks"),
         ("hsdp", 4, 3, "3 replicas do not divide 4 ranks"),
