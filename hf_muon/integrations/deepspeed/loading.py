@@ -400,11 +400,8 @@ class Loading:
             return flat.to(param.dtype)
         parts = [self._read(self._weights_file(rank)).get(FROZEN) or {} for rank in range(self.source.ranks)]
         own = [part for fragments in parts for key, part in fragments.items() if unwrapped(key) == name]
-        return (
-            torch.cat([part.detach().reshape(-1) for part in own])[: getattr(param, "ds_numel", param.numel())]
-            if own
-            else None
-        )
+        size = getattr(param, "ds_numel", param.numel())
+        return torch.cat([part.detach().reshape(-1) for part in own])[:size] if own else None
 
     @functools.cached_property
     def _module(self) -> dict[str, Tensor]:
