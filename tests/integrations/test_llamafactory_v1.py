@@ -83,7 +83,8 @@ def test_the_second_name(layout, caplog):
     torch.manual_seed(0)
     ours = layout.plugin("hf_muon")(Net(), options)
     assert "hf_muon's runs" not in caplog.text
-    groups = layout.plugin("muon")(Net(), {**options, "name": "muon"}).param_groups
+    theirs = {"name": "muon", "lr": 3e-3, "wd": 0.1}  # in the words of LLaMA-Factory's own muon
+    groups = layout.plugin("muon")(Net(), theirs).param_groups
     keys = ("param_names", "lr", "weight_decay", "use_muon")
     assert [[g[key] for key in keys] for g in ours.param_groups] == [[g[key] for key in keys] for g in groups]
 
@@ -137,7 +138,7 @@ def test_the_keys_its_users_know():
     ("options", "message"),
     [
         ({"beta": 1}, "'beta' is not an option of muon.* Valid: lr, weight_decay, "),
-        ({"wd": 0.1}, "'wd' is not an option of muon.* Valid: lr, weight_decay, "),
+        ({"wd": 0.1, "weight_decay": 0.2}, "'wd' is not an option of muon.* Valid: lr, weight_decay, "),
         ({"ns_steps": 0}, "ns_steps=0 is not valid. Valid: auto, or an integer from 1 to 99"),
         ({"weight_decay": -1}, "weight_decay=-1 is not valid"),
     ],

@@ -33,9 +33,10 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
     """
     from hf_muon.config import MuonConfig
 
-    return MuonConfig.from_mapping(
-        {key: value for key, value in optim_config.items() if key not in ("name", _FILE_KEY)}
-    )
+    options = {key: value for key, value in optim_config.items() if key not in ("name", _FILE_KEY)}
+    if "wd" in options and "weight_decay" not in options:  # the name that LLaMA-Factory's own muon has for it
+        options["weight_decay"] = options.pop("wd")
+    return MuonConfig.from_mapping(options)
 
 
 def refuse_unsupported(args: Any) -> None:
