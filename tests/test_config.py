@@ -21,18 +21,6 @@ from hf_muon.rules import registry
 from tests import option_table
 
 
-def test_defaults():
-    config = MuonConfig()
-    assert (config.value_of("lr"), config.weight_decay, config.momentum, config.nesterov) == (1e-3, 0.0, 0.95, True)
-    assert (config.ns_coefficients, config.ns_steps, config.adjust_lr_fn) == (
-        "polar_express",
-        "auto",
-        "match_rms_adamw",
-    )
-    assert config.update_rms == 0.2
-    assert config.lora == "adamw"
-
-
 def test_the_page_holds_todays_tables_with_every_option_once():
     page = option_table.PAGE.read_text()
     message = "docs/options.md is outdated: run `python -m tests.option_table`"

@@ -153,7 +153,7 @@ def test_a_rank_talks_over_the_device_of_its_parameters(types, home, expected):
     assert agreement.report_device(group, torch.device(home)) == torch.device(expected)
 
 
-def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five, monkeypatch):
+def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five):
     assert five.run(homes) == [[torch.device("cpu")]] * 5
 
 

@@ -217,10 +217,6 @@ class TestOwners:
             largest = max(unit.cost for unit in units)
             assert max(load) <= sum(load) / ranks + (1 - 1 / ranks) * largest + 1e-6 * largest
 
-    def test_the_answer_is_the_same_every_time(self):
-        units = units_of(qwen3_235b_a22b())
-        assert assign_owners(units, 64) == assign_owners(list(units), 64)
-
     def test_a_unit_that_one_rank_stores_stays_there(self):
         units = units_of([(64, 64)] * 6)
         holders = [(2,), (1,), (2,), (0,), (1,), (0,)]

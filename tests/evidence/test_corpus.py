@@ -49,8 +49,6 @@ def test_parts_of_an_installed_package_share_no_long_line(name):
 
 
 def test_the_name_of_a_document_decides_its_part(documents):
-    fewer = dict(list(documents.items())[::2])
-    assert {name: part_of(name) for name in fewer}.items() <= {name: part_of(name) for name in documents}.items()
     counts = [sum(part_of(name) == part for name in documents) for part in PARTS]
     assert counts[0] > 8 * max(counts[1:]) > 0
 

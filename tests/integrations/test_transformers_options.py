@@ -100,7 +100,10 @@ class TestOptions:
             trainer = InOrder(model(), arguments(tmp_path, **options), train_dataset=dataset(), eval_dataset=dataset(8))
             trainer.train()
         else:
-            train(model(), tmp_path, **options)
+            trainer, _ = train(model(), tmp_path, **options)
+        groups = trainer.optimizer.param_groups
+        assert len({group["lr"] for group in groups}) == 1, "both halves follow the schedule"
+        assert {group["step"] for group in groups} == {2}
 
     def test_from_a_yaml_file(self, tmp_path):
         (tmp_path / "x.yaml").write_text(

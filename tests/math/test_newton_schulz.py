@@ -163,7 +163,6 @@ def test_strides_do_not_matter(transform):
 def test_autocast_does_not_reach_the_products():
     matrix = torch.randn(20, 36)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(orthogonalize(matrix, ns_dtype="fp32"), orthogonalize(matrix.clone(), ns_dtype="fp32"))
         inside = orthogonalize(matrix, ns_dtype="fp32")
     assert torch.equal(inside, orthogonalize(matrix, ns_dtype="fp32"))
 

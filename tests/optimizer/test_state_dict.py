@@ -106,7 +106,10 @@ class TestStateDict:
         optimizer, params = both_halves()
         fresh, _ = both_halves()
         optimizer.load_state_dict(fresh.state_dict())
+        twin, twin_params = both_halves()
         run(optimizer, params, both_gradients(1))
+        run(twin, twin_params, both_gradients(1))
+        assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
 
     def test_options_of_the_checkpoint_win_and_are_logged(self, caplog):
         optimizer, params = both_halves(momentum=0.9, lr=0.5)

@@ -12,7 +12,7 @@ from hf_muon import Muon, MuonOfGroups, build_optimizer
 from hf_muon.integrations.transformers import attention
 from hf_muon.rules.heads import Heads
 from hf_muon.rules.qk_clip import rescaling
-from tests.rules.attention_models import MODELS, backward, enlarge, head_rows, make, tokens
+from tests.rules.attention_models import MODELS, backward, enlarge, make, tokens
 
 CLIPPED = [name for name in MODELS if name != "qwen3"]
 THRESHOLD = 100.0
@@ -48,8 +48,6 @@ def test_a_planted_head_comes_below_the_threshold_and_all_others_keep_their_bits
     restored.load_state_dict(expected, strict=False)
     gamma = float(torch.tensor(THRESHOLD) / before[layer][head])
     enlarge(restored, name, layer, head, gamma)
-    rows = {id(t.data_ptr()) for t, _, _ in head_rows(model, name, layer, head)}
-    assert rows
     changed = 0
     for (n, mine), other in zip(model.named_parameters(), restored.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=0)
