@@ -142,6 +142,15 @@ class TestTrainingFiles:
         assert message in json.loads(result.stdout)["refused"][0]
         assert dict(os.environ) == environment
 
+    def test_modules_of_another_optimizer_are_refused_and_ignored_where_that_one_runs(self, folder, tmp_path):
+        result = call("inspect", write(tmp_path, folder, optim_target_modules=["mlp"]))
+        assert (result.exit_code, "optim_target_modules=['mlp'] is for optimizers such as" in result.stderr) == (
+            1,
+            True,
+        )
+        galore = {"optim": "galore_adamw", "optim_target_modules": ["mlp"], "optim_args": "rank=8"}
+        assert call("inspect", write(tmp_path, folder, **galore)).exit_code == 0
+
     @pytest.mark.parametrize(("keys", "message"), V1, ids=lambda value: value if isinstance(value, str) else "")
     def test_llamafactory_v1_refused(self, folder, tmp_path, keys, message):
         result = call("inspect", write_v1(tmp_path, folder, **keys))

@@ -31,15 +31,10 @@ Settings = Mapping[str, Any]
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
 # Keys that TRL's `sft` has and its other commands, and scripts of transformers, have not.
 _TRL_SFT = ("dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy", "eos_token")
-# The fields of TrainingArguments that decide about Muon. Others, such as bf16 or tf32, may fail on this machine.
-_OPTIONS = (
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim_args",
-)
+# Fields of TrainingArguments that mean something else, or nothing, to another optimizer.
+_OF_OPTIMIZERS = ("optim_args", "optim_target_modules")
+# The fields that decide about Muon. Others, such as bf16 or tf32, may fail on this machine.
+_OPTIONS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", *_OF_OPTIMIZERS)
 _LAYOUT = ("fsdp", "fsdp_config", "label_smoothing_factor")
 # The first three start a process group; the others are accelerate's way to ask for what a file asks for here.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
@@ -189,7 +184,7 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
     values = {key: copy.deepcopy(settings[key]) for key in fields if settings.get(key) is not None}
     optim = optimizer_of(settings)
     if not (optim is None or is_muon(optim)):
-        values.pop("optim_args", None)
+        values = {key: value for key, value in values.items() if key not in _OF_OPTIMIZERS}
     with _own_environment():
         try:
             args = TrainingArguments(output_dir="unused", optim=OWN_NAME, use_cpu=True, report_to=[], **values)
