@@ -82,4 +82,4 @@ def test_stops_and_resumes_to_the_same_weights(settings, straight, tmp_path):
 def test_the_run_refuses_what_cannot_work(settings, tmp_path):
     words = {**settings, "save_strategy": "no", "eval_strategy": "no"}
     printed = launch(words, tmp_path / "out", tmp_path, "--nproc", "3", fails=True)
-    assert "4 attention heads are not divisible by sp_size=3. Use one of 2, 4" in printed
+    assert "Attention head count 4 is not divisible by SP size 3" in printed
