@@ -45,7 +45,7 @@ def plan(
     memory: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False
+            min=1e-9, help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False
         ),
     ] = None,
     dtype: Annotated[

@@ -149,6 +149,12 @@ class TestPlan:
             4 * report["muon_weights"] + 8 * report["adamw_weights"], rel=1e-3
         )
 
+    @pytest.mark.parametrize("words", [["--batch-size", "0"], ["--sequence-length", "-1"], ["--memory", "0"]])
+    def test_numbers_that_are_not_above_zero_are_refused(self, words):
+        result = call("plan", "qwen3-0.6b", *words)
+        assert result.exit_code == 2
+        assert words[0] in result.stderr
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [

@@ -45,7 +45,7 @@ def test_each_variable_has_one_meaning(variables, report, every, monkeypatch):
     assert settings() == (report, every)
 
 
-@pytest.mark.parametrize("text", ["often", "on", "-1", "1.5", "\u0663"])
+@pytest.mark.parametrize("text", ["often", "on", "-1", "1.5", "9" * 5000, "\u0663"])
 def test_text_that_is_no_number_of_steps_is_refused(text, monkeypatch):
     monkeypatch.setenv(diagnostics.EVERY, text)
     with pytest.raises(ValueError, match=r"HF_MUON_DIAGNOSTICS_EVERY=.* is not valid. Valid: a number of steps, 0"):
