@@ -60,12 +60,12 @@ def convert(
         log_routes(routes)
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    muon, adamw_names = ([route.name for route in routes if route.use_muon is side] for side in (True, False))
+    count = sum(route.use_muon for route in routes)
     groups = converted["param_groups"]
     rates = ", ".join(f"{'muon' if g['use_muon'] else 'adamw'} {g['lr']:g} and {g['weight_decay']:g}" for g in groups)
     there = ", ".join(f"{name}={value}" for name, value in state["param_groups"][0].items() if name[:5] != "param")
     lines = [
-        f"{target}: the moments of {len(muon)} parameters with Muon and {len(adamw_names)} with AdamW, after "
+        f"{target}: the moments of {count} parameters with Muon and {len(routes) - count} with AdamW, after "
         f"{groups[0]['step']} steps, in {len(groups)} param groups.",
         f"Their learning rates and decays are not SOURCE's but of --optim-args: {rates}.",
         f"So are their other options. SOURCE has {there}; docs/migrating.md says what that is here.",

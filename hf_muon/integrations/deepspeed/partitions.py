@@ -126,8 +126,8 @@ def _contiguous(
         for param in params:
             offset = (param.data_ptr() - whole.data_ptr()) // whole.element_size()
             division = Division(param.numel(), flat.numel(), offset)
-            first, last, _ = division.held(rank)
-            slices.append(_slice_of(param, zero, names, division, rank, ranks))
+            first, last, at = division.held(rank)
+            slices.append(_slice_of(param, zero, names, division, at, ranks))
             truths.append(param.detach().reshape(-1)[first:last])
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
@@ -152,10 +152,10 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
             size = param.partition_numel()
             ranges.append((zero.get_param_id(param), slice(start, start + size)))
             division = Division(param.ds_numel, size, start=start)
-            first, last, _ = division.held(rank)
+            first, last, at = division.held(rank)
             with deepspeed.zero.GatheredParameters([param]):
                 truths.append(param.detach().reshape(-1)[first:last].clone())
-            slices.append(_slice_of(param, zero, names, division, rank, ranks))
+            slices.append(_slice_of(param, zero, names, division, at, ranks))
             start += size
         is_last = group_of[i] not in group_of[i + 1 :]
         about = {"group": process_group, "rank": rank, "slices": slices, "last": is_last}
@@ -171,7 +171,12 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
             zero._optimizer_states_and_gradient_swap_out(i)
 
 
-def _slice_of(param: Any, zero: Any, names: Names, division: Division, rank: int, ranks: int) -> Slice:
+def _slice_of(param: Any, zero: Any, names: Names, division: Division, at: int, ranks: int) -> Slice:
+    """Return the slice of a parameter in a partition, in which this rank's elements begin `at` a position.
+
+    Raises:
+        ValueError: the parameter is not known, or the ranks do not hold all of it.
+    """
     shape = tuple(getattr(param, "ds_shape", param.shape))
     muon = zero.optimizer.partitioned
     if param not in names or param not in muon.views:
@@ -179,8 +184,7 @@ def _slice_of(param: Any, zero: Any, names: Names, division: Division, rank: int
     bounds = division.bounds(ranks)
     if (bounds[0][0], bounds[-1][1]) != (0, division.numel):
         raise ValueError(f"the ranks' partitions do not hold {names[param]} whole")
-    start = division.held(rank)[2]
-    return Slice(shape, bounds, start, muon.views[param], names[param], division, muon.factors[param])
+    return Slice(shape, bounds, at, muon.views[param], names[param], division, muon.factors[param])
 
 
 def is_swapped(zero: Any, sub_group: int) -> bool:
