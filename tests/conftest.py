@@ -25,6 +25,7 @@ from tests.temporary import use_own_folder
 from tests.tiers import keep_tier, pytest_addoption  # noqa: F401  hook
 from tests.workers import long_files_first, pytest_xdist_make_scheduler  # noqa: F401  hook
 
+pytest_plugins = ["tests.snapshots"]
 use_own_folder()
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("ci")

@@ -1,22 +1,18 @@
-"""Golden tables: the route of every parameter of transformers' architectures, and its view as matrices.
+"""Tables of transformers' architectures: the route of every parameter, and its view as matrices.
 
-`make golden` rewrites ``tests/golden/NAME.txt``, and ``NAME.llamafactory.txt`` where LLaMA-Factory's transformers
-differs; `git diff` then shows what a release, or a change of the rules, has changed. Classes and configurations build
-the models on the meta device, most of them with two layers.
+``tests/golden/routes`` has them; see tests/snapshots.py. Classes and configurations build the models on the meta
+device, most of them with two layers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import torch
 import transformers
 
 from hf_muon import route_parameters
-
-GOLDEN = Path(__file__).parent / "golden"
 
 # Model class, configuration class, and options that differ from its defaults.
 ZOO: dict[str, tuple[str, str, dict[str, object]]] = {
@@ -274,7 +270,7 @@ def build(name: str) -> torch.nn.Module | None:
     return model
 
 
-def golden(name: str) -> str:
+def table(name: str) -> str:
     """Return the table of an architecture: parameters folded over layers, with their shapes, reasons and views."""
     model = build(name)
     if model is None:
@@ -294,36 +290,3 @@ def golden(name: str) -> str:
         lines += ["", f"{heading}: {weights:,} weights, {weights / total:.1%}"]
         lines += [f"  {folded}  {shape}  {count} x {reason}" for (folded, shape, reason), count in rows.items()]
     return "\n".join(lines) + "\n"
-
-
-def path(name: str, *, older: bool) -> Path:
-    """Return the path of a table; the older transformers has one only where it differs."""
-    return GOLDEN / (f"{name}.llamafactory.txt" if older else f"{name}.txt")
-
-
-def is_older() -> bool:
-    """Return whether this is the transformers that LLaMA-Factory allows."""
-    return transformers.__version__.startswith("5.5.")
-
-
-def expected(name: str) -> str:
-    """Return the committed table for this transformers."""
-    own = path(name, older=True)
-    return (own if is_older() and own.exists() else path(name, older=False)).read_text()
-
-
-def write() -> None:
-    """Write all tables of this transformers; run it with the newest one first."""
-    GOLDEN.mkdir(exist_ok=True)
-    for name in ZOO:
-        text = golden(name)
-        if not is_older():
-            path(name, older=False).write_text(text)
-        elif text != path(name, older=False).read_text():
-            path(name, older=True).write_text(text)
-        else:
-            path(name, older=True).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    write()

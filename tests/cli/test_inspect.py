@@ -13,8 +13,8 @@ from transformers import Qwen3ForCausalLM
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.model_source import known_configs, model_from, read_source
 from hf_muon.routing.route import table
+from tests import zoo
 from tests.cli.calls import as_process, call, training_yaml
-from tests.zoo import expected
 
 YAMLS = sorted((Path(__file__).parents[2] / "examples" / "yaml").glob("*.yaml"))
 
@@ -189,7 +189,7 @@ class TestInspect:
         result = as_process("inspect", "qwen3-30b-a3b", "--json")
         report = json.loads(result.stdout)
         share = report["muon"]["weights"] / (report["muon"]["weights"] + report["adamw"]["weights"])
-        assert f"muon: {report['muon']['weights']:,} weights, {share:.1%}" in expected("qwen3_moe")
+        assert f"muon: {report['muon']['weights']:,} weights, {share:.1%}" in zoo.table("qwen3_moe")
         assert share > 0.95
 
     @pytest.mark.parametrize(

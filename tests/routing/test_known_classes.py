@@ -24,7 +24,7 @@ from hf_muon import route_parameters
 from hf_muon.routing.fused import RULES
 from tests.routing.models import linear, muon_views
 from tests.routing.test_fused import fused
-from tests.zoo import is_older
+from tests.snapshots import is_older
 
 
 def attend(q, k, v):
