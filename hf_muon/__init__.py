@@ -42,7 +42,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r} [unknown-name]")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -47,7 +47,7 @@ def build_optimizer(
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: its structure tells hidden "
-            "matrices from other parameters. Pass parameters alone to hf_muon.MuonOfGroups"
+            "matrices from other parameters. Pass parameters alone to hf_muon.MuonOfGroups [not-a-module]"
         )
     config = as_config(config).replace(options)
     routes = route_parameters(model, config)
@@ -70,7 +70,7 @@ def as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
     if isinstance(config, MuonConfig):
         return config
     if not isinstance(config, (Mapping, type(None))):
-        raise ValueError(f"config is a MuonConfig or a mapping of its options, not {quoted(config)}")
+        raise ValueError(f"config is a MuonConfig or a mapping of its options, not {quoted(config)} [not-a-mapping]")
     return MuonConfig.from_mapping(config or {})
 
 
@@ -134,13 +134,13 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
         return
     reasons = Counter(route.reason for route in routes)
     counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
-    advice = "Name matrices with muon_patterns, or choose another optimizer."
+    advice = "Name matrices with muon_patterns, or choose another optimizer. [nothing-for-muon]"
     others = [route for route in routes if not is_lora(route.name)]
     if any("lora=muon opts in" in reason for reason in reasons):
         trained = f"LoRA factors and {len(others)} other parameters" if others else "Only LoRA factors"
         advice = (
             f"{trained} are trained: set lora=muon to give the factors to Muon, in TrainingArguments as optim_args: "
-            '"lora=muon", in optim_config of LLaMA-Factory v1 as lora: muon.'
+            '"lora=muon", in optim_config of LLaMA-Factory v1 as lora: muon. [lora-without-muon]'
         )
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 

@@ -261,7 +261,7 @@ class MuonConfig(RuleOptions):
     def replace(self, mapping: Mapping[str, Any]) -> MuonConfig:
         """Return a copy with other values, read as by `from_mapping`."""
         if not isinstance(mapping, Mapping):
-            raise ValueError(f"options of muon are a mapping of names to values, not {quoted(mapping)}")
+            raise ValueError(f"options of muon are a mapping of names to values, not {quoted(mapping)} [not-a-mapping]")
         values = {name: _read(name, value) for name, value in mapping.items()}
         rules = {name: values.pop(name) for name in mapping if name in registry.OTHERS_OPTIONS}
         return dataclasses.replace(self, **values, rules={**self.rules, **rules})
@@ -329,4 +329,4 @@ def _read(name: Any, value: Any) -> Any:
         return known.type.parse(value)
     except (ValueError, KeyError):
         text = value if len(value) <= 200 else f"{value[:200]}..."
-        raise ValueError(f"{name}={text} cannot be read. Valid: {known.type.valid}") from None
+        raise ValueError(f"{name}={text} cannot be read. Valid: {known.type.valid} [invalid-value]") from None

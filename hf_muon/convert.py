@@ -100,9 +100,9 @@ def convert_state_dict(
         ValueError: a state that is not of `source`, parameters that do not fit, or moments that would be lost.
     """
     if source not in FORMATS:
-        raise ValueError(f"{source!r} is not a format. Valid: {', '.join(FORMATS)}")
+        raise ValueError(f"{source!r} is not a format. Valid: {', '.join(FORMATS)} [unknown-format]")
     if not all(group.get("param_names") for group in optimizer.param_groups):
-        raise ValueError("The optimizer's param groups hold no names. Make it with build_optimizer(model)")
+        raise ValueError("The optimizer's param groups hold no names. Make it with build_optimizer(model) [no-names]")
     params = _read(state_dict, source, FORMATS[source].key)
     if adamw is not None:
         params += _read(adamw, "torch.optim.AdamW", "amsgrad")
@@ -137,12 +137,12 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
     if not isinstance(groups, list) or not isinstance(state_dict.get("state"), Mapping):
         raise ValueError(
             f"This state cannot be converted from {source}: it is no optimizer's state_dict, which holds 'state' and "
-            "'param_groups' (ZeRO's files of DeepSpeed hold slices of it, which are not read)"
+            "'param_groups' (ZeRO's files of DeepSpeed hold slices of it, which are not read) [not-a-state]"
         )
     keys = sorted(set().union(*groups) - {"params"})
     if not all(own_key in group for group in groups) or "ns_dtype" in keys:
         own = " (it is hf_muon's own already)" if "ns_dtype" in keys else ""
-        _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{own}"])
+        _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{own} [foreign-state]"])
     params: list[_Source] = []
     complaints: list[str] = []
     for number, group in enumerate(groups):
@@ -153,10 +153,11 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
             param = _Source(name or f"parameter {i} of group {number}", name, group, state)
             if state and _BY_KEYS.get(frozenset(state)) in (None, not flag if flag is not None else None):
                 complaints.append(
-                    f"{param.label}: its state holds {sorted(state)}, which is not what Muon or AdamW has there"
+                    f"{param.label}: its state holds {sorted(state)}, which is not what Muon or AdamW has "
+                    "there [foreign-moments]"
                 )
             elif param.use_muon and not 0 <= float(group.get("momentum", -1)) < 1:
-                complaints.append(f"{param.label}: its param group has no momentum from 0 to below 1")
+                complaints.append(f"{param.label}: its param group has no momentum from 0 to below 1 [no-momentum]")
             params.append(param)
     _refuse(source, complaints)
     return params
@@ -178,12 +179,14 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
     elif names is None:
         raise ValueError(
             f"This state of {source} holds no names, and the user of that optimizer makes its groups. Give the names "
-            "of its parameters, in its order (names, --names)"
+            "of its parameters, in its order (names, --names) [names-needed]"
         )
     unknown = [name for name in names if name not in trained]
     if unknown or len(set(names)) != len(names) or len(names) != len(params):
         reason = f"{first_few(unknown)} are not trained in this model" if unknown else "each parameter has one name"
-        raise ValueError(f"{len(names)} names for a state of {len(params)} parameters do not fit it: {reason}")
+        raise ValueError(
+            f"{len(names)} names for a state of {len(params)} parameters do not fit it: {reason} [names-misfit]"
+        )
     return dict(zip(names, params, strict=True))
 
 
@@ -195,12 +198,12 @@ def _misfits(found: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
         if source is None or not source.state:
             yield (
                 f"{name}: no moments in the source. It may be the state of one rank of several, or the AdamW that ran "
-                "beside it may have a state of its own (adamw, --adamw)"
+                "beside it may have a state of its own (adamw, --adamw) [moments-missing]"
             )
         elif source.use_muon != use_muon:
             yield (
                 f"{name}: {ALGORITHM[source.use_muon]} there, {ALGORITHM[use_muon]} here, which has no use "
-                "for its moments. Route it as there (muon_patterns, adamw_patterns)"
+                "for its moments. Route it as there (muon_patterns, adamw_patterns) [routing-changed]"
             )
 
 

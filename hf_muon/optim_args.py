@@ -23,7 +23,9 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
                 raise unknown_option(name)
         return dict(text)
     if text is not None and not isinstance(text, str):
-        raise ValueError(f'optim_args={quoted(text)} is neither text, "name=value,name=value", nor a mapping')
+        raise ValueError(
+            f'optim_args={quoted(text)} is neither text, "name=value,name=value", nor a mapping [invalid-value]'
+        )
     options: dict[str, Any] = {}
     for item in (text or "").replace(" ", "").split(","):
         if not item and not text:
@@ -33,12 +35,12 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
         if not (name and equals and value) or "=" in value:
             raise ValueError(
                 f"optim_args: {quoted(item)} is not of the form name=value. Items are joined by commas, lists by |, "
-                f"and a value cannot hold a comma or an equals sign. Valid names: {names}"
+                f"and a value cannot hold a comma or an equals sign. Valid names: {names} [not-name-value]"
             )
         if known_option(name) is None:
             raise unknown_option(name)
         if name in options:
-            raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r}")
+            raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r} [given-twice]")
         options[name] = value
     return options
 
@@ -57,7 +59,7 @@ def text_of(options: Mapping[str, Any]) -> str:
         if not text or set(text) & set(" ,="):
             raise ValueError(
                 f"optim_args: {name}={quoted(value)} holds a blank, a comma or an equals sign, at which transformers "
-                "splits. Write a pattern with \\s, \\x2c or \\x3d in their place"
+                "splits. Write a pattern with \\s, \\x2c or \\x3d in their place [unwritable-value]"
             )
         items.append(f"{name}={text}")
     return ",".join(items)

@@ -146,7 +146,8 @@ def _as_asked(group: Mapping[str, Any], routes: Sequence[Route]) -> list[Route]:
     if use_muon and others:
         raise ValueError(
             f"A param group says use_muon: True, and holds {first_few(others, 3)}. Leave use_muon out, name hidden "
-            "matrices with muon_patterns, or pass the group to hf_muon.Muon, which takes every matrix as it is"
+            "matrices with muon_patterns, or pass the group to hf_muon.Muon, which takes every matrix as it is "
+            "[not-for-muon]"
         )
     return list(routes)
 
@@ -168,12 +169,13 @@ def _with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     for theirs, ours in _RENAMED.items():
         if theirs in own:
             if ours in own:
-                raise ValueError(f"{theirs} and {ours} are the same option of Muon: set one of the two")
+                raise ValueError(f"{theirs} and {ours} are the same option of Muon: set one of the two [given-twice]")
             own[ours] = own.pop(theirs)
     for name in _TORCHS:
         if own.pop(name, None):
             raise ValueError(
-                f"{name}={quoted(options[name])} is of torch.optim.AdamW, and Muon has its default alone: leave it out"
+                f"{name}={quoted(options[name])} is of torch.optim.AdamW, and Muon has its default alone: "
+                "leave it out [only-default]"
             )
     return own
 
@@ -196,5 +198,6 @@ def _require_one_rate(rates: Mapping[bool, Sequence[Any]], config: MuonConfig) -
         if rate is not None and not config.lr and len(own) > 1:
             raise ValueError(
                 f"{name}={rate:g} is one rate, and param groups have several: {first_few(own, 4)}. Pass lr, too: the "
-                f"rate of a group is then its own times {name} / lr. Or leave {name} out, and set lr in each group"
+                f"rate of a group is then its own times {name} / lr. Or leave {name} out, and set lr in each group "
+                "[one-rate-for-several]"
             )

@@ -45,5 +45,5 @@ def refuse_older(*packages: str) -> None:
         if is_older(installed, OLDEST[package]):
             raise RuntimeError(
                 f"Muon needs {package} {OLDEST[package]} or newer, and {installed} is installed. "
-                f'Run: pip install "{package}>={OLDEST[package]}"'
+                f'Run: pip install "{package}>={OLDEST[package]}" [too-old]'
             )

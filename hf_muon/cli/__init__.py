@@ -20,4 +20,6 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
-        sys.exit(f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]'")
+        sys.exit(
+            f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]' [package-missing]"
+        )

@@ -36,7 +36,7 @@ def convert(
     """
     try:
         if target.exists():
-            raise ValueError(f"{target} exists. Name another TARGET")
+            raise ValueError(f"{target} exists. Name another TARGET [target-exists]")
         import torch
 
         from hf_muon.build import as_config, groups_of, log_routes, muon_options, require_muon
@@ -80,4 +80,4 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} cannot be read as a file of torch.save: {reason}") from error
+        raise ValueError(f"{path} cannot be read as a file of torch.save: {reason} [unreadable-checkpoint]") from error

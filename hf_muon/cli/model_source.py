@@ -132,9 +132,9 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     path = Path(text).expanduser()
     is_here, known = path.exists(), _known(str(text))
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training YAML")
+        raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training YAML [no-config-json]")
     if not (is_here or known or _is_hub_name(str(text))):
-        raise ValueError(f"{text} does not exist. {_valid()}")
+        raise ValueError(f"{text} does not exist. {_valid()} [no-such-source]")
     try:
         if known and not is_here:
             config = transformers.AutoConfig.for_model(**known)
@@ -145,7 +145,8 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     except Exception as error:  # a configuration can fail anywhere in a model's own code
         if isinstance(error, OSError) and not is_here:
             raise ValueError(
-                f"{text} does not exist here and cannot be fetched from the hub: {_first_line(error)}. {_valid()}"
+                f"{text} does not exist here and cannot be fetched from the hub: {_first_line(error)}. "
+                f"{_valid()} [not-on-hub]"
             ) from error
         raise _no_model(text, error) from error
     return _model_of(text, config, trust_remote_code)
@@ -178,7 +179,7 @@ def _no_model(text: Any, error: BaseException) -> ValueError:
         reason = (
             "it comes with code of its own. Read that code, and if you trust it say --trust-remote-code, which runs it"
         )
-    return ValueError(f"{text}: no model can be made of it: {reason}")
+    return ValueError(f"{text}: no model can be made of it: {reason} [unbuildable-model]")
 
 
 def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
@@ -199,7 +200,8 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{text}: its constructor computes with weights, which are not allocated here ({_first_line(error)}). "
-            "Build the model in Python and pass it to hf_muon.route_parameters or hf_muon.convert.convert_state_dict"
+            "Build the model in Python and pass it to hf_muon.route_parameters or hf_muon.convert.convert_state_dict "
+            "[constructor-computes]"
         ) from error
     except Exception as error:  # as above
         raise _no_model(text, error) from error
@@ -223,13 +225,16 @@ def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
     """Freeze what a run freezes and add the adapters that it adds; return the model."""
     kind = _kind_of(run)
     if kind not in _KINDS:
-        raise ValueError(f"{path}: what finetuning_type {kind} trains is not known here. Known: {', '.join(_KINDS)}")
+        raise ValueError(
+            f"{path}: what finetuning_type {kind} trains is not known here. Known: {', '.join(_KINDS)} "
+            "[unknown-finetuning-type]"
+        )
     try:
         if kind == "freeze":
             _freeze(model, run)
         return _with_lora(model, run) if kind == "lora" else model
     except Exception as error:  # peft raises many kinds if targets do not fit the model
-        raise ValueError(f"{path}: {kind} does not fit the model: {_first_line(error)}") from error
+        raise ValueError(f"{path}: {kind} does not fit the model: {_first_line(error)} [finetuning-misfit]") from error
 
 
 def _kind_of(run: Mapping[str, Any]) -> str:

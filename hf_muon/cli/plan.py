@@ -89,7 +89,10 @@ def plan(
         dtype = dtype or _stored_dtype(settings, described.model, layout)
         stored = NS_DTYPES.get(_DTYPES.get(dtype.removeprefix("torch."), dtype))
         if stored is None:
-            raise ValueError(f"dtype: {dtype} is not a dtype of trained weights. Valid: {', '.join(_DTYPES.values())}")
+            raise ValueError(
+                f"dtype: {dtype} is not a dtype of trained weights. Valid: {', '.join(_DTYPES.values())} "
+                "[invalid-value]"
+            )
         stated = {"batch_size": batch_size, "sequence_length": sequence_length}
         stated["gradient_checkpointing"] = gradient_checkpointing
         sizes = {**_sizes(settings), **{name: value for name, value in stated.items() if value is not None}}

@@ -72,7 +72,9 @@ def sweep(
     """
     ladder = _read_rates(rates)
     if not any(_FILE in word for word in command):
-        raise typer.BadParameter("the command after -- has no {file}, which stands for the training file")
+        raise typer.BadParameter(
+            "the command after -- has no {file}, which stands for the training file [no-file-placeholder]"
+        )
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the command of a trial ends, too
     try:
         import plotly  # noqa: F401  before anything is trained
@@ -88,14 +90,16 @@ def sweep(
             own = folder / rate_text(rate)
             trials.append(_run(own, file.suffix, settings, command, rate, steps))
             if trials[0].failure:
-                raise RuntimeError(f"the command fails at the lowest rate, {trials[0].failure}: see {own / _LOG}")
+                raise RuntimeError(
+                    f"the command fails at the lowest rate, {trials[0].failure}: see {own / _LOG} [command-fails]"
+                )
         evaluated = all(trial.eval_loss is not None for trial in trials if not trial.failure)
         text, best = _result(trials, evaluated=evaluated)
         with complete_or_absent(folder / _PAGE) as target:
             picture = _picture(f"Learning rates for {file.name}, {steps} steps", trials, text, evaluated=evaluated)
             target.write_text(picture, encoding="utf-8")
     except KeyboardInterrupt:
-        fail("interrupted. Run the same command again to continue: trials that have ended are kept")
+        fail("interrupted. Run the same command again to continue: trials that have ended are kept [interrupted]")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     finally:
@@ -112,7 +116,9 @@ def _read_rates(text: str) -> list[float]:
     except ValueError:
         numbers = {math.nan}
     if not all(0 < number < math.inf for number in numbers):
-        raise typer.BadParameter(f"--rates {text}: expected positive numbers with commas between, as in 1e-5,3e-5,1e-4")
+        raise typer.BadParameter(
+            f"--rates {text}: expected positive numbers with commas between, as in 1e-5,3e-5,1e-4 [invalid-value]"
+        )
     return sorted(numbers)
 
 
@@ -163,7 +169,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
     if method:
         raise ValueError(
             f"{method} maximizes a reward, and its loss says nothing about a learning rate: compare the rewards of a "
-            "few short runs"
+            "few short runs [loss-of-reward]"
         )
     try:
         warmup = float(settings.get("warmup_steps") or 0)
@@ -172,7 +178,8 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
     if warmup >= steps:
         raise ValueError(
             f"{path}: warmup_steps: {warmup:g} leaves no step at the full rate in trials of {steps} steps. Take more "
-            "(--steps), or a share of all steps, as in warmup_steps: 0.03 (warmup_ratio: 0.03 before transformers 5)"
+            "(--steps), or a share of all steps, as in warmup_steps: 0.03 (warmup_ratio: 0.03 before transformers 5) "
+            "[warmup-too-long]"
         )
     if not is_muon(optimizer_of(settings)):
         return
@@ -182,7 +189,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
     if (rate := options_of(trial).muon_lr) is not None:
         raise ValueError(
             f"{path}: muon_lr={rate:g} is the rate of the Muon groups whatever learning_rate is, so that all "
-            "trials would be alike. Remove it from the options of Muon"
+            "trials would be alike. Remove it from the options of Muon [fixed-muon-rate]"
         )
 
 

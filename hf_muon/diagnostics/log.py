@@ -28,7 +28,7 @@ def every_from_environment() -> int:
     if not is_on(EVERY):
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never")
+        raise ValueError(f"{EVERY}={text} is not valid. Valid: a number of steps, 0 or off for never [invalid-value]")
     return int(text)
 
 

@@ -150,7 +150,7 @@ class Metrics:
                 out.write(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         except OSError as error:  # a full disk must not end the run
             self._writes = False
-            log.logger().warning("no more metrics: %s cannot be written (%s)", self.file, error)
+            log.logger().warning("no more metrics: %s cannot be written (%s) [metrics-not-written]", self.file, error)
 
 
 def _short(value: float | None) -> float | None:

@@ -65,12 +65,12 @@ def read_run(path: Path) -> Run:
         ValueError: there is no such file, none with a watched step, or it holds something else.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE}")
+        raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE} [no-such-run]")
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f"{path} holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50 in its environment, or with "
-            'optim_args: "diagnostics_every=50"'
+            'optim_args: "diagnostics_every=50" [no-metrics]'
         )
     run = Run()
     names: tuple[str, ...] = ()
@@ -82,11 +82,11 @@ def read_run(path: Path) -> Run:
         try:
             names = _add(run, line, names)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{file}, line {number}, is no line of metrics ({error!r})") from error
+            raise ValueError(f"{file}, line {number}, is no line of metrics ({error!r}) [bad-metrics-line]") from error
     if not run.rows:
         raise ValueError(
             f"{file} holds no watched step yet. The first comes after as many steps as diagnostics_every says "
-            "(HF_MUON_DIAGNOSTICS_EVERY): wait, or train with a smaller number"
+            "(HF_MUON_DIAGNOSTICS_EVERY): wait, or train with a smaller number [no-watched-step]"
         )
     return run
 

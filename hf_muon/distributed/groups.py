@@ -31,7 +31,7 @@ def backend_complaint(param: DTensor) -> str | None:
         return None
     return (
         f"is stored on {local.device.type}, for which its process group has no backend. With CPU offload, "
-        "initialize torch.distributed with backend 'cpu:gloo,cuda:nccl'"
+        "initialize torch.distributed with backend 'cpu:gloo,cuda:nccl' [no-backend]"
     )
 
 

@@ -51,7 +51,7 @@ def accelerator() -> torch.device:
         RuntimeError: there is none.
     """
     if not torch.accelerator.is_available():
-        raise RuntimeError("a device mesh of an accelerator needs one, and torch sees none")
+        raise RuntimeError("a device mesh of an accelerator needs one, and torch sees none [no-accelerator]")
     return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
 
 

@@ -22,7 +22,9 @@ def patch_prepare(module: ModuleType) -> Iterator[Change]:
         if not optimizers or self.distributed_type.value != "DEEPSPEED":
             return prepare(self, *args, **kwargs)
         if len(optimizers) > 1:
-            raise RuntimeError(f"Accelerator.prepare was given {len(optimizers)} Muon optimizers; DeepSpeed takes one")
+            raise RuntimeError(
+                f"Accelerator.prepare was given {len(optimizers)} Muon optimizers; DeepSpeed takes one [several-muons]"
+            )
         from hf_muon.integrations.deepspeed.engine import attach, wrapping
 
         with wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):

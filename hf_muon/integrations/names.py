@@ -79,7 +79,8 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
     """Return the error of a run of Muon that needs a hook which is not in place."""
     return RuntimeError(
         f"Muon refuses this run, because hf_muon's hook {name!r} into {HOOKS[name].module} is not in place ({reason}): "
-        f"{HOOKS[name].lost}. Use versions that hf_muon was tested with, as its README lists them, or another optimizer"
+        f"{HOOKS[name].lost}. Use versions that hf_muon was tested with, as its README lists them, or another "
+        "optimizer [hook-not-in-place]"
     )
 
 
@@ -97,7 +98,8 @@ def warn_that_ours_runs(program: str, setting: str) -> None:
         return
     logger().warning(
         "%s: this %s has a Muon of that name, too, with other rules and other rates; hf_muon's runs, because it is "
-        "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's",
+        "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's "
+        "[another-muon]",
         setting,
         program,
         program,

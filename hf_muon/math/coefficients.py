@@ -141,7 +141,7 @@ def resolve(ns_coefficients: Coefficients, ns_steps: int | str = AUTO) -> Steps:
     if ns_steps not in (AUTO, listed):
         raise ValueError(
             f"ns_steps={ns_steps}: ns_coefficients lists {listed} steps, three numbers for each. Leave ns_steps out, "
-            f"or set ns_steps={listed}"
+            f"or set ns_steps={listed} [ns-steps-misfit]"
         )
     return tuple(_triple(triple, ns_coefficients) for triple in ns_coefficients)
 
@@ -153,7 +153,8 @@ def _number(ns_steps: int | str, default: int) -> int:
 def _triple(numbers: object, ns_coefficients: Coefficients) -> Triple:
     if not isinstance(numbers, Sequence) or len(numbers) != 3:
         raise ValueError(
-            f"ns_coefficients={ns_coefficients!r}: expected a preset's name, three numbers, or three for each step"
+            f"ns_coefficients={ns_coefficients!r}: expected a preset's name, three numbers, or three for "
+            "each step [invalid-value]"
         )
     a, b, c = (float(x) for x in numbers)
     return a, b, c
@@ -163,7 +164,7 @@ def _of_preset(name: str, ns_steps: int | str) -> Steps:
     if name not in PRESETS:
         raise ValueError(
             f"ns_coefficients={name!r} is not a preset. Valid: {', '.join(PRESETS)}, or three numbers, for all steps "
-            "or for each"
+            "or for each [invalid-value]"
         )
     preset = PRESETS[name]
     number, listed = _number(ns_steps, preset.default_steps), len(preset.steps)
@@ -171,6 +172,6 @@ def _of_preset(name: str, ns_steps: int | str) -> Steps:
         bound = "at most" if preset.truncates else "exactly"
         raise ValueError(
             f"ns_steps={number}: the preset {name!r} is a sequence of {bound} {listed} steps. "
-            f"Set ns_steps={listed}, or use polar_express or original, which work with any number"
+            f"Set ns_steps={listed}, or use polar_express or original, which work with any number [ns-steps-misfit]"
         )
     return (preset.steps + preset.steps[-1:] * max(0, number - listed))[:number]

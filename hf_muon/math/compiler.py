@@ -74,7 +74,7 @@ def readiness(dtypes: Mapping[torch.device, Iterable[torch.dtype]]) -> tuple[Rea
         if reason and _decision:
             raise RuntimeError(
                 f"elementwise functions are compiled in this process, and cannot be on {device}: {reason}. Step the "
-                "parameters there in the first step, or set TORCH_COMPILE_DISABLE=1"
+                "parameters there in the first step, or set TORCH_COMPILE_DISABLE=1 [not-compilable]"
             )
         if reason:
             return Readiness.CANNOT, reason
@@ -160,7 +160,7 @@ def _inductor_options() -> dict[str, Any]:
     for names, value in _OPTIONS.items():
         name = next((name for name in names if name in known), None)
         if name is None:
-            raise RuntimeError(f"torch {torch.__version__} has no option {names[0]} of torch.compile")
+            raise RuntimeError(f"torch {torch.__version__} has no option {names[0]} of torch.compile [torch-changed]")
         chosen[name] = value
     return chosen
 

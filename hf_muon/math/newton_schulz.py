@@ -238,11 +238,15 @@ def orthogonalize(
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; presets in :mod:`hf_muon.math.coefficients`.
     """
     if matrix.ndim not in (2, 3):
-        raise ValueError(f"orthogonalize expects (m, n) or (B, m, n), got a tensor of shape {tuple(matrix.shape)}")
+        raise ValueError(
+            f"orthogonalize expects (m, n) or (B, m, n), got a tensor of shape {tuple(matrix.shape)} [not-a-matrix]"
+        )
     if not matrix.is_floating_point():
-        raise ValueError(f"orthogonalize expects a floating point tensor, got {matrix.dtype}")
+        raise ValueError(f"orthogonalize expects a floating point tensor, got {matrix.dtype} [not-floating-point]")
     if ns_steps != AUTO and (isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1):
-        raise ValueError(f"ns_steps={ns_steps!r} is not valid: expected auto or an integer of at least 1")
+        raise ValueError(
+            f"ns_steps={ns_steps!r} is not valid: expected auto or an integer of at least 1 [invalid-value]"
+        )
     coefficients = resolve(ns_coefficients, ns_steps)
     dtype = compute_dtype(ns_dtype, matrix.device.type, matrix.device.index)
     if matrix.numel() == 0:

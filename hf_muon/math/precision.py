@@ -28,9 +28,11 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
         ValueError: an unknown ``ns_dtype``, or fp16 on a CPU.
     """
     if ns_dtype not in NS_DTYPES:
-        raise ValueError(f"ns_dtype={ns_dtype!r} is not valid. Valid: {', '.join(NS_DTYPES)}")
+        raise ValueError(f"ns_dtype={ns_dtype!r} is not valid. Valid: {', '.join(NS_DTYPES)} [invalid-value]")
     if ns_dtype == "fp16" and device_type == "cpu":
-        raise ValueError("ns_dtype=fp16 does not run on a CPU, where fp16 has no fast product. Use auto, bf16 or fp32")
+        raise ValueError(
+            "ns_dtype=fp16 does not run on a CPU, where fp16 has no fast product. Use auto, bf16 or fp32 [fp16-on-cpu]"
+        )
     dtype = NS_DTYPES[ns_dtype]
     if dtype is not None:
         return dtype

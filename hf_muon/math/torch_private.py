@@ -55,7 +55,8 @@ def _private(owner: Any, name: str) -> Any:
     except AttributeError as error:
         kind = owner if hasattr(owner, "__name__") else type(owner)
         raise RuntimeError(
-            f"torch {torch.__version__} has no {kind.__name__}.{name}, which hf_muon needs for {NEEDS[name]}. " + _LATER
+            f"torch {torch.__version__} has no {kind.__name__}.{name}, which hf_muon needs for {NEEDS[name]}. "
+            f"{_LATER} [torch-changed]"
         ) from error
 
 
@@ -147,7 +148,7 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
         if name_of(list(ranks), use_hashed_name=True) != name:
             raise RuntimeError(
                 f"torch {torch.__version__} names process groups in a way that this version of hf_muon does not know, "
-                "and a group that only its own ranks make needs a name. " + _LATER
+                f"and a group that only its own ranks make needs a name. {_LATER} [torch-changed]"
             )
         group: dist.ProcessGroup = c10d.new_group(list(ranks), use_local_synchronization=True)
     finally:
@@ -216,7 +217,7 @@ def dtensor_on_host(
     except (ImportError, TypeError) as error:
         raise RuntimeError(
             f"torch {torch.__version__} makes DTensors in another way, which moments of DTensors on the host need "
-            f"({error}). " + _LATER
+            f"({error}). {_LATER} [torch-changed]"
         ) from error
 
 
@@ -231,7 +232,7 @@ def fake_store() -> Any:
     except ImportError as error:
         raise RuntimeError(
             f"torch {torch.__version__} has no fake process group where hf_muon looks for it, which plans of several "
-            f"ranks need ({error}). " + _LATER
+            f"ranks need ({error}). {_LATER} [torch-changed]"
         ) from error
     return FakeStore()
 

@@ -38,7 +38,7 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int], update_rms: float = UPDATE
         return math.sqrt(max(1.0, rows / columns))
     if adjust_lr_fn == "spectral_unclamped":
         return math.sqrt(rows / columns)
-    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)}")
+    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is not valid. Valid: {', '.join(ADJUST_LR_FNS)} [invalid-value]")
 
 
 def check_scale(adjust_lr_fn: str, update_rms: float) -> None:
@@ -50,7 +50,7 @@ def check_scale(adjust_lr_fn: str, update_rms: float) -> None:
     if adjust_lr_fn != MATCH_RMS and update_rms != UPDATE_RMS:
         raise ValueError(
             f"update_rms={update_rms} is the constant of adjust_lr_fn={MATCH_RMS}; adjust_lr_fn={adjust_lr_fn} has "
-            f"none. Leave update_rms out, or use {MATCH_RMS}"
+            f"none. Leave update_rms out, or use {MATCH_RMS} [unused-update-rms]"
         )
 
 

@@ -59,12 +59,13 @@ def decide(
     if Readiness.COMPILED in ranks:
         how = f"elementwise functions are {'compiled' if own & 1 else 'not compiled'} in this process"
         why = f": {reason}" if reason else ""
-        stop(of_all_ranks([f"{how}{why} (TORCH_COMPILE_DISABLE=1 compiles on no rank)"]))
+        stop(of_all_ranks([f"{how}{why} (TORCH_COMPILE_DISABLE=1 compiles on no rank) [compiled-differently]"]))
     if Readiness.CANNOT in ranks:
         reasons = of_all_ranks([reason] if reason else [])
         if log.is_rank_zero() and not all(text.endswith("=1 is set") for text in reasons):  # where it is set on all
             log.logger().warning(
-                "Elementwise functions are not compiled, which makes steps slower: %s", log.first_few(reasons, 3, "; ")
+                "Elementwise functions are not compiled, which makes steps slower: %s [not-compiled]",
+                log.first_few(reasons, 3, "; "),
             )
     compiler.decide(compiled=False)
 

@@ -27,11 +27,12 @@ Group = Mapping[str, Any]
 
 DIVERGING = (
     "{name} has a gradient on rank {having} and none on rank {lacking}, which store the same part of it: replicas "
-    "would diverge. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True)"
+    "would diverge. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True) "
+    "[diverging-gradients]"
 )
 STORED_DIFFERENTLY = (
     "{name} has a gradient that is stored as {stored}, and not as the parameter, on rank {having}, but not on rank "
-    "{lacking}: redistribute it on every rank"
+    "{lacking}: redistribute it on every rank [gradient-placements]"
 )
 
 
@@ -272,7 +273,7 @@ def _difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
                 mine, theirs = list(lines), list(others)
             pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")
             here, there = next((here, there) for here, there in pairs if here != there)
-            return f"the ranks disagree: rank {ranks[0]} has {here}, rank {rank} has {there}"
+            return f"the ranks disagree: rank {ranks[0]} has {here}, rank {rank} has {there} [ranks-disagree]"
     raise AssertionError("fingerprints differ, but not the lines that they were computed from")
 
 

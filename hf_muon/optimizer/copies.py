@@ -25,7 +25,8 @@ class _OfThisProcess:
     def __reduce__(self) -> NoReturn:
         raise RuntimeError(
             "A Muon with a replicate_group cannot be pickled: process groups live in their process. Save its "
-            "state_dict(), and build the optimizer again with the process group of the process that loads it"
+            "state_dict(), and build the optimizer again with the process group of the process that loads it "
+            "[not-copyable]"
         )
 
 
@@ -38,7 +39,7 @@ def carried(optimizer: Any) -> dict[str, Any]:
     if optimizer.partitioned.partitions is not None:
         raise RuntimeError(
             f"A Muon that {optimizer.partitioned.framework} steps with cannot be copied or pickled: its parameters are "
-            "flat partitions of the engine. Save with engine.save_checkpoint"
+            "flat partitions of the engine. Save with engine.save_checkpoint [not-copyable]"
         )
     group = optimizer.replicate_group
     options = {name: getattr(optimizer, name) for name in OPTIMIZER_OPTIONS}

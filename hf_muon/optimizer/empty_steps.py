@@ -13,7 +13,8 @@ def warn_of_empty_step(params: Sequence[Tensor]) -> None:
     """Log on rank 0 that a step has changed nothing, and the likely cause."""
     if log.is_rank_zero():
         log.logger().warning(
-            "no parameter of this optimizer has a gradient, so that the step changes nothing: %s", likely_cause(params)
+            "no parameter of this optimizer has a gradient, so that the step changes nothing: %s [no-gradients]",
+            likely_cause(params),
         )
 
 

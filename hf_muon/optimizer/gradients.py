@@ -43,18 +43,21 @@ def complaint(group: Group, param: Tensor) -> str | None:
     if complaint_of_class := class_complaint(param):  # it was frozen when the layout was made
         return complaint_of_class
     if grad.layout != torch.strided:
-        return "has a sparse gradient; build its embedding with sparse=False"
+        return "has a sparse gradient; build its embedding with sparse=False [sparse-gradient]"
     if is_dtensor(grad) != is_dtensor(param):
         kinds = ["a DTensor" if is_dtensor(tensor) else "a plain tensor" for tensor in (param, grad)]
-        return f"is {kinds[0]}, and its gradient {kinds[1]}: it was wrapped after the backward pass"
+        return (
+            f"is {kinds[0]}, and its gradient {kinds[1]}: it was wrapped after the backward pass "
+            "[wrapped-after-backward]"
+        )
     if is_dtensor(grad) and grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
-        return f"has a gradient on another mesh, {grad.device_mesh}"  # type: ignore[attr-defined]
+        return f"has a gradient on another mesh, {grad.device_mesh} [gradient-mesh]"  # type: ignore[attr-defined]
     if grad.shape != param.shape:
-        return f"has a gradient of shape {tuple(grad.shape)}: it was resized after the backward pass"
+        return f"has a gradient of shape {tuple(grad.shape)}: it was resized after the backward pass [gradient-shape]"
     if local_of(grad).device != local_of(param).device:
-        return f"is stored on {local_of(param).device}, and its gradient on {local_of(grad).device}"
+        return f"is stored on {local_of(param).device}, and its gradient on {local_of(grad).device} [gradient-device]"
     if grad.dtype not in STEPPED_DTYPES:
-        return f"has a gradient of dtype {grad.dtype}; Muon and AdamW take {_names(STEPPED_DTYPES)}"
+        return f"has a gradient of dtype {grad.dtype}; Muon and AdamW take {_names(STEPPED_DTYPES)} [gradient-dtype]"
     return None
 
 
@@ -150,7 +153,7 @@ def bad_names(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-_NOT_FINITE = "has a gradient that is not finite"
+_NOT_FINITE = "has a gradient that is not finite [gradient-not-finite]"
 
 
 def _too_large_reason(grad: Tensor, limit: float) -> str | None:
@@ -158,5 +161,7 @@ def _too_large_reason(grad: Tensor, limit: float) -> str | None:
     if not math.isfinite(norm):
         return _NOT_FINITE
     if norm > limit:
-        return f"has a gradient as large as {norm:.2g}; above {limit:.2g} its moments would overflow"
+        return (
+            f"has a gradient as large as {norm:.2g}; above {limit:.2g} its moments would overflow [gradient-too-large]"
+        )
     return None

@@ -46,7 +46,7 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
     if not isinstance(group.get("use_muon", True), bool):
-        raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false")
+        raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false [invalid-value]")
     return group
 
 
@@ -89,16 +89,17 @@ def complete_group_(group: dict[str, Any]) -> None:
     group["ns_steps"] = len(resolve(group["ns_coefficients"], group["ns_steps"]))
     for key, how_to_omit in (("views", ", '' for none"), ("param_names", "")):
         if complaint := views.texts_complaint(group.get(key), len(group["params"])):
-            raise ValueError(f"{key}: {complaint}; give each one{how_to_omit}")
+            raise ValueError(f"{key}: {complaint}; give each one{how_to_omit} [not-one-for-each]")
     if complaint := factors.list_complaint(group.get(factors.KEY), len(group["params"])):
-        raise ValueError(f"{factors.KEY}: {complaint}; give each one, 1 for none")
+        raise ValueError(f"{factors.KEY}: {complaint}; give each one, 1 for none [not-one-for-each]")
     for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
         if complaint := storage_complaint(param) or blocks_complaint(group, param):
             raise RuntimeError(f"{describe(group, i)} {complaint}")
         if group["use_muon"] and (complaint := views.complaint(view, shape_of(param))):
             raise ValueError(
                 f"{describe(group, i)} {complaint}: Muon steps (m, n) matrices and (B, m, n) stacks of matrices. Put "
-                "it into a group with use_muon=False, or let build_optimizer(model) or MuonOfGroups decide"
+                "it into a group with use_muon=False, or let build_optimizer(model) or MuonOfGroups decide "
+                "[not-a-matrix]"
             )
     if complaint := hyperparameter_complaint(group):
         raise ValueError(complaint)

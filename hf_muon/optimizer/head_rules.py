@@ -29,16 +29,16 @@ Group = Mapping[str, Any]
 
 NO_MODEL = (
     "{rules} needs the attentions of a model, which this optimizer was built without: use build_optimizer(model), or "
-    "MuonOfGroups(params, model=model). Copies and unpickled optimizers do not know their model either"
+    "MuonOfGroups(params, model=model). Copies and unpickled optimizers do not know their model either [no-model]"
 )
 NO_RANKS = (
     "{rules} needs the largest logits of all ranks, and this process, one of {count}, steps its parameters alone: no "
     "DistributedDataParallel has reduced the gradients of this step. Wrap the model, or pass replicate_group; a group "
-    "of this rank alone says that ranks train different models"
+    "of this rank alone says that ranks train different models [logits-of-one-rank]"
 )
 UNMEASURED = (
     "{rules}: no forward pass in training mode, with gradients, has used an attention of the model before this step. "
-    "Call model.train(), and step the model that the optimizer was built from"
+    "Call model.train(), and step the model that the optimizer was built from [no-forward-pass]"
 )
 
 
@@ -90,13 +90,15 @@ class HeadRules:
         for attention in attentions:
             missing = [name for name, param in attention.parameters.items() if id(param) not in places]
             if missing:
-                complaints.append((attention.name, f"has weights that no param group has, as {missing[0]}"))
+                complaints.append(
+                    (attention.name, f"has weights that no param group has, as {missing[0]} [weights-without-group]")
+                )
                 continue
             own = {name: places[id(param)] for name, param in attention.parameters.items()}
             known |= own
             complaints += _complaints(attention, [groups[k] for k, _ in own.values()])
         if not attentions and not complaints:
-            complaints.append(("this model", "has no trained attention"))
+            complaints.append(("this model", "has no trained attention [no-attention]"))
         source = source_of(attentions) if not complaints else ""
         if isinstance(source, str):
             lines = first_few(_joined(complaints) or [source], 5, "\n  - ")
@@ -240,7 +242,10 @@ def _complaints(attention: Attention, groups: Sequence[Group]) -> Iterator[tuple
         for option in rule.options:
             values = list(dict.fromkeys(repr(group.get(option)) for group in groups))
             if len(values) > 1:
-                yield attention.name, f"is in param groups that have {option}={values[0]} and {values[1]}"
+                yield (
+                    attention.name,
+                    f"is in param groups that have {option}={values[0]} and {values[1]} [options-within-attention]",
+                )
         complain = rule.head_complaint if rule in of_heads(groups[0]) else None
         if complain is not None and (text := complain(attention.heads, groups[0])):
             yield attention.name, f"({type(attention.module).__name__}) {text}"

@@ -290,12 +290,13 @@ def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str 
         if group.get("momentum_offload", "none") != "none":
             return (
                 "is a flat ZeRO partition, which its framework itself keeps on the host if it is told to: "
-                "momentum_offload=cpu is not for it. Use the framework's own option"
+                "momentum_offload=cpu is not for it. Use the framework's own option [momentum-offload]"
             )
         if dtype_of(group) == "int8":
             return (
                 "is a flat ZeRO partition, which cuts matrices anywhere, and "
-                f"{DTYPE_OPTIONS[bool(group['use_muon'])]}=int8 keeps a scale for every 64 elements of a row. Use bf16"
+                f"{DTYPE_OPTIONS[bool(group['use_muon'])]}=int8 keeps a scale for every 64 elements of a row. Use bf16 "
+                "[int8-partition]"
             )
         return None
     if complaint := unattached_complaint(param, is_matrix=group["use_muon"]) or blocks_complaint(group, param):

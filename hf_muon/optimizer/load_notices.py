@@ -37,30 +37,40 @@ def changes(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[
     """Yield what a user should know about the differences between a checkpoint and this run."""
     saved_groups = state_dict["param_groups"]
     if differences := changed_options(groups, saved_groups):
-        text = f"the checkpoint's options win over those of this run, as in any torch optimizer: {differences}"
+        text = (
+            f"the checkpoint's options win over those of this run, as in any torch optimizer: {differences} "
+            "[options-of-checkpoint]"
+        )
         yield Notice(logging.WARNING, text)
     if differences := changed_rates(groups, saved_groups):
         yield Notice(
             logging.WARNING,
             "the checkpoint's learning rates win over those of this run (learning_rate, muon_lr, adamw_lr): "
             f"{differences}. A scheduler whose state is loaded goes on from the checkpoint's, too. To change a rate, "
-            "write it into param_groups and the scheduler's base_lrs, or start from the weights without the optimizer",
+            "write it into param_groups and the scheduler's base_lrs, or start from the weights without the optimizer "
+            "[rates-of-checkpoint]",
         )
     if differences := changed_dtypes(groups, saved_groups):
         yield Notice(logging.INFO, f"moments are converted: {differences}")
     if differences := changed_rules(groups, saved_groups):
-        yield Notice(logging.WARNING, f"this run's rules hold; state that they lack starts from zero: {differences}")
+        yield Notice(
+            logging.WARNING,
+            f"this run's rules hold; state that they lack starts from zero: {differences} [rules-of-run]",
+        )
     if unknown := unknown_options(groups, saved_groups):
         yield Notice(
             logging.WARNING,
             f"the checkpoint's param groups have {unknown}, which is no option here and has no effect. If a rule of "
             "another package declares it, import that package or call hf_muon.rules.register before you build the "
-            "optimizer",
+            "optimizer [unknown-in-checkpoint]",
         )
     if differences := changed_factors(groups, saved_groups):
-        yield Notice(logging.WARNING, f"this run's lr_scales hold: {differences}")
+        yield Notice(logging.WARNING, f"this run's lr_scales hold: {differences} [lr-scales-of-run]")
     if differences := changed_views(groups, saved_groups):
-        yield Notice(logging.WARNING, f"from here on, other matrices than before are orthogonalized: {differences}")
+        yield Notice(
+            logging.WARNING,
+            f"from here on, other matrices than before are orthogonalized: {differences} [views-of-run]",
+        )
 
 
 def changed_options(groups: Sequence[Group], saved_groups: Sequence[Group]) -> str:

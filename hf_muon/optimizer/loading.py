@@ -55,7 +55,7 @@ def run_pre_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
             result = hook(optimizer, state_dict)
             state_dict = state_dict if result is None else result
     except Exception as error:
-        complaint = f"a hook failed: {type(error).__name__}: {error}"
+        complaint = f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"
         replicate_group = getattr(optimizer, "replicate_group", None)
         consensus.complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
         raise
@@ -94,7 +94,10 @@ def check(
         if not complaints and not any("step" in group for group in state_dict["param_groups"]):
             state_dict = with_steps(state_dict)
             steps = max((group["step"] for group in state_dict["param_groups"]), default=0)
-            text = f"the checkpoint's param groups do not say how many steps they have taken; {steps} are assumed"
+            text = (
+                f"the checkpoint's param groups do not say how many steps they have taken; {steps} are assumed "
+                "[steps-assumed]"
+            )
             notices.append(Notice(logging.INFO, text))
         complaints = complaints or list(fit_complaints(groups, state_dict))
         if not complaints:
@@ -103,7 +106,7 @@ def check(
         if not complaints:
             transfers = list(_transfers(groups, state_dict))
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
-        complaints = [f"it cannot be read: {type(error).__name__}: {error}"]
+        complaints = [f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]
     refuse_load(consensus.complaints_of_all(groups, complaints, replicate_group))
     _agree(groups, transfers)
     return state_dict, notices + list(changes(groups, state_dict))
@@ -137,7 +140,7 @@ def _agree(groups: Sequence[Group], transfers: Sequence[str]) -> None:
     digest = hashlib.blake2b("\n".join(transfers).encode(), digest_size=8).hexdigest()
     if len(consensus.complaints_of_all(groups, [digest])) > 1:
         differing = [line for line in consensus.complaints_of_all(groups, transfers) if "[rank" in line]
-        refuse_load([f"the ranks hold different states: {first_few(differing, 4, '; ')}"])
+        refuse_load([f"the ranks hold different states: {first_few(differing, 4, '; ')} [ranks-disagree]"])
 
 
 def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: list[Notice]) -> dict[str, Any]:
@@ -146,7 +149,11 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         own = {name: group[name] for name in GROUP_OPTIONS if name not in saved and name not in own_options()}
         if own:
-            notices.append(Notice(logging.WARNING, f"the checkpoint does not say {first_few(own)}; this run's stay"))
+            notices.append(
+                Notice(
+                    logging.WARNING, f"the checkpoint does not say {first_few(own)}; this run's stay [options-of-run]"
+                )
+            )
         counts = {"step": steps_of(saved["step"]), "params": list(saved["params"])}
         saved_groups.append({**own, **saved, **counts})
         saved_groups[-1].pop("differentiable", None)  # older versions saved torch's default, False
@@ -164,11 +171,15 @@ def _completed(groups: Sequence[Group], state_dict: Mapping[str, Any], notices: 
     known = {*ALL_STATE_KEYS, *registry.state_kinds()}
     unknown = {str(name): None for state in states.values() for name in state or () if name not in known}
     if unknown:
-        text = f"{first_few(unknown)} in the state of parameters, which Muon does not keep, is left out"
+        text = (
+            f"{first_few(unknown)} in the state of parameters, which Muon does not keep, is left out [state-left-out]"
+        )
         notices.append(Notice(logging.WARNING, text))
     others = len(state_dict["state"].keys() - keys.keys())
     if others:
-        notices.append(Notice(logging.INFO, f"state of {others} parameters that no param group holds is left out"))
+        notices.append(
+            Notice(logging.INFO, f"state of {others} parameters that no param group holds is left out [state-left-out]")
+        )
     return {**state_dict, "state": moments, "param_groups": saved_groups}
 
 

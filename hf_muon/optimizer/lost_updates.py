@@ -55,7 +55,7 @@ class LostUpdates:
             log.logger().warning(
                 "weight_rounding=nearest: at a learning rate of %s, %.0f%% of the %s weights cannot move, because "
                 "their updates are smaller than half a unit in the last place. Use weight_rounding=stochastic, or "
-                "train fp32 weights",
+                "train fp32 weights [weights-cannot-move]",
                 rates,
                 100 * share,
                 dtypes,

@@ -66,7 +66,7 @@ class PartitionedStep:
                 if param.grad is not None and bool(local_of(param.grad).any()):
                     raise RuntimeError(
                         f"{describe(group, i)} is stepped before it is known how {self.framework} stores it. The "
-                        f"attempt to start {self.framework} has failed; start it again"
+                        f"attempt to start {self.framework} has failed; start it again [not-started]"
                     )
 
     def clear_stale_gradients(self, groups: Sequence[Group]) -> None:

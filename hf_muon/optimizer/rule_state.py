@@ -137,7 +137,7 @@ class Kept:
                         )
                         yield (
                             f"{describe(group, i)}: its {key} {text}. "
-                            "It was dropped or resized on the way; load a checkpoint that has it"
+                            "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
                         )
 
 
@@ -163,14 +163,18 @@ def loaded(group: Group, index: int, saved: Mapping[str, Any]) -> dict[str, Tens
 def complaint(group: Group, index: int, key: str, value: Any) -> str | None:
     """Say why a value cannot be a parameter's state under a key of a rule; None where it can."""
     if not isinstance(value, Tensor):
-        return "is not a tensor"
+        return "is not a tensor [not-a-tensor]"
     if not is_reduced(key):
         fits = tuple(value.shape) == tuple(group["params"][index].shape) and value.dtype.is_floating_point
-        return None if fits else f"has shape {tuple(value.shape)} and dtype {value.dtype}"
+        return None if fits else f"has shape {tuple(value.shape)} and dtype {value.dtype} [moment-shape]"
     if value.ndim != 1 or value.dtype != torch.float32:
-        return f"has shape {tuple(value.shape)} and dtype {value.dtype}, not one dim in fp32"
+        return f"has shape {tuple(value.shape)} and dtype {value.dtype}, not one dim in fp32 [moment-shape]"
     param = group["params"][index]
     if is_partition(group, param):
         return None  # its layout knows
     numel = _numel(group, index)
-    return None if value.numel() == numel else f"has {value.numel()} elements, and its matrices need {numel}"
+    return (
+        None
+        if value.numel() == numel
+        else f"has {value.numel()} elements, and its matrices need {numel} [moment-shape]"
+    )

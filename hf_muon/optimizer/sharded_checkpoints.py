@@ -56,7 +56,9 @@ def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | Stor
     try:
         saved = _Saved(checkpoint)
     except Exception as error:  # noqa: BLE001  raised by one rank alone, it would leave the others waiting
-        logger().warning("%s: what it has cannot be read, so nothing is converted (%s)", checkpoint, error)
+        logger().warning(
+            "%s: what it has cannot be read, so nothing is converted (%s) [unreadable-shards]", checkpoint, error
+        )
         saved = None
     if saved is None:
         yield

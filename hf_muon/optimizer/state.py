@@ -68,7 +68,7 @@ def check_params(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
         if "params" not in group:
             raise ValueError(
                 f"param group {k} has no 'params', but {first_few(group) or 'nothing'}. Write the list of its "
-                "parameters into it under 'params', or take the group out"
+                "parameters into it under 'params', or take the group out [no-params]"
             )
 
 
@@ -96,13 +96,14 @@ def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[st
             if (complaint := _mismatch(own[key], param, state_shape(param, key))) is not None:
                 yield (
                     f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
-                    "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint"
+                    "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint "
+                    "[moment-misfit]"
                 )
     if lost and group.get("step"):
         yield (
             f"the optimizer has taken {group['step']} steps and its moments are gone: {first_few(lost)}. They were "
             "dropped on the way (an empty load template, or parameters that were replaced); load a checkpoint that has "
-            "them"
+            "them [moments-gone]"
         )
 
 

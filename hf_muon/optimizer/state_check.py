@@ -77,30 +77,30 @@ def load_complaints(groups: Sequence[Group], state_dict: Any) -> Iterator[str]:
 def form_complaints(state_dict: Any) -> Iterator[str]:
     """Say why something does not have the form of a `Muon`'s state dict."""
     if not isinstance(state_dict, Mapping):
-        yield f"it is {quoted(state_dict)}, and not an optimizer's state_dict"
+        yield f"it is {quoted(state_dict)}, and not an optimizer's state_dict [not-a-state]"
         return
     groups = state_dict.get("param_groups")
     if not isinstance(groups, (list, tuple)) or not isinstance(state_dict.get("state"), Mapping):
-        yield f"it is not an optimizer's state_dict: its keys are {sorted(map(str, state_dict))}"
+        yield f"it is not an optimizer's state_dict: its keys are {sorted(map(str, state_dict))} [not-a-state]"
         return
     for k, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            yield f"its param group {k} is {quoted(group)}, and not a mapping"
+            yield f"its param group {k} is {quoted(group)}, and not a mapping [not-a-mapping]"
             return
         if "use_muon" not in group:
             known = sorted(str(key) for key in group if key != "params")
             listing = f"its param groups hold {known}, and `use_muon` is not among them"
-            yield f"it was written by another optimizer: {listing}"
+            yield f"it was written by another optimizer: {listing} [foreign-state]"
             return
     any_steps = any("step" in group for group in groups)
     for k, group in enumerate(groups):
         if any_steps and "step" not in group:
-            yield f"its param group {k} lacks `step`, the number of steps that it has taken"
+            yield f"its param group {k} lacks `step`, the number of steps that it has taken [no-steps]"
         for complaint in _group_complaints(group):
             yield f"its param group {k} {complaint}"
     keys = [key for group in groups if _are_keys(group.get("params")) for key in group["params"]]
     if len(set(keys)) < len(keys):
-        yield "its param groups name a parameter twice"
+        yield "its param groups name a parameter twice [parameter-twice]"
 
 
 def _are_keys(params: Any) -> bool:
@@ -109,23 +109,26 @@ def _are_keys(params: Any) -> bool:
 
 def _group_complaints(group: Group) -> Iterator[str]:
     if not isinstance(group["use_muon"], bool):
-        yield f"has use_muon={quoted(group['use_muon'])}. Valid: true or false"
+        yield f"has use_muon={quoted(group['use_muon'])}. Valid: true or false [invalid-value]"
     if not _are_keys(group.get("params")):
-        yield f"has params={quoted(group.get('params'))}, and not a list of its parameters"
+        yield f"has params={quoted(group.get('params'))}, and not a list of its parameters [no-params]"
     if "step" in group and steps_of(group["step"]) is None:
-        yield f"has step={quoted(group['step'])}, and not a number of steps"
+        yield f"has step={quoted(group['step'])}, and not a number of steps [no-steps]"
     for name in ("param_names", "views"):
         words = group.get(name)
         texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
         if words is not None and not texts:
-            yield f"has {name}={quoted(words)}, and not a text for each parameter"
+            yield f"has {name}={quoted(words)}, and not a text for each parameter [not-one-for-each]"
     if complaint := list_complaint(group.get(KEY)):
-        yield f"has {KEY}: {complaint}"
+        yield f"has {KEY}: {complaint} [not-one-for-each]"
     for name in SCHEDULER_KEYS:
         if name in group and _number(group[name]) is None:
-            yield f"has {name}={quoted(group[name])}, and not a number"
+            yield f"has {name}={quoted(group[name])}, and not a number [invalid-value]"
     if group.get("differentiable"):
-        yield f"has differentiable={quoted(group['differentiable'])}: steps of Muon cannot be differentiated"
+        yield (
+            f"has differentiable={quoted(group['differentiable'])}: steps of Muon cannot be differentiated "
+            "[differentiable]"
+        )
 
 
 # --- fit: the same param groups, in the same order
@@ -144,7 +147,7 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
     if (counts, routes) != (saved_counts, saved_routes):
         yield (
             f"it has {_counted(saved_counts, saved_routes)}, this optimizer has {_counted(counts, routes)}: "
-            "the model, what of it is trained, or the routing differs"
+            "the model, what of it is trained, or the routing differs [groups-differ]"
         )
         return
     for group, saved in zip(groups, saved_groups, strict=True):
@@ -152,12 +155,12 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
         for name in ("param_names", "views"):
             own, there = group.get(name) or [], saved.get(name) or []
             if there and len(there) not in (len(own), len(group["params"])):
-                yield f"it has {len(there)} {name} for {len(group['params'])} parameters"
+                yield f"it has {len(there)} {name} for {len(group['params'])} parameters [not-one-for-each]"
         if has_factors(saved) and len(factors_of(saved)) not in (
             len(group.get("param_names") or []),
             len(group["params"]),
         ):
-            yield f"it has {len(factors_of(saved))} lr_factors for {len(group['params'])} parameters"
+            yield f"it has {len(factors_of(saved))} lr_factors for {len(group['params'])} parameters [not-one-for-each]"
         invalid = [error for name in GROUP_OPTIONS.keys() & saved.keys() if (error := _option_error(name, saved[name]))]
         yield from (f"one of its param groups has {error}" for error in invalid)
         for i, param in enumerate(group["params"]):
@@ -165,7 +168,7 @@ def fit_complaints(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> It
                 yield f"{describe(group, i)} {complaint}"
         names, saved_names = group.get("param_names"), saved.get("param_names")
         if names and saved_names and list(names) != list(saved_names):
-            yield "the same parameters stand in another order, and state is matched by position"
+            yield "the same parameters stand in another order, and state is matched by position [other-order]"
         if not invalid:  # the options say which state there is
             yield from _state_complaints(group, saved, state)
 
@@ -195,15 +198,16 @@ def _differences_by_name(groups: Sequence[Group], saved_groups: Sequence[Group])
     changed = [name for name in here if name in there and here[name] != there[name]]
     if missing:
         complaints.append(
-            f"it does not have {first_few(missing)} ({len(there)} parameters, this optimizer {len(here)})"
+            f"it does not have {first_few(missing)} ({len(there)} parameters, this optimizer {len(here)}) "
+            "[other-parameters]"
         )
     if extra:
-        complaints.append(f"it has {first_few(extra)}, which this optimizer does not train")
+        complaints.append(f"it has {first_few(extra)}, which this optimizer does not train [other-parameters]")
     if changed:
         routes = [f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed]
         complaints.append(
             f"the routing changed for {first_few(routes)}: route them as there (muon_patterns, adamw_patterns) or "
-            "start from the weights alone"
+            "start from the weights alone [routing-changed]"
         )
     return complaints
 
@@ -216,7 +220,7 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
     for i, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
         moments = state.get(key)
         if moments is not None and not isinstance(moments, Mapping):
-            yield f"{describe(group, i)}: its state is {quoted(moments)}, and not a mapping"
+            yield f"{describe(group, i)}: its state is {quoted(moments)}, and not a mapping [not-a-mapping]"
             continue
         keys = state_keys(saved, param)
         needed = [name for name in rule_state.rule_keys(saved) if name in rule_state.rule_keys(group)]
@@ -232,11 +236,14 @@ def _state_complaints(group: Group, saved: Group, state: Mapping[Any, Any]) -> I
         # DCP leaves the scales of its template beside moments that were saved without any.
         known = {*keys, *(MOMENTS[key].scale for key in keys if key in MOMENTS)}
         if moments and (extra := sorted((moments.keys() & ALL_STATE_KEYS) - known)):
-            yield f"{describe(group, i)}: its state holds {first_few(extra)}, which {_algorithm(saved)} does not keep"
+            yield (
+                f"{describe(group, i)}: its state holds {first_few(extra)}, which {_algorithm(saved)} does not "
+                "keep [foreign-moments]"
+            )
     # A state saved before the first step is empty. An incomplete state, or none after steps, has lost moments.
     any_moments = any(has_own(state.get(key)) for key in saved["params"])
     if absent and (steps_of(saved["step"]) or any_moments):
-        yield f"moments are missing: {first_few([f'{name} lacks {keys}' for name, keys in absent])}"
+        yield f"moments are missing: {first_few([f'{name} lacks {keys}' for name, keys in absent])} [moments-missing]"
 
 
 def _algorithm(group: Group) -> str:
@@ -247,28 +254,29 @@ def _moment_complaint(name: str, value: Any, param: Tensor, saved: Group) -> str
     """Say why a saved value cannot be this moment of a parameter; None where it can."""
     if isinstance(value, Tensor) and not has_data(local_of(value)):
         if has_data(local_of(param)):
-            return "is on the meta device, where it has no values"
+            return "is on the meta device, where it has no values [moment-on-meta]"
     elif name == "step" and steps_of(value) is None:
-        return f"is {quoted(value)}, and not a number of steps"
+        return f"is {quoted(value)}, and not a number of steps [no-steps]"
     if name == "step":
         return None
     if not isinstance(value, Tensor):
-        return f"is {quoted(value)}, and not a tensor"
+        return f"is {quoted(value)}, and not a tensor [not-a-tensor]"
     if tuple(value.shape) != state_shape(param, name):
-        return f"has shape {tuple(value.shape)}"
+        return f"has shape {tuple(value.shape)} [moment-shape]"
     dtype = state_dtype(param, name, saved)
     has_codes = not dtype.is_floating_point
     if value.dtype not in ((dtype,) if has_codes else STEPPED_DTYPES) or value.layout != torch.strided:
-        return f"has dtype {value.dtype}" + (f" and layout {value.layout}" if value.layout != torch.strided else "")
+        layout = f" and layout {value.layout}" if value.layout != torch.strided else ""
+        return f"has dtype {value.dtype}{layout} [moment-dtype]"
     if is_dtensor(value):
         mesh, partial = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
         if mesh != getattr(param, "device_mesh", None):
             return (
                 f"is sharded over mesh {mesh.mesh.tolist()}, and the parameter is not. Load it through "
-                "torch.distributed.checkpoint.state_dict, which moves state between layouts"
+                "torch.distributed.checkpoint.state_dict, which moves state between layouts [moment-mesh]"
             )
         if partial:
-            return f"is stored as {partial[0]}, as terms of a sum"
+            return f"is stored as {partial[0]}, as terms of a sum [moment-partial]"
     limit = float(torch.iinfo(dtype).max if has_codes else torch.finfo(dtype).max)
     if name.startswith("momentum") and not has_codes:
         limit /= 2  # a step computes the difference between momentum and gradient, whose signs may differ
@@ -287,11 +295,14 @@ def _numbers_complaint(name: str, value: Tensor, limit: float) -> str | None:
         return None
     low, high = (float(end) for end in torch.aminmax(value))  # both are NaN where an entry is
     if not (math.isfinite(low) and math.isfinite(high)):
-        return "is not finite"
+        return "is not finite [moment-not-finite]"
     if (name == "exp_avg_sq" or name in SCALES or name in registry.non_negative()) and low < 0:
-        return f"has negative entries, {low:.3g} among them"
+        return f"has negative entries, {low:.3g} among them [negative-moment]"
     if max(-low, high) > limit:
-        return f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most"
+        return (
+            f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most "
+            "[moment-too-large]"
+        )
     return None
 
 

@@ -34,6 +34,6 @@ def warn_of_tables(group: Mapping[str, Any]) -> None:
         log.logger().warning(
             "Muon orthogonalizes every matrix of a group without use_muon, and among these are %s. Use "
             "hf_muon.build_optimizer(model), or hf_muon.MuonOfGroups where a program passes parameters alone: both "
-            "give these to AdamW. To keep them here, write use_muon: True into their group",
+            "give these to AdamW. To keep them here, write use_muon: True into their group [unmarked-groups]",
             log.first_few(others, 3),
         )

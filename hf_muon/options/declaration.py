@@ -86,7 +86,9 @@ def check_value(name: str, option: Option, value: Any) -> Any:
         return option.type.check(value)
     except (InvalidError, TypeError, OverflowError) as error:
         reason = f": {error}" if isinstance(error, InvalidError) and str(error) else ""
-        raise ValueError(f"{name}={quoted(value)} is not valid{reason}. Valid: {option.type.valid}") from None
+        raise ValueError(
+            f"{name}={quoted(value)} is not valid{reason}. Valid: {option.type.valid} [invalid-value]"
+        ) from None
 
 
 def quoted(value: Any) -> str:
@@ -104,7 +106,7 @@ def unknown_option(name: Any, valid: Sequence[str], hidden: Collection[str] = ()
     """Return the error for a key that is not an option, with the closest one that is; it counts those in `hidden`."""
     near = difflib.get_close_matches(name[:100], valid, n=1) if isinstance(name, str) else []
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{quoted(name)} is not an option of muon.{hint} Valid: {listed(valid, hidden)}")
+    return ValueError(f"{quoted(name)} is not an option of muon.{hint} Valid: {listed(valid, hidden)} [unknown-option]")
 
 
 def listed(names: Sequence[str], hidden: Collection[str]) -> str:

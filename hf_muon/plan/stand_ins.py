@@ -35,9 +35,13 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         yield
         return
     if not dist.is_available():
-        raise RuntimeError("a plan for several ranks needs a torch with torch.distributed, and this one has none")
+        raise RuntimeError(
+            "a plan for several ranks needs a torch with torch.distributed, and this one has none [no-distributed]"
+        )
     if dist.is_initialized():
-        raise RuntimeError("a plan pretends to be on other ranks: make it in a process that is in no process group")
+        raise RuntimeError(
+            "a plan pretends to be on other ranks: make it in a process that is in no process group [in-process-group]"
+        )
     dist.init_process_group("fake", rank=0, world_size=ranks, store=fake_store())
     try:
         yield

@@ -136,12 +136,15 @@ def plan_step(
 
 def _check(layout: str, ranks: int, replicas: int) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout} is not valid. Valid: {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {layout} is not valid. Valid: {', '.join(LAYOUTS)} [invalid-value]")
     if ranks < 1:
-        raise ValueError(f"{ranks} ranks are not valid: expected at least 1")
+        raise ValueError(f"{ranks} ranks are not valid: expected at least 1 [invalid-value]")
     if layout == "single" and ranks > 1:
-        raise ValueError(f"layout single is one process, not {ranks} ranks. Valid layouts: {', '.join(LAYOUTS)}")
+        raise ValueError(
+            f"layout single is one process, not {ranks} ranks. Valid layouts: {', '.join(LAYOUTS)} [ranks-of-single]"
+        )
     if layout == "hsdp" and (replicas < 1 or ranks % replicas):
         raise ValueError(
-            f"{replicas} replicas do not divide {ranks} ranks: each replica has as many ranks as the others"
+            f"{replicas} replicas do not divide {ranks} ranks: each replica has as many ranks as the others "
+            "[replicas-misfit]"
         )

@@ -75,10 +75,10 @@ def _untrained(attention: Attention, inside: list[ModelParameter]) -> str | None
     leaves = [name.removeprefix(f"{attention.name}.").partition(".")[0] for name in attention.rows]
     for param in inside:
         if is_lora(param.name) and param.name.removeprefix(f"{attention.name}.").partition(".")[0] in leaves:
-            return f"is trained by LoRA ({param.name}), which leaves the weights to rescale frozen"
+            return f"is trained by LoRA ({param.name}), which leaves the weights to rescale frozen [frozen-attention]"
     frozen = [name for name, p in attention.parameters.items() if not p.requires_grad]
     if frozen and len(frozen) < len(attention.parameters):
-        return f"is trained in part: {frozen[0]} is frozen"
+        return f"is trained in part: {frozen[0]} is frozen [frozen-attention]"
     return None
 
 
@@ -114,11 +114,11 @@ def _attention(name: str, module: nn.Module, projections: Sequence[_Projection])
     by_role: Ranges = {}
     for projection in projections:
         for role in projection.ranges.keys() & by_role.keys():
-            return f"has two projections of the role {role!r}"
+            return f"has two projections of the role {role!r} [unknown-attention]"
         by_role |= projection.ranges
     queries, keys, rotary = (by_role.get(role, []) for role in ("query", "key", "query_rotary"))
     if not queries or not keys:
-        return "has no query and key projections that hf_muon knows"
+        return "has no query and key projections that hf_muon knows [unknown-attention]"
     sizes = {len(head) for head in queries} | {len(head) for head in keys}
     if len(queries) % len(keys) or len(sizes) > 1:
         of_query, of_key = len(queries[0]), len(keys[0])

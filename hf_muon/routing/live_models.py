@@ -26,7 +26,7 @@ def routes_of(
     if homeless:
         raise RuntimeError(
             f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
-            "holds them. Use hf_muon.build_optimizer(model), which is given the model."
+            "holds them. Use hf_muon.build_optimizer(model), which is given the model. [no-live-model]"
         )
     return routes
 

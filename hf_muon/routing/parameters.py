@@ -135,10 +135,10 @@ def matching(option: str, pattern: str | re.Pattern[str], params: Sequence[Model
     text = pattern if isinstance(pattern, str) else pattern.pattern
     if not matches:
         names = examples(param.name for param in params)
-        raise ValueError(f"{option}: {text!r} matches no parameter. Names look like {names}")
+        raise ValueError(f"{option}: {text!r} matches no parameter. Names look like {names} [matches-nothing]")
     if not any(param.parameter.requires_grad for param in matches):
         names = examples(param.name for param in matches)
-        raise ValueError(f"{option}: {text!r} matches no trained parameter, only {names}")
+        raise ValueError(f"{option}: {text!r} matches no trained parameter, only {names} [matches-nothing]")
     return matches
 
 

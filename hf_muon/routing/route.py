@@ -75,7 +75,10 @@ def _factors(config: MuonConfig, params: Sequence[ModelParameter]) -> dict[str, 
         matches = matching("lr_scales", pattern, params)
         if all(param.name in factors for param in matches):
             names = examples(param.name for param in matches)
-            raise ValueError(f"lr_scales: patterns before {pattern!r} match all that it matches, {names}: put it first")
+            raise ValueError(
+                f"lr_scales: patterns before {pattern!r} match all that it matches, {names}: put it first "
+                "[shadowed-pattern]"
+            )
         for param in matches:
             factors.setdefault(param.name, factor)
     return factors

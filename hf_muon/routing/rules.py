@@ -101,12 +101,14 @@ class Rules:
             matches = matching("muon_patterns", pattern, params)
             if not any(is_matrix(param.folded) for param in matches):
                 names = examples(param.name for param in matches)
-                raise ValueError(f"muon_patterns: {pattern.pattern!r} matches no matrix, only {names}")
+                raise ValueError(
+                    f"muon_patterns: {pattern.pattern!r} matches no matrix, only {names} [matches-nothing]"
+                )
         if self.config.lora != "adamw" and not any(self._to_muon(p.name) and p.parameter.requires_grad for p in params):
             factor = "lora_B" if self.config.lora == "muon_b" else "LoRA"
             raise ValueError(
                 f"lora={self.config.lora}: no {factor} factor is trained. Remove the option, or check the peft "
-                "configuration"
+                "configuration [no-lora-factors]"
             )
 
     def _to_muon(self, name: str) -> bool:

@@ -25,7 +25,7 @@ def complaint(options: Options) -> str | None:
     if options["momentum"] < LOW:
         return (
             f"momentum={options['momentum']} is below {LOW}, where momentum_warmup starts: leave it out, or raise "
-            "momentum"
+            "momentum [momentum-below-warmup]"
         )
     return None
 

@@ -38,7 +38,7 @@ def complaint(heads: Heads, options: Options) -> str | None:
     return (
         f"normalizes queries and keys ({heads.normalized}), which bounds its logits: qk_clip={options['qk_clip']:g} is "
         "not needed, and rescaling rows before they are normalized does not change logits. Remove the option, or "
-        "set qk_clip=inf to measure logits alone"
+        "set qk_clip=inf to measure logits alone [normalized-attention]"
     )
 
 

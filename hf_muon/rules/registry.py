@@ -40,7 +40,7 @@ def register(rule: Rule) -> None:
         ValueError: a name of the rule, of an option or of a state is taken, or it has no function.
     """
     if not isinstance(rule, Rule):
-        raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r}")
+        raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r} [not-a-rule]")
     if RULES.get(rule.name) is rule:
         return
     taken = {"rule": [rule.name] if rule.name in RULES else []}
@@ -48,11 +48,17 @@ def register(rule: Rule) -> None:
     taken["state"] = [key for key in rule.state if key in {*state_kinds(), *_MOMENTS, *_MEASURED}]
     for what, names in taken.items():
         if names:
-            raise ValueError(f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it")
+            raise ValueError(
+                f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it [name-taken]"
+            )
     if all(getattr(rule, name) is None for name in _FUNCTIONS):
-        raise ValueError(f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)}")
+        raise ValueError(
+            f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)} [rule-without-function]"
+        )
     if scopes := [name for name, option in rule.options.items() if option.scope != "group"]:
-        raise ValueError(f"The rule {rule.name!r} has the option {scopes[0]!r}, whose scope is not 'group'. Set it")
+        raise ValueError(
+            f"The rule {rule.name!r} has the option {scopes[0]!r}, whose scope is not 'group'. Set it [rule-scope]"
+        )
     RULES[rule.name] = rule
     OTHERS_OPTIONS.update(rule.options)
 
@@ -65,7 +71,7 @@ def reserve(names: Iterable[str]) -> None:
     """
     _reserved.update(names)
     if both := _reserved & OTHERS_OPTIONS.keys():
-        raise ValueError(f"A registered rule has the option {min(both)!r}, which is Muon's. Rename it")
+        raise ValueError(f"A registered rule has the option {min(both)!r}, which is Muon's. Rename it [name-taken]")
 
 
 @cache
@@ -81,7 +87,7 @@ def load_entry_points() -> None:
         except Exception as error:
             raise RuntimeError(
                 f"The rule {entry.name!r} of {entry.value} cannot be loaded: {type(error).__name__}: {error}. Mend or "
-                "uninstall its package"
+                "uninstall its package [rule-not-loaded]"
             ) from error
 
 
@@ -129,5 +135,5 @@ def complaint(group: Mapping[str, Any]) -> str | None:
         if rule.complaint is not None and (text := rule.complaint(_with_defaults(rule, group))):
             return text
     if len(decaying := [rule.name for rule in rules if rule.decays]) > 1:
-        return f"{' and '.join(decaying)} each take care of weight decay: switch off one of them"
+        return f"{' and '.join(decaying)} each take care of weight decay: switch off one of them [two-weight-decays]"
     return None

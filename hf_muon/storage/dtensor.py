@@ -53,11 +53,14 @@ def own_region(param: DTensor, shape: Sequence[int]) -> Region:
 def mesh_complaint(param: DTensor) -> str | None:
     """Return why a parameter's local tensor is not the one that its placements mean, or None if it is."""
     if param.device_mesh.get_coordinate() is None:
-        return f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them"
+        return (
+            f"is stored on a mesh of ranks {param.device_mesh.mesh.tolist()}, and this rank is not one of them "
+            "[not-on-mesh]"
+        )
     for dim, order in shard_orders(param).items():
         return (
             f"has its dim {dim} sharded over the mesh dims {order} in this order, and only their own order is known "
-            "here: redistribute it in torch's default shard order"
+            "here: redistribute it in torch's default shard order [shard-order]"
         )
     if not _is_as_torch_splits(
         tuple(param.shape),
@@ -67,14 +70,15 @@ def mesh_complaint(param: DTensor) -> str | None:
     ):
         return (
             f"is stored as {param.placements} on a mesh of shape {tuple(param.device_mesh.mesh.shape)}, which this "
-            "version of torch splits into other rows or columns than hf_muon expects. Report it, with torch's version"
+            "version of torch splits into other rows or columns than hf_muon expects. Report it, with torch's version "
+            "[unexpected-split]"
         )
     region, local = own_region(param, param.shape), param.to_local()
     # FSDP2 over tensor parallel stores nothing of a dim that is used up as (0, 0), and not as (rows, 0).
     if tuple(local.shape) != region.shape and (local.numel() or region.numel):
         return (
             f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "
-            f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape}"
+            f"of shape {tuple(param.device_mesh.mesh.shape)} mean {region.shape} [local-shape]"
         )
     return None
 
@@ -108,7 +112,7 @@ def quantization_complaint(param: DTensor, option: str) -> str | None:
         return None
     return (
         f"is stored as {param.placements}, which cuts its rows of {param.shape[-1]} between multiples of {BLOCK}, "
-        f"where {option}=int8 keeps a scale for them. Use bf16"
+        f"where {option}=int8 keeps a scale for them. Use bf16 [int8-blocks]"
     )
 
 

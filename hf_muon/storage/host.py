@@ -77,5 +77,5 @@ def _empty(local: Tensor, dtype: torch.dtype, device: torch.device, shape: Seque
         raise RuntimeError(
             f"momentum_offload=cpu cannot have {nbytes / 1e6:.3g} MB more of the host's memory"
             f"{', pinned' if pinned else ''}: {error}. Store moments in fewer bytes (momentum_dtype=int8, "
-            "adamw_state_dtype=int8), or leave momentum_offload out"
+            "adamw_state_dtype=int8), or leave momentum_offload out [host-memory]"
         ) from error

@@ -75,7 +75,10 @@ def class_complaint(param: Tensor) -> str | None:
     `shape` of an unknown class may be that of one shard, which would be orthogonalized as if it were the whole matrix.
     """
     if uninitialized(param):
-        return "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built"
+        return (
+            "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built "
+            "[lazy-parameter]"
+        )
     if not param.requires_grad:
         return None  # frozen quantized weights have classes of their own
     with torch.no_grad():  # with gradients, the class of a local tensor would be another one
@@ -87,7 +90,7 @@ def class_complaint(param: Tensor) -> str | None:
             return (
                 f"{whose} a {cls.__module__}.{cls.__qualname__}, a class that hf_muon does not know: its shape may be "
                 "that of one shard, which would be orthogonalized as if it were the matrix. Train plain parameters, or "
-                "torch's own DTensors (fully_shard, tensor parallel)"
+                "torch's own DTensors (fully_shard, tensor parallel) [unknown-tensor-class]"
             )
     return None
 
@@ -100,15 +103,21 @@ def storage_complaint(param: Tensor) -> str | None:
         placements = param.placements  # type: ignore[attr-defined]
         odd = [p for p in placements if not (p.is_replicate() or p.is_shard() or is_strided(p))]
         if odd:
-            return f"is a DTensor with placement {odd[0]}; Muon steps Shard and Replicate ones. Redistribute it first"
+            return (
+                f"is a DTensor with placement {odd[0]}; Muon steps Shard and Replicate ones. Redistribute it "
+                "first [partial-placement]"
+            )
     if is_of_fsdp1(param):
         return (
             "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
-            "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2"
+            "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2 [fsdp1]"
         )
     if param.layout != torch.strided or param.dtype not in STEPPED_DTYPES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in STEPPED_DTYPES)
-        return f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense tensors in {dtypes}"
+        return (
+            f"has dtype {param.dtype} and layout {param.layout}; Muon and AdamW step dense tensors in {dtypes} "
+            "[unsupported-dtype]"
+        )
     return None
 
 
@@ -120,10 +129,14 @@ def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
         is_matrix: whether the parameter has been a matrix, or a stack of matrices.
     """
     if hasattr(param, "ds_id"):
-        return "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step()"
+        return (
+            "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step() "
+            "[step-the-engine]"
+        )
     if is_matrix and len(shape_of(param)) < 2:
         return (
             f"has been replaced by a tensor of shape {shape_of(param)}, in which nothing tells the matrices apart. "
-            "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare"
+            "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare "
+            "[replaced-by-flat]"
         )
     return None

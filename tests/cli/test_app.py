@@ -140,7 +140,9 @@ def test_a_package_of_the_extra_that_is_missing(package, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hf-muon", "report", "."])
     with pytest.raises(SystemExit) as exit:
         importlib.import_module("hf_muon.cli").main()
-    assert exit.value.code == (f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]'")
+    assert exit.value.code == (
+        f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]' [package-missing]"
+    )
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["plan"], ["report"], ["convert"]])

@@ -184,7 +184,7 @@ class TestCheckpoints:
         (record,) = caplog.records
         assert record.getMessage() == (
             "from here on, other matrices than before are orthogonalized: parameter 0 (6, 4) 'rows 2+4', there "
-            "'rows 3+3', parameter 1 (4, 5) 'columns 3+2', there 'as it is stored'"
+            "'rows 3+3', parameter 1 (4, 5) 'columns 3+2', there 'as it is stored' [views-of-run]"
         )
 
     def test_states_without_views_load(self, tmp_path, caplog):

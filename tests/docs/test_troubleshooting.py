@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 WORDS = 4
 # In a text of `logging`, of `str.format`, and in an f-string (see `text_of`); a line break ends a run of words, too.
-VARIABLE = re.compile(r"\0|%(?:\.\d)?[sdgf]%*|(?<!\{)\{\w+\}|\n")
+VARIABLE = re.compile(r"\0|%(?:\.\d)?[sdgf]%*|(?<!\{)\{\w+\}|\n| \[[a-z0-9-]+\]")
 # These rooms print tables, pages and help. What is a message there is raised, warned of, or made by such a function.
 PRINTING = ("hf_muon/cli/", "hf_muon/diagnostics/", "hf_muon/plan/")
 MAKES_MESSAGES = re.compile(r"complaint|reason|refus|freeze_quantized|_valid")

@@ -65,5 +65,5 @@ def test_load_state_refuses_a_whole_state_that_lacks_moments(pools, lacks, tmp_p
     param, _, key = lacks.partition(" ")
     with pytest.raises(AssertionError) as error:
         pools[2].run(sharded_loop, kind="FULL_STATE_DICT", load=path)
-    complaint = rf"moments are missing: {param} \S.* lacks \['{key or 'momentum_buffer'}'\]\n"
+    complaint = rf"moments are missing: {param} \S.* lacks \['{key or 'momentum_buffer'}'\] \[moments-missing\]\n"
     assert len(re.findall(f"ValueError: .*nothing was changed:\n  - {complaint}", str(error.value))) == 2

@@ -128,7 +128,10 @@ def test_where_one_rank_cannot_compile_none_does(pools, layout):
 def test_ranks_that_have_decided_differently_refuse(pools, layout):
     for error in pools[2].run(decided_before, layout=layout):
         assert "weights and moments are as they were" in error
-        assert "are compiled in this process (TORCH_COMPILE_DISABLE=1 compiles on no rank) [rank 0]" in error
+        assert (
+            "are compiled in this process (TORCH_COMPILE_DISABLE=1 compiles on no rank) [compiled-differently] [rank 0]"
+            in error
+        )
         assert "are not compiled in this process: there is no no_such_compiler for cpu" in error
 
 

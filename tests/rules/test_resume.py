@@ -105,7 +105,7 @@ def damaged_on_rank_1(rank):
 def test_a_state_that_one_replica_refuses_is_refused_by_all(pools):
     one, other = pools[2].run(damaged_on_rank_1)
     assert one == other
-    assert re.search(rf"its {SECOND_MOMENT} is not finite \[rank 1\]", one)
+    assert re.search(rf"its {SECOND_MOMENT} is not finite .*\[rank 1\]", one)
 
 
 @pytest.mark.parametrize(("before", "after"), [(ROWS, {}), ({}, ROWS)], ids=["off", "on"])

@@ -71,10 +71,10 @@ def _with_muon(arguments: Mapping[str, Any]) -> dict[str, Any]:
         value = "missing" if optimizer is None else f"of class {type(optimizer).__name__}"
         raise ValueError(
             f"optimizer is {value}, and hf_muon.integrations.deepspeed.initialize starts DeepSpeed with Muon. Give "
-            "optimizer=hf_muon.build_optimizer(model), or call deepspeed.initialize for another optimizer"
+            "optimizer=hf_muon.build_optimizer(model), or call deepspeed.initialize for another optimizer [not-muon]"
         )
     if optimizer.partitioned.partitions is not None:
-        raise ValueError("this Muon steps another DeepSpeed engine already. Build one for each engine")
+        raise ValueError("this Muon steps another DeepSpeed engine already. Build one for each engine [second-engine]")
     params_of_model = set(model.parameters())
     foreign = [
         describe(group, i)
@@ -85,7 +85,8 @@ def _with_muon(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if foreign:
         raise ValueError(
             f"this Muon steps {first_few(foreign, 3)}, and the model that is given with it has no such parameters. "
-            "Build it over that model, when the model is complete: optimizer=hf_muon.build_optimizer(model)"
+            "Build it over that model, when the model is complete: optimizer=hf_muon.build_optimizer(model) "
+            "[foreign-model]"
         )
     return {**arguments, "optimizer": optimizer}
 
@@ -111,7 +112,7 @@ def _with_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ValueError(
             f"DeepSpeed's config is of type {type(config).__name__}. Give a mapping of options, or the path of a JSON "
-            "file that holds one"
+            "file that holds one [not-a-mapping]"
         )
     return {**arguments, "args": args, "config": dict(config)}
 
@@ -148,7 +149,7 @@ def attach(engine: Any, optimizer: Muon) -> None:
     if inner is not optimizer:
         raise RuntimeError(
             f"DeepSpeed steps with {type(inner).__name__}, and not with the Muon that it was given. Remove "
-            '"optimizer" from its config, and set "zero_force_ds_cpu_optimizer" to false'
+            '"optimizer" from its config, and set "zero_force_ds_cpu_optimizer" to false [other-optimizer]'
         )
     refuse_config(engine.config)
     refuse_momentum(optimizer, engine.config)

@@ -94,7 +94,9 @@ def _mixture(folder: Path, of_ranks: Sequence[Sequence[str]]) -> list[str]:
         save, _, name = line.partition(" ")
         files.setdefault(save, {})[name] = None
     sides = [first_few(names) for names in sorted(files.values(), key=len)]
-    return [f"{folder} holds files of several saves: {'; '.join(sides)}. {BEFORE}"] if len(sides) > 1 else []
+    return (
+        [f"{folder} holds files of several saves: {'; '.join(sides)}. {BEFORE} [mixed-saves]"] if len(sides) > 1 else []
+    )
 
 
 class Loading:
@@ -134,11 +136,13 @@ class Loading:
         except FileNotFoundError as error:
             complaints.append(
                 f"{error.filename} is missing. On another number of ranks, or in another stage, a rank reads the files "
-                f"of others, which must lie where it sees them. {BEFORE}"
+                f"of others, which must lie where it sees them. {BEFORE} [missing-file]"
             )
         except Exception as error:  # noqa: BLE001  what unpickling and unexpected content raise depends on the bytes
             what = f"{type(error).__name__}: {str(error)[:1000]}"
-            complaints.append(f"{self.reading} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE}")
+            complaints.append(
+                f"{self.reading} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE} [damaged-file]"
+            )
         return complaints
 
     @contextlib.contextmanager
@@ -176,12 +180,18 @@ class Loading:
         if swaps and not self.moments:
             yield (
                 "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
-                "files in any case. Load the weights into the model before DeepSpeed is started"
+                "files in any case. Load the weights into the model before DeepSpeed is started [weights-alone-on-nvme]"
             )
         elif stage == 3 and self.values["load_module_only"] and self.values["load_optimizer_states"]:
-            yield "with load_module_only DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False as well"
+            yield (
+                "with load_module_only DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False "
+                "as well [module-only-in-zero3]"
+            )
         elif not self.tag:
-            yield f"{self.folder} names no checkpoint in a file `latest`, which is written last. Give the tag of one"
+            yield (
+                f"{self.folder} names no checkpoint in a file `latest`, which is written last. Give the tag of "
+                "one [no-latest]"
+            )
         else:
             self.folder /= self.tag
             self.own = self.engine._get_ckpt_name(self.values["load_dir"], self.tag)
@@ -193,7 +203,7 @@ class Loading:
         if not Path(self.own).is_file():
             yield (
                 f"{self.own} is missing: weights without the optimizer load in the stage that wrote them, and in "
-                f"ZeRO-3 on no more ranks. Set zero_optimization.stage, or make them with {WEIGHTS}"
+                f"ZeRO-3 on no more ranks. Set zero_optimization.stage, or make them with {WEIGHTS} [missing-file]"
             )
             return
         self._read(self.own)
@@ -206,13 +216,16 @@ class Loading:
         names = (f"*zero_pp_rank_*_mp_rank_{self._mp}_optim_states.pt", f"mp_rank_{self._mp}_model_states.pt")
         files = [file for name in names for file in sorted(self.folder.glob(name))]
         if not files:
-            yield f"{self.folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the tag"
+            yield (
+                f"{self.folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the "
+                "tag [no-checkpoint]"
+            )
             return
         content = self._read(files[0])
         if INDEX not in content:
             yield (
                 f"{files[0]} does not say where moments of Muon lie: it was written by another optimizer. Start "
-                f"from the weights alone ({WEIGHTS}) without the optimizer"
+                f"from the weights alone ({WEIGHTS}) without the optimizer [foreign-state]"
             )
             return
         self.source = Index.read(content[INDEX])
@@ -228,26 +241,26 @@ class Loading:
         if source.precision != here.precision:
             yield (
                 f"{self.folder} was written in {source.precision}, and this run is in {here.precision}. Set bf16 and "
-                f"fp16 as there, or start from the weights alone ({WEIGHTS}) without the optimizer"
+                f"fp16 as there, or start from the weights alone ({WEIGHTS}) without the optimizer [other-precision]"
             )
         moves = (source.stage, source.ranks, source.is_swapped) != (here.stage, here.ranks, here.is_swapped)
         if moves and (source.is_swapped or here.is_swapped):
             yield (
                 f"{self.folder} was written by {source}, and this run is {here}; with the optimizer on NVMe on either "
                 "side, the layout must stay. Resume in that layout, or with the optimizer on the CPU from a checkpoint "
-                "that was written so"
+                "that was written so [other-layout-on-nvme]"
             )
         if here.precision == "fp16" and 0 in (source.stage, here.stage) and source.stage != here.stage:
             yield (
                 f"{self.folder} was written by {source}, and this run is {here}: DeepSpeed stores fp16's loss scale "
-                f"differently in ZeRO-0. Set zero_optimization.stage to {source.stage}"
+                f"differently in ZeRO-0. Set zero_optimization.stage to {source.stage} [loss-scale-of-zero0]"
             )
         there = source.parameters
         for name, (_, parameter) in here.parameters.items():
             if name in there and there[name][1].shape != parameter.shape:
                 yield (
                     f"{name} has shape {there[name][1].shape} in the checkpoint, and {parameter.shape} in this run. "
-                    "Resume with the model that wrote it"
+                    "Resume with the model that wrote it [other-shape]"
                 )
 
     def _complaints_of_state(self, state: Any) -> Iterator[str]:
@@ -323,7 +336,7 @@ class Loading:
         if source.stage != 3 and (names := first_few(self._differing(masters, weights["module"]))):
             yield (
                 f"{self.folder}: the fp32 master weights of {names} are not the weights of the model. They belong to "
-                f"another checkpoint. {BEFORE}"
+                f"another checkpoint. {BEFORE} [foreign-masters]"
             )
         state_dict = self._template.state_dict(here, states)
         yield from self._complaints_of_state(state_dict)
@@ -349,7 +362,10 @@ class Loading:
                 elif key != "step":
                     value[target] = stored.states[number][key][elements]
                 elif steps_of(stored.states[number][key]) != steps_of(value):
-                    yield "parameters that share a partition here have taken different numbers of steps of AdamW"
+                    yield (
+                        "parameters that share a partition here have taken different numbers of steps of AdamW "
+                        "[steps-differ]"
+                    )
 
     def _differing(self, masters: Sequence[Tensor], module: Mapping[str, Tensor]) -> Iterator[str]:
         """Name the parameters whose weights this rank's master weights do not round to."""
@@ -544,7 +560,7 @@ def unfit_swap_files(engine: Any, saved: Path) -> Iterator[str]:
                 yield (
                     f"{other} is missing, or has another size than {own}. DeepSpeed names swap files after the order "
                     "in which a process makes parameters: make the same models as the run that wrote it, in the same "
-                    "order, with the same sub_group_size, and with the optimizer on NVMe"
+                    "order, with the same sub_group_size, and with the optimizer on NVMe [swap-files-misfit]"
                 )
                 return
 

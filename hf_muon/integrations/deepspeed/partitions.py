@@ -58,11 +58,11 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
             wrong += _differences(flat, partitions[flat], truths)
         mend_gradients(wrapper)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{_unknown(wrapper)}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(_unknown(wrapper, f"{type(error).__name__}: {error}")) from error
     root = root_group([partition.group for partition in partitions.values()])
     gathered = [line for lines in exchange_texts(root, engine.device, wrong) for line in lines]
     if gathered:
-        raise RuntimeError(f"{_unknown(wrapper)}: {first_few(dict.fromkeys(gathered), 5, '; ')}")
+        raise RuntimeError(_unknown(wrapper, first_few(dict.fromkeys(gathered), 5, "; ")))
     return partitions
 
 
@@ -93,7 +93,9 @@ def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Reading]] | None:
         "zero.stage3.DeepSpeedZeroOptimizer_Stage3": _read_stage_3,
     }
     if path not in readers:
-        raise RuntimeError(f"Muon does not know how {type(wrapper).__name__} of {version()} stores parameters")
+        raise RuntimeError(
+            f"Muon does not know how {type(wrapper).__name__} of {version()} stores parameters [unknown-zero-layout]"
+        )
     return readers[path]
 
 
@@ -192,10 +194,10 @@ def is_swapped(zero: Any, sub_group: int) -> bool:
     return bool(zero.swap_optimizer and zero._swappable_optimizer_subgroup(sub_group))
 
 
-def _unknown(wrapper: Any) -> str:
+def _unknown(wrapper: Any, what: str) -> str:
     return (
         f"{version()} stores parameters or gradients in its {type(wrapper).__name__} in a way that this version of "
-        "hf_muon does not know, so that Muon does not step them"
+        f"hf_muon does not know, so that Muon does not step them: {what} [unknown-zero-layout]"
     )
 
 

@@ -19,48 +19,60 @@ def config_complaints(config: Config) -> Iterator[str]:
     optimizer = _section(zero, "offload_optimizer")
     if "optimizer" in config:
         kind = _section(config, "optimizer").get("type", "an optimizer")
-        yield f'"optimizer" ({kind}), which DeepSpeed would use in place of Muon. Remove it from the config'
+        yield (
+            f'"optimizer" ({kind}), which DeepSpeed would use in place of Muon. Remove it from the config '
+            "[optimizer-in-config]"
+        )
     if _number(_section(config, "tensor_parallel"), "autotp_size", 0) > 1:
-        yield "tensor_parallel.autotp_size (AutoTP), which cuts matrices before ZeRO does, into plain tensors"
+        yield "tensor_parallel.autotp_size (AutoTP), which cuts matrices before ZeRO does, into plain tensors [auto-tp]"
     if zero.get("zenflow"):
-        yield "zero_optimization.zenflow, which steps parts of matrices at different times"
+        yield "zero_optimization.zenflow, which steps parts of matrices at different times [zenflow]"
     if _number(zero, "mics_shard_size", -1) > 0:
-        yield "zero_optimization.mics_shard_size (MiCS)"
+        yield "zero_optimization.mics_shard_size (MiCS) [mics]"
     for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name) is True:
-            yield f"zero_optimization.{name} (ZeRO++)"
+            yield f"zero_optimization.{name} (ZeRO++) [quantized-zero]"
     if zero.get("elastic_checkpoint") is True:
-        yield "zero_optimization.elastic_checkpoint, which cannot tell moments from steps"
+        yield "zero_optimization.elastic_checkpoint, which cannot tell moments from steps [elastic-checkpoint]"
     if _number(optimizer, "ratio", 1.0) < 1:
-        yield "zero_optimization.offload_optimizer.ratio below 1, which steps a part with another optimizer"
+        yield (
+            "zero_optimization.offload_optimizer.ratio below 1, which steps a part with another optimizer "
+            "[offload-ratio]"
+        )
     if optimizer.get("super_offload") is True:
-        yield "zero_optimization.offload_optimizer.super_offload, which brings an optimizer of its own"
+        yield "zero_optimization.offload_optimizer.super_offload, which brings an optimizer of its own [super-offload]"
     if optimizer.get("device") == "nvme":
         yield from _nvme_complaints(zero, optimizer)
     if _section(zero, "offload_param").get("device") == "nvme":
-        yield "zero_optimization.offload_param.device nvme. Use cpu"
+        yield "zero_optimization.offload_param.device nvme. Use cpu [parameters-on-nvme]"
     if "expert_parallel" in config and _section(config, "expert_parallel").get("enabled") is not False:
-        yield "expert_parallel"
+        yield "expert_parallel [expert-parallel]"
     for precision in ("fp16", "bf16", "bfloat16"):
         for name in (f"{precision}_master_weights_and_grads", f"{precision}_optimizer_states"):
             if _section(config, precision).get(name) is True:
-                yield f"{precision}.{name}: Muon needs fp32 master weights"
+                yield f"{precision}.{name}: Muon needs fp32 master weights [no-fp32-masters]"
     autocast = _section(config, "torch_autocast")
     if autocast.get("enabled") is True and str(autocast.get("dtype")).removeprefix("torch.") in ("float16", "fp16"):
-        yield "torch_autocast in float16. Use fp16 or bf16"
+        yield "torch_autocast in float16. Use fp16 or bf16 [fp16-autocast]"
     if _section(config, "checkpoint").get("load_universal") is True:
-        yield "checkpoint.load_universal: DeepSpeed's universal checkpoints hold Adam's moments only"
+        yield (
+            "checkpoint.load_universal: DeepSpeed's universal checkpoints hold Adam's moments only "
+            "[universal-checkpoint]"
+        )
 
 
 def _nvme_complaints(zero: Config, optimizer: Config) -> Iterator[str]:
     at = "zero_optimization.offload_optimizer"
     if zero.get("stage", 0) not in (3, "auto"):
-        yield f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu"
+        yield (
+            f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu "
+            "[nvme-without-zero3]"
+        )
     # Per partition: weights, gradient and two moments of AdamW. Pipelining holds the next and the previous one as well.
     needed = 4 * (1 + sum(optimizer.get(name) is True for name in ("pipeline_read", "pipeline_write")))
     count = _number(optimizer, "buffer_count", 4)
     if count < needed:
-        yield f"{at}.buffer_count {count:g}. Set it to {needed} or more, which this pipeline takes"
+        yield f"{at}.buffer_count {count:g}. Set it to {needed} or more, which this pipeline takes [nvme-buffers]"
 
 
 def _section(config: Config, name: str) -> Config:
@@ -92,7 +104,8 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
     if any(group.get("momentum_offload", "none") != "none" for group in optimizer.param_groups):
         raise RuntimeError(
             "momentum_offload=cpu does not run under DeepSpeed, which offloads an optimizer itself. Leave it out, and "
-            'write "offload_optimizer": {"device": "cpu"} into zero_optimization of the DeepSpeed config'
+            'write "offload_optimizer": {"device": "cpu"} into zero_optimization of the DeepSpeed config '
+            "[momentum-offload]"
         )
     dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
@@ -106,38 +119,41 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
     if states and offload.get("device") == "nvme":
         raise RuntimeError(
             f"{states[0]} does not run with the optimizer on NVMe, where DeepSpeed swaps momentum alone. Leave it out, "
-            "or offload to the CPU"
+            "or offload to the CPU [rule-state-on-nvme]"
         )
     for name, dtype in dtypes:
         if dtype == "int8":
             raise RuntimeError(
                 f"{name}=int8 does not run under DeepSpeed, which cuts matrices anywhere: int8 has a scale for every "
-                "64 elements of a row. Use bf16"
+                "64 elements of a row. Use bf16 [int8-partition]"
             )
         if dtype == "bf16" and offload.get("device") == "nvme":
             raise RuntimeError(
                 f"{name}=bf16 does not run with the optimizer on NVMe, where DeepSpeed swaps fp32. Use auto, or "
-                "offload to the CPU"
+                "offload to the CPU [bf16-on-nvme]"
             )
 
 
 def engine_complaint(engine: Any) -> str | None:
     """Return what Muon does not run with in an engine and its config does not show; None if it runs."""
     if type(engine).__name__ != "DeepSpeedEngine":
-        return f"DeepSpeed's {type(engine).__name__}"
+        return f"DeepSpeed's {type(engine).__name__} [unsupported-engine]"
     if getattr(engine, "has_moe_layers", False):
-        return "DeepSpeed's own layers of experts (deepspeed.moe)"
+        return "DeepSpeed's own layers of experts (deepspeed.moe) [deepspeed-moe]"
     scale = getattr(engine.optimizer, "loss_scale", 1)
     if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.bfloat16_enabled() and scale != 1:
         # In 0.18.4, gradients become so small that AdamW's eps outweighs them and clipping never applies.
         return (
             f"ZeRO-0 in bf16 in {version()}, which divides gradients by a loss scale of {scale} that the loss was not "
-            "multiplied by. Use ZeRO-1, or another version of DeepSpeed"
+            "multiplied by. Use ZeRO-1, or another version of DeepSpeed [bf16-zero0]"
         )
     if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
         return None  # its "model parallel" ranks share sequences; parameters are whole
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = getattr(getattr(engine, "mpu", None), name, None)
         if size is not None and size() > 1:
-            return "model parallelism (mpu), in which each rank holds a part of a matrix before ZeRO cuts it"
+            return (
+                "model parallelism (mpu), in which each rank holds a part of a matrix before ZeRO cuts it "
+                "[model-parallel]"
+            )
     return None

@@ -201,7 +201,10 @@ def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
     if any(texts):
         there = folder.with_name("latest").is_file()
         words = "`latest` names the one before it" if there else "there is none that `latest` names"
-        raise RuntimeError(f"{folder} was not written whole, and {words}:\n  - " + "\n  - ".join(together(texts)))
+        raise RuntimeError(
+            f"{folder} was not written whole, and {words} [checkpoint-not-whole]:\n  - "
+            + "\n  - ".join(together(texts))
+        )
 
 
 @contextlib.contextmanager

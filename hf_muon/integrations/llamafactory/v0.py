@@ -66,20 +66,20 @@ def refuse_rivals(finetuning_args: Any) -> None:
         if getattr(finetuning_args, rival, False):
             raise ValueError(
                 f"{rival}: true would replace the optimizer that optim: muon asks for. Keep optim: muon and remove "
-                f"{rival}, or keep {rival} and remove optim."
+                f"{rival}, or keep {rival} and remove optim. [rival-optimizer]"
             )
     for option, (variable, name) in MEGATRON.items():
         if getattr(finetuning_args, option, False):
             raise RuntimeError(
                 f"optim: muon does not run with {variable}=1: LLaMA-Factory then trains with {name}, which ignores "
                 f"optim and steps with an Adam of its own. Unset {variable}, and train with DDP, FSDP2 or DeepSpeed; "
-                "or remove optim."
+                "or remove optim. [rival-trainer]"
             )
     if getattr(finetuning_args, "use_hyper_parallel", False):
         raise RuntimeError(
             "optim: muon does not run with use_hyper_parallel: true: hyper_parallel keeps shards of matrices in a "
             "tensor class of its own, which does not say what they are part of. Remove use_hyper_parallel, and train "
-            "with FSDP2 (fsdp_version: 2 in an accelerate config) or DeepSpeed; or remove optim."
+            "with FSDP2 (fsdp_version: 2 in an accelerate config) or DeepSpeed; or remove optim. [hyper-parallel]"
         )
 
 
@@ -102,5 +102,5 @@ def refuse_factors(training_args: Any, finetuning_args: Any) -> None:
             "optim: muon has nothing to step in this run, which trains LoRA factors alone (finetuning_type: lora, "
             "LLaMA-Factory's default), and AdamW steps those unless you say otherwise. Write finetuning_type: full to "
             'train the matrices themselves, or optim_args: "lora=muon" to orthogonalize each factor, which in '
-            "hf_muon's own study took more time than AdamW and showed no difference in the loss"
+            "hf_muon's own study took more time than AdamW and showed no difference in the loss [lora-without-muon]"
         )

@@ -56,13 +56,13 @@ def refuse_unsupported(args: Any) -> None:
         raise ValueError(
             f"cp_size: {ranks} needs dist_config: {{name: fsdp2}}. Without it nothing sums the gradients of the "
             f"{ranks} parts of a sequence: every rank would train a model of its own on its part, with a loss that "
-            "looks normal. Write name: fsdp2 in dist_config, or remove cp_size"
+            "looks normal. Write name: fsdp2 in dist_config, or remove cp_size [cp-without-fsdp2]"
         )
     if name not in (None, "fsdp2"):
         raise RuntimeError(
             f"optim_config: muon does not run under dist_config: {name} in this version of hf_muon. Leave dist_config "
             "out for one process or DDP, or write dist_config: {name: fsdp2}. DeepSpeed works in v0: "
-            "llamafactory-cli train without USE_V1, with optim: muon"
+            "llamafactory-cli train without USE_V1, with optim: muon [unsupported-layout]"
         )
 
 

@@ -57,7 +57,8 @@ def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
         if interface is None or _INTERFACE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
             return (
                 f"{attention.name} ({type(attention.module).__name__}) does not hand its queries and keys to an "
-                f"attention function of transformers ({_INTERFACE}), where hf_muon measures logits"
+                f"attention function of transformers ({_INTERFACE}), where hf_muon measures logits "
+                "[unmeasured-attention]"
             )
     _patch(interface)
     return AttentionLogits(attentions)
@@ -162,7 +163,8 @@ class _Recorder:
                 return ranges[0][0] // self._size, own
         raise RuntimeError(
             f"qk_clip: the attention {self._name} has {own} query and {few} key heads of {query.shape[-1]}, and its "
-            f"weights make {heads.queries} and {heads.keys} of {self._size}. Switch qk_clip off, or report this model"
+            f"weights make {heads.queries} and {heads.keys} of {self._size}. Switch qk_clip off, or report this model "
+            "[heads-misfit]"
         )
 
     def _visible(self, implementation: str, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> Visible:
@@ -185,7 +187,7 @@ class _Recorder:
             return functools.partial(_of_positions, keys, causal, options.get("sliding_window"), documents, mask)
         raise RuntimeError(
             f"qk_clip: the mask of attn_implementation={implementation!r} in {self._name} cannot be read. Use sdpa, "
-            "flash_attention_2, flash_attention_3 or eager"
+            "flash_attention_2, flash_attention_3 or eager [unreadable-mask]"
         )
 
 

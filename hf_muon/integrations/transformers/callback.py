@@ -36,13 +36,13 @@ class MuonCallback(TrainerCallback):
             raise RuntimeError(
                 f"optim: {getattr(args.optim, 'value', args.optim)} was asked for, and "
                 f"{kind.__module__}.{kind.__qualname__} would step. Do not hand Trainer an optimizer of your own, and "
-                "remove options that choose another one; or remove optim"
+                "remove options that choose another one; or remove optim [other-optimizer]"
             )
         if state.global_step and not any(group["step"] for group in muon.param_groups) and is_rank_zero():
             logger().warning(
                 "the moments start from zero: Trainer has loaded no optimizer state from the checkpoint (it needs "
                 "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt). The run differs from one "
-                "that was not interrupted"
+                "that was not interrupted [no-optimizer-state]"
             )
 
     def on_log(

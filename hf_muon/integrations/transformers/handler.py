@@ -93,7 +93,8 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
     if args.optim_target_modules:
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r} is for optimizers such as GaLore; optim: muon takes "
-            "all hidden matrices. Remove it, or name in optim_args, as adamw_patterns, what shall go to AdamW"
+            "all hidden matrices. Remove it, or name in optim_args, as adamw_patterns, what shall go to AdamW "
+            "[target-modules]"
         )
     config = MuonConfig.from_mapping(
         {

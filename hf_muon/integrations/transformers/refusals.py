@@ -25,7 +25,10 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     Raises:
         RuntimeError: the layout that was asked for, and what to do instead.
     """
-    layout, advice = None, "Train on one process, with DDP or with FSDP2, or choose another optimizer."
+    layout, advice = (
+        None,
+        "Train on one process, with DDP or with FSDP2, or choose another optimizer. [unsupported-layout]",
+    )
     state = accelerator_state()
     kind = state.distributed_type.value if state else None
     sequence = [axis for axis in ("cp", "sp") if axis_size(args, axis) > 1]
@@ -42,14 +45,17 @@ def refuse_unsupported(args: TrainingArguments) -> None:
         layout = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sequence)}) in this version of hf_muon"
         if sequence == ["sp"]:
             layout += " without DeepSpeed"
-            advice = "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh."
+            advice = (
+                "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh. "
+                "[sp-without-deepspeed]"
+            )
     elif getattr(args, "fsdp", None) and isinstance(args.fsdp_config, dict) and args.fsdp_config.get("xla"):
         layout = "FSDP on XLA, which cuts matrices into slices"
     elif asks_for_fsdp(args) and fsdp_version(args) == 1:
         layout = "FSDP version 1, which keeps flat slices in which matrices have lost their shape"
         advice = (
             'Say version 2: fsdp_config={"version": 2} in TrainingArguments, fsdp_version: 2 in the fsdp_config of an '
-            "accelerate config file, or accelerate launch --fsdp_version 2."
+            "accelerate config file, or accelerate launch --fsdp_version 2. [fsdp1]"
         )
     if layout:
         raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
@@ -81,7 +87,7 @@ def refuse_parts_of_sequences(args: TrainingArguments, qk_clip: float | None) ->
     if qk_clip is not None and axis_size(args, "sp") > 1:
         raise RuntimeError(
             "optim: muon does not measure attention logits under ParallelismConfig(sp_size): each rank has a part of "
-            f"each sequence. Remove qk_clip={qk_clip:g}, or sp_size"
+            f"each sequence. Remove qk_clip={qk_clip:g}, or sp_size [qk-clip-under-sp]"
         )
 
 
@@ -100,7 +106,7 @@ def refuse_plain_shards(model: nn.Module | None) -> None:
         raise RuntimeError(
             f"optim: muon does not run under the tensor parallelism of this transformers: it cuts matrices for {ranks} "
             "ranks into plain tensors, which do not say what they are part of. Use a transformers that shards into "
-            "DTensors (5.23 does), or train with FSDP2."
+            "DTensors (5.23 does), or train with FSDP2. [plain-shards]"
         )
 
 
@@ -127,7 +133,7 @@ def warn_of_shards() -> None:
         logger().warning(
             "accelerate %s saves the sharded moments of any optimizer and cannot load them again: a resumed run will "
             "be refused. Set FSDP_STATE_DICT_TYPE=FULL_STATE_DICT in the environment (fsdp_state_dict_type in an "
-            "accelerate config file), or use accelerate 1.13 or newer",
+            "accelerate config file), or use accelerate 1.13 or newer [shards-not-loadable]",
             version,
         )
 

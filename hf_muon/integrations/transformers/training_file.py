@@ -51,15 +51,17 @@ def read_training_file(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())} [unreadable-yaml]") from None
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise ValueError(f"{path} does not hold keys and values")
+        raise ValueError(f"{path} does not hold keys and values [not-a-mapping]")
     if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
-        raise ValueError(f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model")
+        raise ValueError(
+            f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model [no-model]"
+        )
     if "optim_config" in settings and not is_llamafactory_v1(settings):
         raise ValueError(
             f"{path}: optim_config is for LLaMA-Factory v1, which names its model by model. Beside model_name_or_path "
-            "write optim: muon, and options into optim_args"
+            "write optim: muon, and options into optim_args [optim-config-in-v0]"
         )
     return settings
 
@@ -130,7 +132,7 @@ def _check_v1(settings: Settings) -> None:
 def _section(settings: Settings, key: str) -> Mapping[str, Any]:
     section = settings.get(key)
     if section is not None and not isinstance(section, Mapping):
-        raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}}")
+        raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}} [not-a-mapping]")
     return section or {}
 
 
@@ -189,7 +191,9 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
         try:
             args = TrainingArguments(output_dir="unused", optim=OWN_NAME, use_cpu=True, report_to=[], **values)
         except (OSError, TypeError) as error:
-            raise ValueError(f"{error}, in what TrainingArguments take: {', '.join(values)}") from error
+            raise ValueError(
+                f"{error}, in what TrainingArguments take: {', '.join(values)} [training-arguments]"
+            ) from error
     parallelism = settings.get("parallelism_config")
     if isinstance(parallelism, Mapping):
         args.parallelism_config = SimpleNamespace(**_identifiers(parallelism))
@@ -214,7 +218,8 @@ def _deepspeed_config(value: Any) -> Mapping[str, Any] | None:
             raise TypeError("no object")
     except (AttributeError, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"deepspeed: {value}, seen from {Path.cwd()}, cannot be read as a DeepSpeed config: {error}"
+            f"deepspeed: {value}, seen from {Path.cwd()}, cannot be read as a DeepSpeed config: {error} "
+            "[unreadable-deepspeed-config]"
         ) from error
     return config
 

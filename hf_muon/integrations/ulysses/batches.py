@@ -30,11 +30,13 @@ def complete(batch: Any, implementation: str) -> Any:
     mask = batch.get("attention_mask")
     if mask is not None:
         if mask.dim() != 2:
-            raise ValueError(f"attention_mask of shape {tuple(mask.shape)} under sequence parallel, which drops it")
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)} under sequence parallel, which drops it [dropped-mask]"
+            )
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise ValueError(
                 "padding on the left under sequence parallel, where attention masks are dropped and padding would be "
-                'attended to. Set tokenizer.padding_side = "right"'
+                'attended to. Set tokenizer.padding_side = "right" [left-padding]'
             )
     if "position_ids" in batch:
         if implementation == "sdpa":
@@ -45,7 +47,7 @@ def complete(batch: Any, implementation: str) -> Any:
                 raise ValueError(
                     "position_ids start again within a row: under sequence parallel sdpa has no mask that keeps the "
                     "texts of a row apart. Use flash_attention_2, which reads their ends from position_ids, or do not "
-                    "pack texts"
+                    "pack texts [packed-texts]"
                 )
         return batch
     ids = batch["input_ids"]

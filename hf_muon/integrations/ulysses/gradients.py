@@ -30,7 +30,8 @@ def average_over_all_ranks(engine: Any, optimizer: Muon) -> None:
         if not hasattr(holder, "sequence_parallel_size"):
             raise RuntimeError(
                 f"this DeepSpeed's {type(holder).__name__} has no sequence_parallel_size, so that nobody knows by what "
-                "it divides gradients under sequence parallel. Train without it, or with a tested version"
+                "it divides gradients under sequence parallel. Train without it, or with a tested version "
+                "[unknown-sp-gradients]"
             )
         holder.sequence_parallel_size = 1
     setattr(engine, GATHERED, False)
@@ -40,7 +41,8 @@ def average_over_all_ranks(engine: Any, optimizer: Muon) -> None:
             raise RuntimeError(
                 "Muon runs with DeepSpeed's sequence parallel only where transformers' Trainer.compute_loss computes "
                 "the loss, which gathers it over the ranks that share a sequence; it was not called. A Trainer with a "
-                "compute_loss of its own must call super().compute_loss; a loop of your own is not supported"
+                "compute_loss of its own must call super().compute_loss; a loop of your own is not supported "
+                "[loss-not-gathered]"
             )
 
     optimizer.register_step_pre_hook(refuse_other_losses)
@@ -54,7 +56,9 @@ def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         model = args[0] if args else kwargs.get("model")
         if hasattr(model, GATHERED) and self.model.training:
             if self.compute_loss_func is not None:
-                raise RuntimeError("compute_loss_func is ignored under sequence parallel. Override compute_loss")
+                raise RuntimeError(
+                    "compute_loss_func is ignored under sequence parallel. Override compute_loss [ignored-loss-func]"
+                )
             setattr(model, GATHERED, True)
         return compute_loss(self, *args, **kwargs)
 

@@ -18,7 +18,7 @@ def refuse_arguments(args: Any) -> None:
     if getattr(args, "label_smoothing_factor", 0):
         raise RuntimeError(
             "label_smoothing_factor is ignored under sequence parallel: transformers computes the loss of the model "
-            "there. Leave it out"
+            "there. Leave it out [label-smoothing]"
         )
 
 
@@ -33,7 +33,7 @@ def refuse_ignored_size() -> None:
         raise RuntimeError(
             f"PARALLELISM_CONFIG_SP_SIZE={size} is ignored, by an accelerate that knows no sequence parallel or "
             'because parallelism_config says something else. Run: pip install "accelerate>=1.12", or remove one of '
-            "the two"
+            "the two [ignored-sp-size]"
         )
 
 
@@ -46,7 +46,7 @@ def refuse_groups_of_gloo(device: Any, ranks: int, size: int) -> None:
     if device.type == "cpu" and ranks != size:
         raise RuntimeError(
             f"on the CPU sp_size must be the number of ranks, and these are {size} and {ranks}: with several groups of "
-            "ranks DeepSpeed's sequence parallel hangs under gloo"
+            "ranks DeepSpeed's sequence parallel hangs under gloo [groups-of-gloo]"
         )
 
 
@@ -61,12 +61,19 @@ def model_complaints(config: Any, implementation: str) -> Iterator[str]:
 
     text = text_config_of(config)
     if implementation != "sdpa" and not implementation.startswith("flash_attention") and "/" not in implementation:
-        yield f"attention {implementation!r} needs a mask, which is dropped. Use sdpa or flash_attention_2"
+        yield (
+            f"attention {implementation!r} needs a mask, which is dropped. Use sdpa or flash_attention_2 [dropped-mask]"
+        )
     kinds = set(getattr(text, "layer_types", None) or ())
     if not kinds and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
         kinds = {"sliding_attention"}
     for kind in sorted(kinds - {"full_attention"}):
         if kind != "sliding_attention":
-            yield f"layers of {kind}, which would start anew on every rank or see what they must not"
+            yield (
+                f"layers of {kind}, which would start anew on every rank or see what they must not "
+                "[layers-across-ranks]"
+            )
         elif implementation == "sdpa":
-            yield "layers of sliding_attention under sdpa, whose mask is dropped. Use flash_attention_2"
+            yield (
+                "layers of sliding_attention under sdpa, whose mask is dropped. Use flash_attention_2 [sliding-window]"
+            )
