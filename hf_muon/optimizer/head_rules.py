@@ -29,7 +29,7 @@ Group = Mapping[str, Any]
 
 NO_MODEL = (
     "{rules} needs the attentions of a model, which this optimizer was built without: use build_optimizer(model), or "
-    "MuonOfGroups(params, model=model). Copies and unpickled optimizers do not know their model either [no-model]"
+    "MuonOfGroups(params, model=model). Copies and unpickled optimizers do not know their model either [model-needed]"
 )
 NO_RANKS = (
     "{rules} needs the largest logits of all ranks, and this process, one of {count}, steps its parameters alone: no "

@@ -1,0 +1,97 @@
+"""Every case of the table, and that it has every code of the package."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon
+from tests import messages
+from tests.refusals import NOT_YET, Refusal, areas, check, codes_of_tests, differences, snapshot
+
+
+def cases() -> Iterator[object]:
+    for name in areas():
+        try:
+            area = importlib.import_module(f"tests.refusals.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith(("tests", "hf_muon")):
+                raise
+            yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=str(error)))
+            continue
+        for case in area.CASES:
+            yield pytest.param(case, id=f"{name}-{case}", marks=[*getattr(area, "MARKS", ()), *case.marks])
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_refused(case: Refusal, request: pytest.FixtureRequest):
+    check(case, request)
+
+
+def test_the_table_has_every_code():
+    """Run `python -m tests.messages` to take codes out of the list."""
+    missing = set(messages.messages()) - codes_of_tests()
+    expected = set(NOT_YET.read_text(encoding="utf-8").split())
+    assert sorted(missing - expected) == [], "no case of tests/refusals has these codes"
+    assert sorted(expected - missing) == [], "tests/refusals/not_yet.txt has codes that are tested, or gone"
+
+
+# --- the table itself
+
+
+def optimizer() -> Muon:
+    made = Muon([nn.Parameter(torch.ones(4, 3))], lr=0.1)
+    made.param_groups[0]["params"][0].grad = torch.ones(4, 3)
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made, _: made.param_groups[0]["params"][0].data.mul_(2),
+        lambda made, _: made.param_groups[0]["params"][0].grad.mul_(2),
+        lambda made, _: made.zero_grad(),
+        lambda made, _: next(iter(made.state.values()))["momentum_buffer"].mul_(2),
+        lambda made, _: made.state.clear(),
+        lambda made, _: made.param_groups[0].update(lr=0.2),
+        lambda made, _: made.param_groups.append({}),
+        lambda _, folder: (folder / "file").write_text("other"),
+        lambda _, folder: (folder / "new").mkdir(),
+    ],
+)
+def test_a_change_is_noticed(change, tmp_path):
+    made = optimizer()
+    (tmp_path / "file").write_text("mine")
+    given = {"optimizer": made, "folder": tmp_path}
+    before = snapshot(given)
+    assert not differences(before, snapshot(given))
+    change(made, tmp_path)
+    assert differences(before, snapshot(given))
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: None, "not refused"),
+        (list, "there is no text"),
+        (lambda: raising(ValueError("it is wrong [other]")), "wrong"),
+        (lambda: raising(ValueError("it is wrong")), "wrong"),
+        (lambda: raising(ValueError("it is wrong [right]\nand [other]")), "other"),
+        (lambda: raising(RuntimeError("it is wrong [right]")), "wrong"),
+        (lambda: raising(ValueError("3 is wrong [right]")), "3 is"),
+        (lambda: ["it is wrong [right]", "nothing"], "nothing"),
+    ],
+)
+def test_a_case_fails_where_it_must(attempt, message, request):
+    with pytest.raises((AssertionError, RuntimeError), match=message):
+        check(Refusal("right", "f", attempt, says="it"), request)
+    check(Refusal("right", "f", lambda: raising(ValueError("it is wrong [right]")), says="it"), request)
