@@ -7,6 +7,7 @@ tests.messages``, which `make golden` calls, reads them from the source and writ
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 PAGE = ROOT / "docs" / "troubleshooting.md"
 _CODED = re.compile(r"(.+) \[([a-z0-9]+(?:-[a-z0-9]+)*)\](?::\n  - )?", re.DOTALL)
+_RAISED = re.compile(r"(?!NotImplemented|Assertion|Invalid)\w+Error|.*\.(?:warning|warn|BadParameter)|sys\.exit|fail")
 _LOGGED = re.compile(r"%(?:\.\d)?[sdgf]")
 
 
@@ -42,7 +44,8 @@ def texts_of(source: str) -> Iterator[str]:
         if id(node) in inside or id(node) in templates:
             continue
         if isinstance(node, ast.JoinedStr):
-            yield "".join(_part(value, constants) for value in node.values)
+            text = "".join(_part(value, constants) for value in node.values)
+            yield re.sub(r"(\.\.\.)+", "...", text)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield _LOGGED.sub("...", node.value).replace("%%", "%")
 
@@ -59,12 +62,78 @@ def listed(found: dict[str, list[str]]) -> str:
     return "".join(f"[{code}]\n" + "".join(f"  {text}\n" for text in texts) for code, texts in found.items())
 
 
+def without_code(source: str) -> Iterator[str]:
+    """Yield the texts of errors and warnings that have no code: none but those that end in another text."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not node.args or not _RAISED.fullmatch(ast.unparse(node.func)):
+            continue
+        begins = node.args[0]
+        while isinstance(begins, ast.BinOp):
+            begins = begins.left
+        if isinstance(begins, (ast.Constant, ast.JoinedStr)):
+            (text,) = texts_of(ast.unparse(begins)) if isinstance(begins, ast.JoinedStr) else (str(begins.value),)
+            if not _CODED.fullmatch(text) and not text.endswith(("...", ":", ":\n  - ")):
+                yield text
+
+
+# --- docs/troubleshooting.md: entries of bold texts, each followed by why it comes and what to do
+
+
+_BOLD = re.compile(r"\*\*(`+) ?(.+?) ?\1\*\*(?: \\)*")
+
+
+def bold_texts(page: str) -> dict[str, list[str]]:
+    """Return the texts in bold on the page by their codes; those without one under an empty code."""
+    found: dict[str, list[str]] = {}
+    for line in page.split("\n"):
+        if bold := _BOLD.fullmatch(line):
+            coded = _CODED.fullmatch(bold[2])
+            found.setdefault(coded[2] if coded else "", []).append(coded[1] if coded else bold[2])
+    return found
+
+
+def with_texts(page: str, found: dict[str, list[str]]) -> str:
+    """Return the page with today's texts of each code that it has: others go, and new ones come behind the old ones."""
+    page = re.sub(r"^(\*\*`.*`\*\*)$", r"\1 \\", page, flags=re.MULTILINE)  # a line break behind each text
+
+    def replaced(old: str, code: str, new: list[str]) -> str:
+        return page.replace(f"{_line(old, code)}\n", "".join(f"{_line(text, code)}\n" for text in new))
+
+    for code, shown in bold_texts(page).items():
+        new = [text for text in found.get(code, ()) if text not in shown]
+        for old in [text for text in shown if code in found and text not in found[code]]:
+            like = difflib.get_close_matches(old, new, n=1, cutoff=0)
+            page = replaced(old, code, like)
+            new = [text for text in new if text not in like]
+        if new:
+            last = bold_texts(page)[code][-1]
+            page = replaced(last, code, [last, *new])
+    return re.sub(r" \\\n\n", "\n\n", page)
+
+
+def _line(text: str, code: str) -> str:
+    quote = "``" if "`" in text else "`"
+    return f"**{quote}{text} [{code}]{quote}** \\"
+
+
+def problems(page: str, found: dict[str, list[str]]) -> list[str]:
+    """Return what is wrong with the entries that only a person can repair."""
+    codes = bold_texts(page).keys() - {""}
+    lacking = [
+        f"[{code}] has no entry: write **`{found[code][0]} [{code}]`** and, below it, why it comes and what to do"
+        for code in found
+        if code not in codes
+    ]
+    return lacking + [f"[{code}] is gone: remove its entry" for code in sorted(codes) if code not in found]
+
+
 def main() -> None:
     """Write what follows from the source."""
     from tests.refusals import NOT_YET, codes_of_tests
 
     found = messages()
     GOLDEN.write_text(listed(found), encoding="utf-8")
+    PAGE.write_text(with_texts(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     missing = set(found) - codes_of_tests()
     NOT_YET.write_text("".join(f"{code}\n" for code in NOT_YET.read_text().split() if code in missing))
 
