@@ -8,9 +8,11 @@ import importlib
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -23,6 +25,10 @@ PRELOADED = (
     *("hf_muon", "hf_muon.distributed.exchange", "hf_muon.storage.dtensor"),
     "tests.distributed.training",
 )
+
+
+GRACE = 8.0
+"""Seconds that other ranks have when one has failed, to say why they wait."""
 
 
 def forking(modules: Sequence[str] = PRELOADED) -> Any:
@@ -74,18 +80,27 @@ class Pool:
         self._last = f"{function.__module__}.{function.__qualname__}"
         for _, pipe in self._workers:
             pipe.send((function.__module__, function.__qualname__, kwargs))
-        answers = []
-        for process, pipe in self._workers:
-            try:
-                answers.append(pipe.recv() if pipe.poll(self.timeout) else (False, f"no answer in {self.timeout} s"))
-            except (EOFError, OSError):
-                process.join(5)
-                answers.append((False, f"the process died: {_ending(process.exitcode)}"))
-        failures = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self.timeout
+        while len(answers) < self.world_size and (seconds := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in answers}
+            for pipe in connection.wait(list(waiting), seconds):
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    process, _ = self._workers[rank]
+                    process.join(5)
+                    answers[rank] = (False, f"the process died: {_ending(process.exitcode)}")
+                if not answers[rank][0]:  # the others may wait for this rank
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        for rank in set(range(self.world_size)) - answers.keys():
+            answers[rank] = (False, f"no answer in {self.timeout} s, or in {GRACE} s after another rank failed")
+        failures = [f"rank {rank}: {answer}" for rank, (fine, answer) in sorted(answers.items()) if not fine]
         if failures:
             self.close(kill=True)  # the ranks no longer agree on which collective is next
             raise AssertionError("\n".join(failures))
-        return [answer for _, answer in answers]
+        return [answers[rank][1] for rank in range(self.world_size)]
 
     def _start(self) -> None:
         context = forking(self.modules) if self.forks else mp.get_context("spawn")

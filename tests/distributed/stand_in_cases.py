@@ -15,7 +15,6 @@ from hf_muon.distributed import agreement, groups, select
 from hf_muon.math import elementwise, newton_schulz, rounding
 from hf_muon.storage import host, tensors, transport
 from tests.accelerated import uncomputed
-from tests.distributed.cases import given_gradients
 
 tensors._KNOWN_CLASSES["StandIn"] = "tests.stand_in"
 
@@ -30,21 +29,14 @@ def replaced(module, name, value):
         setattr(module, name, original)
 
 
-def stand_in_gradients(rank, layout, backends=("cpu", "standin"), as_host=False, **options):
-    """Step with given gradients; return whole parameters and moments, races, and bytes copied in and out.
+@contextlib.contextmanager
+def on_device(backends=("cpu", "standin"), as_host=False):
+    """Yield the device, as a rank of a process group has it.
 
     Args:
         backends: devices that the process group communicates from.
         as_host: whether elementwise functions and units are those of a CPU, so that results are, too.
     """
-    with on_device(backends, as_host) as device:
-        states = given_gradients(rank, layout, device="standin", **options)
-    return states, device.races, device.copied
-
-
-@contextlib.contextmanager
-def on_device(backends=("cpu", "standin"), as_host=False):
-    """Yield the device, as a rank of a process group has it; arguments are those of `stand_in_gradients`."""
     from tests import stand_in
 
     agreement.report_device = lambda group, model_device: model_device
@@ -52,7 +44,12 @@ def on_device(backends=("cpu", "standin"), as_host=False):
         module.has_backend = lambda group, kind: kind in backends
     stand_in.DEVICE.reset()
     hosts = {"cpu", "standin"} if as_host else {"cpu"}
-    with replaced(host, "SMALLEST", 0), replaced(elementwise, "_HOSTS", hosts), stand_in.HostAccesses():
+    with (
+        replaced(host, "SMALLEST", 0),
+        replaced(elementwise, "_HOSTS", hosts),
+        replaced(newton_schulz, "_WITH_FP64", set() if as_host else {"standin"}),
+        stand_in.HostAccesses(),
+    ):
         yield stand_in.DEVICE
 
 

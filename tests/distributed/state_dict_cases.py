@@ -21,9 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._pytree import tree_leaves
 
 from hf_muon import Muon, build_optimizer
 from tests.distributed.cases import whole
@@ -197,18 +195,6 @@ def from_one_layout(rank, layout):
     return bool(before), all(map(same, expected, get_state_dict(other, its, options=full)))
 
 
-def whole_and_offloaded(rank, layout):
-    """Return whether rank 0 has a whole state on the CPU and all other ranks have nothing."""
-    _, _, other, its = pair(layout)
-    train(other, its)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(other, its, options=options)
-    if rank:
-        return weights == {} and moments == {}
-    tensors = [leaf for leaf in tree_leaves((weights, moments)) if isinstance(leaf, torch.Tensor)]
-    return bool(tensors) and all(t.device.type == "cpu" and not isinstance(t, DTensor) for t in tensors)
-
-
 def scheduled(rank, layout):
     """Return whether a load restores `initial_lr`, which a scheduler has put into the groups."""
     _, _, other, its = pair(layout)
@@ -220,21 +206,6 @@ def scheduled(rank, layout):
     options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
     set_optimizer_state_dict(other, fresh, optim_state_dict=state, options=options)
     return before, [group.get("initial_lr") for group in fresh.param_groups]
-
-
-def flattened_or_not(rank, layout):
-    """Return whether both forms of a state load into the same optimizer, one after the other."""
-    _, _, other, its = pair(layout)
-    train(other, its)
-    expected = whole_tensors(its.state_dict())
-    nested = get_optimizer_state_dict(other, its)
-    flat = get_optimizer_state_dict(other, its, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    fresh = muon(other)
-    results = []
-    for state in (flat, nested, flat):
-        set_optimizer_state_dict(other, fresh, optim_state_dict=state)
-        results.append(same(expected, whole_tensors(fresh.state_dict())))
-    return results
 
 
 def groups_of_their_own(rank, layout, empty, full, broadcast):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from hf_muon.distributed import agreement
 from hf_muon.distributed import groups as groups_module
-from tests.distributed.agreement_cases import pipeline, pipeline_under
+from hf_muon.distributed.select import comm_device
+from tests.distributed.agreement_cases import idle, own_experts, pipeline, pipeline_under
 from tests.distributed.pool import Pool
 
 LONGEST = 20  # seconds that a thread waits for the others of a group
@@ -149,15 +150,14 @@ def test_a_torch_that_names_groups_in_another_way_is_refused(five):
     ],
 )
 def test_a_rank_talks_over_the_device_of_its_parameters(types, home, expected):
+    """Matrices are computed on a device, and data travels from there if the group has no backend for where it lies."""
     group = SimpleNamespace(_device_types=types)
     assert agreement.report_device(group, torch.device(home)) == torch.device(expected)
+    if home != "cuda:2":
+        assert comm_device(group, torch.device(home), torch.device("cuda", 0)).type == torch.device(expected).type
 
 
-def test_the_device_of_the_first_parameter_is_the_one_that_is_asked_for(five):
-    assert five.run(homes) == [[torch.device("cpu")]] * 5
-
-
-def test_texts_of_any_length_travel_over_that_device_too(five):
+def test_texts_of_any_length_travel(five):
     assert five.run(texts) == [TEXTS] * 5
 
 
@@ -172,23 +172,10 @@ def texts(rank):
         return agreement.exchange_texts(dist.group.WORLD, torch.device("cpu"), TEXTS[rank])
 
 
-def homes(rank):
-    """Return the devices from which a step of plain parameters exchanges reports."""
-    import torch.distributed as dist
+def test_a_group_without_gradients_sends_nothing(pools):
+    assert pools[2].run(idle, layout="fsdp") == [(0, 0, 0, True)] * 2
 
-    from hf_muon import Muon
 
-    devices, original = [], agreement.exchange_reports
-    param = torch.nn.Parameter(torch.ones(3, 4))
-    param.grad = torch.ones(3, 4)
-
-    def exchange(group, home, *rest):
-        devices.append(home)
-        return original(group, home, *rest)
-
-    agreement.exchange_reports = exchange
-    try:
-        Muon([param], replicate_group=dist.group.WORLD).step()
-    finally:
-        agreement.exchange_reports = original
-    return devices
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_ranks_own_parameters_are_stepped_when_it_has_gradients(pools, use_muon):
+    assert pools[2].run(own_experts, use_muon=use_muon) == [([3, 3], True)] * 2

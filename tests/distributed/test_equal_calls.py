@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from allpairspy import AllPairs
 
 from benchmarks import fake_layouts
 from benchmarks.accelerator import META, as_accelerator
@@ -117,25 +118,21 @@ FIRST = [
     (EXPERTS, "FSDP2", 2, "watched rule"),
     (LLAMA, "FSDP2", 2, "fp32 products"),
 ]
-CASES = [
-    (model, layout, ranks, name)
-    for model in (DENSE, EXPERTS, LLAMA)
-    for layout, ranks in [("one process", 1), *((layout, ranks) for layout in LAYOUTS for ranks in (2, 8))]
-    for name in OPTIONS
-    if not (name == "offload" and layout.startswith("ZeRO"))  # which has an offload of its own
-    and (model != LLAMA or name in ("plain", "fp32 products") or (ranks < 8 and name != "offload"))  # seconds each
-]
+PLACES = [("one process", 1), *((layout, ranks) for layout in LAYOUTS for ranks in (2, 8))]
+# Each pair of a model, a place and an option; ZeRO has an offload of its own, and large models take seconds each.
+PAIRS = AllPairs(
+    [PLACES, [DENSE, EXPERTS, LLAMA], list(OPTIONS)],
+    filter_func=lambda row: not (row[0][0].startswith("ZeRO") and row[2:] == ["offload"]),
+)
+CASES = [(model, *place, name) for place, model, name in PAIRS]
 
 
-@pytest.mark.parametrize("case", FIRST, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [*FIRST, *(pytest.param(case, marks=pytest.mark.extended) for case in CASES if case not in FIRST)],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_all_ranks_together_orthogonalize_what_one_process_does(case, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # into which metrics are written
-    check(*case)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("case", [c for c in CASES if c not in FIRST], ids=lambda case: "-".join(map(str, case)))
-def test_the_rest_of_all_layouts_models_and_options(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # into which metrics are written
     check(*case)
 

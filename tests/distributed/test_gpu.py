@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.cases import given_gradients
+from tests.distributed.cases import assert_equal, given_gradients
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import assert_equal
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
@@ -16,8 +14,6 @@ from hf_muon.distributed.holdings import Holdings
 from hf_muon.distributed.schedule import OwnedUnit, make_round
 from hf_muon.distributed.units import MatrixRange, Unit
 from hf_muon.storage.regions import regions
-from tests.distributed.cases import given_gradients
-from tests.distributed.test_layouts import assert_equal
 
 MESHES = [(2,), (4,), (2, 2)]
 placement = st.one_of(
@@ -82,18 +78,3 @@ def test_what_is_sent_is_the_least_from_which_the_owner_has_everything(data):
             assert sorted(map(repr, each.pieces)) == sorted(repr(block.piece) for block in holdings.boxes(unit, rank))
         if len(blocks) <= 12:
             assert travels == least(blocks, owner, batch)
-
-
-# Stacks and matrices of one shape that share units, alternately replicated and sharded.
-SHARED_UNITS = [((14, 3, 13), ""), ((17, 3, 13), ""), ((3, 13), ""), ((6, 13), "rows 3+3"), ((9, 3, 13), "")]
-
-
-@pytest.mark.parametrize("layout", ["mixed", "mixed-turned"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("max_batch_bytes", [1, 2**24])
-def test_replicated_and_sharded_matrices_share_a_unit(pools, layout, ranks, max_batch_bytes):
-    options = {"steps": 2, "viewed": SHARED_UNITS, "max_batch_bytes": max_batch_bytes}
-    expected = given_gradients(0, "single", **options)
-    results = pools[ranks].run(given_gradients, layout=layout, **options)
-    assert_equal(results, expected)
-    assert all(torch.equal(a, b) for one, two in zip(*results[:2], strict=True) for a, b in zip(one, two, strict=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -23,11 +21,9 @@ def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ran
     where = {shape: regions(shape, (ranks,), [Shard(0)]) for shape in set(shapes)}
     holdings = Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
     units = units_of(shapes)
-    begin = time.process_time()
     cpu = torch.device("cpu")
     exchange = Exchange(None, units, holdings, torch.float32, cpu, cpu, 2**28)
     rounds = exchange.rounds(frozenset(range(len(shapes))))
-    assert time.process_time() - begin < 10
     span = 0
     for each in rounds:
         span += max(loads(*zip(*each.units, strict=True), ranks))
@@ -39,15 +35,6 @@ def schedule_of(placement, rank, max_bucket_bytes=2**20):
     stored = regions((4, 6), (2,), [placement])
     owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),)), k) for k in (0, 1)]
     return Schedule(owned, Holdings({0: stored, 1: stored}, 2), rank, torch.float32, max_bucket_bytes)
-
-
-def test_a_round_can_be_printed():
-    (only,) = schedule_of(Shard(0), rank=0).rounds(frozenset({0, 1}))
-    unit = "OwnedUnit(unit=Unit(shape=(4, 6), ranges=(MatrixRange(matrix={k}, start=0, stop=1),)), owner={k})"
-    assert repr(only) == (
-        f"Round(units=({unit.format(k=0)}, {unit.format(k=1)}), send=[12, 12], receive=[12, 12], gathers=True, "
-        "returns=[Return(leave=[12, 12], arrive=[12, 12], travels=True, to_all=False)], overlaps=True)"
-    )
 
 
 def test_boxes_of_equal_matrices_are_copied_together():

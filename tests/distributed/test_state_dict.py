@@ -34,6 +34,7 @@ def run(pools):
     return run
 
 
+@pytest.mark.extended(but="(single-1|ddp-2|tp-2|compiled-2)-nested|(fsdp-2|hsdp-4)-flattened")
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
 def test_save_and_load(run, layout, ranks, flatten):
@@ -60,19 +61,10 @@ def test_broadcast_from_rank_0(run, layout, ranks):
     assert run(cases.from_one_layout, ranks, layout=layout) == [(True, True)] * ranks
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_whole_state_on_the_cpu(run, layout):
-    assert run(cases.whole_and_offloaded, 2, layout=layout) == [True, True]
-
-
 def test_initial_lr_comes_along(run):
     before, after = run(cases.scheduled, 2, layout="fsdp")[0]  # torch gives only rank 0 the values of the groups
     assert not any(before)
     assert set(after) == {1e-2}
-
-
-def test_flattened_and_nested_load_alike(run):
-    assert run(cases.flattened_or_not, 2, layout="fsdp") == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(("full", "broadcast"), [(False, False), (True, False), (True, True)])
@@ -93,13 +85,13 @@ def test_whole_states_that_lack_moments_are_refused(run, case, flatten, lacks, e
     for steps in (0, 2):
         results = run(lacking_cases.load_without, 1 if layout == "single" else 2, steps=steps, **options)
         assert len({message for message, _ in results}) == 1
-        assert re.search(f"moments are missing: {error}\n", results[0][0])
+        assert re.search(rf"{error} \[moments-missing\]", results[0][0])
 
 
 def test_no_option_of_torch_loads_a_state_that_lacks_moments(run):
     options = {"layout": "fsdp", "names": ["two.down.weight"], "broadcast": True, "strict": False}
     for message, _ in run(lacking_cases.load_without, 2, **options):
-        assert "moments are missing: two.down.weight" in message
+        assert re.search(r"two.down.weight.*\[moments-missing\]", message)
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
@@ -115,7 +107,7 @@ def test_whole_states_without_counts_of_groups_take_those_of_adamw(run, tensor_l
 def test_whole_states_of_another_optimizer_are_refused(run):
     options = {"layout": "fsdp", "names": ["groups use_muon"], "broadcast": True}
     for message, _ in run(lacking_cases.load_without, 2, **options):
-        assert "it was written by another optimizer" in message
+        assert "[foreign-state]" in message
 
 
 @pytest.mark.parametrize(("full", "broadcast"), [(False, False), (True, False), (True, True)])

@@ -1,32 +1,19 @@
-"""Training of a small model in every layout, saved and resumed through torch.distributed.checkpoint."""
+"""Training of a small model in every layout, with the batches of its ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
-from hf_muon.optimizer.sharded_checkpoints import loading_from
 from hf_muon.storage.factors import factors_of
 from tests.bounds import move
-from tests.distributed.cases import whole
+from tests.equality.placed import whole
 from tests.fixtures_text import texts
 
 WIDTH, HIDDEN, VOCABULARY, LENGTH, BATCH = 20, 52, 96, 24, 8
@@ -67,8 +54,16 @@ class Model(nn.Module):
 TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def wrap(model, layout):
-    """Return the model in a layout, the number of ranks that share a batch, and this rank's index among them."""
+def wrap(model, layout, layers=None, plan=TP_PLAN):
+    """Return the model in a layout, the number of ranks that share a batch, and this rank's index among them.
+
+    Args:
+        model: of any class.
+        layout: "single", "ddp", "fsdp", "fsdp-keep", "hsdp", "tp" or "fsdp-tp".
+        layers: of the model; its blocks by default.
+        plan: of tensor parallelism in a layer.
+    """
+    layers = model.blocks if layers is None else layers
     if layout == "single":
         return model, 1, 0
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -84,14 +79,14 @@ def wrap(model, layout):
         options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     if layout in ("tp", "fsdp-tp"):
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], TP_PLAN)
+        for layer in layers:
+            parallelize_module(layer, mesh["tp"], plan)
         if layout == "tp":
             return model, 1, 0
         options["mesh"] = mesh["dp"]
         shards, place = world // 2, rank // 2
-    for block in model.blocks:
-        fully_shard(block, **options)
+    for layer in layers:
+        fully_shard(layer, **options)
     return fully_shard(model, **options), shards, place
 
 
@@ -118,30 +113,21 @@ def clip(params, limit):
 
 
 def train(
-    rank,
-    layout,
-    first=0,
-    last=10,
-    load=None,
-    save=None,
-    dtype="float32",
-    accumulate=1,
-    clipping=None,
-    frozen=False,
-    drop=None,
-    full=False,
-    flat=False,
-    direct=False,
-    converts=False,
-    without="",
-    stale_gradients=False,
-    killed=None,
-    moved=None,
-    **options,
+    rank, layout, last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, moved=None, folder="", **options
 ):
-    """Train steps `first` to `last`; return losses, and full parameters and states by name.
+    """Train for some steps; return losses, and full parameters and states by name.
 
-    With `converts`, a sharded checkpoint is loaded in `loading_from`; `without` is a key that a saved state lacks.
+    Args:
+        rank: of this process.
+        layout: as of `wrap`.
+        last: number of steps.
+        dtype: of weights.
+        accumulate: batches of a step and rank.
+        clipping: norm to which gradients are clipped.
+        frozen: whether a block and a norm are frozen.
+        moved: a seed of `tests.bounds.move`.
+        folder: for a file of metrics of this rank.
+        options: of the optimizer.
     """
     torch.manual_seed(0)
     model = Model().to(getattr(torch, dtype))
@@ -150,25 +136,15 @@ def train(
         model.blocks[0].requires_grad_(False)
         model.norm.requires_grad_(False)
     model, shards, place = wrap(model, layout)
+    if folder:
+        options = {"diagnostics_every": 2, "diagnostics_file": f"{folder}/{rank}.jsonl", **options}
     optimizer = build_optimizer(model, **{"ns_dtype": "fp32", "lr": 5e-3, "weight_decay": 0.1, **options})
     muon = optimizer.param_groups[0]
     words = {"qkv": "rows 14+14+14", "down": "columns 26*(1+1)"}
     muon["views"] = [next((v for w, v in words.items() if w in n), "") for n in muon["param_names"]]
-    if stale_gradients:
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-    if load:
-        restore(model, optimizer, load, full=full, flat=flat, direct=direct, converts=converts)
-    if drop:
-        optimizer.state.clear()
-        if drop == "everything":
-            for group in optimizer.param_groups:
-                group["step"] = 0
-    if killed:
-        kill_in(killed)
     losses = []
     size = BATCH // shards
-    for step in range(first, last):
+    for step in range(last):
         optimizer.zero_grad()
         micro = size // accumulate
         total = 0.0
@@ -185,8 +161,6 @@ def train(
         if clipping:
             clip(list(model.parameters()), clipping)
         optimizer.step()
-    if save:
-        store(model, optimizer, save, full=full, flat=flat, without=without)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     results = {
@@ -194,61 +168,3 @@ def train(
         for name, param in zip(names, params, strict=True)
     }
     return {"losses": losses, "states": results}
-
-
-def kill_in(phase):
-    """Kill rank 1 with SIGKILL in the middle of a step, or after it has written half of its shard."""
-    if dist.get_rank() != 1:
-        return
-    from hf_muon.distributed.exchange import Exchange
-
-    complete, fsync = Exchange._complete, os.fsync
-
-    def die(*args):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if phase == "step":
-        Exchange._complete = lambda *args: die() if dist.get_rank() == 1 else complete(*args)
-    else:
-
-        def half(descriptor):
-            os.truncate(descriptor, os.fstat(descriptor).st_size // 2)
-            fsync(descriptor)
-            die()
-
-        os.fsync = half
-
-
-def store(model, optimizer, path, *, full, flat, without):
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=flat)
-    state = {
-        "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    if without:
-        moments = state["optimizer"]["state"]
-        state["optimizer"]["state"] = {
-            name: {key: value for key, value in own.items() if key != without} for name, own in moments.items()
-        }
-    if not full:
-        dcp.save(state, checkpoint_id=path)
-    elif not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(state, path)
-
-
-def restore(model, optimizer, path, *, full, flat, direct, converts):
-    options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat)
-    if full:
-        state = torch.load(path, weights_only=True)
-    else:
-        with loading_from(optimizer, path) if converts else contextlib.nullcontext():
-            state = {
-                "model": get_model_state_dict(model, options=options),
-                "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-            }
-        dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"], options=options)
-    if direct:
-        optimizer.load_state_dict(state["optimizer"])
-    else:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -6,33 +6,25 @@ import contextlib
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
-from hf_muon import Muon
-from tests.distributed.cases import Counted, make, placements_of, store
+from tests.distributed.cases import Counted, make, muon_over, placed
 
 LAYER = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32), "gate": (88, 32), "up": (88, 32), "down": (32, 88)}
 DEEP = [shape for _ in range(24) for shape in LAYER.values()]
 
 
+def with_gradients(shapes, layout, **options):
+    """Return parameters that have gradients, and their optimizer."""
+    put, params = placed(make(shapes, 0), layout)
+    for param, grad in zip(params, make(shapes, 1), strict=True):
+        param.grad = put(grad)
+    return params, muon_over(params, len(params), layout, **options)
+
+
 def counted_step(rank, layout, shapes=DEEP, **options):
     """Step a deep model; return FLOPs, bytes, collectives, rounds, returns, and bytes of all updates."""
-    weights, grads = make(shapes, 0), make(shapes, 1)
-    if layout in ("single", "ddp"):
-        params = [nn.Parameter(w) for w in weights]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        if layout == "ddp":
-            options["replicate_group"] = dist.group.WORLD
-    else:
-        mesh_shape, _ = placements_of(layout, 2)
-        mesh = init_device_mesh("cpu", mesh_shape)
-        params = [nn.Parameter(store(w, mesh, placements_of(layout, w.ndim)[1])) for w in weights]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = store(grad, mesh, placements_of(layout, grad.ndim)[1])
-    optimizer = Muon(params, ns_dtype="fp32", **options)
+    weights = make(shapes, 0)
+    _, optimizer = with_gradients(shapes, layout, **options)
     with Counted() as counted:
         optimizer.step()
     active = frozenset(range(len(shapes)))
@@ -53,17 +45,7 @@ def events(rank, layout, max_batch_bytes):
     """Return the calls of a step in order, each with the number of its round."""
     from hf_muon.distributed.exchange import Exchange
 
-    if layout == "ddp":
-        params = [nn.Parameter(w) for w in make(DEEP, 0)]
-        for param, grad in zip(params, make(DEEP, 1), strict=True):
-            param.grad = grad
-    else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        params = [nn.Parameter(store(w, mesh, [Shard(0)])) for w in make(DEEP, 0)]
-        for param, grad in zip(params, make(DEEP, 1), strict=True):
-            param.grad = store(grad, mesh, [Shard(0)])
-    group = dist.group.WORLD if layout == "ddp" else None
-    optimizer = Muon(params, ns_dtype="fp32", max_batch_bytes=max_batch_bytes, replicate_group=group)
+    _, optimizer = with_gradients(DEEP, layout, max_batch_bytes=max_batch_bytes)
     with logged(Exchange) as log:
         optimizer.step()
     return log
@@ -118,13 +100,11 @@ def all_to_alls(rank, layout, optimizers=2):
         mock.patch.object(dist, "all_to_all_single", noted),
         mock.patch.object(transfers, "_connected", WeakSet()),
     ):
-        mesh_shape, _ = placements_of(layout, 2)
         for _ in range(optimizers):
-            mesh = init_device_mesh("cpu", mesh_shape)
-            params = [nn.Parameter(store(w, mesh, placements_of(layout, 2)[1])) for w in make([(8, 6)] * 3, 0)]
-            optimizer = Muon(params, ns_dtype="fp32")
+            put, params = placed(make([(8, 6)] * 3, 0), layout)
+            optimizer = muon_over(params, 3, layout)
             for step in range(2):
                 for param, grad in zip(params, make([(8, 6)] * 3, step + 1), strict=True):
-                    param.grad = store(grad, mesh, placements_of(layout, 2)[1])
+                    param.grad = put(grad)
                 optimizer.step()
     return calls

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from hf_muon.rules import Option, Rule, register, registry, types
-from tests.distributed.cases import given_gradients
-from tests.distributed.training import train
 
 
 def rows_normalized(directions, state, options, step):
@@ -72,14 +68,3 @@ def registered():
         for registered_now, own in zip((registry.RULES, registry.OTHERS_OPTIONS), before, strict=True):
             registered_now.clear()
             registered_now.update(own)
-
-
-def given(rank, layout, **options):
-    """Do what `given_gradients` does with these rules; NaN is where a norm of zero divides."""
-    with registered():
-        return [[torch.nan_to_num(t) for t in own] for own in given_gradients(rank, layout, **options)]
-
-
-def trained(rank, layout, **options):
-    with registered():
-        return train(rank, layout, **options)

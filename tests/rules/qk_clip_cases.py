@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import build_optimizer
 from hf_muon.storage.rows import scale_rows_
 from tests.distributed.cases import store, whole
+from tests.distributed.training import wrap
 from tests.rules.attention_models import enlarge, make, tokens
 
 TP_PLAN = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-
-
-def wrap(model, layout):
-    """Return the model in a layout, the number of ranks with batches of their own, and this rank's place in them."""
-    if layout == "single":
-        return model, 1, 0
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if layout == "ddp":
-        return nn.parallel.DistributedDataParallel(model), world, rank
-    mesh, shards, place = None, world, rank
-    if "tp" in layout:
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-        for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], TP_PLAN)
-        if layout == "tp":
-            return model, 1, 0
-        mesh, shards, place = mesh["dp"], world // 2, rank // 2
-    layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh), shards, place
 
 
 def build(model, lr, options):
@@ -61,7 +39,8 @@ def clipped(rank, layout, name="llama", steps=3, lr=0.0, accumulate=1, evaluatin
     enlarge(model, name, 1, 2, 1e5)
     swapped = layout == "fsdp-swapped"
     built = build(model, lr, options) if swapped else None
-    model, shards, place = wrap(model, "fsdp" if swapped else layout)
+    layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    model, shards, place = wrap(model, "fsdp" if swapped else layout, layers, TP_PLAN)
     if rank in evaluating:
         model.eval()
     optimizer = built or build(model, lr, options)

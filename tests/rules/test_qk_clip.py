@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from hf_muon import Muon, MuonOfGroups, build_optimizer
+from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.transformers import attention
 from hf_muon.rules.heads import Heads
 from hf_muon.rules.qk_clip import rescaling
@@ -182,82 +182,9 @@ def test_off_hooks_nothing():
     assert optimizer.head_rules._logits is None
 
 
-class TestRefused:
-    def test_models_that_normalize_queries_and_keys_need_none(self):
-        with pytest.raises(
-            ValueError, match=r"layers\.0\.self_attn and 1 more .*q_norm, k_norm.*qk_clip=100 is not needed"
-        ):
-            build_optimizer(make("qwen3"), qk_clip=100)
-        build_optimizer(make("qwen3"), qk_clip="inf")
-
-    def test_an_optimizer_without_a_model(self):
-        model = make("llama")
-        matrices = [p for n, p in model.named_parameters() if "proj" in n]
-        optimizer = Muon(matrices, qk_clip=100)
-        backward(model, tokens(1))
-        with pytest.raises(RuntimeError, match="qk_clip needs the attentions of a model"):
-            optimizer.step()
-
-    def test_groups_find_the_model_that_holds_them(self):
-        model = make("llama")
-        optimizer = MuonOfGroups(model.named_parameters(), qk_clip=100)
-        backward(model, tokens(1))
-        assert len(measured(optimizer)) == 2
-
-    def test_a_copy(self):
-        model = make("llama")
-        optimizer = copy.deepcopy(build_optimizer(model, qk_clip=100))
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.zeros_like(param)
-        with pytest.raises(RuntimeError, match="Copies and unpickled optimizers"):
-            optimizer.step()
-
-    def test_a_step_before_anything_was_measured(self):
-        model = make("llama").eval()
-        optimizer = build_optimizer(model, qk_clip=100)
-        model(input_ids=tokens(1), labels=tokens(1)).loss.backward()
-        before = weights_of(model)
-        with pytest.raises(RuntimeError, match=r"no forward pass in training mode"):
-            optimizer.step()
-        assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-        model.train()(input_ids=tokens(1), labels=tokens(1)).loss.backward()
-        optimizer.step()
-
-    def test_weights_in_groups_of_other_thresholds(self):
-        model = make("llama")
-        groups = [
-            {"params": [(n, p) for n, p in model.named_parameters() if ("k_proj" in n) is chosen], "qk_clip": value}
-            for chosen, value in ((True, 50.0), (False, 100.0))
-        ]
-        with pytest.raises(ValueError, match="is in param groups that have qk_clip="):
-            MuonOfGroups(groups, model=model)
-
-    def test_lora(self):
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=3, target_modules=["q_proj"]))
-        with pytest.raises(ValueError, match="is trained by LoRA"):
-            build_optimizer(model, qk_clip=100, lora="muon")
-
-    def test_projections_frozen_in_part(self):
-        model = make("llama")
-        model.model.layers[0].self_attn.k_proj.requires_grad_(False)
-        with pytest.raises(ValueError, match=r"layers\.0.*is trained in part"):
-            build_optimizer(model, qk_clip=100)
-
-    def test_models_without_an_attention_of_transformers(self):
-        with pytest.raises(ValueError, match="no trained attention"):
-            build_optimizer(
-                torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), qk_clip=100, muon_patterns="0.weight"
-            )
-
-    def test_masks_that_cannot_be_read(self):
-        model = make("llama", "flex_attention")
-        build_optimizer(model, qk_clip=100)
-        with pytest.raises(RuntimeError, match="mask of attn_implementation='flex_attention'"):
-            model(input_ids=tokens(1), labels=tokens(1))
-
-    @pytest.mark.parametrize("value", [0, -1, "100", True, float("nan")])
-    def test_thresholds(self, value):
-        with pytest.raises(ValueError, match=r"qk_clip=.*Valid: a number above 0, or inf"):
-            Muon([torch.nn.Parameter(torch.ones(2, 2))], qk_clip=value)
+def test_groups_find_the_model_that_holds_them_and_models_that_normalize_are_measured():
+    model = make("llama")
+    optimizer = MuonOfGroups(model.named_parameters(), qk_clip=100)
+    backward(model, tokens(1))
+    assert len(measured(optimizer)) == 2
+    build_optimizer(make("qwen3"), qk_clip="inf")

@@ -1,0 +1,157 @@
+"""The run of a cell on one rank, which returns everything that is compared; pools import these functions by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.live_bytes import LiveBytes
+from hf_muon.storage.tensors import local_of
+from tests.accelerated import accelerated, uncomputed
+from tests.equality.cells import LAST, RULES, SAVED, Cell
+from tests.equality.counted import Counted
+from tests.equality.layouts import FAULTS, Layout, layout_of
+
+VICTIM = 1
+"""The rank that has the fault."""
+
+
+def digest(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return dtype, shape and a hash of each tensor's bits, by name."""
+
+    def of(tensor: Tensor) -> str:
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return f"{kind} {tuple(tensor.shape)} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
+
+    return {name: of(tensor) for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def numbers_of(cell: Cell) -> Iterator[Any]:
+    """Compute with the numbers of a CPU, of a GPU, or on the stand-in for a device, which is yielded."""
+    with contextlib.ExitStack() as stack:
+        if "their_everything" in cell.options:
+            from tests.rules.others import registered
+
+            stack.enter_context(registered())
+        device = None
+        if cell.numbers == "gpu":
+            stack.enter_context(accelerated())
+        elif cell.on_device:
+            from tests.distributed.stand_in_cases import on_device
+
+            backends = ("standin",) if cell.numbers == "nccl" else ("cpu", "standin")
+            device = stack.enter_context(on_device(backends, as_host=cell.numbers == "host"))
+        yield device
+
+
+@contextlib.contextmanager
+def started(cell: Cell, rank: int, folder: str) -> Iterator[Layout]:
+    layout = layout_of(cell, rank, folder)
+    try:
+        yield layout
+    finally:
+        layout.end()
+
+
+def prepare(layout: Layout, step: int) -> None:
+    """Compute the gradients of a step, and set its learning rate."""
+    cell = layout.cell
+    if "scheduled" in RULES[cell.rule]:
+        for group in layout.optimizer.param_groups:
+            group["lr"] = 0.02 / (1 + step)
+    grads = layout.given(step + 1)
+    layout.backward({name: g for i, (name, g) in enumerate(grads.items()) if not cell.is_missing(step, i)})
+
+
+def train(layout: Layout, first: int, last: int) -> None:
+    for step in range(first, last):
+        prepare(layout, step)
+        layout.step()
+
+
+def refusal_of(layout: Layout, step: int) -> str:
+    """Return the error of a step before which one rank has the fault of the cell."""
+    prepare(layout, step)
+    is_victim = layout.rank == min(VICTIM, layout.cell.ranks - 1)
+    fault = FAULTS[layout.cell.fault](layout) if is_victim else contextlib.nullcontext()
+    with fault:
+        try:
+            layout.step()
+            return "no error"
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            layout.optimizer.zero_grad()
+
+
+def run(rank: int, cell: Cell, folder: str) -> dict[str, Any]:
+    """Train, save in between, refuse a step, and resume from what was saved; return digests of each."""
+    results: dict[str, Any] = {"refusal": None}
+    path = f"{folder}/checkpoint"
+    with numbers_of(cell) as device:
+        with started(cell, rank, folder) as layout:
+            train(layout, 0, SAVED)
+            results["saved"] = digest(layout.tensors())
+            if cell.then:
+                layout.save(path)
+            if cell.fault:
+                results["refusal"] = refusal_of(layout, LAST - 1)
+            if device is not None:
+                device.reset()
+            train(layout, SAVED, LAST)
+            if device is not None:
+                results["races"], results["copied"] = list(device.races), dict(device.copied)
+            results["last"] = digest(layout.tensors())
+        if cell.then:
+            results["resumed"] = finish(rank, cell, folder)[1]
+    if cell.model == "routed" and cell.numbers == "gpu":
+        results["measured"] = measured(rank, cell, folder)
+    return results
+
+
+def finish(rank: int, cell: Cell, folder: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Load what was saved, and take the rest of the steps; return digests of what was loaded, and of the end."""
+    with numbers_of(cell), started(cell, rank, folder) as layout:
+        layout.load(f"{folder}/checkpoint")
+        loaded = digest(layout.tensors())
+        train(layout, SAVED, LAST)
+        return loaded, digest(layout.tensors())
+
+
+@functools.lru_cache(maxsize=256)
+def alone(cell: Cell) -> dict[str, Any]:
+    """Return what one process computes, by `run`; the reference of all cells with this `Cell.alone`."""
+    return run(0, cell, "")
+
+
+def measured(rank: int, cell: Cell, folder: str) -> dict[str, int]:
+    """Return what a step sends, multiplies and allocates on this rank, and what is stored after it.
+
+    The step is that of an accelerator, where elementwise functions have no temporary tensors.
+    """
+    cell = dataclasses.replace(cell, missing=False)
+    with numbers_of(cell), uncomputed(), started(cell, rank, folder) as layout:
+        prepare(layout, 0)
+        with Counted() as counted:
+            layout.optimizer.step()
+        params = list(layout.module.parameters())
+        sizes = {"weight_bytes": _bytes(params), "gradient_bytes": _bytes(param.grad for param in params)}
+        with LiveBytes() as memory:
+            layout.optimizer.step()
+        state = (value for own in layout.optimizer.state.values() for value in own.values())
+        sent = {"sent_bytes": counted.bytes, "flops": counted.flops, "words": counted.words}
+        return {**sizes, **sent, "state_bytes": _bytes(state), "peak": memory.peak}
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(math.prod(local_of(tensor).shape) * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,55 @@
+"""Cells on a stand-in for an accelerator with streams (tests/stand_in.py), with moments on the device and on the host.
+
+Results are those of one process with a GPU's numbers, and no copy overtakes the step.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.equality.cells import Cell, pairwise
+from tests.equality.checks import check, is_valid
+
+PLACES = ["single-1", "copies-2", "placed-fsdp-2", "last-2", "placed-hsdp-4", "placed-fsdp-tp-4", "experts-4"]
+CELLS = pairwise(
+    {
+        "place": PLACES,
+        "model": ["small", "wide", "aligned"],
+        "numbers": ["device", "nccl"],
+        "offload": ["cpu", "none"],
+        "dtype": ["float32", "bfloat16"],
+        "momentum": ["auto", "bf16", "int8"],
+        "adamw": ["auto", "bf16", "int8"],
+        "rule": ["plain", "original", "together"],
+        "batch": [0, 1125],
+        "fault": ["", "nan"],
+    },
+    is_valid,
+)
+HOST = [
+    Cell(
+        place="placed-fsdp-2", numbers="host", model="wide", dtype=dtype, momentum=moments, adamw=moments, offload="cpu"
+    )
+    for dtype, moments in (("float32", "auto"), ("bfloat16", "bf16"), ("float32", "int8"))
+]
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    """Yield pools by number of ranks, whose processes have the stand-in."""
+    by_size = {size: Pool(size, forks=True) for size in (1, 2, 4)}
+    yield by_size
+    for pool in by_size.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_pairs_of_values(stand_ins, cell, tmp_path):
+    check(cell, stand_ins, str(tmp_path))
+
+
+@pytest.mark.parametrize("cell", HOST, ids=str)
+def test_parameters_on_the_host(stand_ins, cell, tmp_path):
+    """Let elementwise functions be those of a CPU: on a real device, the host's round differently."""
+    check(cell, stand_ins, str(tmp_path))
