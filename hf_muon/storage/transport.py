@@ -40,7 +40,7 @@ class Transport:
         self._turn = 0
         self._streams = _streams_of(device)
         largest = max((self._nbytes(turn) for turn in turns), default=0)
-        count = min(2, sum(self._nbytes(turn) > 0 for turn in turns))
+        count = max(1, min(2, sum(self._nbytes(turn) > 0 for turn in turns)))  # one for tensors without elements
         self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
         self._in_use = 0
         self._arriving: dict[int, tuple[list[Tensor], Any]] = {}
