@@ -87,8 +87,9 @@ def is_valid(cell: Cell) -> bool:
     layouts = {cell.layout.removeprefix("placed-"), cell.then.rpartition("-")[0]}
     cuts = bool(layouts & CUTS_COLUMNS)
     int8 = "int8" in (cell.momentum, cell.adamw)
+    in_four = cell.ranks == 4 and cell.layout in ("tp", "last", "mixed", "mixed-turned")  # each row, of two blocks
     return not (
-        (int8 and cuts and cell.model != "aligned")
+        (int8 and cuts and (cell.model != "aligned" or in_four))
         or ("fsdp-tp" in layouts and cell.form == "full")  # which torch does not load into strided shards
         or (cell.layout == "middle" and cell.model not in ("aligned",))
         or (

@@ -89,8 +89,9 @@ def id_of(change):
 def test_another_dtype_or_rule_is_converted_alike_in_every_form(pools, change, tmp_path):
     """Compare shards, whole tensors and flattened keys with one another; moments keep their numbers."""
     before, after = (with_all(FSDP, **{name: pair[i] for name, pair in change.items()}) for i in (0, 1))
-    gone = before.rule == "others"  # torch itself refuses options that this run's param groups lack
-    forms = ["full", "sharded"] + (["flat"] if not gone and "int8" not in dict(change.values()) else [])
+    gone = before.rule == "others"  # torch itself refuses options that this run's param groups lack, or flattened have
+    flattens = "others" not in (before.rule, after.rule) and "int8" not in dict(change.values())
+    forms = ["full", "sharded", *(["flat"] if flattens else [])]
     results = {}
     for form in forms:
         folder = str(tmp_path / form)
