@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +22,8 @@ from tests.refusals import Refusal
 from tests.rules import others
 from tests.rules.attention_models import backward, make, tokens
 from tests.rules.test_scales import net
+
+COMPILES = [pytest.mark.extended]  # for half a minute
 
 # --- qk_clip
 
@@ -101,7 +104,9 @@ QK_CLIP = [
             ("no-forward-pass", in_evaluation),
         ]
     ),
-    Refusal("unreadable-mask", "a forward pass", forward_with_a_mask, RuntimeError, masked, says="flex_attention"),
+    Refusal(
+        "unreadable-mask", "a forward pass", forward_with_a_mask, RuntimeError, masked, "flex_attention", marks=COMPILES
+    ),
     *(
         Refusal(
             "invalid-value",
