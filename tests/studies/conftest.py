@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.evidence.quick_study import run
+from tests.studies.quick_study import run
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,16 @@
 """A stand-in for training: a loss that follows from the spec, at once and without torch.
 
-python tests/evidence/quick_trial.py SPEC.json RESULT.json
+python tests/studies/quick_trial.py SPEC.json RESULT.json
+
+KILL is "signal count folder": as its trial number `count`, which files in the folder count, the signal goes to this
+process and, but for SIGUSR1, to the runner first. SIGUSR1 stands for a trial that SIGKILL ends alone.
 """
 
-import contextlib
 import json
 import math
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 BEST = {"muon": 0.1, "adamw": 0.002}
@@ -22,13 +23,20 @@ def loss_of(spec):
     return 3 + (math.log2(settings["learning_rate"] / BEST[settings["optim"]])) ** 2 + spec["seed"] % 100 / 1000
 
 
+def kill():
+    name, count, folder = os.environ["KILL"].split()
+    number = len(list(Path(folder).iterdir()))
+    Path(folder, str(os.getpid())).touch()
+    if number == int(count):
+        if name != "SIGUSR1":
+            os.kill(os.getppid(), signal.Signals[name])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(spec_file, result_file):
     spec = json.loads(Path(spec_file).read_text())["spec"]
-    time.sleep(0.05)
-    if marker := os.environ.get("KILLED_ONCE"):
-        with contextlib.suppress(FileExistsError):  # one of two trials at once is killed, never both
-            Path(marker).touch(exist_ok=False)
-            os.kill(os.getpid(), signal.SIGKILL)
+    if "KILL" in os.environ:
+        kill()
     if spec["settings"]["learning_rate"] > 1:
         sys.exit("Traceback: no such rate")
     loss = loss_of(spec)

@@ -7,9 +7,8 @@ import math
 
 import pytest
 
-from evidence.agenda import best_values, final_rows, is_tuned, searches, wanted
-from evidence.results import RESULTS, read_rows
-from evidence.study import STUDIES, TUNE, Study, read_study
+from evidence.agenda import final_rows, searches, wanted
+from evidence.study import TUNE, Study
 from evidence.tuning import (
     Ladder,
     best_of_repeated,
@@ -20,7 +19,7 @@ from evidence.tuning import (
     untried_neighbour,
     vertex,
 )
-from tests.evidence.quick_study import CONTENT
+from tests.studies.quick_study import CONTENT
 
 
 def search(ladders, loss):
@@ -69,13 +68,8 @@ def test_a_lucky_point_is_found_out():
         losses[repeated[-1]].append(means[repeated[-1]])
     assert repeated == [(2,), (1,), (0,), (2,), (1,)]
     assert best_of_repeated(losses) == (1,)
-
-
-def test_diverged_points_are_repeated_last():
-    losses = {(0,): [math.inf], (1,): [3.0], (2,): [math.inf]}
-    assert point_to_repeat(losses) == (1,)
-    losses[1,].append(3.1)
-    assert best_of_repeated(losses) == (1,)
+    diverged = {(0,): [math.inf], (1,): [3.0], (2,): [math.inf]}
+    assert point_to_repeat(diverged) == best_of_repeated(diverged) == (1,)
 
 
 def test_a_seed_that_is_hard_for_all_does_not_decide():
@@ -146,57 +140,3 @@ def test_rows_of_settings_that_are_the_best_no_longer_are_not_finals():
     assert ("short", "muon") in final_rows(study, better)
     assert ("short", "adamw") not in final_rows(study, better)
     assert next(wanted(study, better)).kind == TUNE
-
-
-def test_repetitions_that_another_search_has_left_count():
-    study = Study("quick", CONTENT)
-    rows = answer(study, lambda side, values, seed: 3 + bowl([0.008], values))
-    one = searches(study, "short", rows)["adamw"]
-    point = next(point for point, trials in one.trials.items() if trials[0].values == {"learning_rate": 0.016})
-    for repetition in range(len(one.trials[point]), 5):
-        trial = study.tuning("short", "adamw", point, repetition)
-        rows[trial.id] = {**rows[one.trials[point][0].id], "id": trial.id, "loss": "1.0"}
-    by_side = searches(study, "short", rows)
-    assert by_side["adamw"].best.values == {"learning_rate": 0.016}
-    assert len(by_side["adamw"].trials[point]) == 5
-    assert by_side["adamw"].count > by_side["muon"].count
-    assert ("short", "adamw") not in final_rows(study, rows)
-    # A neighbour of the new best point is missing, or its final trials are.
-    assert next(wanted(study, rows)).side == "adamw"
-
-
-def test_final_trials_between_the_rungs_keep_the_ratio_of_two_rates():
-    ratio = {"start": 4, "choices": [4], "times": "learning_rate"}
-    tune = {"learning_rate": {"start": 0.008, "factor": 2}, "adamw_lr": ratio}
-    content = {**CONTENT, "tune": {"seed": 0, "between": True}, "sides": {"muon": {"optim": "muon", "tune": tune}}}
-    study = Study("quick", {**content, "reference": "muon"})
-    rows = answer(study, lambda side, values, seed: 3 + 0.1 * bowl([0.02, 0.08], values))
-    values = best_values(study, "short", "muon", searches(study, "short", rows)["muon"])
-    assert values["learning_rate"] == pytest.approx(0.02, rel=1e-2)
-    assert values["adamw_lr"] == pytest.approx(4 * values["learning_rate"], rel=1e-3)
-
-
-def test_a_cell_has_its_own_start_and_repetitions():
-    cell = {**CONTENT["cells"]["long"], "begin": {"muon": {"learning_rate": 0.001}}, "repeats": 0}
-    study = Study("quick", {**CONTENT, "cells": {**CONTENT["cells"], "long": cell}})
-    rows = answer(study, lambda side, values, seed: 3 + bowl([0.001], values))
-    assert next(iter(searches(study, "long", rows)["muon"].trials.values()))[0].values == {"learning_rate": 0.001}
-    assert next(iter(searches(study, "short", rows)["muon"].trials.values()))[0].values == {"learning_rate": 0.008}
-    for name, repeats in (("short", 2), ("long", 0)):
-        by_side = searches(study, name, rows)
-        most = max(len(one.losses) for one in by_side.values())
-        assert [one.count for one in by_side.values()] == [max(4, most + repeats)] * 2
-    with pytest.raises(ValueError, match="begin of cell long: unknown mun"):
-        Study("quick", {**CONTENT, "cells": {"long": {**cell, "begin": {"mun": {}}}}})
-
-
-def test_fine_tuning_begins_with_what_pretrain_has_tuned():
-    """The starts of `finetune` are typed by hand from the finished cell of `pretrain`."""
-    if not read_rows(RESULTS / "finetune.csv"):
-        return
-    pretrain, finetune = (read_study(STUDIES / f"{name}.yaml") for name in ("pretrain", "finetune"))
-    by_side = searches(pretrain, "1M long", read_rows(RESULTS / "pretrain.csv"))
-    assert is_tuned(by_side)
-    for start, side in (("adamw", "adamw two rates"), ("muon", "muon")):
-        settings = finetune.start(start, 0).spec["settings"]
-        assert {name: settings[name] for name in by_side[side].best.values} == by_side[side].best.values

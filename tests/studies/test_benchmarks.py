@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import csv
+import importlib
 import json
 import math
 import os
@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.precision import compute_dtype
 
-BENCH = Path(__file__).parent.parent / "benchmarks" / "bench.py"
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench.py"
 # Columns that hold a number in every row of a side that ran.
 NUMBERS = {
     "orthogonalization": (
@@ -30,22 +31,6 @@ NUMBERS = {
 }
 
 
-@pytest.mark.extended
-def test_counted_traffic_of_a_step():
-    """Count for a fused AdamW kernel in fp32 what every step has to move, and nothing else."""
-    script = BENCH.with_name("step_traffic.py")
-    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    rows = [line.strip("| ").split(" | ") for line in process.stdout.splitlines()[2:]]
-    assert len(rows) == 6
-    assert re.fullmatch(r"28 / \d+ / 28 \(\d+\)", rows[0][1])
-    for row in rows:
-        for cell in row[1:]:
-            least, cpu, accelerator, launches = map(int, re.findall(r"\d+", cell))
-            assert least <= accelerator < cpu
-            assert launches
-
-
 def bench(*options):
     return subprocess.run([sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=300)
 
@@ -53,35 +38,6 @@ def bench(*options):
 def rows(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-AT_SIZES_OF_CUDA = """
-import logging, sys
-sys.path.insert(0, ".")
-from asked import asked
-from models import MODELS, on_meta, scaled_config
-from optimizer_step import ours
-logging.getLogger("hf_muon").setLevel("ERROR")
-for name in MODELS:
-    model = on_meta(scaled_config(name, "cuda", False)[0])
-    weights = sum(param.numel() for param in model.parameters())
-    print(name, asked(lambda: ours(model, MODELS[name].views, ns_dtype="fp16").step, weights), sep="|")
-"""
-
-
-@pytest.mark.extended
-def test_steps_are_counted_at_the_sizes_of_cuda():
-    process = subprocess.run(
-        [sys.executable, "-c", AT_SIZES_OF_CUDA], capture_output=True, text=True, timeout=300, cwd=BENCH.parent
-    )
-    assert process.returncode == 0, process.stderr
-    lines = dict(line.split("|") for line in process.stdout.splitlines())
-    assert len(lines) == 5
-    for name, line in lines.items():
-        row = ast.literal_eval(line)
-        assert row.keys() == {"launches", "waits", "traffic", "host ms"}, (name, row)
-        assert row["waits"] == 1
-        assert 20 < row["traffic"] < 120
 
 
 def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
@@ -115,12 +71,26 @@ def test_each_benchmark_runs_and_writes_a_csv(tmp_path):
     assert pictures == set(NUMBERS) or ("no pictures: " in process.stdout and not pictures)
 
 
-COUNTED = """
-import sys
+def test_all_sides_multiply_in_a_chosen_dtype(tmp_path):
+    """Expect fp32 to show in the singular values of every side: the preset is the same."""
+    process = bench("--quick", "--only", "orthogonalization", "--dtype", "fp32", "--out", str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    assert json.loads((tmp_path / "machine.json").read_text())["orthogonalization"]["dtype"] == "float32"
+    values = {row["side"]: float(row["sigma max"]) for row in rows(tmp_path / "orthogonalization.csv") if row["ms"]}
+    assert abs(values["hf_muon, original"] - values["torch.optim.Muon"]) < 1e-4
+
+
+COUNTS = """
+import json, logging, sys
 sys.path.insert(0, "benchmarks")
 import torch
-from sides import Setting
+from asked import asked
+from models import MODELS, on_meta, scaled_config
+from optimizer_step import ours
+from step_traffic import MOMENTS, WEIGHTS, counted
 from timing import executed_flops
+logging.getLogger("hf_muon").setLevel("ERROR")
+
 ran = []
 def backend(graph, inputs):
     return lambda *arguments: ran.append(1) or graph(*arguments)
@@ -129,24 +99,37 @@ matrix = torch.ones(4, 4)
 product(matrix)
 flops = executed_flops(lambda: product(matrix))
 product(matrix)
-dtypes = (torch.float32, torch.float16, torch.bfloat16)
-print(flops, len(ran), *(Setting(None, True, dtype, None).dtype_name for dtype in dtypes))
+
+sizes = {}
+for name in MODELS:
+    model = on_meta(scaled_config(name, "cuda", False)[0])
+    weights = sum(param.numel() for param in model.parameters())
+    sizes[name] = asked(lambda: ours(model, MODELS[name].views, ns_dtype="fp16").step, weights)
+
+cases = [(muon, w, m) for muon in (False, True) for w in WEIGHTS for m in MOMENTS]
+traffic = [[*counted(*case, "cpu"), *counted(*case, "meta")] for case in cases]
+print(json.dumps({"flops": flops, "ran": len(ran), "sizes": sizes, "traffic": traffic}))
 """
 
 
-def test_counting_flops_does_not_end_compilation():
-    process = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, cwd=BENCH.parents[1])
-    assert process.stdout.split() == ["128", "2", "fp32", "fp16", "bf16"], process.stderr
-
-
-@pytest.mark.parametrize(("dtype", "name"), [("fp32", "float32"), ("bf16", "bfloat16")])
-def test_all_sides_multiply_in_a_chosen_dtype(tmp_path, dtype, name):
-    process = bench("--quick", "--only", "orthogonalization", "--dtype", dtype, "--out", str(tmp_path))
+def test_counts():
+    """Count a function that stays compiled, steps at the sizes of CUDA, and what each kind of step has to move."""
+    words = [sys.executable, "-c", COUNTS]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=BENCH.parents[1])
     assert process.returncode == 0, process.stderr
-    assert json.loads((tmp_path / "machine.json").read_text())["orthogonalization"]["dtype"] == name
-    # Rounding to bf16 shows in the singular values of every side; the preset is the same in both dtypes.
-    values = {row["side"]: float(row["sigma max"]) for row in rows(tmp_path / "orthogonalization.csv") if row["ms"]}
-    assert abs(values["hf_muon, original"] - values["torch.optim.Muon"]) < (1e-4 if dtype == "fp32" else 3e-2)
+    found = json.loads(process.stdout)
+    assert (found["flops"], found["ran"]) == (128, 2)
+    assert len(found["sizes"]) == 5
+    for row in found["sizes"].values():
+        assert row.keys() == {"launches", "waits", "traffic", "host ms"}, row
+        assert row["waits"] == 1
+        assert 20 < row["traffic"] < 120
+    # A fused AdamW kernel in fp32 moves what every step has to move, and nothing else.
+    _, least, _, accelerator, _, _ = found["traffic"][0]
+    assert least == accelerator == 28
+    for cpu, least, _, accelerator, _, launches in found["traffic"]:
+        assert least <= accelerator < cpu
+        assert launches
 
 
 @pytest.mark.parametrize(
@@ -161,14 +144,16 @@ def test_all_sides_multiply_in_a_chosen_dtype(tmp_path, dtype, name):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_is_not_valid_is_said_at_once(options, message):
-    process = bench(*options)
-    assert process.returncode == 2
-    assert message in process.stderr
+def test_what_is_not_valid_is_said_at_once(options, message, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("bench").arguments(options)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def first_minutes(*options, program=()):
-    command = [sys.executable, *(program or [str(BENCH.with_name("gpu.py"))]), "--device", "cpu", *options]
+def first_minutes(*options):
+    command = [sys.executable, str(BENCH.with_name("gpu.py")), "--device", "cpu", *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=BENCH.parents[1], check=False
@@ -181,7 +166,6 @@ def sections(page):
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.extended
 def test_the_first_minutes_on_a_card_at_small_sizes(tmp_path):
     page = tmp_path / "small.md"
     process = first_minutes("--out", str(page))
@@ -220,38 +204,32 @@ def test_parts_that_do_not_end_in_time_say_so(tmp_path):
     assert texts[-1].strip() == "What an earlier run found."
 
 
-FAILING = """
-import sys
-sys.path.insert(0, "benchmarks")
-import gpu, gpu_parts, torch
-from hf_muon.math.elementwise import Elementwise
+def test_a_part_that_fails_leaves_what_it_found_and_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    gpu, parts = importlib.import_module("gpu"), importlib.import_module("gpu_parts")
 
-def failing(where, body):
-    body["first"] = ["what was found"]
-    # A compiled function whose first element is the next number.
-    function = Elementwise(lambda a, b: a.copy_(a + b), reads=(0, 1), writes=(0,))
-    call = Elementwise.__call__
-    def rounded(self, a, b):
-        call(self, a, b)
-        a[0] = torch.nextafter(a[0], a[0] + 1)
-    Elementwise.__call__ = rounded
-    with gpu_parts.Twins() as twins:
-        function(torch.ones(5), torch.ones(5))
-    body["twins"] = [str(twins.found)]
-    together = torch.zeros(3, 2, 2)
-    together[1, 0, 0] = -0.0
-    body["batch"] = [gpu_parts._compared(together, torch.zeros(3, 2, 2) + 0.0)]
-    raise ValueError("lost | the card")
+    def failing(where, body):
+        """Report a compiled function whose first element is the next number, and a zero of another sign."""
+        body["first"] = ["what was found"]
+        function = Elementwise(lambda a, b: a.copy_(a + b), reads=(0, 1), writes=(0,))
+        call = Elementwise.__call__
 
-gpu_parts.batches = failing
-sys.exit(gpu._run_part(gpu.arguments(sys.argv[1:])))
-"""
+        def rounded(self, a, b):
+            call(self, a, b)
+            a[0] = torch.nextafter(a[0], a[0] + 1)
 
+        monkeypatch.setattr(Elementwise, "__call__", rounded)
+        with parts.Twins() as twins:
+            function(torch.ones(5), torch.ones(5))
+        body["twins"] = [str(twins.found)]
+        together = torch.zeros(3, 2, 2)
+        together[1, 0, 0] = -0.0
+        body["batch"] = [parts._compared(together, torch.zeros(3, 2, 2) + 0.0)]
+        raise ValueError("lost | the card")
 
-def test_a_part_that_fails_leaves_what_it_found_and_why(tmp_path):
+    monkeypatch.setattr(parts, "batches", failing)
     body = tmp_path / "body.md"
-    process = first_minutes("--part", "batches", "--body", str(body), program=("-c", FAILING))
-    assert process.returncode == 1, process.stderr
+    assert gpu._run_part(gpu.arguments(["--device", "cpu", "--part", "batches", "--body", str(body)])) == 1
     first, twins, batch, failed = body.read_text().split("\n\n", 3)
     assert first == "what was found"
     assert twins.endswith(": [1, 5, 1, 1]}")

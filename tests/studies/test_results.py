@@ -1,4 +1,4 @@
-"""Figures in the documentation are those of the studies' CSV files.
+"""Tables, pictures and figures in the documentation are those of the studies' CSV files.
 
 Where a test fails after new trials: run the study to its end, then correct the page.
 """
@@ -6,6 +6,7 @@ Where a test fails after new trials: run the study to its end, then correct the 
 from __future__ import annotations
 
 import math
+import shutil
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -13,12 +14,14 @@ from statistics import fmean
 
 import pytest
 
-from evidence.agenda import final_rows
+from evidence.__main__ import ORDER
+from evidence.agenda import final_rows, is_tuned, searches
 from evidence.conclusions import verdict
 from evidence.forgetting import forgotten
 from evidence.results import RESULTS, loss_of, losses_of, read_rows
 from evidence.significance import paired, speed_up
 from evidence.study import STUDIES, read_study
+from evidence.tables import draw
 from evidence.times import quicker, read_times
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learning-rate.md").read_text(encoding="utf-8")
@@ -96,6 +99,25 @@ def lead(study, cell):
 def difference(study, cell, side, reference):
     rows = (finals(study)[cell, one] for one in (side, reference))
     return paired(*({row["seed"]: loss_of(row) for row in own} for own in rows))
+
+
+def test_tables_and_pictures_are_what_the_results_say(tmp_path):
+    for path in RESULTS.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    draw([read_study(STUDIES / f"{name}.yaml") for name in ORDER], tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        path.name: path.read_text() for path in RESULTS.iterdir()
+    }, "make evidence draws them"
+
+
+def test_fine_tuning_begins_with_what_pretrain_has_tuned():
+    """The starts of `finetune` are typed by hand from the finished cell of `pretrain`."""
+    pretrain, finetune = (read_study(STUDIES / f"{name}.yaml") for name in ("pretrain", "finetune"))
+    by_side = searches(pretrain, "1M long", read_rows(RESULTS / "pretrain.csv"))
+    assert is_tuned(by_side)
+    for start, side in (("adamw", "adamw two rates"), ("muon", "muon")):
+        settings = finetune.start(start, 0).spec["settings"]
+        assert {name: settings[name] for name in by_side[side].best.values} == by_side[side].best.values
 
 
 def test_pretraining():

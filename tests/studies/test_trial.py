@@ -75,11 +75,6 @@ def test_all_sides_see_the_same_batches(corpus, monkeypatch):
         assert all(map(torch.equal, batches, rows))
 
 
-def test_eager_attention_trains_the_same(corpus):
-    usual, eager = (result(with_settings(attention=kind), corpus) for kind in ("sdpa", "eager"))
-    assert eager["losses"] == pytest.approx(usual["losses"], rel=1e-5)
-
-
 def test_blocks_come_once_an_epoch():
     blocks = torch.arange(12).view(6, 2)
     order = [int(block["labels"][0]) // 2 for block in Blocks(blocks, 15, seed=3)]

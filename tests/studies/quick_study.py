@@ -1,6 +1,6 @@
-"""Run a small study with stand-ins for training; interruptions are sent to this process.
+"""Run a small study with stand-ins for training.
 
-python -m tests.evidence.quick_study OUT JOBS
+python -m tests.studies.quick_study OUT JOBS
 """
 
 import sys
