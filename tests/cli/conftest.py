@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """Return a small Qwen3 with 6 layers, and the folder of its checkpoint."""
     sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 6}

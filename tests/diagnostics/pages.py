@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
-from typer.testing import CliRunner
-
-from hf_muon.cli.app import app
 from hf_muon.diagnostics.metrics import FILE
+from tests.cli.calls import call
 
 KINDS = ("self_attn.q_proj", "mlp.up_proj</script><b>")
 NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(3) for kind in KINDS]
@@ -81,17 +79,21 @@ def write(folder, steps=(10, 20, 30), extra=(), start=START, scale=1.0):
 
 
 def report(*arguments):
-    return CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+    return call("report", *arguments)
 
 
 class Page(HTMLParser):
-    """The headings and charts of a page, and every address that it would load."""
+    """A page as text: its words, the lines and cells of its charts; and every address that it would load."""
 
-    def __init__(self, text):
+    def __init__(self, file):
         super().__init__()
-        self.titles, self.charts, self.links, self.tags, self.words = [], {}, [], [], []
+        self.titles, self.charts, self.links, self.tags, self.shown = [], {}, [], [], []
         self._tag = ""
-        self.feed(text)
+        self.feed(file.read_text())
+
+    @property
+    def text(self):
+        return "\n".join(self.shown)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
@@ -99,30 +101,31 @@ class Page(HTMLParser):
         self.links += [value for key, value in attributes if key in ("src", "href", "srcset", "data")]
 
     def handle_data(self, data):
-        if self._tag in ("li", "th", "td"):
-            self.words.append(data)
-        if self._tag == "h2" and data.strip():
-            self.titles.append(data)
-        elif self._tag == "script" and "Plotly.newPlot(" in data and self.titles:
+        if self._tag == "script" and "Plotly.newPlot(" in data and self.titles:
             start = data.index("[", data.index("Plotly.newPlot("))
-            self.charts[self.titles[-1]], _ = json.JSONDecoder().raw_decode(data, start)
+            traces, _ = json.JSONDecoder().raw_decode(data, start)
+            self.charts[self.titles[-1]] = traces
+            for trace in traces:
+                self.shown += _trace(trace)
+        elif self._tag not in ("script", "style") and data.strip():
+            self.titles += [data] if self._tag == "h2" else []
+            self.shown.append({"h1": f"# {data}", "h2": f"\n## {data}", "th": f"{data}:"}.get(self._tag, data))
 
     def handle_endtag(self, tag):
         self._tag = ""
 
-    @property
-    def lines(self):
-        """The points of each line of each chart of a single panel."""
-        return {
-            title: {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart}
-            for title, chart in self.charts.items()
-            if chart[0]["type"] == "scatter"
-        }
+    def line(self, title, name):
+        """Return the points of a line of a chart."""
+        (trace,) = (trace for trace in self.charts[title] if trace["name"] == name)
+        return dict(zip(trace["x"], trace["y"], strict=True))
 
-    def panels(self, title):
-        """The points of the lines of each panel of a chart, by the panel's axis."""
-        found = {}
-        for line in self.charts[title]:
-            points = dict(zip(line["x"], line["y"], strict=True))
-            found.setdefault(line.get("xaxis", "x"), {})[line["name"]] = points
-        return list(found.values())
+
+def _trace(trace):
+    """Return a line of a chart with its points, or the rows of a table with their cells and colours."""
+    if trace["type"] != "heatmap":
+        points = " ".join(f"{x}:{y}" for x, y in zip(trace["x"], trace["y"], strict=True))
+        return [f"{trace.get('xaxis', 'x')} {trace['name']}  {points}"]
+    shown = [f"{trace.get('xaxis', 'x')} {trace['coloraxis']} {', '.join(trace['x'])}"]
+    for row, texts, values in zip(trace["y"], trace["text"], trace["z"], strict=True):
+        shown.append(f"{row}: {', '.join(f'{text} ({z:.3f})' for text, z in zip(texts, values, strict=True))}")
+    return shown

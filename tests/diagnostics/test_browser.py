@@ -89,8 +89,7 @@ COVERED = """Array.from(document.querySelectorAll("figure")).flatMap(figure => {
 })"""
 
 
-@pytest.mark.parametrize("width", [420, 1200])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1200, "light")])
 def test_two_runs_in_a_browser(browser, tmp_path, width, scheme):
     """Check that nothing is cut off, and that words differ from their ground as WCAG asks for, 4.5 to 1."""
     for name in "ab":

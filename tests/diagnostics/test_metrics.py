@@ -192,10 +192,10 @@ def test_a_file_that_cannot_be_written_ends_diagnostics_and_no_run(tmp_path, cap
     assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("name", "value"), [("diagnostics_every", "-1"), ("diagnostics_every", "often")])
-def test_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* Valid: a number of steps, 0 for never"):
-        build_optimizer(Model(), {name: value})
+@pytest.mark.parametrize("value", ["-1", "often"])
+def test_refused(value):
+    with pytest.raises(ValueError, match=r"diagnostics_every=.*\[invalid-value\]"):
+        build_optimizer(Model(), {"diagnostics_every": value})
 
 
 def test_time_share(tmp_path, monkeypatch):
