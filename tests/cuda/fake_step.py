@@ -28,7 +28,6 @@ from benchmarks.fake_layouts import mesh_of, rank_of, shard_
 from hf_muon import build_optimizer
 from hf_muon.diagnostics.log import logger
 from hf_muon.math.codes import BLOCK
-from hf_muon.math.coefficients import PRESETS
 from hf_muon.math.elementwise import Elementwise
 from tests.cuda import fake_gpu
 
@@ -215,11 +214,11 @@ MODELS = {
         intermediate_size=16384,
         num_attention_heads=16,
         num_key_value_heads=8,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         vocab_size=32768,
         tie_word_embeddings=False,
     ),
-    "gpt2": transformers.GPT2Config(n_embd=256, n_head=4, n_layer=2, vocab_size=512),
+    "gpt2": transformers.GPT2Config(n_embd=256, n_head=4, n_layer=1, vocab_size=512),
 }
 
 
@@ -279,13 +278,10 @@ def _steps() -> Iterator[Step]:
     yield Step({}, grads="fp32")
     for ns_dtype in ("bf16", "fp32"):
         yield Step({"ns_dtype": ns_dtype}, "fp32")
-    for preset in PRESETS:
-        yield Step({"ns_coefficients": preset})
-    yield Step({"per_head": True})
     for stored in ("fp32", "int8"):
         yield Step({"momentum_offload": "cpu", "momentum_dtype": stored, "adamw_state_dtype": stored})
-    for layout, stored in itertools.product(("DDP", "FSDP2"), ("fp32", "int8")):
-        yield Step({"momentum_dtype": stored, "adamw_state_dtype": stored}, layout=layout)
+    for layout in ("DDP", "FSDP2"):
+        yield Step({}, layout=layout)
     for stored in ("fp32", "int8"):
         yield Step({"momentum_dtype": stored}, model="gpt2")
 
@@ -304,3 +300,18 @@ def calls() -> dict[str, list[Call]]:
     """Return the calls of each compiled function in all steps of `STEPS`, by name."""
     every = sorted({call for name in STEPS for call in asked_of(name).calls}, key=str)
     return {name: [call for call in every if call.function == name] for name in functions()}
+
+
+def split(name: str) -> tuple[list[Call], list[Call]]:
+    """Return few calls of a function in which each argument has each of its dtypes, and each option; and the rest."""
+
+    def features(call: Call) -> set[Any]:
+        arguments = {(place, argument) for place, argument in enumerate(call.arguments)}
+        return arguments | set(call.options)
+
+    few: list[Call] = []
+    left = set().union(*map(features, calls()[name]))
+    while left:
+        few.append(max(calls()[name], key=lambda call: len(features(call) & left)))
+        left -= features(few[-1])
+    return few, [call for call in calls()[name] if call not in few]

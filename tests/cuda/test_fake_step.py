@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.fake_step import STEPS, asked_of
+from tests.cuda.fake_step import STEPS, asked_of, calls
 
 # Fake tensors do not know the dtypes of CUDA's kernels. These were read in torch's dispatch, with their dtypes; what is
 # new here needs reading.
@@ -51,3 +51,7 @@ def test_a_step(name):
     }
     assert unread == {}
     assert asked.reads == 1  # whether all gradients are finite
+
+
+def test_steps_call_every_function():
+    assert [name for name, own in calls().items() if not own] == []

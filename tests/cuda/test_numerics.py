@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from tests.cuda.fake_step import calls, functions
+from tests.cuda.fake_step import functions, split
 
 
-@pytest.fixture(scope="module")
-def differences():
+@pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.extended)])
+def differences(request):
     """Return what differs; Triton's interpreter has a process of its own, since it is chosen before Triton's import."""
-    every = [call for calls_of_one in calls().values() for call in calls_of_one]
+    every = [call for name in functions() for call in split(name)[request.param == "rest"]]
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.cuda.interpreter"],
         input=pickle.dumps(every),
