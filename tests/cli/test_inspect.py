@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.model_source import known_configs, model_from, read_source
-from tests.cli.calls import call, report_of, training_yaml, transcript
+from tests.cli.calls import report_of, training_yaml, transcript
 
 YAMLS = sorted((Path(__file__).parents[2] / "examples" / "yaml").glob("*.yaml"))
 WEIGHTS = {
@@ -84,7 +84,7 @@ def test_training_yamls(small, tmp_path, golden):
         report = report_of("inspect", tmp_path / path.name)
         names = [p["name"] for p in report["parameters"] if p["route"] == "muon"]
         layers = sorted({re.search(r"layers\.(\d+)\.", name)[1] for name in names})
-        kinds = sorted({".".join(name.rsplit(".", 4)[-3 if "lora" in name else -2 :]) for name in names})
+        kinds = sorted({re.search(r"(\w+_proj.*?)(\.default)?\.weight$", name)[1] for name in names})
         frozen = report["frozen"]["parameters"]
         lines.append(f"{path.name}: layers {' '.join(layers)}, frozen {frozen}: {', '.join(kinds)}")
         assert report["muon"]["parameters"] == len(names)
@@ -138,34 +138,3 @@ def test_cards_have_as_many_weights_as_the_published_models():
         assert all(param.is_meta for param in params), card
         found[card] = sum(param.numel() for param in params)
     assert {card: found[card] for card in WEIGHTS} == WEIGHTS
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "codes"),
-    [
-        ("nowhere", None, "no-such-source"),
-        ("nobody/nothing", None, "not-on-hub"),
-        ("empty/", "", "no-config-json"),
-        ("run.yaml", "a: [", "unreadable-yaml"),
-        ("run.yaml", "- a", "not-a-mapping"),
-        ("run.yaml", "optim: muon", "no-model"),
-        ("run.yaml", "model_name_or_path: MODEL\noptim_config: {name: muon}", "optim-config-in-v0"),
-        ("run.yaml", "model_name_or_path: ./lost", "no-such-source"),
-        ("run.yaml", "model_name_or_path: MODEL\noptim_args: ns_step=3", "unknown-option"),
-        ("run.yaml", "model_name_or_path: MODEL\noptim: muon\nuse_muon: true", "rival-optimizer"),
-        ("run.yaml", "model_name_or_path: MODEL\noptim: hf_muon\nuse_muon: true", "rival-optimizer"),
-        ("run.yaml", "model_name_or_path: MODEL\nlora_target: nothing_like_it", "finetuning-misfit"),
-        ("config.json", "{", "unbuildable-model"),
-        ("config.json", '{"model_type": "unheard"}', "unbuildable-model"),
-    ],
-)
-def test_refused(small, tmp_path, monkeypatch, name, content, codes):
-    monkeypatch.chdir(tmp_path)
-    if name.endswith("/"):
-        Path(name).mkdir()
-    elif content is not None:
-        Path(name).write_text(content.replace("MODEL", str(small[1])))
-    result = call("inspect", name)
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-    assert re.findall(r"\[([a-z0-9-]+)\]", result.stderr) == codes.split(), result.stderr
-    assert result.stdout == "" or codes == "rival-optimizer"

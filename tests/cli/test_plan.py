@@ -113,19 +113,3 @@ def test_numbers_that_are_not_above_zero_are_wrong_usage(words):
     result = call("plan", "qwen3-0.6b", *words)
     assert result.exit_code == 2
     assert words[0] in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["nowhere"], "no-such-source"),
-        (["qwen3-0.6b", "--layout", "fspd"], "invalid-value"),
-        (["qwen3-0.6b", "--ranks", "0"], "invalid-value"),
-        (["qwen3-0.6b", "--layout", "hsdp", "--replicas", "3"], "replicas-misfit"),
-        (["qwen3-0.6b", "--dtype", "fp8"], "invalid-value"),
-    ],
-)
-def test_refused(words, code):
-    result = call("plan", *words)
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-    assert f"[{code}]" in result.stderr, result.stderr

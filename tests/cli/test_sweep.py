@@ -211,25 +211,6 @@ def test_no_trial_finishes(folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"warmup_steps": 30}, "warmup-too-long"),
-        ({"optim_args": "muon_lr=0.02"}, "fixed-muon-rate"),
-        ({"optim_args": "momentun=0.02"}, "unknown-option"),
-        ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "fsdp1"),
-        ({"stage": "ppo"}, "loss-of-reward"),
-        ({"model_name_or_path": None}, "no-model"),
-    ],
-)
-def test_files_that_are_refused(folder, changes, code):
-    write(folder, **changes)
-    result = sweep(*RATES)
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-    assert f"[{code}]" in result.output
-    assert not (folder / "starts").exists()
-
-
-@pytest.mark.parametrize(
     ("words", "code", "text"),
     [
         (["run.json", "--rates", "1e-5,x", "--", "a", "{file}"], 2, "expected positive numbers"),

