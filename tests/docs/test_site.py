@@ -18,6 +18,7 @@ def test_every_page_is_built_and_a_link_that_leads_nowhere_is_the_only_warning(t
     """Build a copy of the pages with a wrong link on one of them: warnings are seen, and there is no other."""
     for folder in ("docs", "benchmarks", "evidence"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for path in ROOT.glob("*.md"):
         shutil.copy(path, tmp_path / path.name)
     with (tmp_path / "docs" / "index.md").open("a") as page:
