@@ -1,10 +1,13 @@
 # Each target makes what it needs and can be run first.
 #   make demo      a real training run with optim: muon, beside AdamW
-#   make quick     tests of what needs torch and transformers alone, on the newest stack
-#   make test      what tests/readme.py lists, on the newest stack, with DeepSpeed, and on the stack LLaMA-Factory allows
-#   make test-all  every test
-#   make test-cuda  what CUDA code becomes, compiled and interpreted without a GPU; `make test` runs it, too
-#   make on-newest, on-deepspeed, on-llamafactory   the first tier on one stack
+#   make quick     tests of what needs torch and transformers alone, in one process, on the newest stack
+#   make test      the first tier: what README promises, on the newest stack, with DeepSpeed, on the stack LLaMA-Factory allows, and
+#                  what CUDA code becomes, without a GPU
+#   make test-all  every test; `make rest` is what `make test` leaves out of it
+#   make test-studies  tests of the benchmarks and of the harness of evidence/
+#   make nightly   every test, with fresh Hypothesis examples
+#   make mutants   which lines of a room no test would miss: ROOM=math, SAMPLE=12
+#   make on-newest, on-deepspeed, on-llamafactory, on-cuda   the first tier on one stack
 #   make test-versions  the first tier with other versions, in an environment that is deleted: TORCH=2.9.1, TRANSFORMERS=, DEEPSPEED=;
 #                  without these, the oldest and the newest of each
 #   make lint      ruff and mypy
@@ -33,18 +36,19 @@ JOBS ?= 1
 PIP := -m pip install --quiet --disable-pip-version-check
 # LLaMA-Factory pins versions that have moved on since; these are known to work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
-# A crash inside of torch or gloo (once in some ten thousand cases) is tried once more, and the summary counts it.
-PYTEST := -m pytest -n 2 --dist loadgroup --durations 20 --reruns 1 --only-rerun "ended with SIG(ABRT|SEGV)"
+# Whole files, because the tests of a file share ranks, or runs that others are compared with. A crash inside of torch or gloo (once in some
+# ten thousand cases) is tried once more, and the summary counts it. In CI, no test of the pinned versions may skip.
+PYTEST := -m pytest -n 2 --dist loadfile --durations 20 --reruns 1 --only-rerun "ended with SIG(ABRT|SEGV)" \
+	$(if $(CI),$(if $(OTHER),,--no-skips))
 
-# What must not be missing in CI; see tests/promises.py.
-COMMA := ,
-# TRL before 1.0, which goes with the oldest transformers, has no command line.
-NEWEST_HAS := HF_MUON_PROMISED=browser,playwright,sphinx$(if $(TRANSFORMERS),,$(COMMA)trl)
-DS_HAS := HF_MUON_PROMISED=deepspeed,nvme
-LF_HAS := HF_MUON_PROMISED=deepspeed,llamafactory
-CUDA_HAS := HF_MUON_PROMISED=cuda
+# A tier is chosen by marks; pyproject.toml describes them.
+TIER ?= first
+MARKS_first := not gpu and not extended
+MARKS_rest := not gpu and extended
+MARKS_all := not gpu
+MARKS = $(MARKS_$(TIER))
 
-.PHONY: install async_io chromium demo quick test rest test-all test-cuda on-newest on-deepspeed on-llamafactory
+.PHONY: install async_io chromium demo quick test rest test-all test-studies nightly mutants on-newest on-deepspeed on-llamafactory on-cuda
 .PHONY: test-versions wheel lint docs golden bench gpu evidence clean
 
 # The longest first: compiling takes the time in which others wait for downloads.
@@ -101,6 +105,15 @@ $(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
 	$(BENCHMARKS)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
 	@touch $@
 
+test-studies: $(VENV)/.made
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/studies
+
+nightly: export HYPOTHESIS_PROFILE := nightly
+nightly: test-all test-studies
+
+mutants: $(VENV)/.made
+	$(VENV)/bin/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
+
 bench: $(BENCHMARKS)/.made
 	$(BENCHMARKS)/bin/python benchmarks/bench.py --device $(DEVICE) $(BENCH)
 
@@ -114,36 +127,35 @@ demo: $(LF)/.made
 evidence: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python -W ignore -m evidence $(if $(STUDY),run $(STUDY) --jobs $(JOBS),draw) $(EVIDENCE)
 
-# tests/tiers.py says which tests a tier has on each stack; `rest` is what `test` leaves out of `test-all`.
 quick: $(VENV)/.made
-	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) --tier quick
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS_first) and not slow"
 
 test: TIER := first
 rest: TIER := rest
 test-all: TIER := all
 test rest test-all:
 	@$(MAKE) --no-print-directory -j3 install
-	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium on-newest on-deepspeed on-llamafactory TIER=$(TIER)
-	@[ $@ = rest ] || $(MAKE) --no-print-directory test-cuda
+	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium on-newest on-deepspeed on-llamafactory on-cuda TIER=$(TIER)
 
 # One stack alone, for a CI that runs them beside each other.
-TIER ?= first
 on-newest: $(VENV)/.made chromium
 	@echo "== the newest stack"
-	OMP_NUM_THREADS=1 $(NEWEST_HAS) $(VENV)/bin/python $(PYTEST) --tier $(TIER)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS)"
 
 on-deepspeed: $(DS)/.made async_io
 	@echo "== DeepSpeed"
 	DS=$(abspath $(DS)) && . tests/deepspeed/async_io_env && \
-		OMP_NUM_THREADS=1 $(DS_HAS) $(DS)/bin/python $(PYTEST) --tier $(TIER) tests/deepspeed tests/e2e/test_deepspeed.py
+		OMP_NUM_THREADS=1 $(DS)/bin/python $(PYTEST) -m "$(MARKS)" tests/deepspeed tests/e2e/test_deepspeed.py
 
+# What depends on the versions that LLaMA-Factory allows; all stacks have the same torch.
 on-llamafactory: $(LF)/.made
 	@echo "== the stack of LLaMA-Factory 0.9.5"
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF_HAS) $(LF)/bin/python $(PYTEST) --tier $(TIER)
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and not newest" \
+		tests/integrations tests/routing tests/e2e tests/test_autoload.py
 
-test-cuda: $(CUDA)/.made
+on-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
-	OMP_NUM_THREADS=1 $(CUDA_HAS) $(CUDA)/bin/python $(PYTEST) tests/cuda
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python $(PYTEST) -m "$(MARKS)" tests/cuda
 
 # With another DeepSpeed the stack that has DeepSpeed, else the newest. An interrupted run deletes its environment, too.
 VERSIONS := TORCH=oldest TORCH=newest TRANSFORMERS=oldest TRANSFORMERS=newest DEEPSPEED=oldest DEEPSPEED=newest
@@ -183,6 +195,8 @@ docs: $(VENV)/.made
 	@echo "== build/docs/index.html"
 
 golden: $(VENV)/.made $(LF)/.made
+	$(VENV)/bin/python -m tests.messages
+	$(VENV)/bin/python -m pytest -q -m "not gpu" --golden tests/cli tests/diagnostics tests/docs tests/optimizer
 	$(VENV)/bin/python -m tests.zoo
 	$(VENV)/bin/python -m tests.option_table
 	$(LF_ENV) $(LF)/bin/python -m tests.zoo

@@ -6,13 +6,14 @@ import contextlib
 import gc
 import logging
 import os
+import re
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -20,15 +21,13 @@ from hypothesis import settings
 
 from tests.distributed.pool import Pool
 from tests.known_failures import skip_known_failures
-from tests.promises import pytest_configure, pytest_runtest_makereport  # noqa: F401  hooks
 from tests.temporary import use_own_folder
-from tests.tiers import keep_tier, pytest_addoption  # noqa: F401  hook
-from tests.workers import long_files_first, pytest_xdist_make_scheduler  # noqa: F401  hook
 
 pytest_plugins = ["tests.snapshots"]
 use_own_folder()
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
-settings.load_profile("ci")
+settings.register_profile("nightly", deadline=None, max_examples=400, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 STARTUP = str(Path(__file__).parent / "startup")
 if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # workers of pytest-xdist have it already
@@ -54,10 +53,29 @@ def _skip_gpu(request: pytest.FixtureRequest) -> None:
         pytest.skip("no CUDA device")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    keep_tier(config, items)
-    long_files_first(items)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each case the marks by which a tier is chosen."""
     skip_known_failures(items)
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+        case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+        if not all(re.search(mark.args[0], case) for mark in item.iter_markers("first_tier")):
+            item.add_marker("extended")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"with --no-skips, no test may skip: {report.longrepr}"
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -44,7 +44,7 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # the folder that all workers share
-    return Stages(base / "layouts", first=request.config.getoption("--tier") == "first")
+    return Stages(base / "layouts", first="not extended" in request.config.option.markexpr)
 
 
 @pytest.fixture
