@@ -116,7 +116,7 @@ class Server:
         **variables: str,
     ) -> str:
         """Run a script with arguments in forked processes, as torchrun would start its ranks; else as `run` does."""
-        if self.process is None:
+        if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 [sys.executable, str(SERVER), *self.modules],
                 env=environment_of(**self.variables),
@@ -143,7 +143,7 @@ class Server:
                 self.close()
             answer = self.process.stdout.readline()
             printed = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
-        assert answer, _shown(words, -1, printed)
+        assert answer, f"the server died: {_shown(words, -signal.SIGKILL, printed)}"
         assert (int(answer) != 0) is fails, _shown(words, int(answer), printed)
         return printed
 
@@ -178,11 +178,12 @@ _SYMPTOMS = re.compile(r"error|exception|terminate|signal|exitcode|abort|refuse|
 
 def _shown(command: Sequence[object], code: int, output: str) -> str:
     """Return a report of a process with the wrong exit code. Causes come first: pytest cuts the end of a report."""
+    ending = f"ended with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = output.splitlines()
     symptoms = [line[:300] for line in lines if _SYMPTOMS.search(line)]
     return "\n".join(
         [
-            f"{' '.join(map(str, command))}\nexit code {code}",
+            f"{' '.join(map(str, command))}\n{ending}",
             *symptoms[:30],
             "--- the end of what it printed",
             output[-6000:],
