@@ -35,7 +35,7 @@ TRAINS = """
 import json, os, pathlib, signal, sys
 folder = pathlib.Path(sys.argv[1])
 first = max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
-print("began after", first)
+print("began after", first, flush=True)
 for step in range(first + 1, {steps} + 1):
     print("many messages" * 9)
     line = {{"current_steps": step, "loss": 5 - step, "remaining_time": "0:00:09", "elapsed_time": "0:00:01"}}
@@ -86,7 +86,7 @@ def test_an_interrupted_run_resumes_from_its_last_whole_checkpoint(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "4/4 loss 1.000  done" in result.stdout
     began = [line for line in (tmp_path / "runs/muon/output.log").read_text().splitlines() if "began" in line]
-    assert began == ["began after 0", "began after 2"] or began == ["began after 2"]
+    assert began == ["began after 0", "began after 2"]
     assert [path.name for path in (tmp_path / "runs/muon").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
