@@ -32,6 +32,7 @@ def test_resumed_run_is_the_uninterrupted_one(name: str, get: Get) -> None:
     assert_identical(get(f"{name}_resumed"), get(name))
 
 
+@pytest.mark.newest
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
 def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
