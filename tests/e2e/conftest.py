@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.e2e.harness import rounding_of_runs
 if TYPE_CHECKING:
     from tests.e2e.layout_stages import Stages
 
+PROGRAMS = ("timm", "sentence_transformers", "lightning", "ray")
+collect_ignore = [] if any(map(importlib.util.find_spec, PROGRAMS)) else ["test_installed_programs.py"]
 pytest.register_assert_rewrite("tests.e2e.layout_stages")
 
 
@@ -44,7 +47,9 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # the folder that all workers share
-    return Stages(base / "layouts", first="not extended" in request.config.option.markexpr)
+    # LLaMA-Factory's stack runs no further case, either.
+    first = "not extended" in request.config.option.markexpr or importlib.util.find_spec("llamafactory") is not None
+    return Stages(base / "layouts", first=first)
 
 
 @pytest.fixture

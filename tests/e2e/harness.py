@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,28 +32,25 @@ ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 BIN = Path(sys.executable).parent
-CPU_RANKS = ROOT / "tests" / "e2e" / "cpu_ranks"  # lets ranks on gloo end without aborting
+SERVER = Path(__file__).with_name("server.py")
+STARTUP = ROOT / "tests" / "startup"  # what processes of tests do first
+CPU_RANKS = ROOT / "tests" / "e2e" / "cpu_ranks"  # lets ranks on gloo end without aborting, which torchrun starts
 CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # lets LLaMA-Factory v1 run in several processes on a CPU
 TIMEOUT = 600.0  # a process takes seconds, but the machine may be busy
 MARK = "e2e_mark"
 
 
-def run(
-    command: Sequence[object], *, cwd: Path, fails: bool = False, path: Path | None = None, **variables: str
-) -> str:
-    """Run a process as a user would, outside the checkout and with `optim: muon` autoloaded; return what it prints.
+def environment_of(path: Path | None = None, **variables: str) -> dict[str, str]:
+    """Return the environment of a user's process: `optim: muon` is autoloaded, and nothing is downloaded.
 
     Args:
-        command: the words of the command.
-        cwd: the working directory.
-        fails: whether the process must fail; otherwise it must succeed.
-        path: a folder to put in front of PYTHONPATH, in place of `CPU_RANKS`.
-        variables: environment variables.
+        path: a folder to put in front of PYTHONPATH, in place of `STARTUP`.
+        variables: further variables.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_MUON", "PYTEST"))}
-    folders = [str(path or CPU_RANKS), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(folders)
-    environment |= {
+    folders = [str(path or STARTUP), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(folders),
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # LLaMA-Factory looks torchrun up on the PATH
         "CUDA_VISIBLE_DEVICES": "",
         "DISABLE_VERSION_CHECK": "1",
@@ -60,10 +60,24 @@ def run(
         "TOKENIZERS_PARALLELISM": "false",
         **variables,
     }
+
+
+def run(
+    command: Sequence[object], *, cwd: Path, fails: bool = False, path: Path | None = None, **variables: str
+) -> str:
+    """Run a process as a user would, outside the checkout; return what it prints.
+
+    Args:
+        command: the words of the command.
+        cwd: the working directory.
+        fails: whether the process must fail; otherwise it must succeed.
+        path: a folder to put in front of PYTHONPATH, in place of `CPU_RANKS`.
+        variables: environment variables.
+    """
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment,
+        env=environment_of(path or CPU_RANKS, **variables),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -78,16 +92,98 @@ def run(
     return output
 
 
+class Server:
+    """A process of `server.py`, which starts with the first run and ends with this process.
+
+    Args:
+        modules: what it imports for all runs.
+        variables: its environment variables while it imports.
+    """
+
+    def __init__(self, *modules: str, **variables: str) -> None:
+        self.modules = modules
+        self.variables = variables
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(
+        self,
+        words: Sequence[object],
+        *,
+        cwd: Path,
+        ranks: int = 1,
+        fails: bool = False,
+        path: Path | None = None,
+        **variables: str,
+    ) -> str:
+        """Run a script with arguments in forked processes, as torchrun would start its ranks; else as `run` does."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SERVER), *self.modules],
+                env=environment_of(**self.variables),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            atexit.register(self.close)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "output"
+            order = {
+                "words": [str(word) for word in words],
+                "ranks": ranks,
+                "cwd": str(cwd),
+                "environment": environment_of(path, **variables),
+                "output": str(output),
+            }
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
+                self.close()
+            answer = self.process.stdout.readline()
+            printed = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+        assert answer, f"the server died: {_shown(words, -signal.SIGKILL, printed)}"
+        assert (int(answer) != 0) is fails, _shown(words, int(answer), printed)
+        return printed
+
+    def run_code(self, code: str, *words: object, cwd: Path, fails: bool = False, **variables: str) -> str:
+        """Run code as a script."""
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "code.py"
+            script.write_text(code, encoding="utf-8")
+            return self.run([script, *words], cwd=cwd, fails=fails, **variables)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+TRAINING = (
+    *("datasets", "peft", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3"),
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate.utils.fsdp_utils"),
+    *("hf_muon.optimizer.muon", "hf_muon.integrations.transformers.handler", "hf_muon.distributed.exchange"),
+)
+after_torch = Server("torch")
+"""Runs code after `import torch`, which has placed the hooks, and before anything of transformers is imported."""
+server = Server(*TRAINING)
+"""Runs scripts of Trainer."""
+llamafactory_server = Server(*TRAINING, "llamafactory.train.tuner", "llamafactory.v1.trainers.sft_trainer")
+"""Runs LLaMA-Factory."""
+
+
 _SYMPTOMS = re.compile(r"error|exception|terminate|signal|exitcode|abort|refuse|killed", re.IGNORECASE)
 
 
 def _shown(command: Sequence[object], code: int, output: str) -> str:
     """Return a report of a process with the wrong exit code. Causes come first: pytest cuts the end of a report."""
+    ending = f"ended with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = output.splitlines()
     symptoms = [line[:300] for line in lines if _SYMPTOMS.search(line)]
     return "\n".join(
         [
-            f"{' '.join(map(str, command))}\nexit code {code}",
+            f"{' '.join(map(str, command))}\n{ending}",
             *symptoms[:30],
             "--- the end of what it printed",
             output[-6000:],
@@ -117,18 +213,21 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def v1_has_top_level_keys() -> bool:
     """Return whether LLaMA-Factory is newer than 0.9.5, with cp_size at the top level and its own muon."""
+    return (llamafactory_launcher().parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
+
+
+def llamafactory_launcher() -> Path:
+    """Return the script that `llamafactory-cli train` gives to torchrun."""
     spec = importlib.util.find_spec("llamafactory")
     assert spec is not None
     assert spec.origin is not None
-    return (Path(spec.origin).parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
+    return Path(spec.origin).with_name("launcher.py")
 
 
-def llamafactory_v1(
-    path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False, **variables: str
-) -> str:
-    """Run ``USE_V1=1 llamafactory-cli sft x.yaml key=value ...``."""
-    command = [BIN / "llamafactory-cli", "sft", path, *overrides(settings)]
-    return run(command, cwd=cwd, fails=fails, path=CPU_V1, USE_V1="1", **variables)
+def llamafactory_v1(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False) -> str:
+    """Run ``USE_V1=1 llamafactory-cli sft x.yaml key=value ...`` in a forked process."""
+    words = [BIN / "llamafactory-cli", "sft", path, *overrides(settings)]
+    return llamafactory_server.run(words, cwd=cwd, fails=fails, path=CPU_V1, USE_V1="1")
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:
@@ -151,6 +250,20 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+def accelerate_variables(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return the environment variables that `accelerate launch` sets for a config file, by its own functions."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    path = folder / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+    words = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    variables = {k: v for k, v in prepare_multi_gpu_env(arguments).items() if os.environ.get(k) != v}
+    assert variables["ACCELERATE_USE_FSDP"] == "true"
+    return variables
 
 
 # --- settings that make an example small

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from tests.bounds import beyond_rounding
 from tests.e2e import layout_cases
 from tests.e2e import layouts_worker as worker
-from tests.e2e.harness import BIN, ROOT, run
+from tests.e2e.harness import ROOT, accelerate_variables, server
 from tests.e2e.layout_cases import Case
 
 Result = dict[str, Any]
 Get = Callable[[str], Result]
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 ACCELERATE_CONFIG = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "FSDP",
@@ -80,19 +78,16 @@ class Stages:
         return self.start(layout_cases.one())
 
     def _two(self) -> str:
-        return self.start(layout_cases.two(), *TORCHRUN, "--nproc-per-node", "2")
+        return self.start(layout_cases.two(), ranks=2)
 
     def _four(self) -> str:
         self.run("two")
-        return self.start(layout_cases.four(), *TORCHRUN, "--nproc-per-node", "4")
+        return self.start(layout_cases.four(), ranks=4)
 
     def _launched(self) -> str:
         if not self.first:
             self.run("four")
-        config = self.folder / "accelerate.yaml"
-        config.write_text(yaml.safe_dump(ACCELERATE_CONFIG), encoding="utf-8")
-        command = [BIN / "accelerate", "launch", "--config_file", config, "--main_process_port", "0", worker.__file__]
-        return self.launch([*command, self.folder, self.write(layout_cases.launched())])
+        return self.start(layout_cases.launched(), ranks=2, **accelerate_variables(ACCELERATE_CONFIG, self.folder))
 
     def _alone(self) -> str:
         self.run("two")
@@ -104,31 +99,19 @@ class Stages:
         (copy / "optimizer.bin").rename(copy / "optimizer.pt")
         return self.start(layout_cases.alone())
 
-    def _lacking(self) -> str:
-        self.run("two")
-        lacking = self.folder / "lacking_fsdp" / f"checkpoint-{worker.SAVE_STEP}"
-        shutil.copytree(self.folder / "fsdp" / lacking.name, lacking)
-        state = torch.load(lacking / "optimizer.bin", weights_only=True)
-        del state["state"][layout_cases.LACKING]["momentum_buffer"]
-        torch.save(state, lacking / "optimizer.bin")
-        return self.start(layout_cases.lacking(), *TORCHRUN, "--nproc-per-node", "2")
-
-    def start(self, cases: list[Case], *launcher: str, fails: bool = False) -> str:
-        return self.launch([sys.executable, *launcher, worker.__file__, self.folder, self.write(cases)], fails=fails)
-
-    def launch(self, command: list[object], *, fails: bool = False) -> str:
-        """Start processes and return what they print; start them again, with a warning, if they end abnormally.
+    def start(self, cases: list[Case], *, ranks: int = 1, **variables: str) -> str:
+        """Run cases in processes and return what they print; start them again, with a warning, if one is lost.
 
         An error of a case is its result and ends no process. Only a signal ends one, or a connection that broke on a
         busy machine.
         """
+        words = [worker.__file__, self.folder, self.write(cases)]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
-            return run(command, cwd=self.folder, fails=fails, PYTHONPATH=str(ROOT))
+            return server.run(words, cwd=self.folder, ranks=ranks, PYTHONPATH=path, **variables)
         except AssertionError as error:
-            if fails:
-                raise
             warnings.warn(f"these processes were lost, and are started again:\n{error}", stacklevel=1)
-            return run(command, cwd=self.folder, PYTHONPATH=str(ROOT))
+            return server.run(words, cwd=self.folder, ranks=ranks, PYTHONPATH=path, **variables)
 
     def write(self, cases: list[Case]) -> Path:
         if self.first:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -23,22 +22,26 @@ from tests.e2e.example_files import (
 )
 from tests.e2e.harness import (
     BIN,
+    CPU_V1,
     YAML,
     assert_close,
     assert_routed,
     blocks_of,
     free_port,
     llamafactory,
+    llamafactory_launcher,
+    llamafactory_server,
     llamafactory_settings,
     llamafactory_v1,
-    needs,
+    overrides,
     plain_loop,
-    python,
     read_yaml,
     run,
     v1_has_top_level_keys,
     weights,
 )
+
+pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 
 EXPECTED = {
     "llamafactory_qwen3_full_sft.yaml": (ALL_MATRICES, ALL_OTHERS),
@@ -57,21 +60,27 @@ EXPECTED = {
 }
 
 
+def train(path: Path, settings: dict[str, object], folder: Path) -> None:
+    """Run what `llamafactory-cli train` runs in one process."""
+    words = [BIN / "llamafactory-cli", "train", path, *overrides(settings)]
+    llamafactory_server.run(words, cwd=folder)
+
+
 @pytest.mark.extended(but="full")
-@pytest.mark.slow
-@needs("llamafactory")
 @pytest.mark.parametrize("name", LLAMAFACTORY_SFT)
 def test_llamafactory_sft(name: str, tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
     settings = llamafactory_settings(tiny_model, llamafactory_data, tmp_path / "out", "tiny_sft")
-    llamafactory(YAML / name, settings | LLAMAFACTORY_SFT[name], cwd=tmp_path)
+    settings |= LLAMAFACTORY_SFT[name]
+    if "full" in name:
+        llamafactory(YAML / name, settings, cwd=tmp_path)  # the command itself
+    else:
+        train(YAML / name, settings, tmp_path)
     muon, adamw = EXPECTED[name]
     saved = assert_routed(tmp_path / "out" / "checkpoint-3", muon=muon, adamw=adamw, steps=3)
     assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / name)["learning_rate"]}
 
 
 @pytest.mark.extended
-@pytest.mark.slow
-@needs("llamafactory")
 def test_llamafactory_pretrain_equals_a_plain_loop(
     tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
 ) -> None:
@@ -84,7 +93,7 @@ def test_llamafactory_pretrain_equals_a_plain_loop(
         "warmup_steps": 1,
         "learning_rate": 0.001,
     }
-    llamafactory(YAML / LLAMAFACTORY_PRETRAIN, changes, cwd=tmp_path)
+    train(YAML / LLAMAFACTORY_PRETRAIN, changes, tmp_path)
     assert_routed(tmp_path / "out" / "checkpoint-3", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=3)
 
     settings = read_yaml(YAML / LLAMAFACTORY_PRETRAIN) | changes
@@ -94,21 +103,15 @@ def test_llamafactory_pretrain_equals_a_plain_loop(
     assert_close(weights(tmp_path / "out"), model.state_dict(), weights(tiny_model), rounding)
 
 
-@pytest.mark.slow
-@needs("llamafactory")
 def test_llamafactory_fsdp2(
     tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
 ) -> None:
-    """Run LLaMA-Factory's own launcher in two processes with FSDP2, and in one without."""
-    launcher = importlib.util.find_spec("llamafactory")
-    assert launcher is not None
-    assert launcher.origin is not None
-    script = Path(launcher.origin).with_name("launcher.py")
+    """Run the script of LLaMA-Factory's launcher in two processes with FSDP2, and in one without."""
     full = {"optim_args": "ns_dtype=fp32", "learning_rate": 0.001, "warmup_steps": 1, "disable_shuffling": True}
     results = {}
-    for name, processes, command in (
-        ("one", 1, (BIN / "python", script)),
-        ("two", 2, (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, CPU_FSDP, script)),
+    for name, processes, words in (
+        ("one", 1, [llamafactory_launcher()]),
+        ("two", 2, [CPU_FSDP, llamafactory_launcher()]),
     ):
         settings = llamafactory_settings(tiny_model, llamafactory_data, tmp_path / name, "tiny_sft") | full
         settings["per_device_train_batch_size"] = 2 // processes
@@ -119,7 +122,8 @@ def test_llamafactory_fsdp2(
         if processes == 1:
             del everything["fsdp"], everything["fsdp_config"]
         path.write_text(json.dumps(everything), encoding="utf-8")
-        run([*command, path], cwd=tmp_path, FSDP_STATE_DICT_TYPE="FULL_STATE_DICT")
+        variables = {"cwd": tmp_path, "ranks": processes, "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+        llamafactory_server.run([*words, path], **variables)
         assert (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists() is (processes == 2)
         results[name] = weights(tmp_path / name)
     assert_close(results["two"], results["one"], weights(tiny_model), rounding)
@@ -129,8 +133,6 @@ def test_llamafactory_fsdp2(
 
 
 @pytest.mark.extended
-@pytest.mark.slow
-@needs("llamafactory")
 def test_llamafactory_v1_in_one_process_and_with_fsdp2(
     tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
 ) -> None:
@@ -149,8 +151,12 @@ def test_llamafactory_v1_in_one_process_and_with_fsdp2(
             "batching_workers": 0,
             "optim_config.ns_dtype": "fp32",
         }
-        launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()} if processes == 2 else {}
-        printed = llamafactory_v1(YAML / path, settings, cwd=tmp_path, **launch)
+        if processes == 1:
+            printed = llamafactory_v1(YAML / path, settings, cwd=tmp_path)
+        else:  # the command itself, which starts torchrun
+            launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port(), "USE_V1": "1"}
+            command = [BIN / "llamafactory-cli", "sft", YAML / path, *overrides(settings)]
+            printed = run(command, cwd=tmp_path, path=CPU_V1, **launch)
         assert printed.count("which parameter goes where") == 1
         assert ("2 distributed tasks" in printed) is (processes == 2)
         results[name] = weights(tmp_path / name)
@@ -158,21 +164,17 @@ def test_llamafactory_v1_in_one_process_and_with_fsdp2(
     assert_close(results["fsdp2"], results["one"], weights(tiny_model), rounding)
 
 
-def test_llamafactory_v1_ulysses_files_differ_in_the_place_of_their_keys_alone() -> None:
+@pytest.mark.extended
+def test_llamafactory_v1_ulysses_files_differ_in_the_place_of_their_keys_alone(tmp_path: Path) -> None:
     inside, top_level = (read_yaml(YAML / name) for name in LLAMAFACTORY_V1_ULYSSES)
     moved = {key: inside["dist_config"].pop(key) for key in ("cp_mode", "cp_size")}
     assert inside | moved == top_level
     assert moved == {"cp_mode": "ulysses", "cp_size": 2}
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@needs("llamafactory")
-def test_llamafactory_v1_reads_the_ulysses_file_of_its_layout(tmp_path: Path) -> None:
     code = "from llamafactory.v1.config import get_args; print('read', get_args()[2].dist_config)"
     inside, top_level = (YAML / name for name in LLAMAFACTORY_V1_ULYSSES)
+    read = llamafactory_server.run_code
     if v1_has_top_level_keys():
-        assert "read {'name': 'fsdp2'}" in python("-c", code, top_level, cwd=tmp_path)
+        assert "read {'name': 'fsdp2'}" in read(code, top_level, cwd=tmp_path)
         return
-    assert "read {'name': 'fsdp2', 'cp_mode': 'ulysses', 'cp_size': 2}" in python("-c", code, inside, cwd=tmp_path)
-    assert "cp_mode" in python("-c", code, top_level, cwd=tmp_path, fails=True)
+    assert "read {'name': 'fsdp2', 'cp_mode': 'ulysses', 'cp_size': 2}" in read(code, inside, cwd=tmp_path)
+    assert "cp_mode" in read(code, top_level, cwd=tmp_path, fails=True)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import fixtures_text
+from tests.e2e.example_files import ALL_MATRICES, ALL_OTHERS
 from tests.e2e.harness import (
+    BIN,
     assert_close,
     assert_resumed,
     assert_routed,
-    free_port,
     interrupt,
-    llamafactory,
-    python,
+    llamafactory_launcher,
+    llamafactory_server,
     weights,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 
 BASE = {
     "do_train": True,
@@ -57,12 +54,6 @@ LORA = {
     "dataset": "tiny_sft",
 }
 
-MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
-OTHERS = {
-    *(f"{name}.weight" for name in fixtures_text.qwen3_norms()),
-    *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-}
-
 
 class Factory:
     """Runs LLaMA-Factory on the tiny model, with a YAML file written from settings."""
@@ -71,13 +62,14 @@ class Factory:
         self.folder = folder
         self.inputs = {"model_name_or_path": model, "dataset_dir": data}
 
-    def train(self, name: str, settings: dict[str, Any], *, fails: bool = False, **variables: str) -> tuple[Path, str]:
-        """Train and return the output folder and what the process printed."""
+    def train(self, name: str, settings: dict[str, Any], *, fails: bool = False, ranks: int = 1) -> tuple[Path, str]:
+        """Train and return the output folder and what the processes printed; `test_examples_llamafactory` launches."""
         output = self.folder / name
         everything = self.inputs | BASE | settings | {"output_dir": output}
-        path = self.folder / f"{name}.yaml"
-        path.write_text("".join(f"{key}: {value}\n" for key, value in everything.items()), encoding="utf-8")
-        return output, llamafactory(path, {}, cwd=self.folder, fails=fails, **variables)
+        file = self.folder / f"{name}.yaml"
+        file.write_text("".join(f"{key}: {value}\n" for key, value in everything.items()), encoding="utf-8")
+        words = [BIN / "llamafactory-cli", "train", file] if ranks == 1 else [llamafactory_launcher(), file]
+        return output, llamafactory_server.run(words, cwd=self.folder, fails=fails, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +84,7 @@ def straight(factory: Factory) -> Path:
 
 
 def test_full_pretraining_is_routed(straight: Path) -> None:
-    saved = assert_routed(straight / "checkpoint-4", muon=MATRICES, adamw=OTHERS, steps=4)
+    saved = assert_routed(straight / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
     decay = {(group["use_muon"], group["weight_decay"]): group["param_names"] for group in saved.groups}
     assert set(decay) == {(True, 0.1), (False, 0.1), (False, 0.0)}
     assert set(decay[False, 0.1]) == {"model.embed_tokens.weight", "lm_head.weight"}
@@ -104,28 +96,13 @@ def test_resumed_run_equals_the_uninterrupted_one(factory: Factory, straight: Pa
     assert_resumed(output / "checkpoint-4", straight / "checkpoint-4")
 
 
-@pytest.mark.extended
-def test_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(factory: Factory) -> None:
-    options = PRETRAIN | {"optim_args": "ns_dtype=fp32,momentum_dtype=int8,adamw_state_dtype=int8"}
-    straight, _ = factory.train("straight_8", options)
-    checkpoint = interrupt(straight, after=2, destination=factory.folder / "resumed_8")
-    output, _ = factory.train("resumed_8", options | {"resume_from_checkpoint": checkpoint})
-    assert_resumed(output / "checkpoint-4", straight / "checkpoint-4")
-
-
 def test_two_processes_agree_with_one(
     factory: Factory, straight: Path, tiny_model: Path, rounding: dict[str, float]
 ) -> None:
-    output, printed = factory.train(
-        "two",
-        PRETRAIN | {"per_device_train_batch_size": 1},
-        FORCE_TORCHRUN="1",
-        NPROC_PER_NODE="2",
-        MASTER_PORT=free_port(),
-    )
+    output, printed = factory.train("two", PRETRAIN | {"per_device_train_batch_size": 1}, ranks=2)
     assert "world size: 2" in printed
     assert printed.count("which parameter goes where") == 1
-    assert_routed(output / "checkpoint-4", muon=MATRICES, adamw=OTHERS, steps=4)
+    assert_routed(output / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
     assert_close(weights(output), weights(straight), weights(tiny_model), rounding)
 
 
@@ -153,36 +130,15 @@ def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
 # --- refusals
 
 
-@pytest.mark.extended(but="use_muon")
-@pytest.mark.parametrize(
-    ("name", "settings", "sentences"),
-    [
-        (
-            "use_muon",
-            {"use_muon": True},
-            ["ValueError: use_muon: true would replace the optimizer that optim: muon asks for", "remove use_muon"],
-        ),
-        (
-            "unknown_option",
-            {"optim_args": "momentun=0.9"},
-            ["ValueError: 'momentun' is not an option of muon. Did you mean 'momentum'? Valid: lr, weight_decay,"],
-        ),
-    ],
-)
-def test_refused_before_the_model_is_loaded(
-    name: str, settings: dict[str, Any], sentences: list[str], factory: Factory
-) -> None:
-    nowhere = factory.folder / "no_model_is_here"
-    _, printed = factory.train(name, PRETRAIN | settings | {"model_name_or_path": nowhere}, fails=True)
-    for sentence in sentences:
-        assert sentence in printed
+def test_a_rival_is_refused_before_the_model_is_loaded(factory: Factory) -> None:
+    settings = PRETRAIN | {"use_muon": True, "model_name_or_path": factory.folder / "no_model_is_here"}
+    _, printed = factory.train("rival", settings, fails=True)
+    assert "[rival-optimizer]" in printed
 
 
 def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
     output, printed = factory.train("lora_adamw", LORA, fails=True)
-    assert "trains LoRA factors alone (finetuning_type: lora, LLaMA-Factory's default)" in printed
-    assert "Write finetuning_type: full" in printed
-    assert 'optim_args: "lora=muon"' in printed
+    assert "[lora-without-muon]" in printed
     assert "Loading weights" not in printed  # the arguments suffice
     assert not list(output.glob("checkpoint-*"))
 
@@ -191,6 +147,8 @@ def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
 MEGATRON = """
 import importlib.machinery, sys, types
 import transformers
+for name in [name for name in sys.modules if name.partition(".")[0] == "llamafactory"]:
+    del sys.modules[name]  # it asks for Megatron when it is imported
 stub = types.ModuleType("mcore_adapter")
 stub.__spec__ = importlib.machinery.ModuleSpec("mcore_adapter", None)
 stub.TrainingArguments = stub.Seq2SeqTrainingArguments = transformers.Seq2SeqTrainingArguments
@@ -208,8 +166,8 @@ except RuntimeError as error:
 
 
 def test_megatron_is_refused(tmp_path: Path) -> None:
-    printed = python("-c", MEGATRON, tmp_path, cwd=tmp_path, USE_MCA="1")
-    assert "optim: muon does not run with USE_MCA=1: LLaMA-Factory then trains with Megatron (mcore_adapter)" in printed
+    printed = llamafactory_server.run_code(MEGATRON, tmp_path, cwd=tmp_path, USE_MCA="1")
+    assert "[rival-trainer]" in printed
 
 
 # --- PPO, which builds its optimizer from param groups
@@ -245,14 +203,14 @@ torch.save(optimizer.state_dict(), sys.argv[2] + "/optimizer.pt")
 
 @pytest.mark.extended
 def test_ppo_gets_our_optimizer(tiny_model: Path, tmp_path: Path) -> None:
-    python("-c", PPO, tiny_model, tmp_path, cwd=tmp_path)
+    llamafactory_server.run_code(PPO, tiny_model, tmp_path, cwd=tmp_path)
     inner = "pretrained_model."
     saved = assert_routed(
         tmp_path,
-        muon={inner + name for name in MATRICES},
-        adamw={inner + name for name in OTHERS} | {"v_head.summary.weight", "v_head.summary.bias"},
+        muon={inner + name for name in ALL_MATRICES},
+        adamw={inner + name for name in ALL_OTHERS} | {"v_head.summary.weight", "v_head.summary.bias"},
         steps=1,
     )
     decay = {name: group["weight_decay"] for group in saved.groups for name in group["param_names"]}
-    assert all(decay[inner + name] == 0.1 for name in MATRICES | {"model.embed_tokens.weight", "lm_head.weight"})
+    assert all(decay[inner + name] == 0.1 for name in ALL_MATRICES | {"model.embed_tokens.weight", "lm_head.weight"})
     assert all(decay[f"{inner}{name}.weight"] == 0.0 for name in fixtures_text.qwen3_norms() | {"model.norm"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_muon import build_optimizer
+from hf_muon.rules.normalize import SECOND_MOMENT
 from tests import fixtures_text
+from tests.e2e.example_files import ALL_MATRICES
 from tests.e2e.harness import (
-    BIN,
     CPU_V1,
     ROOT,
     assert_close,
     distance,
+    llamafactory_server,
     llamafactory_v1,
-    run,
     v1_has_top_level_keys,
     weights,
 )
+from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, NEW, OLD, Net
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 
-MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
 WORKER = ROOT / "tests" / "e2e" / "v1_worker.py"
 DDP, FSDP2 = "ddp", "fsdp2"
 
@@ -92,8 +91,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactor
     offload = {"name": "fsdp2", "offload_params": True, "pin_memory": False}
     cases["offload"] = cases[FSDP2] | {"dist_config": offload, "output_dir": str(runs.folder / "offload")}
     (runs.folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, WORKER, runs.folder / "cases.json"]
-    runs.printed = run(command, cwd=runs.folder, path=CPU_V1, LLAMAFACTORY_MUON_DIAG="1")
+    words = [WORKER, runs.folder / "cases.json"]
+    runs.printed = llamafactory_server.run(words, cwd=runs.folder, ranks=2, path=CPU_V1, LLAMAFACTORY_MUON_DIAG="1")
     return runs
 
 
@@ -113,10 +112,10 @@ def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
     saved = runs.optimizer(name)
     groups = {(group["use_muon"], group["weight_decay"]): group for group in saved["param_groups"]}
     assert set(groups) == {(True, 0.1), (False, 0.1), (False, 0.0)}
-    assert set(groups[True, 0.1]["param_names"]) == MATRICES
+    assert set(groups[True, 0.1]["param_names"]) == ALL_MATRICES
     assert {group["lr"] for group in groups.values()} == {1e-3}
     momenta = [state["momentum_buffer"] for state in saved["state"].values() if "momentum_buffer" in state]
-    assert len(momenta) == len(MATRICES)
+    assert len(momenta) == len(ALL_MATRICES)
     assert all(momentum.dtype == torch.float32 and momentum.any() for momentum in momenta)
 
 
@@ -179,18 +178,55 @@ def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> No
     assert "already registered" not in runs.printed
 
 
-@pytest.mark.extended(but="bad_dist")
-@pytest.mark.parametrize(
-    ("name", "changes", "sentence"),
-    [
-        (
-            "bad_key",
-            {"optim_config": {"name": "muon", "momentun": 0.9}},
-            "'momentun' is not an option of muon. Did you",
-        ),
-        ("bad_dist", {"dist_config": {"name": "other", "cp_size": 2}}, "cp_size: 2 needs dist_config: {name: fsdp2}"),
-    ],
-)
-def test_refused_before_the_model_is_loaded(name: str, changes: dict[str, Any], sentence: str, runs: Runs) -> None:
-    path = runs.yaml(name, changes | {"model": str(runs.folder / "no_model_is_here")})
-    assert sentence in llamafactory_v1(path, {}, cwd=runs.folder, fails=True)
+def test_refused_before_the_model_is_loaded(runs: Runs) -> None:
+    path = runs.yaml("bad", {"dist_config": {"name": "other", "cp_size": 2}, "model": "no_model_is_here"})
+    assert "[cp-without-fsdp2]" in llamafactory_v1(path, {}, cwd=runs.folder, fails=True)
+
+
+# --- the installed LLaMA-Factory
+
+
+def test_the_installed_llamafactory_is_one_of_the_two_layouts(tmp_path: Path) -> None:
+    code = f"""
+import dataclasses, importlib.util, json
+parents = [name for name in {[OLD, NEW]!r} if importlib.util.find_spec(name.rpartition(".")[0])]
+spec = [name for name in parents if importlib.util.find_spec(name)]
+from llamafactory.v1.config.training_args import TrainingArguments
+module = importlib.import_module(spec[0])
+from hf_muon import _autoload
+fields = [field.name for field in dataclasses.fields(TrainingArguments)]
+states = {{hook.module: _autoload.status()[name] for name, hook in _autoload.HOOKS.items()}}
+print(json.dumps([spec, fields, states, type(module.OptimizerPlugin._registry["muon"]).__name__]))
+"""
+    printed = llamafactory_server.run_code(code, cwd=tmp_path)
+    layouts, fields, states, entry = json.loads(printed.strip().splitlines()[-1])
+    assert len(layouts) == 1
+    assert states[layouts[0]] == states[ARGUMENTS] == "patched"
+    assert {"learning_rate", "dist_config", "optim_config"} <= set(fields)
+    assert ("cp_size" in fields, entry) == {OLD: (False, "dict"), NEW: (True, "function")}[layouts[0]]
+
+
+def test_a_checkpoint_of_fsdp2_loads_with_a_rule_switched_on(tmp_path: Path) -> None:
+    """Compare with the whole state; LLaMA-Factory's own functions save and load, in one process."""
+    fsdp2 = importlib.import_module("llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
+    model = Net()
+    optimizer = build_optimizer(model, lr=3e-3)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    fsdp2.save_checkpoint(model, optimizer, str(tmp_path))
+    states = []
+    for load in (
+        lambda other, muon: fsdp2.load_checkpoint(other, muon, str(tmp_path)),
+        lambda other, muon: muon.load_state_dict(optimizer.state_dict()),
+    ):
+        other = Net()
+        muon = build_optimizer(other, lr=3e-3, normalize="rows")
+        load(other, muon)
+        muon.init_state()
+        states.append(muon.state_dict()["state"])
+    loaded, expected = states
+    assert any(SECOND_MOMENT in own for own in loaded.values())
+    for key, own in expected.items():
+        assert own.keys() == loaded[key].keys()
+        assert all(torch.equal(loaded[key][name], value) for name, value in own.items())

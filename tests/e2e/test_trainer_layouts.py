@@ -25,10 +25,10 @@ from tests.e2e.layout_cases import (
     moved,
     needs_native,
     needs_parallelism,
+    newest,
     resumed,
 )
 from tests.e2e.layout_stages import (
-    TORCHRUN,
     Get,
     Result,
     Stages,
@@ -63,8 +63,8 @@ def test_one_process_learns(get: Get) -> None:
         ("fsdp", "one", "FSDP", {FSDP2}),
         ("fsdp_sharded", "one", "FSDP", {FSDP2}),
         ("launched", "one", "FSDP", {FSDP2}),
-        ("four_ddp", "one", "MULTI_CPU", {PLAIN}),
-        ("four_fsdp", "one", "FSDP", {FSDP2}),
+        pytest.param("four_ddp", "one", "MULTI_CPU", {PLAIN}, marks=newest),
+        pytest.param("four_fsdp", "one", "FSDP", {FSDP2}, marks=newest),
         pytest.param("hsdp", "one", "FSDP", {HSDP2}, marks=needs_parallelism),
         pytest.param("hsdp_arguments", "one", "FSDP", {HSDP2}, marks=needs_parallelism),
         pytest.param(
@@ -86,6 +86,7 @@ def test_layout_equals_one_process(name: str, reference: str, kind: str, storage
     assert_same_run(result, get(reference), start_of(even=reference == "one_even"), controls_of(reference, get))
 
 
+@newest
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("layout", "option"),
@@ -102,6 +103,7 @@ def test_option_equals_one_process(layout: str, option: str, get: Get) -> None:
     assert_same_run(get(f"{layout}_{option}"), get(reference), start, controls_of(reference, get))
 
 
+@newest
 @pytest.mark.extended
 def test_ddp_shares_the_work_of_each_step(get: Get) -> None:
     for name in ("ddp", "four_ddp", "ddp_accumulation", *(["ddp_resumed"] if DDP_RESUMES else [])):
@@ -111,7 +113,8 @@ def test_ddp_shares_the_work_of_each_step(get: Get) -> None:
 
 
 @pytest.mark.extended
-@needs_native
+@needs_native[0]
+@needs_native[1]
 def test_parameters_cut_by_transformers_are_no_replicas(get: Get) -> None:
     for name in ("native_fsdp", "native_tp", "tp", "native_hsdp", "native_fsdp_tp"):
         assert get(name)["shared"] == {False}
@@ -123,6 +126,7 @@ def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(get: Get) -> None
     assert_identical(get("offload_resumed"), get("offload"))
 
 
+@newest
 @pytest.mark.extended
 def test_further_fsdp_settings_change_nothing(get: Get) -> None:
     assert_identical(get("fsdp_settings"), get("fsdp"))
@@ -131,6 +135,7 @@ def test_further_fsdp_settings_change_nothing(get: Get) -> None:
 # --- mixed precision
 
 
+@newest
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "reference"),
@@ -151,6 +156,7 @@ def test_bf16_agrees_within_its_rounding(name: str, reference: str, get: Get) ->
     assert distance(result, expected, start) < 4 * distance(get("one_bf16"), get("one"), start_of())
 
 
+@newest
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -178,12 +184,12 @@ def test_fp16_skips_a_step_on_all_ranks(get: Get) -> None:
 
 
 @pytest.mark.extended(but="fsdp")
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=newest), "fsdp"])
 def test_all_ranks_refuse_a_gradient_that_is_not_finite_on_one(layout: str, stages: Stages) -> None:
     name = f"{layout}_poisoned"
     error = stages.result("two", name)["error"]  # raised by rank 0; the gradient is on the last rank
-    assert "Muon refuses this step" in error
-    assert "model.layers.1.mlp.up_proj.weight (37, 30) has a gradient that is not finite" in error
+    assert "model.layers.1.mlp.up_proj.weight (37, 30)" in error
+    assert "[gradient-not-finite]" in error
 
 
 # --- GPUs
@@ -194,7 +200,8 @@ def run_on_gpus(cases: list[Case], folder: Path, processes: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     for item in cases:
         item["arguments"] = item.get("arguments", {}) | {"use_cpu": False}
-    command = (*TORCHRUN, "--nproc-per-node", processes, worker.__file__, folder, stages.write(cases))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    command = (*launcher, worker.__file__, folder, stages.write(cases))
     python(*command, cwd=folder, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=visible)
 
 

@@ -5,7 +5,6 @@ As shipped it needs CUDA and flash-attn, for which `v1_ulysses.py` stands in.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,13 +12,18 @@ import pytest
 import torch
 
 from tests import fixtures_text
-from tests.e2e.harness import BIN, CPU_V1, ROOT, YAML, distance, read_yaml, run, v1_has_top_level_keys, weights
+from tests.e2e.harness import (
+    CPU_V1,
+    ROOT,
+    YAML,
+    distance,
+    llamafactory_server,
+    read_yaml,
+    v1_has_top_level_keys,
+    weights,
+)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.extended,
-    pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 SCRIPT = ROOT / "tests" / "e2e" / "v1_ulysses.py"
 
 
@@ -49,8 +53,7 @@ def test_cp_on_two_ranks_equals_cp_off(tiny_model: Path, llamafactory_data: Path
             settings = {k: v for k, v in settings.items() if k not in ("dist_config", "cp_mode", "cp_size")}
         path, record = tmp_path / f"{name}.json", tmp_path / f"{name}.pt"
         path.write_text(json.dumps(settings), encoding="utf-8")
-        launcher = [BIN / "python"] if processes == 1 else [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]
-        run([*launcher, SCRIPT, path, record], cwd=tmp_path, path=CPU_V1)
+        llamafactory_server.run([SCRIPT, path, record], cwd=tmp_path, ranks=processes, path=CPU_V1)
         records[name] = torch.load(record, weights_only=True)
 
     on, off = records["on"], records["off"]

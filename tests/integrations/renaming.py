@@ -1,13 +1,20 @@
-"""What a process sees of runs with AdamW and with Muon, for `test_renamed_names.py`: one line of JSON."""
+"""What a process sees of runs with AdamW and with Muon, for `test_hooks.py`: one line of JSON.
+
+With the word `hooks` the process imports hf_muon, as `import torch` does.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import tempfile
 from typing import Any
 
 import torch
+
+if sys.argv[1:] == ["hooks"]:
+    import hf_muon  # noqa: F401
 
 HEARD: list[str] = []
 

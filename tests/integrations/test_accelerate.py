@@ -38,7 +38,8 @@ def test_ranks_without_reduced_gradients_do_not_share(pools):
         assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
-@loads_shards
+@loads_shards[0]
+@loads_shards[1]
 @pytest.mark.parametrize(("before", "after"), [("none", "rows"), ("rows", "none")])
 def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, before, after, tmp_path):
     results = []

@@ -154,9 +154,8 @@ def test_trains_as_groups_written_by_hand(tmp_path, trainer_class, changes):
 @pytest.mark.parametrize("trainer_class", [SeveralRates, RateFromArguments])
 def test_resumes_exactly(tmp_path, trainer_class):
     whole, halved = model(), model()
-    options = {"trainer_class": trainer_class, "save_strategy": "steps", "save_steps": 3}
-    train(whole, tmp_path, **options)
-    train(halved, tmp_path, resume=str(tmp_path / "checkpoint-3"), **options)
+    train(whole, tmp_path, trainer_class=trainer_class, save_strategy="steps", save_steps=3)
+    train(halved, tmp_path / "on", trainer_class=trainer_class, resume=str(tmp_path / "checkpoint-3"))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), halved.parameters(), strict=True))
 
 
@@ -264,34 +263,6 @@ class SaveMix(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if state.global_step == 3:
             torch.save(self.mix.state_dict(), self.path)
-
-
-class TestRefusals:
-    def pair(self, tmp_path, network=None, **options):
-        return Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, **options), network)
-
-    @pytest.mark.parametrize("called", ["ready groups", "optimizer_dict"])
-    def test_parameters_that_no_module_holds(self, tmp_path, called):
-        network = model()
-        cls, kwargs = self.pair(tmp_path, network)
-        groups = [{"params": [*network.parameters(), nn.Parameter(torch.randn(3, 4))]}]
-        with pytest.raises(RuntimeError, match=r"1 of the given parameters are \(shapes \[\(3, 4\)\]\): no live model"):
-            cls(groups, **kwargs) if called == "ready groups" else cls()(network, optimizer_dict=groups, **kwargs)
-
-    def test_a_group_that_asks_for_muon(self, tmp_path):
-        network = model()
-        cls, kwargs = self.pair(tmp_path, network)
-        groups = [{"params": list(network.parameters()), "use_muon": True}]
-        with pytest.raises(ValueError, match=r"use_muon: True, and holds model.embed_tokens.weight \(name contains"):
-            cls(groups, **kwargs)
-
-    def test_unknown_arguments(self, tmp_path):
-        network = model()
-        cls, kwargs = self.pair(tmp_path, network)
-        with pytest.raises(ValueError, match="'nesterof' is not an option of muon"):
-            cls()(network, nesterof=True, **kwargs)
-        with pytest.raises(ValueError, match="'nesterof' is not an option of muon"):
-            cls([{"params": list(network.parameters())}], nesterof=True, **kwargs)
 
 
 def test_a_group_without_muon_goes_to_adamw(tmp_path):

@@ -7,8 +7,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hf_muon.integrations.llamafactory.v0 import MEGATRON, RIVALS, check_arguments, patch_parser
+from hf_muon.integrations.llamafactory.v0 import patch_parser
 from tests.hooks import patched
+
+pytestmark = pytest.mark.newest
 
 
 @pytest.fixture
@@ -26,57 +28,6 @@ def parser(monkeypatch):
     monkeypatch.setitem(sys.modules, tuner.__name__, tuner)
     with patched(patch_parser, parser):
         yield parser
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_rivals_are_refused_with_optim_muon_only(parser, rival):
-    for name in ("muon", "hf_muon"):
-        with pytest.raises(ValueError, match=f"{rival}: true would replace .*remove {rival}, or keep {rival}"):
-            parser.get_train_args(name, **{rival: True})
-    assert parser.get_train_args("adamw_torch", **{rival: True})
-    assert parser.get_train_args("muon", **{rival: False})
-
-
-@pytest.mark.parametrize(
-    ("route", "words"),
-    [
-        *((option, rf"does not run with {variable}=1.*Unset {variable}") for option, (variable, _) in MEGATRON.items()),
-        ("use_hyper_parallel", "use_hyper_parallel: true.*FSDP2"),
-    ],
-)
-def test_routes_that_never_ask_for_the_optimizer_are_refused(parser, route, words):
-    with pytest.raises(RuntimeError, match=words):
-        parser.get_train_args("muon", **{route: True})
-    assert parser.get_train_args("adamw_torch", **{route: True})
-    assert parser.get_train_args("muon", **{route: False})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optim": "adamw_torch"},
-        {"finetuning_type": "full"},
-        {"finetuning_type": "freeze"},
-        {"additional_target": "embed_tokens"},
-        {"stage": "rm"},
-        {"training": {"optim_args": "lora=muon"}},
-        {"training": {"optim_args": {"muon_patterns": "lora_A"}}},
-        {"training": {"do_train": False}},
-    ],
-    ids=str,
-)
-def test_lora_alone_is_refused_with_both_ways_out(changes):
-    """LoRA is LLaMA-Factory's default, and the model is loaded after the arguments are parsed."""
-    changes = {"optim": "muon", "finetuning_type": "lora", **changes}
-    training = {"do_train": True, "optim_args": None, **changes.pop("training", {})}
-
-    def parse(optim="muon", training=training, **finetuning):
-        values = SimpleNamespace(optim=optim, **training), SimpleNamespace(**{"stage": "sft", **finetuning})
-        check_arguments(values)
-
-    with pytest.raises(ValueError, match=r'finetuning_type: full .* optim_args: "lora=muon"'):
-        parse(training={"do_train": True, "optim_args": "momentum=0.9"}, finetuning_type="lora")
-    parse(**changes)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from transformers import Trainer
 from tests.integrations.plain_script import LR, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, lora, train
 from tests.reference import relative_difference
+
+SAVE = {"save_strategy": "steps", "save_steps": 3}
 
 
 class TestResume:
@@ -24,11 +27,9 @@ class TestResume:
         ],
     )
     def test_is_bit_exact(self, tmp_path, dtype, optim_args):
-        straight, first, second = model(dtype), model(dtype), model(dtype)
-        options = {"save_strategy": "steps", "save_steps": 3, "optim_args": optim_args}
-        _, losses = train(straight, tmp_path / "straight", optim_args=optim_args)
-        train(first, tmp_path / "run", **options)
-        trainer, resumed = train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
+        straight, second = model(dtype), model(dtype)
+        _, losses = train(straight, tmp_path, optim_args=optim_args, **SAVE)
+        trainer, resumed = train(second, tmp_path / "on", resume=str(tmp_path / "checkpoint-3"), optim_args=optim_args)
         assert resumed[-3:] == losses[3:]
         for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
             assert torch.equal(a, b), name
@@ -41,56 +42,48 @@ class TestResume:
     @pytest.mark.parametrize("names", [("muon", "hf_muon"), ("hf_muon", "muon")], ids=" then ".join)
     def test_under_the_other_name(self, tmp_path, names):
         """Save a checkpoint under one name of `optim` and resume under the other one."""
-        straight, first, second = model(), model(), model()
-        options = {"save_strategy": "steps", "save_steps": 3}
-        train(straight, tmp_path / "straight")
-        train(first, tmp_path / "run", optim=names[0], **options)
-        train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), optim=names[1], **options)
+        straight, second = model(), model()
+        train(straight, tmp_path, optim=names[0], **SAVE)
+        train(second, tmp_path / "on", resume=str(tmp_path / "checkpoint-3"), optim=names[1])
         assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
 
     def test_lora_is_bit_exact(self, tmp_path):
-        straight, first, second = lora(), lora(), lora()
-        options = {"save_strategy": "steps", "save_steps": 3, "optim_args": "lora=muon"}
-        train(straight, tmp_path / "straight", optim_args="lora=muon")
-        train(first, tmp_path / "run", **options)
-        train(second, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **options)
+        straight, second = lora(), lora()
+        train(straight, tmp_path, optim_args="lora=muon", **SAVE)
+        train(second, tmp_path / "on", resume=str(tmp_path / "checkpoint-3"), optim_args="lora=muon")
         for (name, a), b in zip(straight.named_parameters(), second.parameters(), strict=True):
             assert torch.equal(a, b), name
 
     def test_shows_when_the_momentum_is_lost(self, tmp_path):
         """Show that the comparison above fails without the moments."""
-        straight, first, second = model(), model(), model()
-        train(straight, tmp_path / "straight")
-        train(first, tmp_path / "run", save_strategy="steps", save_steps=3)
-        checkpoint = tmp_path / "run" / "checkpoint-3"
+        straight, second = model(), model()
+        train(straight, tmp_path, **SAVE)
+        checkpoint = tmp_path / "checkpoint-3"
         saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
         for state in saved["state"].values():
             for value in state.values():
                 value.zero_()
         torch.save(saved, checkpoint / "optimizer.pt")
-        train(second, tmp_path / "run", resume=str(checkpoint))
+        train(second, tmp_path / "on", resume=str(checkpoint))
         start = model()
         params = [list(network.parameters()) for network in (start, straight, second)]
         assert relative_difference(*params) > 1e-2
 
     def test_checkpoint_of_another_optimizer(self, tmp_path):
-        train(model(), tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=3)
+        train(model(), tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=3, max_steps=3)
         with pytest.raises(ValueError, match="written by another optimizer"):
             train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
 
-    def test_checkpoint_of_another_routing(self, tmp_path):
-        train(model(), tmp_path, save_strategy="steps", save_steps=3)
-        with pytest.raises(
-            ValueError, match=r"the routing changed for model.layers.0.mlp.down_proj.weight \(Muon there"
-        ):
-            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"), optim_args="adamw_patterns=down_proj")
+    def test_checkpoint_of_another_routing(self, tmp_path, saved):
+        words = r"the routing changed for model.layers.0.mlp.down_proj.weight \(Muon there"
+        with pytest.raises(ValueError, match=words):
+            train(model(), tmp_path, resume=str(saved), optim_args="adamw_patterns=down_proj")
 
-    def test_truncated_checkpoint(self, tmp_path):
-        train(model(), tmp_path, save_strategy="steps", save_steps=3)
-        file = tmp_path / "checkpoint-3" / "optimizer.pt"
-        file.write_bytes(file.read_bytes()[:1000])
+    def test_truncated_checkpoint(self, tmp_path, saved):
+        folder = shutil.copytree(saved, tmp_path / saved.name)
+        (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:1000])
         with pytest.raises(RuntimeError):
-            train(model(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
+            train(model(), tmp_path, resume=str(folder))
 
 
 RATES = "the checkpoint's learning rates win over those of this run"
@@ -145,8 +138,6 @@ def test_without_rates_that_a_schedule_keeps(saved, tmp_path, caplog):
 
 @pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
 def test_a_checkpoint_without_moments_says_so_once(saved, missing, tmp_path, caplog):
-    import shutil
-
     folder = shutil.copytree(saved, tmp_path / "checkpoint-2")
     (folder / missing).unlink()
     caplog.clear()

@@ -1,4 +1,7 @@
-"""`--opt hf_muon` of timm: on a stand-in for its registry of optimizers, and on timm itself where it is installed."""
+"""`--opt hf_muon` of timm: on a stand-in for its registry of optimizers.
+
+`tests/e2e/test_installed_programs.py` runs timm itself where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from torch import nn
 from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.timm import muon_of_groups, patch_names
 from tests import hooks
+
+pytestmark = pytest.mark.newest
 
 LR, DECAY = 0.01, 0.05
 
@@ -131,11 +136,6 @@ def test_fallback_goes_to_adamw_and_rate_scales_are_kept():
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_one_option_under_two_names():
-    with pytest.raises(ValueError, match="betas and adamw_betas are the same option"):
-        muon_of_groups(network().parameters(), betas=(0.9, 0.95), adamw_betas=(0.9, 0.95))
-
-
 def test_timms_own_muon_is_left(patched):
     for name in ("muon", "lookahead_muon"):
         assert patched.create_optimizer_v2(network(), name).kind == "theirs"
@@ -151,43 +151,3 @@ def test_a_registry_that_is_gone_is_refused_by_the_hook(patched, factory, name):
         create(network(), "hf_muon")
     setattr(factory, name, registry)
     assert create(network(), opt="adamw") == create(model_or_params=network(), opt="adamw") == "adamw"
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
-class TestTimm:
-    """timm itself, whose registry the hook has patched when it was imported."""
-
-    VIT = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}
-
-    @pytest.mark.parametrize(
-        ("name", "sizes"), [("vit_tiny_patch16_224", VIT), ("resnet10t", {}), ("convnext_atto", {})]
-    )
-    def test_a_run_equals_build_optimizer(self, name, sizes):
-        import timm
-        from timm.optim import create_optimizer_v2
-
-        trained = []
-        for create in (lambda model, **words: create_optimizer_v2(model, "hf_muon", **words), build_optimizer):
-            torch.manual_seed(0)
-            model = timm.create_model(name, num_classes=3, **sizes)
-            optimizer = create(model, lr=LR, momentum=0.95, ns_dtype="fp32")
-            for seed in range(2):
-                images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-                nn.functional.cross_entropy(model(images), torch.tensor([0, 1])).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            trained.append(list(model.parameters()))
-        assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
-
-    def test_layer_decay_with_timms_scheduler_and_lookahead(self):
-        import timm
-        from timm.optim import create_optimizer_v2
-        from timm.scheduler import create_scheduler_v2
-
-        model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **self.VIT)
-        optimizer = create_optimizer_v2(model, "lookahead_hf_muon", lr=LR, weight_decay=DECAY, layer_decay=0.5)
-        scheduler, _ = create_scheduler_v2(optimizer, num_epochs=4, warmup_epochs=0)
-        scheduler.step(0)
-        assert {g["lr"] / g["lr_scale"] for g in optimizer.param_groups} == {LR}
-        assert {g["lr_scale"] for g in optimizer.param_groups if g["use_muon"]} == {0.25, 0.5}

@@ -9,14 +9,17 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_muon import Muon
-from tests.integrations.plain_script import BATCH, OPTIONS, STEPS, model
-from tests.integrations.trainer_runs import assert_close, assert_same, by_hand, lora, train
+from tests.integrations.plain_script import OPTIONS, STEPS, InOrder, dataset, model
+from tests.integrations.trainer_runs import arguments, assert_close, assert_same, by_hand, lora, train
 from tests.reference import moved, relative_difference
+from tests.rules.attention_models import make
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,7 @@ def test_clipping_is_of_the_gradient_not_of_the_direction(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_torch_compile(tmp_path):
     ours = model()
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "optim_args": "ns_dtype=fp32"}
@@ -94,11 +98,6 @@ def test_lora(tmp_path):
     assert all("lora_" in name for name in muon["param_names"])
 
 
-def test_lora_without_opting_in_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="Only LoRA factors are trained: set lora=muon"):
-        train(lora(), tmp_path)
-
-
 def test_frozen_layers(tmp_path):
     ours, theirs = model(), model()
     for network in (ours, theirs):
@@ -110,52 +109,138 @@ def test_frozen_layers(tmp_path):
     assert moved(list(start.model.layers[0].parameters()), list(ours.model.layers[0].parameters())) == 0
 
 
-class TestMetrics:
-    def test_the_log_and_a_file_have_them_and_weights_do_not_differ(self, tmp_path):
-        without, with_metrics = model(), model()
-        _, losses = train(without, tmp_path / "off")
-        assert not (tmp_path / "off" / "muon_diagnostics.jsonl").exists()
-        trainer, measured_losses = train(
-            with_metrics,
-            tmp_path / "on",
-            optim_args=f"{OPTIONS.get('optim_args') or ''},diagnostics_every=2".strip(","),
+def test_the_log_and_a_file_have_the_metrics_and_weights_do_not_differ(tmp_path):
+    without, with_metrics = model(), model()
+    _, losses = train(without, tmp_path / "off")
+    assert not (tmp_path / "off" / "muon_diagnostics.jsonl").exists()
+    trainer, measured_losses = train(
+        with_metrics,
+        tmp_path / "on",
+        optim_args=f"{OPTIONS.get('optim_args') or ''},diagnostics_every=2".strip(","),
+    )
+    assert measured_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(without.parameters(), with_metrics.parameters(), strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "on" / "muon_diagnostics.jsonl").read_text().splitlines()]
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = [entry for entry in lines if entry["event"] == "log" and "loss" in entry]
+    assert [(entry["step"], entry["loss"]) for entry in logged] == [
+        (entry["step"], pytest.approx(entry["loss"], rel=1e-5)) for entry in history
+    ]
+    steps = {line["step"]: line for line in lines if line["event"] == "step"}
+    assert list(steps) == list(range(2, STEPS + 1, 2))
+    for entry in history:
+        if entry["step"] not in steps:
+            assert not any(key.startswith("muon/") for key in entry)
+            continue
+        line = steps[entry["step"]]
+        values = [value for value in line["orthogonality_error"] if value is not None]
+        assert entry["muon/orthogonality_error"] == pytest.approx(sum(values) / len(values), rel=1e-4)
+        updates = [value for value in line["relative_update"] if value is not None]
+        assert entry["muon/relative_update"] == pytest.approx(statistics.median(updates), rel=1e-4)
+        assert len([key for key in entry if key.startswith("muon/")]) <= 3  # the console prints them all
+
+
+def test_a_step_of_gradients_that_are_not_finite_is_refused_by_name(tmp_path):
+    network = model()
+    network.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+    before = copy.deepcopy(network)
+    # Trainer clips by the total norm, which makes every gradient NaN.
+    with pytest.raises(RuntimeError, match=r"refuses this step.*\n.*every parameter .* 25 in all"):
+        train(network, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before.parameters(), strict=True))
+
+
+# --- options, of `optim_args` and of TrainingArguments
+
+
+def test_optim_args_as_a_mapping(tmp_path):
+    """Accept the mapping that a YAML file may hold, which transformers itself cannot split."""
+    args = arguments(tmp_path, optim_args={"momentum": 0.8, "nesterov": False, "adamw_betas": [0.5, 0.6]})
+    config = Trainer.get_optimizer_cls_and_kwargs(args)[1]["config"]
+    assert (config.momentum, config.nesterov, config.adamw_betas) == (0.8, False, (0.5, 0.6))
+
+
+class TestOptions:
+    def test_optim_args_win_over_the_general_fields(self, tmp_path):
+        trainer, _ = train(model(), tmp_path, optim_args="weight_decay=0.3,adamw_betas=0.5|0.6", max_steps=1)
+        assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.3
+        assert trainer.optimizer.param_groups[0]["adamw_betas"] == (0.5, 0.6)
+
+    def test_schedulers_move_both_halves(self, tmp_path):
+        options = {"optim_args": "muon_lr=0.04,adamw_lr=0.001", "lr_scheduler_type": "linear", "warmup_steps": 0}
+        trainer, _ = train(model(), tmp_path, max_steps=4, **options)
+        rates = [group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups]
+        assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [0.04, 0.001, 0.001]
+        assert rates == [0.0, 0.0, 0.0]
+
+    @pytest.mark.parametrize("name", ["cosine_with_min_lr", "reduce_lr_on_plateau", "constant_with_warmup"])
+    def test_other_schedulers(self, tmp_path, name):
+        kwargs = {"cosine_with_min_lr": {"min_lr": 1e-4}}.get(name, {})
+        options = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "max_steps": 2}
+        if name == "reduce_lr_on_plateau":
+            options |= {"warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 1}
+            trainer = InOrder(model(), arguments(tmp_path, **options), train_dataset=dataset(), eval_dataset=dataset(8))
+            trainer.train()
+        else:
+            trainer, _ = train(model(), tmp_path, **options)
+        groups = trainer.optimizer.param_groups
+        assert len({group["lr"] for group in groups}) == 1, "both halves follow the schedule"
+        assert {group["step"] for group in groups} == {2}
+
+    def test_from_a_yaml_file(self, tmp_path):
+        (tmp_path / "x.yaml").write_text(
+            f"output_dir: {tmp_path}\noptim: muon\noptim_args: momentum=0.9\nlearning_rate: 0.01\nuse_cpu: true\n"
         )
-        assert measured_losses == losses
-        assert all(torch.equal(a, b) for a, b in zip(without.parameters(), with_metrics.parameters(), strict=True))
-        lines = [json.loads(line) for line in (tmp_path / "on" / "muon_diagnostics.jsonl").read_text().splitlines()]
-        history = [entry for entry in trainer.state.log_history if "loss" in entry]
-        logged = [entry for entry in lines if entry["event"] == "log" and "loss" in entry]
-        assert [(entry["step"], entry["loss"]) for entry in logged] == [
-            (entry["step"], pytest.approx(entry["loss"], rel=1e-5)) for entry in history
-        ]
-        steps = {line["step"]: line for line in lines if line["event"] == "step"}
-        assert list(steps) == list(range(2, STEPS + 1, 2))
-        for entry in history:
-            if entry["step"] not in steps:
-                assert not any(key.startswith("muon/") for key in entry)
-                continue
-            line = steps[entry["step"]]
-            values = [value for value in line["orthogonality_error"] if value is not None]
-            assert entry["muon/orthogonality_error"] == pytest.approx(sum(values) / len(values), rel=1e-4)
-            updates = [value for value in line["relative_update"] if value is not None]
-            assert entry["muon/relative_update"] == pytest.approx(statistics.median(updates), rel=1e-4)
-            assert len([key for key in entry if key.startswith("muon/")]) <= 3  # the console prints them all
+        (args,) = HfArgumentParser(TrainingArguments).parse_yaml_file(str(tmp_path / "x.yaml"))
+        assert args.optim == "muon"
+        assert args.to_dict()["optim"] == "muon"
 
-
-class TestNonFinite:
-    def test_step_is_refused_by_name(self, tmp_path):
+    def test_rates_that_yaml_reads_as_text(self, tmp_path):
         network = model()
+        args = arguments(tmp_path, learning_rate="1e-2")
+        assert Trainer(network, args).create_optimizer().param_groups[0]["lr"] == 0.01
 
-        def poison(grad):
-            return torch.full_like(grad, float("nan"))
+    def test_set_optimizer(self, tmp_path):
+        args = TrainingArguments(str(tmp_path), use_cpu=True).set_optimizer("muon", args="momentum=0.9")
+        assert Trainer(model(), args).create_optimizer().param_groups[0]["momentum"] == 0.9
 
-        network.model.layers[1].mlp.up_proj.weight.register_hook(poison)
-        before = copy.deepcopy(network)
-        # Trainer clips by the total norm, which makes every gradient NaN.
-        with pytest.raises(RuntimeError, match=r"refuses this step.*\n.*every parameter .* 25 in all"):
-            train(network, tmp_path)
-        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before.parameters(), strict=True))
 
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
+def test_axes_that_are_not_refused(tmp_path, axis):
+    args = arguments(tmp_path)
+    args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "cp_size": 1, "sp_size": None})
+    assert Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+
+# --- qk_clip
+
+CLIP = 0.1  # some heads are beyond it
+CLIPPED = f"ns_dtype=fp32,qk_clip={CLIP}"
+
+
+def test_trainer_clips_heads_as_a_loop_does_and_logs_it(tmp_path):
+    ours, theirs = make("llama"), make("llama")
+    trainer, losses = train(ours, tmp_path, optim_args=f"{CLIPPED},diagnostics_every=1", logging_steps=1)
+    optimizer, expected = by_hand(theirs, ns_dtype="fp32", qk_clip=CLIP)
+    assert_same(make("llama"), ours, theirs, losses, expected)
+    logged = [entry for entry in trainer.state.log_history if "muon/max_logit" in entry]
+    assert len(logged) == STEPS
+    assert sum(entry["muon/clipped_heads"] for entry in logged) > 0
+    without = make("llama")
+    by_hand(without, ns_dtype="fp32")
+    assert not all(torch.equal(a, b) for a, b in zip(without.parameters(), ours.parameters(), strict=True))
+    assert optimizer.param_groups[0]["qk_clip"] == CLIP
+
+
+def test_a_resumed_run_with_qk_clip_is_the_uninterrupted_one(tmp_path):
+    straight, resumed = make("llama"), make("llama")
+    train(straight, tmp_path / "straight", optim_args=CLIPPED, save_steps=STEPS // 2, save_strategy="steps")
+    half = tmp_path / "straight" / f"checkpoint-{STEPS // 2}"
+    train(resumed, tmp_path / "resumed", resume=str(half), optim_args=CLIPPED)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
+# --- a script
 
 SCRIPT = Path(__file__).with_name("plain_script.py")
 
@@ -168,38 +253,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_script(path, *arguments, launcher=(), **environment):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *launcher, str(SCRIPT), arguments[0], str(path), *arguments[1:]]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert process.returncode == 0, process.stderr
-    return torch.load(path, weights_only=True)
-
-
 @pytest.mark.slow
+@pytest.mark.newest
 class TestProcesses:
-    @pytest.fixture
-    def expected(self):
-        network = model()
-        by_hand(network, ns_dtype="fp32")
-        return network
-
-    def test_script_without_our_import(self, tmp_path, expected):
+    def test_script_without_our_import(self, tmp_path):
         """Compare a script that does not import hf_muon with the loop, where no package of the extra cli is there."""
-        watched = {"HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "2"}
-        weights = run_script(tmp_path / "weights.pt", "muon", launcher=("-c", WITHOUT_CLI), **watched)
+        expected = model()
+        by_hand(expected, ns_dtype="fp32")
+        watched = {"OMP_NUM_THREADS": "1", "HF_MUON_STEP_REPORT": "1", "HF_MUON_DIAGNOSTICS_EVERY": "2"}
+        command = [sys.executable, "-c", WITHOUT_CLI, SCRIPT, "muon", tmp_path / "weights.pt"]
+        process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **watched})
+        assert process.returncode == 0, process.stderr
+        weights = torch.load(tmp_path / "weights.pt", weights_only=True)
         ours = [weights[name] for name, _ in expected.named_parameters()]
         assert relative_difference(list(model().parameters()), list(expected.parameters()), ours) < 1e-6
-
-    def test_two_processes(self, tmp_path):
-        """Compare DDP with the same global batch to the loop; DDP sums gradients in another order."""
-        launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone")
-        weights = run_script(tmp_path / "weights.pt", "muon", str(BATCH // 2), launcher=launcher)
-        assert_close(weights)
-
-    @pytest.mark.extended
-    def test_adamw_runs_are_untouched(self, tmp_path):
-        on = run_script(tmp_path / "on.pt", "adamw_torch")
-        off = run_script(tmp_path / "off.pt", "adamw_torch", HF_MUON_AUTOLOAD="0")
-        assert on.keys() == off.keys()
-        assert all(torch.equal(on[name], off[name]) for name in on)

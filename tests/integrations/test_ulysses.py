@@ -10,38 +10,15 @@ from transformers import GPT2Config, MistralConfig, Qwen3Config
 
 from hf_muon.integrations.ulysses import batches, gradients, refusals
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.mark.parametrize(
-    ("config", "implementation", "sentence"),
-    [
-        (Qwen3Config(), "sdpa", None),
-        (GPT2Config(), "sdpa", None),
-        (MistralConfig(sliding_window=8), "sdpa", "layers of sliding_attention under sdpa"),
-        (MistralConfig(sliding_window=8), "flash_attention_2", None),
-        (Qwen3Config(layer_types=["chunked_attention"] * 32), "flash_attention_2", "layers of chunked_attention"),
-        (Qwen3Config(layer_types=["linear_attention"] * 32), "flash_attention_2", "layers of linear_attention"),
-        (Qwen3Config(), "flex_attention", "attention 'flex_attention' needs a mask"),
-    ],
+    ("config", "implementation"),
+    [(Qwen3Config(), "sdpa"), (GPT2Config(), "sdpa"), (MistralConfig(sliding_window=8), "flash_attention_2")],
 )
-def test_models(config, implementation, sentence):
-    lines = list(refusals.model_complaints(config, implementation))
-    assert (lines == []) if sentence is None else any(sentence in line for line in lines)
-
-
-def test_groups_that_would_hang_are_refused():
-    cpu = torch.device("cpu")
-    refusals.refuse_groups_of_gloo(cpu, 2, 2)
-    refusals.refuse_groups_of_gloo(torch.device("cuda"), 4, 2)
-    with pytest.raises(RuntimeError, match="hangs under gloo"):
-        refusals.refuse_groups_of_gloo(cpu, 4, 2)
-
-
-def test_a_size_that_accelerate_ignores_is_refused(monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    refusals.refuse_ignored_size()
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    with pytest.raises(RuntimeError, match="PARALLELISM_CONFIG_SP_SIZE=2 is ignored"):
-        refusals.refuse_ignored_size()
+def test_models_that_are_not_refused(config, implementation):
+    assert list(refusals.model_complaints(config, implementation)) == []
 
 
 # --- batches
@@ -58,22 +35,8 @@ def test_several_texts_in_a_row_need_flash_attention():
     ids = torch.zeros(2, 4, dtype=torch.long)
     batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])}
     assert batches.complete(batch, "flash_attention_2") is batch
-    with pytest.raises(ValueError, match="Use flash_attention_2"):
-        batches.complete(batch, "sdpa")
     padded = {**batch, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
     assert batches.complete(padded, "sdpa") is padded
-
-
-@pytest.mark.parametrize(
-    ("mask", "sentence"),
-    [
-        (torch.tensor([[1, 1, 0], [0, 1, 1]]), "padding on the left"),
-        (torch.ones(1, 1, 3, 3), "attention_mask of shape"),
-    ],
-)
-def test_masks_that_would_be_dropped(mask, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        batches.complete({"input_ids": torch.zeros(2, 3), "attention_mask": mask}, "sdpa")
 
 
 def test_rows_are_lengthened():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.newest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "run_ulysses.sh"
 CONFIG = ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml"

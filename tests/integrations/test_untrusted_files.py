@@ -1,4 +1,7 @@
-"""A checkpoint from a stranger: nothing of it is run with `optim: muon` that is not run with AdamW."""
+"""A checkpoint from a stranger: nothing of it is run with `optim: muon` that is not run with AdamW.
+
+And files that are written completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
+from hf_muon.integrations.archives import complete_or_absent
 from tests.integrations.plain_script import InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments
 
@@ -51,24 +55,33 @@ def checkpoints(tmp_path_factory):
     return {optim: folder / optim / "checkpoint-1" for optim in ("adamw_torch", "muon")}
 
 
+# Which files are planted, and whether optimizer.pt is cut off, so that the other files may be read to explain it.
+PLANTED = [
+    *((names, False) for names in (FILES[:1], FILES[1:2], FILES[2:])),
+    *(((name,), True) for name in FILES[1:]),
+]
+
+
 @pytest.mark.parametrize("form", ["archive", "plain"])
-@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "optimizer.pt is cut off"])
-@pytest.mark.parametrize("name", FILES)
-def test_resuming(checkpoints, name, form, is_cut, tmp_path):
-    """Expect that the planted file is not run, also where a load has failed and the error is explained."""
-    ran = {}
-    for optim, saved in checkpoints.items():
-        folder = shutil.copytree(saved, tmp_path / optim / "checkpoint-1")
+@pytest.mark.parametrize(("names", "is_cut"), PLANTED, ids=str)
+def test_resuming(checkpoints, names, is_cut, form, tmp_path):
+    """Expect that a planted file is not run, but for one that is run with AdamW, too."""
+
+    def run_by(optim):
+        folder = shutil.copytree(checkpoints[optim], tmp_path / optim / "checkpoint-1")
         if is_cut:
             content = (folder / "optimizer.pt").read_bytes()
             (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
-        proof = tmp_path / f"ran with {optim}"
-        plant(folder / name, proof, form)
+        proofs = {name: tmp_path / f"{optim} ran {name.replace('/', ' ')}" for name in names}
+        for name, proof in proofs.items():
+            plant(folder / name, proof, form)
         trainer = InOrder(model(), arguments(tmp_path / optim, optim=optim, max_steps=2), train_dataset=dataset())
         with contextlib.suppress(Exception):
             trainer.train(resume_from_checkpoint=str(folder))
-        ran[optim] = proof.exists()
-    assert ran["muon"] <= ran["adamw_torch"]
+        return {name for name, proof in proofs.items() if proof.exists()}
+
+    found = run_by("muon")
+    assert not found or found <= run_by("adamw_torch")
 
 
 @pytest.mark.parametrize("form", ["archive", "plain"])
@@ -79,6 +92,16 @@ def test_converting(tmp_path, form):
     result = CliRunner().invoke(app, command)
     assert result.exit_code != 0
     assert not proof.exists()
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
+    target = tmp_path / "page.html"
+    with complete_or_absent(target) as file:
+        file.write_text("old")
+    with pytest.raises(RuntimeError), complete_or_absent(target) as file:
+        raise RuntimeError(file.write_text("half of the new"))
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
 
 
 # DeepSpeed itself unpickles its files; without it, hf_muon is not asked to read them.

@@ -1,6 +1,8 @@
-"""Small models of transformers on the meta device, and their routes by name."""
+"""Small models on the meta device, and their routes by name."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import transformers
@@ -16,13 +18,9 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
-MOE = {
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "head_dim": 8,
-    "decoder_sparse_step": 1,
-}
+QWEN3 = TINY | {"head_dim": 8}
+MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "decoder_sparse_step": 1}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
 ATTENTION = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
 MLP = [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
 
@@ -34,15 +32,23 @@ def build(model_class, config_class, **options):
 
 
 def qwen3(**options):
-    return build("Qwen3ForCausalLM", "Qwen3Config", **{**TINY, "head_dim": 8, **options})
-
-
-def backbone(**config):
-    return transformers.Qwen3Model(transformers.Qwen3Config(**TINY, head_dim=8, **config))
+    return build("Qwen3ForCausalLM", "Qwen3Config", **QWEN3, **options)
 
 
 def linear(rows, columns=12):
     return nn.Linear(columns, rows, bias=False)
+
+
+def mlp(*widths):
+    return nn.Sequential(*(linear(after, before) for before, after in itertools.pairwise(widths)))
+
+
+def module(forward=None, **content):
+    """Return a module of a class of its own with these submodules, parameters, numbers and forward."""
+    model = type("Own", (nn.Module,), {"forward": forward} if forward else {})()
+    for name, value in content.items():
+        setattr(model, name, value)
+    return model
 
 
 def layers(*names, count=2, prefix="model.layers"):
@@ -50,16 +56,15 @@ def layers(*names, count=2, prefix="model.layers"):
     return {f"{prefix}.{i}.{name}" for i in range(count) for name in names}
 
 
+def muon_views(model, **options):
+    """Return view and reason of the parameters that Muon gets, by name."""
+    return {route.name: (route.view, route.reason) for route in route_parameters(model, **options) if route.use_muon}
+
+
 def muon_names(model, **options):
-    """Return the names of the parameters that Muon gets."""
-    return {route.name for route in route_parameters(model, **options) if route.use_muon}
+    return set(muon_views(model, **options))
 
 
 def reasons(model, **options):
     """Return the reasons of the parameters that AdamW gets, by name."""
     return {route.name: route.reason for route in route_parameters(model, **options) if not route.use_muon}
-
-
-def muon_views(model, **options):
-    """Return view and reason of the parameters that Muon gets, by name."""
-    return {route.name: (route.view, route.reason) for route in route_parameters(model, **options) if route.use_muon}

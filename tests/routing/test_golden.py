@@ -13,6 +13,7 @@ def test_routes_and_views_are_the_committed_ones(name, golden):
     golden(f"routes/{name}", table(name))
 
 
+@pytest.mark.newest
 def test_most_of_a_mixture_of_experts_reaches_muon():
     """Check Qwen3-30B-A3B, of which a rule by the number of dims would send 3 % to Muon."""
     routes = route_parameters(build("qwen3_moe"))
@@ -21,6 +22,7 @@ def test_most_of_a_mixture_of_experts_reaches_muon():
     assert weights[True] / sum(weights.values()) > 0.95
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", ZOO)
 def test_parts_can_be_taken_apart_by_head(name):
     model = build(name)
@@ -33,6 +35,7 @@ def test_parts_can_be_taken_apart_by_head(name):
             assert heads[route.name].view == route.view
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("name", "weight", "view"),
     [

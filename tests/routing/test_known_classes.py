@@ -20,11 +20,12 @@ from torch.nn.functional import softmax
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from hf_muon import route_parameters
 from hf_muon.routing.fused import RULES
 from tests.routing.models import linear, muon_views
 from tests.routing.test_fused import fused
 from tests.snapshots import is_older
+
+pytestmark = pytest.mark.newest
 
 
 def attend(q, k, v):
@@ -195,13 +196,6 @@ def test_a_grouped_projection_is_a_matrix_for_each_group():
     weights = model.o_a_proj.weight.view(4, 5, 6)
     expected = torch.stack([x[:, group] @ weights[group].T for group in range(4)], 1)
     assert torch.allclose(model.o_a_proj(x), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["ape", "index_kpool_compress_ape", "position_bias"])
-def test_biases_of_positions_are_no_matrices(name):
-    model = nn.Module()
-    model.register_parameter(name, nn.Parameter(torch.zeros(16, 12)))
-    assert not any(route.use_muon for route in route_parameters(model))
 
 
 # Projections whose name has several layouts, and the classes with such a one that were read and are known to be whole.

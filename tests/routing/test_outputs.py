@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,159 +9,152 @@ import torch
 from torch import nn
 
 from hf_muon import route_parameters
+from tests.routing.models import linear, mlp, module
+
+pytestmark = pytest.mark.newest
+
+MUON, OUTPUT, HEAD, EMBED = "muon", "output", "head", "name contains 'embed'"
 
 
-def linear(rows, columns):
-    return nn.Linear(columns, rows, bias=False)
+def optimizers(model, *prefixes):
+    """Return "muon" or the reason against it for every weight whose name begins with one of the prefixes."""
+    found = {r.name.removesuffix(".weight"): MUON if r.use_muon else r.reason for r in route_parameters(model)}
+    chosen = {name: to for name, to in found.items() if name.startswith(prefixes) and not name.endswith("bias")}
+    assert chosen
+    return chosen
 
 
-def mlp(*widths):
-    return nn.Sequential(*(linear(after, before) for before, after in itertools.pairwise(widths)))
+def block(width, inner):
+    return nn.ModuleDict({"up": linear(inner, width), "down": linear(width, inner)})
 
 
-class Detector(nn.Module):
-    """A backbone of hidden size 64, with the modules that a test adds."""
+def backbone(width=64, inner=96, tokens=500, config=None, **modules):
+    """Return embedded tokens, two layers of an MLP, and the modules that a test adds."""
+    blocks = nn.ModuleList([block(width, inner) for _ in range(2)])
+    return module(
+        tokens=nn.Embedding(tokens, width), layers=blocks, config=SimpleNamespace(**(config or {})), **modules
+    )
 
-    def __init__(self, config=None, **modules):
+
+class Late(nn.Module):
+    """An MLP that defines its last matrix before the middle one, as SAM does."""
+
+    def __init__(self):
         super().__init__()
-        self.tokens = nn.Embedding(500, 64)
-        self.layers = nn.ModuleList([nn.ModuleDict({"up": linear(96, 64), "down": linear(64, 96)}) for _ in range(2)])
-        self.config = SimpleNamespace(**(config or {}))
-        for name, module in modules.items():
-            setattr(self, name, module)
+        self.proj_in, self.proj_out, self.layers = linear(64, 64), linear(4, 64), nn.ModuleList([linear(64, 64)])
 
 
-def routes(**modules):
-    """Return "muon" or the reason against it for each weight that a test adds to the backbone."""
+# What is beside a backbone of hidden size 64, its config, and the optimizers of all of it or by name.
+BESIDE_A_BACKBONE = {
+    "the sides of a box": (lambda: {"sides": mlp(64, 64, 64, 4)}, {}, OUTPUT),
+    "the sides of boxes": (lambda: {"sides": nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)])}, {}, OUTPUT),
+    "more rows than an output has": (lambda: {"sides": mlp(64, 64, 64, 48)}, {}, MUON),
+    "the last matrix is the one that nobody reads": (lambda: {"scores": Late()}, {}, OUTPUT),
+    "states that are read and predicted": (
+        lambda: {"read_state": linear(64, 17), "predict_state": linear(17, 64)},
+        {"state_dim": 17},
+        {"read_state": MUON, "predict_state": OUTPUT},
+    ),
+    "a bottleneck, which a later module reads": (lambda: {"down": linear(4, 64), "up": linear(64, 4)}, {}, MUON),
+    "what an earlier module reads is something else": (
+        lambda: {"places": linear(64, 4), "sides": linear(4, 64)},
+        {},
+        {"places": MUON, "sides": OUTPUT},
+    ),
+    "few rows in a layer": (
+        lambda: {"more": nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "mlp": mlp(64, 32, 64)})])},
+        {},
+        MUON,
+    ),
+    "convolutions": (
+        lambda: {
+            "decoder": nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.Conv2d(64, 3, 3, bias=False)),
+            "ctc": nn.Conv1d(64, 500, 1, bias=False),
+        },
+        {"vocab_size": 500},
+        {"decoder.0": MUON, "decoder.1": OUTPUT, "ctc": HEAD},
+    ),
+    # Linear layers between hidden states go to Muon; layers that read coordinates, pixels or tokens do not.
+    "projections that are called embeddings": (
+        lambda: {
+            "embed_projection": linear(64, 48),
+            "embed_patches": linear(64, 300),
+            "mask_embed": mlp(64, 64, 64),
+            "conv_embed": nn.Conv1d(64, 64, 3, groups=2, bias=False),
+        },
+        {"vocab_size": 500, "num_labels": 20},
+        MUON,
+    ),
+    "embeddings": (
+        lambda: {
+            "embed_coordinates": linear(64, 2),
+            "embed_pixels": nn.Conv2d(3, 64, 3, bias=False),
+            "embed_one_hot": linear(64, 500),
+            "class_embed": linear(21, 64),
+            "bbox_embed": nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)]),
+            "distance_embed": nn.ModuleList([mlp(64, 64, 33), mlp(64, 64, 33)]),
+            "embed_out": linear(50, 64),
+            "pos_embed": nn.Embedding(9, 64),
+        },
+        {"vocab_size": 500, "num_labels": 20},
+        EMBED,
+    ),
+    # As MobileBERT has them: one column for each token, and few rows.
+    "a table that is stored transposed": (
+        lambda: {"more": linear(64, 900)},
+        {"vocab_size": 900},
+        "table: a column for each token",
+    ),
+    "listed bottlenecks": (
+        lambda: {
+            "downs": nn.ModuleList([linear(4, 64) for _ in range(3)]),
+            "ups": nn.ModuleList([linear(64, 4) for _ in range(3)]),
+        },
+        {},
+        MUON,
+    ),
+    "a list of one bottleneck": (
+        lambda: {"downs": nn.ModuleList([linear(4, 64)]), "ups": nn.ModuleList([linear(64, 4)])},
+        {},
+        MUON,
+    ),
+    "listed heads, although something embeds what they put out": (
+        lambda: {"sides": nn.ModuleList([linear(4, 64) for _ in range(3)]), "positions": mlp(4, 64, 64)},
+        {},
+        {**{f"sides.{i}": OUTPUT for i in range(3)}, "positions.0": MUON, "positions.1": MUON},
+    ),
+    # A row for each number that the config says is predicted.
+    "a class that is none": (lambda: {"predicted": linear(21, 64)}, {"num_labels": 20}, OUTPUT),
+    "a row for each label": (lambda: {"predicted": linear(20, 64)}, {"num_labels": 20}, HEAD),
+    "two rows more than labels": (lambda: {"predicted": linear(22, 64)}, {"num_labels": 20}, MUON),
+    "a row for each part of a state": (lambda: {"predicted": linear(17, 64)}, {"state_dim": 17}, OUTPUT),
+    "mel bins": (lambda: {"predicted": linear(40, 64)}, {"num_mel_bins": 40}, OUTPUT),
+    "mel bins of two frames": (
+        lambda: {"predicted": linear(40, 64)},
+        {"num_mel_bins": 20, "reduction_factor": 2},
+        OUTPUT,
+    ),
+    "as many mel bins as layers read": (lambda: {"predicted": linear(96, 64)}, {"num_mel_bins": 96}, MUON),
+    "a number that the config does not have": (lambda: {"predicted": linear(20, 64)}, {}, MUON),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_A_BACKBONE)
+def test_beside_a_backbone(case):
+    make, config, expected = BESIDE_A_BACKBONE[case]
     with torch.device("meta"):
-        model = Detector(**modules)
-    reasons = {route.name: "muon" if route.use_muon else route.reason for route in route_parameters(model)}
-    assert {reasons.pop(f"layers.{i}.{name}.weight") for i in range(2) for name in ("up", "down")} == {"muon"}
-    del reasons["tokens.weight"]
-    return {name.removesuffix(".weight"): reason for name, reason in reasons.items()}
-
-
-def test_few_rows_at_the_end_of_an_mlp_are_an_output():
-    """Route an MLP that predicts the four sides of a box as a head."""
-    assert set(routes(sides=mlp(64, 64, 64, 4)).values()) == {"output"}
-    assert set(routes(sides=nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)])).values()) == {"output"}
-    assert set(routes(sides=mlp(64, 64, 64, 48)).values()) == {"muon"}
-
-
-def test_the_last_matrix_is_the_one_that_nobody_beside_it_reads():
-    """Define the last matrix of an MLP before the middle ones, as SAM does."""
-
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.proj_in, self.proj_out, self.layers = linear(64, 64), linear(4, 64), nn.ModuleList([linear(64, 64)])
-
-    assert set(routes(scores=Late()).values()) == {"output"}
-
-
-def test_a_model_that_is_an_mlp_keeps_its_hidden_matrices():
-    use_muon = {route.name: route.use_muon for route in route_parameters(mlp(40, 64, 64, 3))}
-    assert use_muon == {"0.weight": True, "1.weight": True, "2.weight": False}
-
-
-@pytest.mark.parametrize(
-    ("config", "rows", "reason"),
-    [
-        ({"num_labels": 20}, 21, "output"),
-        ({"num_labels": 20}, 20, "head"),
-        ({"num_labels": 20}, 22, "muon"),
-        ({"state_dim": 17}, 17, "output"),
-        ({"num_mel_bins": 40}, 40, "output"),
-        ({"num_mel_bins": 20, "reduction_factor": 2}, 40, "output"),
-        ({"num_mel_bins": 96}, 96, "muon"),  # layers read as many: a hidden size
-        ({}, 20, "muon"),
-    ],
-)
-def test_a_row_for_each_number_that_the_config_says_is_predicted(config, rows, reason):
-    assert routes(config=config, predicted=linear(rows, 64)) == {"predicted": reason}
-
-
-def test_what_reads_the_same_numbers_does_not_make_them_a_hidden_size():
-    """Route an agent that reads states and predicts them."""
-    reasons = routes(config={"state_dim": 17}, read_state=linear(64, 17), predict_state=linear(17, 64))
-    assert reasons == {"read_state": "muon", "predict_state": "output"}
-
-
-def test_a_bottleneck_is_none():
-    """Accept few rows if a later neighbour reads them; an earlier neighbour reads something else."""
-    assert set(routes(down=linear(4, 64), up=linear(64, 4)).values()) == {"muon"}
-    assert routes(places=linear(64, 4), sides=linear(4, 64)) == {"places": "muon", "sides": "output"}
-
-
-def test_few_rows_in_a_layer_are_none():
-    reasons = routes(more=nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "mlp": mlp(64, 32, 64)})]))
-    assert set(reasons.values()) == {"muon"}
-
-
-def test_outputs_of_convolutions():
-    reasons = routes(
-        decoder=nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.Conv2d(64, 3, 3, bias=False)),
-        ctc=nn.Conv1d(64, 500, 1, bias=False),
-        config={"vocab_size": 500},
-    )
-    assert reasons == {"decoder.0": "muon", "decoder.1": "output", "ctc": "head"}
-
-
-def test_projections_that_are_called_embeddings():
-    """Send linear layers between hidden states to Muon, and layers that read coordinates, pixels or tokens to AdamW."""
-    embed = "name contains 'embed'"
-    reasons = routes(
-        config={"vocab_size": 500, "num_labels": 20},
-        embed_projection=linear(64, 48),
-        embed_patches=linear(64, 300),
-        mask_embed=mlp(64, 64, 64),
-        conv_embed=nn.Conv1d(64, 64, 3, groups=2, bias=False),
-        embed_coordinates=linear(64, 2),
-        embed_pixels=nn.Conv2d(3, 64, 3, bias=False),
-        embed_one_hot=linear(64, 500),
-        class_embed=linear(21, 64),
-        bbox_embed=nn.ModuleList([mlp(64, 64, 4), mlp(64, 64, 4)]),
-        distance_embed=nn.ModuleList([mlp(64, 64, 33), mlp(64, 64, 33)]),
-        embed_out=linear(50, 64),
-        pos_embed=nn.Embedding(9, 64),
-    )
-    muon = {name for name, reason in reasons.items() if reason == "muon"}
-    assert muon == {"embed_projection", "embed_patches", "mask_embed.0", "mask_embed.1", "conv_embed"}
-    assert {reason for name, reason in reasons.items() if name not in muon} == {embed}
+        modules = make()
+        model = backbone(config=config, **modules)
+    assert set(optimizers(model, "layers").values()) == {MUON}
+    found = optimizers(model, *modules)
+    assert found == (expected if isinstance(expected, dict) else dict.fromkeys(found, expected))
 
 
 def test_a_users_patterns_win():
-    modules = {"sides": mlp(64, 64, 4), "embed_projection": linear(64, 48)}
-    with torch.device("meta"):
-        model = Detector(**modules)
-    reasons = {r.name: r.reason for r in route_parameters(model, muon_patterns="sides", adamw_patterns="embed_proj")}
-    assert reasons["sides.1.weight"] == "muon_patterns 'sides'"
-    assert reasons["embed_projection.weight"] == "adamw_patterns 'embed_proj'"
-
-
-def test_tables_that_are_stored_transposed():
-    """Recognize MobileBERT's extra columns of its token table: one column for each token, and few rows."""
-    assert routes(config={"vocab_size": 900}, more=linear(64, 900)) == {"more": "table: a column for each token"}
-
-
-class Blocks(nn.Module):
-    """Tokens and blocks of hidden size `width` with MLPs four times as wide, and the modules that a test adds."""
-
-    def __init__(self, width, tokens=256, **modules):
-        super().__init__()
-        self.embed = nn.Embedding(tokens, width)
-        block = {"fc": linear(4 * width, width), "proj": linear(width, 4 * width)}
-        self.blocks = nn.ModuleList([nn.ModuleDict(block) for _ in range(2)])
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-
-def optimizers(model, *names):
-    """Return the optimizer of every weight whose name begins with one of `names`."""
-    by_name = {r.name.removesuffix(".weight"): "muon" if r.use_muon else "adamw" for r in route_parameters(model)}
-    chosen = {name: to for name, to in by_name.items() if "bias" not in name and name.startswith(names)}
-    assert chosen
-    return chosen
+    model = backbone(sides=mlp(64, 64, 4), embed_projection=linear(64, 48))
+    found = {r.name: r.reason for r in route_parameters(model, muon_patterns="sides", adamw_patterns="embed_proj")}
+    assert found["sides.1.weight"] == "muon_patterns 'sides'"
+    assert found["embed_projection.weight"] == "adamw_patterns 'embed_proj'"
 
 
 @pytest.mark.parametrize("config", [{}, {"vocab_size": 256}])
@@ -175,116 +167,103 @@ def test_a_head_with_as_many_tokens_as_a_hidden_size(config, name, width, after)
     """Surround the head with MLPs, heads and predictors that read as many numbers, and none of its logits."""
     with torch.device("meta"):
         later = mlp(*after) if len(after) > 2 else linear(*after[::-1])
-        model = Blocks(width, **{name: linear(256, width), "mtp": later})
-    model.config = SimpleNamespace(**config)
-    assert optimizers(model, name) == {name: "adamw"}
+        model = backbone(width, 4 * width, 256, config, **{name: linear(256, width), "mtp": later})
+    assert optimizers(model, name)[name] != MUON
 
 
-def test_a_head_called_embedding_in_a_model_without_a_known_vocabulary():
-    """Expect AdamW although an earlier MLP reads as many numbers: only a later module could read the head's output."""
+def agent(*, listed):
+    encoder, heads = mlp(64, 256, 256), {"actor": mlp(256, 256, 6), "critic": mlp(256, 256, 1)}
+    return nn.ModuleDict({"encoder": nn.ModuleList(encoder) if listed else encoder, **heads})
+
+
+def trunk(*, wrapped):
+    """Return a long MLP; `wrapped` in a model with many more layers."""
+    model = nn.ModuleDict({"stem": linear(512, 64), "trunk": mlp(*[512] * 13, 8)})
+    model.register_parameter("token", nn.Parameter(torch.zeros(1, 512)))
+    return backbone(policy=model, encoder=nn.ModuleList([backbone(512, 2048) for _ in range(3)])) if wrapped else model
+
+
+def after_an_encoder(**heads):
+    return nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": nn.ModuleDict(heads)})
+
+
+def one_hot_table():
+    """Return a one-hot table and a projection; before the table no module has as many outputs as it reads."""
+    tables = {"embed": linear(64, 256), "layers": backbone(64, 256).layers}
+    return module(
+        config=SimpleNamespace(vocab_size=256), **tables, embed_projection=linear(128, 256), last=linear(64, 128)
+    )
+
+
+# Whole models, and the weights of theirs that Muon and AdamW get, of those that begin with these words.
+MODELS = {
+    "an MLP": (lambda: mlp(40, 64, 64, 3), "0 1", "2"),
+    "an MLP behind an embedding": (
+        lambda: nn.ModuleDict({"emb": nn.Embedding(1000, 256), "net": mlp(256, 1024, 1024, 4)}),
+        "net.0 net.1",
+        "net.2",
+    ),
+    # An earlier MLP reads as many numbers, but only a later module could read the head's output.
+    "a head called embedding, no vocabulary": (
+        lambda: backbone(64, 256, tokens=100, unembed=linear(256, 64)),
+        "layers.0.down",
+        "unembed",
+    ),
+    "a one-hot table, no vocabulary": (
+        lambda: nn.ModuleDict({"embed": linear(128, 5000), "block": mlp(128, 256, 128), "head": linear(5000, 128)}),
+        "",
+        "embed",
+    ),
+    "a one-hot table of as many tokens as a hidden size": (one_hot_table, "embed_projection", "embed"),
+    "a long trunk": (lambda: trunk(wrapped=False), " ".join(f"trunk.{i}" for i in range(12)), "trunk.12"),
+    "a long trunk in a model": (
+        lambda: trunk(wrapped=True),
+        " ".join(f"policy.trunk.{i}" for i in range(12)),
+        "policy.trunk.12",
+    ),
+    "actor and critic": (lambda: agent(listed=False), "actor.0 critic.0", "actor.1 critic.1"),
+    "actor and critic after a list": (lambda: agent(listed=True), "actor.0 critic.0", "actor.1 critic.1"),
+    # Keys come before the way back to the hidden size, not after it.
+    "a head after matrices that lead out and back": (
+        lambda: after_an_encoder(up=linear(4096, 1024), down=linear(1024, 4096), sides=linear(4, 1024)),
+        "heads.up",
+        "heads.sides",
+    ),
+    # A module named "value" is a projection only beside a key.
+    "values and advantages of an agent": (
+        lambda: after_an_encoder(value=linear(51, 1024), q=linear(18, 1024)),
+        "",
+        "heads.value heads.q",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models(case):
+    make, muon, adamw = MODELS[case]
     with torch.device("meta"):
-        model = Blocks(64, tokens=100, unembed=linear(256, 64))
-    assert optimizers(model, "unembed", "blocks.0.proj") == {"unembed": "adamw", "blocks.0.proj": "muon"}
-
-
-def test_a_one_hot_table_in_a_model_without_a_known_vocabulary():
-    with torch.device("meta"):
-        model = nn.ModuleDict({"embed": linear(128, 5000), "block": mlp(128, 256, 128), "head": linear(5000, 128)})
-    assert optimizers(model, "embed") == {"embed": "adamw"}
-
-
-def test_a_one_hot_table_of_as_many_tokens_as_a_hidden_size():
-    """Tell a one-hot table from a projection: no module before the table has as many outputs as it reads."""
-    with torch.device("meta"):
-        model = nn.ModuleDict({"embed": linear(64, 256), "blocks": Blocks(64, tokens=9).blocks})
-        model["embed_projection"], model["last"] = linear(128, 256), linear(64, 128)
-    model.config = SimpleNamespace(vocab_size=256)
-    assert optimizers(model, "embed") == {"embed": "adamw", "embed_projection": "muon"}
-
-
-def test_an_mlp_that_is_the_model_keeps_its_hidden_matrices_behind_an_embedding():
-    with torch.device("meta"):
-        model = nn.ModuleDict({"emb": nn.Embedding(1000, 256), "net": mlp(256, 1024, 1024, 4)})
-    assert optimizers(model, "net") == {"net.0": "muon", "net.1": "muon", "net.2": "adamw"}
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_long_trunk_keeps_its_hidden_matrices(wrapped):
-    with torch.device("meta"):
-        model = nn.ModuleDict({"stem": linear(512, 64), "trunk": mlp(*[512] * 13, 8)})
-        model.register_parameter("token", nn.Parameter(torch.zeros(1, 512)))
-        if wrapped:  # in a model with many more layers
-            model = Detector(policy=model, encoder=nn.ModuleList([Blocks(512) for _ in range(3)]))
-    by_name = optimizers(model, "policy.trunk" if wrapped else "trunk")
-    assert list(by_name.values()) == ["muon"] * 12 + ["adamw"]
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_heads_of_actors_and_critics_keep_their_hidden_matrices(listed):
-    with torch.device("meta"):
-        encoder = mlp(64, 256, 256)
-        heads = {"actor": mlp(256, 256, 6), "critic": mlp(256, 256, 1)}
-        model = nn.ModuleDict({"encoder": nn.ModuleList(encoder) if listed else encoder, **heads})
-    assert optimizers(model, "actor", "critic") == {
-        "actor.0": "muon",
-        "actor.1": "adamw",
-        "critic.0": "muon",
-        "critic.1": "adamw",
+        found = optimizers(make(), "")
+    assert {name: found[name] == MUON for name in (*muon.split(), *adamw.split())} == {
+        **dict.fromkeys(muon.split(), True),
+        **dict.fromkeys(adamw.split(), False),
     }
 
 
-def attention(*names, width=1024, keys=64):
-    return nn.ModuleDict(
-        {name: linear(rows, width) for name, rows in zip(names, (width, keys, keys, width), strict=True)}
-    )
-
-
-@pytest.mark.parametrize(
-    "names", [("wq", "wk", "wv", "wo"), ("q_proj", "k_proj", "v_proj", "o_proj"), ("a", "b", "c", "d")]
-)
+@pytest.mark.parametrize("names", [("wq", "wk", "wv", "wo"), tuple(f"{x}_proj" for x in "qkvo"), tuple("abcd")])
 @pytest.mark.parametrize("layers", [("layer1", "layer2"), ("block_1", "block_2"), ("block",), ("body",)])
 def test_keys_and_values_of_few_heads_are_no_output(names, layers):
     """Try layers of any name, and one that a model might call in a loop."""
+
+    def attention():
+        rows = (1024, 64, 64, 1024)
+        return nn.ModuleDict({name: linear(row, 1024) for name, row in zip(names, rows, strict=True)})
+
     with torch.device("meta"):
-        model = nn.ModuleDict({"embed": nn.Embedding(5000, 1024)})
-        for layer in layers:
-            model[layer] = nn.ModuleDict({"attn": attention(*names), "mlp": mlp(1024, 2048, 1024)})
-        model["looped"] = attention(*names)
-        model["head"] = linear(5000, 1024)
-        model["sides"] = linear(4, 1024)
-    assert set(optimizers(model, *layers, "looped").values()) == {"muon"}
-    assert optimizers(model, "sides", "head") == {"head": "adamw", "sides": "adamw"}
-
-
-def test_heads_after_matrices_that_lead_out_and_back_are_outputs():
-    """Expect an output after up and down projections: keys come before the way back, not after it."""
-    with torch.device("meta"):
-        heads = nn.ModuleDict({"up": linear(4096, 1024), "down": linear(1024, 4096), "sides": linear(4, 1024)})
-        model = nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": heads})
-    assert optimizers(model, "heads.sides", "heads.up") == {"heads.up": "muon", "heads.sides": "adamw"}
-
-
-def test_values_and_advantages_of_an_agent_are_outputs():
-    """Expect outputs: a module named "value" is a projection only beside a key."""
-    with torch.device("meta"):
-        heads = nn.ModuleDict({"value": linear(51, 1024), "q": linear(18, 1024)})
-        model = nn.ModuleDict({"encoder": mlp(64, 1024, 1024), "heads": heads})
-    assert set(optimizers(model, "heads").values()) == {"adamw"}
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_listed_bottlenecks_are_no_output(count):
-    reasons = routes(
-        downs=nn.ModuleList([linear(4, 64) for _ in range(count)]),
-        ups=nn.ModuleList([linear(64, 4) for _ in range(count)]),
-    )
-    assert set(reasons.values()) == {"muon"}
-
-
-def test_listed_heads_are_outputs_although_something_embeds_what_they_put_out():
-    heads = nn.ModuleList([linear(4, 64) for _ in range(3)])
-    reasons = routes(sides=heads, positions=mlp(4, 64, 64))
-    assert {to for name, to in reasons.items() if name.startswith("sides")} == {"output"}
+        own = {layer: nn.ModuleDict({"attn": attention(), "mlp": mlp(1024, 2048, 1024)}) for layer in layers}
+        heads = {"head": linear(5000, 1024), "sides": linear(4, 1024)}
+        model = nn.ModuleDict({"embed": nn.Embedding(5000, 1024), **own, "looped": attention(), **heads})
+    assert set(optimizers(model, *layers, "looped").values()) == {MUON}
+    assert MUON not in optimizers(model, "sides", "head").values()
 
 
 class TestWeightNorm:
@@ -292,7 +271,7 @@ class TestWeightNorm:
 
     @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
     @pytest.mark.parametrize(
-        "module",
+        "make",
         [
             lambda: nn.Conv1d(6, 10, 3),
             lambda: nn.Conv2d(6, 8, 3, groups=2),
@@ -302,32 +281,23 @@ class TestWeightNorm:
         ],
     )
     @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_the_direction_is_seen_as_the_weight(self, norm, module):
-        (plain,) = (route for route in route_parameters(nn.ModuleDict({"m": module()})) if len(route.shape) > 1)
-        by_name = {route.name: route for route in route_parameters(nn.ModuleDict({"m": norm(module())}))}
-        magnitude, direction = sorted((route for route in by_name.values() if "bias" not in route.name), key=_size)
+    def test_the_direction_is_seen_as_the_weight(self, norm, make):
+        (plain,) = (route for route in route_parameters(nn.ModuleDict({"m": make()})) if len(route.shape) > 1)
+        parts = [r for r in route_parameters(nn.ModuleDict({"m": norm(make())})) if "bias" not in r.name]
+        magnitude, direction = sorted(parts, key=lambda route: route.parameter.numel())
         assert (direction.use_muon, direction.view, direction.reason) == (plain.use_muon, plain.view, plain.reason)
         assert direction.shape == plain.shape
         assert not magnitude.use_muon
 
     def test_the_magnitudes_say_what_they_are(self):
         model = nn.ModuleDict({"m": nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 10, 3))})
-        reasons = {route.name: route.reason for route in route_parameters(model)}
-        assert reasons["m.parametrizations.weight.original0"] == "magnitudes of a weight norm"
+        found = {route.name: route.reason for route in route_parameters(model)}
+        assert found["m.parametrizations.weight.original0"] == "magnitudes of a weight norm"
 
     def test_a_users_own_parametrization_is_left_alone(self):
-        class Sum(nn.Module):
-            def forward(self, a, b):
-                return a + b
-
-            def right_inverse(self, weight):
-                return weight / 2, weight / 2
-
+        parametrization = module(forward=lambda self, a, b: a + b)
+        type(parametrization).right_inverse = lambda self, weight: (weight / 2, weight / 2)
         model = nn.ModuleDict({"m": nn.Conv1d(6, 10, 3)})
-        nn.utils.parametrize.register_parametrization(model["m"], "weight", Sum())
-        reasons = {route.name: route.reason for route in route_parameters(model) if len(route.shape) > 1}
-        assert set(reasons.values()) == {"three dims, not known as a stack of matrices (muon_patterns opts in)"}
-
-
-def _size(route):
-    return route.parameter.numel()
+        nn.utils.parametrize.register_parametrization(model["m"], "weight", parametrization)
+        found = {route.reason for route in route_parameters(model) if len(route.shape) > 1}
+        assert found == {"three dims, not known as a stack of matrices (muon_patterns opts in)"}

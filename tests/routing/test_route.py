@@ -1,99 +1,110 @@
-"""The route of every parameter: by module, name, shape and structure."""
+"""The route of every parameter: by module, name, shape and structure; heads, and mixtures of experts."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer
 
 from hf_muon import route_parameters
+from hf_muon.plan.activations import model_flops
+from hf_muon.routing.model_facts import expert_counts
 from hf_muon.routing.route import table
-from tests.routing.models import ATTENTION, MLP, TINY, backbone, build, layers, linear, muon_names, qwen3, reasons
+from tests.routing.models import (
+    ATTENTION,
+    GPT2,
+    MLP,
+    MOE,
+    QWEN3,
+    TINY,
+    build,
+    layers,
+    linear,
+    module,
+    muon_names,
+    qwen3,
+    reasons,
+)
+
+pytestmark = pytest.mark.newest
+
+ROUTER = "router of a mixture of experts"
 
 
-def test_dense_model():
-    assert muon_names(qwen3()) == layers(*ATTENTION, *MLP)
-
-
-def test_every_decision_has_a_reason_and_every_parameter_a_route():
+def test_every_parameter_has_a_route_and_every_route_a_reason():
     model = qwen3()
     routes = route_parameters(model)
     assert [route.name for route in routes] == [name for name, _ in model.named_parameters()]
-    assert all(route.reason for route in routes)
-    by_name = {route.name: route.reason for route in routes}
-    assert by_name["model.embed_tokens.weight"] == "name contains 'embed'"
-    assert by_name["lm_head.weight"] == "name contains 'lm_head'"
-    assert by_name["model.norm.weight"] == "norm"
-    assert by_name["model.layers.0.self_attn.q_proj.weight"] == "hidden matrix"
+    assert muon_names(model) == layers(*ATTENTION, *MLP)
+    found = {route.name: route.reason for route in routes}
+    assert all(found.values())
+    assert found["model.embed_tokens.weight"] == "name contains 'embed'"
+    assert found["lm_head.weight"] == "name contains 'lm_head'"
+    assert found["model.norm.weight"] == "norm"
+    assert found["model.layers.0.self_attn.q_proj.weight"] == "hidden matrix"
+    lines = table(routes).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "count", "optimizer", "reason"]
+    assert any(line.split()[:4] == ["model.layers.*.mlp.up_proj.weight", "48x32", "2", "muon"] for line in lines)
+    assert lines[-2].startswith("muon: 14 parameters, 15,360 weights (")
+    assert lines[-1].startswith("adamw: 11 parameters")
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_found_by_structure(tied):
     """Rename both embeddings, so that only get_input_embeddings and get_output_embeddings identify them."""
-    model = build("Qwen3ForCausalLM", "Qwen3Config", **TINY, head_dim=8, tie_word_embeddings=tied)
-
-    class Renamed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens = model.model.embed_tokens
-            self.out = model.lm_head
-            self.hidden = nn.Linear(32, 32, device="meta")
-
-        def get_input_embeddings(self):
-            return self.tokens
-
-        def get_output_embeddings(self):
-            return self.out
-
-    adamw_reasons = reasons(Renamed())
-    assert adamw_reasons["tokens.weight"] in ("the model's input embeddings", "the model's output embeddings")
-    assert ("out.weight" in adamw_reasons) != tied
-    assert muon_names(Renamed()) == {"hidden.weight"}
+    model = qwen3(tie_word_embeddings=tied)
+    renamed = module(tokens=model.model.embed_tokens, out=model.lm_head, hidden=nn.Linear(32, 32, device="meta"))
+    type(renamed).get_input_embeddings = lambda self: self.tokens
+    type(renamed).get_output_embeddings = lambda self: self.out
+    found = reasons(renamed)
+    assert found["tokens.weight"] in ("the model's input embeddings", "the model's output embeddings")
+    assert ("out.weight" in found) != tied
+    assert muon_names(renamed) == {"hidden.weight"}
 
 
 def test_plain_modules():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(100, 16)
-            self.places = nn.Embedding(50, 16)
-            self.up = nn.Linear(16, 32)
-            self.down = nn.Linear(32, 16)
-            self.ln = nn.LayerNorm(16)
-            self.offset_bias = nn.Parameter(torch.zeros(4, 16))
-            self.heads_norm = nn.Parameter(torch.zeros(4, 16))
-            self.row = nn.Parameter(torch.zeros(1, 16))
-            self.column = nn.Linear(1, 16, bias=False)
-            self.conv = nn.Conv1d(16, 16, 3)
-            self.depthwise = nn.Conv1d(16, 16, 3, groups=16)
-            self.A_log = nn.Parameter(torch.zeros(16, 4))
-            self.scale = nn.Parameter(torch.zeros(()))
-            self.out = nn.Linear(16, 100, bias=False)
-
-    assert muon_names(Plain()) == {"up.weight", "down.weight", "conv.weight"}
-    assert reasons(Plain()) == {
-        "table.weight": "embedding",
-        "places.weight": "embedding",
-        "up.bias": "bias",
-        "down.bias": "bias",
-        "ln.weight": "norm",
-        "ln.bias": "bias",
-        "offset_bias": "bias",
-        "heads_norm": "norm",
-        "row": "single row or column",
-        "column.weight": "single row or column",
-        "conv.bias": "bias",
+    model = module(
+        table=nn.Embedding(100, 16),
+        places=nn.Embedding(50, 16),
+        up=nn.Linear(16, 32),
+        down=nn.Linear(32, 16),
+        ln=nn.LayerNorm(16),
+        offset_bias=nn.Parameter(torch.zeros(4, 16)),
+        heads_norm=nn.Parameter(torch.zeros(4, 16)),
+        row=nn.Parameter(torch.zeros(1, 16)),
+        column=linear(16, 1),
+        conv=nn.Conv1d(16, 16, 3),
+        depthwise=nn.Conv1d(16, 16, 3, groups=16),
+        A_log=nn.Parameter(torch.zeros(16, 4)),
+        scale=nn.Parameter(torch.zeros(())),
+        out=linear(100, 16),
+    )
+    assert muon_names(model) == {"up.weight", "down.weight", "conv.weight"}
+    assert reasons(model) == {
+        **dict.fromkeys(("table.weight", "places.weight"), "embedding"),
+        **dict.fromkeys(("up.bias", "down.bias", "ln.bias", "conv.bias", "depthwise.bias", "offset_bias"), "bias"),
+        **dict.fromkeys(("ln.weight", "heads_norm"), "norm"),
+        **dict.fromkeys(("row", "column.weight"), "single row or column"),
         "depthwise.weight": "depthwise convolution",
-        "depthwise.bias": "bias",
         "A_log": "state space parameter",
         "scale": "vector",
         "out.weight": "output head: the last matrix, of the vocabulary's shape",
     }
 
 
+@pytest.mark.parametrize("name", ["ape", "index_kpool_compress_ape", "position_bias"])
+def test_biases_of_positions_are_no_matrices(name):
+    model = nn.Module()
+    model.register_parameter(name, nn.Parameter(torch.zeros(16, 12)))
+    assert not muon_names(model)
+
+
 def test_gpt2_names():
-    model = build("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
+    model = build("GPT2LMHeadModel", "GPT2Config", **GPT2)
     expected = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
     assert muon_names(model) == layers(*expected, prefix="transformer.h")
     assert reasons(model)["transformer.wpe.weight"] == "name contains 'wpe'"
@@ -106,16 +117,15 @@ def test_embed_takes_no_backbone():
         model = nn.ModuleDict(
             {
                 "embedder": nn.ModuleDict({"encoder": nn.ModuleList([layer]), "proj": linear(5)}),
-                "text_embedding": backbone(),
+                "text_embedding": transformers.Qwen3Model(transformers.Qwen3Config(**QWEN3)),
                 "time_embed": nn.Sequential(linear(6), linear(7, 6)),
                 "patch_embed": nn.ModuleDict({"stem": nn.ModuleList([nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3)})])}),
             }
         )
     expected = {"embedder.encoder.0.up.weight", "embedder.encoder.0.down.weight"}
     assert muon_names(model) == expected | layers(*ATTENTION, *MLP, prefix="text_embedding.layers")
-    adamw_reasons = reasons(model)
     for name in ("embedder.proj", "time_embed.0", "embedder.encoder.0.pos_embed", "text_embedding.embed_tokens"):
-        assert adamw_reasons[f"{name}.weight"] == "name contains 'embed'"
+        assert reasons(model)[f"{name}.weight"] == "name contains 'embed'"
 
 
 def test_frozen_parameters_have_no_route():
@@ -125,19 +135,23 @@ def test_frozen_parameters_have_no_route():
 
 
 @pytest.mark.parametrize(
-    ("model_class", "config_class", "options"),
+    ("kind", "head", "options"),
     [
-        ("Qwen3ForCausalLM", "Qwen3Config", {**TINY, "head_dim": 8}),
-        ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}),
-        ("BertForSequenceClassification", "BertConfig", TINY),
-        ("Qwen2ForCausalLM", "Qwen2Config", TINY),
+        ("Qwen3ForCausalLM", None, QWEN3),
+        ("GPT2LMHeadModel", None, GPT2),
+        ("Qwen2ForCausalLM", None, TINY),
+        ("Qwen3ForSequenceClassification", "score", QWEN3 | {"num_labels": 5}),
+        ("Qwen3ForTokenClassification", "score", QWEN3 | {"num_labels": 5}),
+        ("Qwen3ForQuestionAnswering", "qa_outputs", QWEN3),
+        ("BertForSequenceClassification", "classifier", TINY | {"num_labels": 7}),
     ],
 )
-def test_decay_is_the_trainers_rule(model_class, config_class, options):
-    model = build(model_class, config_class, **options)
-    decaying = Trainer.get_decay_parameter_names(None, model)
-    for route in route_parameters(model):
-        assert route.decay == (route.name in decaying), route.name
+def test_heads_of_models_and_the_trainers_rule_for_decay(kind, head, options):
+    model = build(kind, f"{kind.partition('For')[0].removesuffix('LMHeadModel')}Config", **options)
+    assert muon_names(model)
+    assert head is None or f"{head}.weight" in reasons(model)
+    decaying = set(Trainer.get_decay_parameter_names(None, model))
+    assert {r.name for r in route_parameters(model) if r.decay} == decaying & {n for n, _ in model.named_parameters()}
 
 
 def test_names_lose_wrappers_and_nothing_else():
@@ -145,14 +159,146 @@ def test_names_lose_wrappers_and_nothing_else():
     names = [route.name for route in route_parameters(model)]
     assert [route.name for route in route_parameters(torch.compile(model))] == names
     assert [route.name for route in route_parameters(nn.DataParallel(model))] == names
-    own = nn.ModuleDict({"module": nn.Linear(4, 4, bias=False), "submodule": nn.Linear(4, 4, bias=False)})
+    own = nn.ModuleDict({"module": linear(4, 4), "submodule": linear(4, 4)})
     assert [route.name for route in route_parameters(own)] == ["module.weight", "submodule.weight"]
 
 
-def test_table():
-    text = table(route_parameters(qwen3()))
-    lines = text.splitlines()
-    assert lines[0].split() == ["parameter", "shape", "count", "optimizer", "reason"]
-    assert any(line.split()[:4] == ["model.layers.*.mlp.up_proj.weight", "48x32", "2", "muon"] for line in lines)
-    assert lines[-2].startswith("muon: 14 parameters, 15,360 weights (")
-    assert lines[-1].startswith("adamw: 11 parameters")
+# --- heads, by name, rows and readers
+
+
+def classifier(labels):
+    return build("Qwen3ForSequenceClassification", "Qwen3Config", **QWEN3, num_labels=labels)
+
+
+def test_a_row_per_label_is_a_head_whatever_its_name():
+    assert reasons(classifier(1))["score.weight"] == "single row or column"
+    model = classifier(5)
+    model.verdict, model.score = model.score, nn.Identity()
+    model.extra, model.score_head = (nn.Linear(32, 24, device="meta") for _ in range(2))
+    assert reasons(model)["verdict.weight"] == reasons(model)["score_head.weight"] == "head"
+    assert "extra.weight" in muon_names(model)
+
+
+def test_heads_of_a_model_without_a_base():
+    model = nn.ModuleDict({"multi_head": linear(8), "head": linear(8), "value_head": nn.Sequential(linear(8))})
+    assert muon_names(model) == {"multi_head.weight"}
+
+
+def test_heads_inside_the_base_model():
+    sides = {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "ffn_dim")}
+    sides |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    words = {"langs": ["en", "de"], "src_vocab_size": 50, "tgt_vocab_size": 60, "tie_word_embeddings": False}
+    model = build("FSMTForConditionalGeneration", "FSMTConfig", d_model=16, **words, **sides)
+    assert reasons(model)["model.decoder.output_projection.weight"] == "head"
+
+
+def test_heads_of_attention_are_none():
+    def attention():
+        return module(v_head=linear(8), k_proj=linear(8))
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([attention()]), "head": attention(), "value_head": linear(8)})
+    pooling = "head.k_proj.weight"  # the pooling head's own v_head is a head, by its name
+    assert muon_names(model) == {"layers.0.v_head.weight", "layers.0.k_proj.weight", pooling}
+
+
+def test_a_row_per_token_is_no_head_where_others_take_it_in():
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**QWEN3, vocab_size_of_something=32))
+    model.config.other_vocab_size = 48
+    model.extra, model.out = linear(32, 24), linear(48, 32)
+    # `out` has as many rows as the hidden size of the MLP.
+    assert {"extra.weight", "out.weight"} <= muon_names(model)
+    model.config.other_vocab_size, model.out = 50, linear(50, 32)
+    assert reasons(model)["out.weight"] == "head"
+
+
+# --- mixtures of experts
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "router"),
+    [
+        ("Qwen3Moe", TINY | MOE, "mlp.gate.weight"),
+        ("Mixtral", TINY | {"num_local_experts": 4}, "mlp.gate.weight"),
+        ("GptOss", QWEN3 | {"num_local_experts": 4}, "mlp.router.weight"),
+        ("Olmoe", TINY | {"num_experts": 4}, "mlp.gate.weight"),
+        (
+            "Qwen2Moe",
+            TINY | MOE | {"shared_expert_intermediate_size": 24, "num_key_value_heads": 4},
+            "mlp.gate.weight",
+        ),
+    ],
+)
+def test_mixtures_of_experts(kind, options, router):
+    model = build(f"{kind}ForCausalLM", f"{kind}Config", **options)
+    muon, adamw = muon_names(model), reasons(model)
+    assert layers("mlp.experts.gate_up_proj", "mlp.experts.down_proj", *ATTENTION) <= muon
+    assert {adamw[name] for name in layers(router)} == {ROUTER}
+    assert not any("bias" in name for name in muon)
+    if kind == "Qwen2Moe":
+        assert adamw["model.layers.0.mlp.shared_expert_gate.weight"] == "single row or column"
+        assert layers("mlp.shared_expert.gate_proj.weight") <= muon
+
+
+@pytest.mark.parametrize(
+    ("modules", "router"),
+    [
+        ({"gate": linear(4)}, "gate"),
+        ({"gate": nn.ModuleDict({"wg": linear(4)})}, "gate.wg"),
+        ({"gate": nn.ModuleDict({"mlp": nn.Sequential(linear(6), linear(5, 6))})}, "gate.mlp.0"),
+        ({"scores": linear(4)}, "scores"),
+        ({"router": linear(6)}, "router"),
+        ({"altup": nn.ModuleDict({"modality_router": linear(6)})}, "altup.modality_router"),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_routers(modules, router, listed):
+    stored = module(num_experts=4, down_proj=nn.Parameter(torch.zeros(4, 8, 12)))  # as transformers stores them
+    experts = nn.ModuleList([linear(8) for _ in range(4)]) if listed else stored
+    layer = nn.ModuleDict({**modules, "experts": experts, "shared_expert": nn.ModuleDict({"gate_proj": linear(8)})})
+    model = nn.ModuleDict({"mlp": layer})
+    assert reasons(model)[f"mlp.{router}.weight"] == ROUTER
+    assert "mlp.shared_expert.gate_proj.weight" in muon_names(model)
+    assert any("experts" in name for name in muon_names(model))
+    assert muon_names(nn.ModuleDict({"mlp": nn.ModuleDict({"gate": linear(8)})})) == {"mlp.gate.weight"}
+
+
+def test_three_dims_are_a_stack_only_where_experts_are():
+    model = module(
+        q=nn.Parameter(torch.zeros(16, 4, 8)),
+        latents=nn.Parameter(torch.zeros(6, 16)),
+        rel_pos_h=nn.Parameter(torch.zeros(6, 16)),
+        rel_pos_bias=linear(6),
+        weight=nn.Parameter(torch.zeros(8, 8)),
+        flat=module(num_experts=4, down_proj=nn.Parameter(torch.zeros(4 * 8, 12))),
+    )
+    assert muon_names(model) == {"weight"}
+    assert reasons(model) == {
+        "q": "three dims, not known as a stack of matrices (muon_patterns opts in)",
+        "latents": "table of learned vectors",
+        "rel_pos_h": "table of learned vectors",
+        "rel_pos_bias.weight": "bias",
+        "flat.down_proj": "experts flattened into one matrix",
+    }
+    assert "q" in muon_names(model, muon_patterns="^q$")
+
+
+def test_counts_of_experts_are_integers_with_the_usual_name_first():
+    owner = SimpleNamespace(n_experts=6, num_experts=4, num_local_experts=None, n_routed_experts="5", experts=3)
+    assert expert_counts(owner) == [4, 6]
+    assert expert_counts(SimpleNamespace()) == expert_counts(None) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts"]
+)
+def test_each_name_of_a_number_of_experts_serves_routes_and_plans(name):
+    def stack(**counts):  # four matrices under a name that says nothing about experts
+        return module(weights=nn.Parameter(torch.zeros(4, 8, 12)), **counts)
+
+    assert muon_names(stack(**{name: 4})) == {"weights"}
+    assert not muon_names(stack(**{name: 3}))
+    model = nn.ModuleDict({"experts": stack()})
+    model.config = SimpleNamespace(**{name: 4, "num_experts_per_tok": 2})
+    assert model_flops(model) == 6 * 2 * 8 * 12
+    model.config = SimpleNamespace()
+    assert model_flops(model) == 6 * 4 * 8 * 12

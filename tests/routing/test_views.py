@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from tests.routing.models import TINY, build, linear, muon_views, reasons
+
+pytestmark = pytest.mark.newest
 
 
 def test_convolutions():

@@ -4,17 +4,13 @@ After each step of a distributed run LLaMA-Factory v1 synchronizes the accelerat
 none, so `synchronize` does nothing here.
 """
 
-import atexit
 import gc
 import os
-import time
 
 gc.set_threshold(10_000)  # as tests/startup
 
 if "RANK" in os.environ:
     import torch
-
-    atexit.register(time.sleep, 0.3)  # for threads of gloo, as in cpu_ranks
 
     if not torch.accelerator.is_available():
         torch.accelerator.synchronize = lambda *args, **kwargs: None
