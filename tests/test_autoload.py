@@ -140,14 +140,14 @@ assert type(Trainer(model, args).create_optimizer()).__module__ == "hf_muon.opti
 try:
     TrainingArguments("/tmp/unused", optim="muon", optim_args="of=theirs", **options)
 except ValueError as error:
-    assert "'of' is not an option of muon" in str(error)
+    assert "'of'" in str(error) and "[unknown-option]" in str(error)
 else:
     raise SystemExit("not checked")
 """
     heard = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stderr
     assert "hf_muon" not in heard[: heard.index("adamw is made")]
-    assert heard.count("this transformers has a Muon of that name, too") == 1
-    assert "set HF_MUON_AUTOLOAD=0 in the environment. The name hf_muon always means hf_muon's" in heard
+    assert heard.count("[another-muon]") == 1
+    assert "HF_MUON_AUTOLOAD=0" in heard
 
 
 def test_a_failing_hook_breaks_no_import_and_is_not_noticed_without_muon():
@@ -312,6 +312,6 @@ def test_other_optimizers_are_what_they_are_without_us():
 
 
 def test_names_that_the_package_lacks():
-    with pytest.raises(AttributeError, match="module 'hf_muon' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"'nothing' \[unknown-name\]"):
         _ = hf_muon.nothing
     assert not hasattr(hf_muon, "nothing")
