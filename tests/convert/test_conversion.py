@@ -200,3 +200,17 @@ def test_what_the_other_half_stepped_is_refused_by_name(options, message):
     model, optimizer = trained(moonlight_like, model=with_word_embeddings())
     with pytest.raises(ValueError, match=rf"{message}.*\[routing-changed\]"):
         convert(optimizer, model, target=ours(model, **options))
+
+
+def test_moments_of_the_models_wrapper_keep_their_names():
+    """Read a state keyed by the names of a model that was wrapped by DistributedDataParallel."""
+    model, optimizer = trained(moonlight_like)
+    names = dict(enumerate(names_of(model, optimizer)))
+    state = saved(optimizer)
+    state["state"] = {f"module.{names[key]}": value for key, value in state["state"].items()}
+    state["param_groups"][0]["params"] = [f"module.{name}" for name in reversed(names.values())]
+    target = ours(model)
+    target.load_state_dict(convert(state, model, target=target))
+    for name, p in model.named_parameters():
+        buffer = optimizer.state[p].get("momentum_buffer")
+        assert buffer is None or torch.equal(target.state[p]["momentum_buffer"], buffer * (1 - 0.95)), name

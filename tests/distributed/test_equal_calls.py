@@ -118,13 +118,12 @@ FIRST = [
     (EXPERTS, "FSDP2", 2, "watched rule"),
     (LLAMA, "FSDP2", 2, "fp32 products"),
 ]
-PLACES = [("one process", 1), *((layout, ranks) for layout in LAYOUTS for ranks in (2, 8))]
-# Each pair of a model, a place and an option; ZeRO has an offload of its own, and large models take seconds each.
+# Each pair of a layout, a number of ranks, a model and an option; ZeRO has an offload of its own.
 PAIRS = AllPairs(
-    [PLACES, [DENSE, EXPERTS, LLAMA], list(OPTIONS)],
-    filter_func=lambda row: not (row[0][0].startswith("ZeRO") and row[2:] == ["offload"]),
+    [["one process", *LAYOUTS], list(OPTIONS), [DENSE, EXPERTS, LLAMA], [2, 8]],
+    filter_func=lambda row: not (row[0].startswith("ZeRO") and row[1:2] == ["offload"]),
 )
-CASES = [(model, *place, name) for place, model, name in PAIRS]
+CASES = [(model, layout, 1 if layout == "one process" else ranks, name) for layout, name, model, ranks in PAIRS]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from typing import Any
 
 from allpairspy import AllPairs
 
+from tests.rules.settings import TOGETHER, TRIPLES
+
 # Shapes that no number of ranks divides, fewer rows than ranks, and stacks of experts.
 MATRICES = [(7, 5), (10, 16), (3, 7, 5), (10, 16), (1, 9), (2, 3), (16, 10), (5, 6, 4), (7, 5)]
 # Fused, interleaved, transposed and folded weights and stacks, whose sizes no number of ranks divides.
@@ -54,8 +56,6 @@ MODELS = {
     "routed": [],  # a model that hf_muon routes itself, as a plan does
 }
 
-TRIPLES = ((4.0, -7.0, 3.1), (3.5, -4.8, 2.0), (2.8, -3.0, 1.2))
-TOGETHER = {"normalize": "rows", "weight_decay_mode": "cautious", "momentum_warmup": 2}
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "normuon": {"normalize": "rows"},

@@ -43,9 +43,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.messages import messages
+
 HERE = Path(__file__).parent
 NOT_YET = HERE / "not_yet.txt"
-CODE = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)*)\]")
+CODE = re.compile(r"\[([a-z0-9-]+)\]")
+KNOWN = frozenset(messages())
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class Refusal:
 
 
 def codes_in(text: str) -> set[str]:
-    """Return the codes in a text."""
-    return set(CODE.findall(text))
+    """Return the codes in a text. Values in brackets, as [1], are none."""
+    return KNOWN & set(CODE.findall(text))
 
 
 def check(case: Refusal, request: pytest.FixtureRequest) -> None:
@@ -107,7 +110,9 @@ def check(case: Refusal, request: pytest.FixtureRequest) -> None:
 
 def _call(function: Callable[..., Any], request: pytest.FixtureRequest, **known: Any) -> Any:
     """Call a function with what it asks for by name: `known` values, and fixtures."""
-    wanted = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind in named]
     return function(**{name: known[name] if name in known else request.getfixturevalue(name) for name in wanted})
 
 

@@ -60,7 +60,7 @@ def optimizer() -> Muon:
         lambda made, _: made.state.clear(),
         lambda made, _: made.param_groups[0].update(lr=0.2),
         lambda made, _: made.param_groups.append({}),
-        lambda _, folder: (folder / "file").write_text("other"),
+        lambda _, folder: (folder / "file").write_text("no-params"),
         lambda _, folder: (folder / "new").mkdir(),
     ],
 )
@@ -83,15 +83,15 @@ def raising(error: Exception) -> None:
     [
         (lambda: None, "not refused"),
         (list, "there is no text"),
-        (lambda: raising(ValueError("it is wrong [other]")), "wrong"),
+        (lambda: raising(ValueError("it is wrong [no-params]")), "wrong"),
         (lambda: raising(ValueError("it is wrong")), "wrong"),
-        (lambda: raising(ValueError("it is wrong [right]\nand [other]")), "other"),
-        (lambda: raising(RuntimeError("it is wrong [right]")), "wrong"),
-        (lambda: raising(ValueError("3 is wrong [right]")), "3 is"),
-        (lambda: ["it is wrong [right]", "nothing"], "nothing"),
+        (lambda: raising(ValueError("it is wrong [no-steps]\nand [no-params]")), "no-params"),
+        (lambda: raising(RuntimeError("it is wrong [no-steps]")), "wrong"),
+        (lambda: raising(ValueError("3 is wrong [no-steps]")), "3 is"),
+        (lambda: ["it is wrong [no-steps]", "nothing"], "nothing"),
     ],
 )
 def test_a_case_fails_where_it_must(attempt, message, request):
     with pytest.raises((AssertionError, RuntimeError), match=message):
-        check(Refusal("right", "f", attempt, says="it"), request)
-    check(Refusal("right", "f", lambda: raising(ValueError("it is wrong [right]")), says="it"), request)
+        check(Refusal("no-steps", "f", attempt, says="it"), request)
+    check(Refusal("no-steps", "f", lambda: raising(ValueError("it is wrong [no-steps]")), says="it"), request)

@@ -1,1 +1,1 @@
-"""Rules: each against a slow loop, in every layout, resumed, together."""
+"""Rules: against slow loops, alone and in pairs, on models; `tests.equality` has layouts, resumes and reshards."""

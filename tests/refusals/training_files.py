@@ -1,0 +1,96 @@
+"""`hf-muon inspect` of training files whose runs `optim: muon` refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import Qwen3Config
+
+from tests.cli.calls import call
+from tests.refusals import Refusal
+
+SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+ZERO3 = {"zero_optimization": {"stage": 3}}
+FSDP1 = {"fsdp": True, "fsdp_config": {"version": 1}}
+SP = {"parallelism_config": {"sp_size": 2}}
+FILES: list[tuple[dict[str, Any], str, str]] = [
+    ({"deepspeed": "lost.json"}, "unreadable-deepspeed-config", "lost.json, seen from "),
+    ({"deepspeed": "not even a path"}, "unreadable-deepspeed-config", "not even a path"),
+    ({"deepspeed": 3}, "unreadable-deepspeed-config", "deepspeed: 3"),
+    ({"deepspeed": {**ZERO3, "optimizer": {"type": "AdamW"}}}, "optimizer-in-config", r"\(AdamW\)"),
+    ({"deepspeed": {**ZERO3, "optimizer": {}, "expert_parallel": {}}}, "optimizer-in-config expert-parallel", ""),
+    ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "int8-partition", "momentum_dtype=int8"),
+    ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "int8-partition", "adamw_state_dtype=int8"),
+    ({"deepspeed": ZERO3, "optim_args": "momentum_offload=cpu"}, "momentum-offload", ""),
+    ({"use_muon": True}, "rival-optimizer", "use_muon"),
+    ({"use_galore": True}, "rival-optimizer", "use_galore"),
+    ({"use_hyper_parallel": True}, "hyper-parallel", ""),
+    (FSDP1, "fsdp1", ""),
+    ({"fsdp": True, "fsdp_config": {"version": 2, "xla": True}}, "unsupported-layout", "XLA"),
+    ({"fsdp": True, "fsdp_config": "lost.json"}, "training-arguments", "'lost.json'.*: fsdp, fsdp_config"),
+    ({"parallelism_config": {"cp_size": 2}}, "unsupported-layout", "cp_size"),
+    (SP, "sp-without-deepspeed", "sp_size"),
+    ({**SP, "deepspeed": ZERO3, "label_smoothing_factor": 0.1}, "label-smoothing", ""),
+    ({"use_muon": True, "deepspeed": "lost.json", **FSDP1}, "rival-optimizer unreadable-deepspeed-config fsdp1", ""),
+    ({"optim_target_modules": ["mlp"]}, "target-modules", r"\['mlp'\]"),
+    ({"optim_args": "momentun=0.9"}, "unknown-option", "run.yaml: 'momentun'"),
+    ({"finetuning_type": "oft"}, "unknown-finetuning-type", "oft .*full, freeze, lora"),
+    ({"finetuning_type": "freeze", "freeze_trainable_layers": "many"}, "finetuning-misfit", "freeze"),
+    ({"finetuning_type": "lora", "lora_rank": "many"}, "finetuning-misfit", "lora"),
+]
+# Of LLaMA-Factory v1.
+FILES_V1: list[tuple[dict[str, Any], str, str]] = [
+    ({"dist_config": {"name": "deepspeed"}}, "unsupported-layout", "dist_config: deepspeed"),
+    ({"cp_size": 2}, "cp-without-fsdp2", "cp_size: 2 "),
+    ({"dist_config": "fsdp2"}, "not-a-mapping", r"dist_config: \{name: fsdp2\}"),
+    ({"optim_config": {"name": "muon", "momentun": 0.9}}, "unknown-option", "'momentun'"),
+    ({"optim_config": "muon"}, "not-a-mapping", r"optim_config: \{name: muon\}"),
+]
+
+
+def written(keys: dict[str, Any], model: str = "model_name_or_path") -> Callable[[Path], Path]:
+    """Return what writes a training file beside the configuration of a small Qwen3, and returns their folder."""
+
+    def given(tmp_path: Path) -> Path:
+        names: dict[str, Any] = (
+            {"optim": "muon"} if model == "model_name_or_path" else {"optim_config": {"name": "muon"}}
+        )
+        config = Qwen3Config(**SIZES, num_attention_heads=2, num_key_value_heads=1, architectures=["Qwen3ForCausalLM"])
+        config.save_pretrained(tmp_path)
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({model: str(tmp_path), **names, **keys}))
+        return tmp_path
+
+    return given
+
+
+def inspected(given: Path) -> str:
+    """Return what a command writes to stderr; its JSON has the same reasons, and the environment stays."""
+    environment = dict(os.environ)
+    result = call("inspect", given / "run.yaml", "--json")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert all(line in result.stderr for line in json.loads(result.stdout or '{"refused": []}')["refused"])
+    assert dict(os.environ) == environment
+    return result.stderr
+
+
+def with_megatron(given: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("USE_MCA", "1")
+    return inspected(given)
+
+
+CASES = [
+    *(Refusal(code, "hf-muon inspect", inspected, given=written(keys), says=says) for keys, code, says in FILES),
+    *(
+        Refusal(code, "hf-muon inspect", inspected, given=written(keys, "model"), says=says, name="v1")
+        for keys, code, says in FILES_V1
+    ),
+    Refusal(
+        "rival-trainer", "hf-muon inspect", with_megatron, given=written({"finetuning_type": "full"}), says="USE_MCA"
+    ),
+]
