@@ -192,7 +192,7 @@ LOADS = [
     ("", ["2 fp32"], {}, "bf16.*fp32.*[other-precision]"),
     ("", ["2 frozen"], {}, "blocks.1.*[other-parameters]"),
 ]
-FIRST = r"[a-z]-22|other keys-23|save-(23|33)|both-|gone in weights.*all|code in|masters|^-.*(?<!some)$|index|nvme|only"
+FIRST = r"[a-z]-22|other keys-23|save-(23|33)|both-|gone in weights.*all|code in|masters|^-(?!23|32)|index|nvme"
 
 
 @pytest.mark.extended(but=FIRST)
