@@ -221,9 +221,11 @@ def cost(rank, stage, units=contextlib.nullcontext):
         counts.update(sent_bytes=counted.bytes, flops=counted.flops)
 
     optimizer.step = counting
-    engine.backward(loss_of(engine, tokens_of(0)))
-    with units():
-        engine.step()
+    for batch in range(2):  # in the first step, ranks connect
+        counts.clear()
+        engine.backward(loss_of(engine, tokens_of(batch)))
+        with units():
+            engine.step()
     zero, partitions = engine.optimizer, optimizer.partitioned.partitions
     masters = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
     weights = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()] + list(masters)
