@@ -93,8 +93,10 @@ FORMS = {
     "a key that no option has": with_key("foreign", True),
     "without options that an older version did not have": without("ns_dtype", "momentum_dtype"),
     "without steps, as the oldest versions": without("step"),
+    "the name of a scale before torch had one": with_key("adjust_lr_fn", "rms_to_rms"),
     "what a user keeps there": lambda saved: saved["state"][0].update(my_ema=torch.ones(3)),
 }  # fmt: skip
+OPTIONS_OF = {"the name of a scale before torch had one": {"adjust_lr_fn": "spectral_unclamped"}}
 NOTICES = {
     "without options that an older version did not have": "this run's stay",
     "without steps, as the oldest versions": f"{STEPS} are assumed [steps-assumed]",
@@ -106,8 +108,8 @@ NOTICES = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, caplog):
-    model, optimizer = stepped()
-    other, into = build()
+    model, optimizer = stepped(**OPTIONS_OF.get(form, {}))
+    other, into = build(**OPTIONS_OF.get(form, {}))
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     saved = copy.deepcopy(optimizer.state_dict())
     FORMS[form](saved)
@@ -190,14 +192,13 @@ def test_what_a_user_keeps_in_the_state_of_parameters(before_the_first_step):
     assert equal(bits(model.parameters()), bits(twin.parameters()))
 
 
-def test_state_before_the_first_step():
+def test_state_that_is_made_before_the_first_step():
     results = []
-    for make in (lambda o: None, lambda o: o.init_state(), lambda o: o.load_state_dict(both_halves()[0].state_dict())):
+    for make in (lambda _: None, lambda optimizer: optimizer.init_state()):
         optimizer, params = both_halves()
         make(optimizer)
         results.append((bits(run(optimizer, params, both_gradients(2))), optimizer.state_dict()))
-    assert equal(results[1], results[0])
-    assert equal(results[2], results[0])
+    assert equal(*results)
 
 
 def test_parameters_cast_after_loading():
@@ -224,15 +225,6 @@ def test_options_of_the_checkpoint_win_and_are_logged(caplog):
     caplog.clear()
     fresh.load_state_dict(optimizer.state_dict())
     assert not caplog.text
-
-
-def test_the_scale_that_had_a_name_of_ours_before_torch_had_one_is_loaded():
-    saved = stepped(adjust_lr_fn="spectral_unclamped")[1].state_dict()
-    for group in saved["param_groups"]:
-        group["adjust_lr_fn"] = "rms_to_rms"
-    fresh = build()[1]
-    fresh.load_state_dict(saved)
-    assert fresh.param_groups[0]["adjust_lr_fn"] == "spectral_unclamped"
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
