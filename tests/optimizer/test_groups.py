@@ -53,6 +53,8 @@ def test_groups_of_a_scheduled_optimizer_are_groups_of_a_new_one(name):
     scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
     step(optimizer)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "initial_lr": 0.1, "lr": 0.1})
+    optimizer.add_param_group({"params": []})
+    step(optimizer)
 
 
 def test_groups_may_have_coefficients_and_scales_of_their_own():

@@ -232,9 +232,9 @@ PARAMETERS = table(
 # --- steps
 
 
-def spoiled(change: Callable[[dict[str, Any], Muon], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Muon]:
+def spoiled(change: Callable[[dict[str, Any], Muon], Any], **options: Any) -> tuple[Any, Muon]:
     """Return a model and its optimizer after some steps, with gradients, and with something that a step refuses."""
-    model, optimizer = stepped(dtype)
+    model, optimizer = stepped(**options)
     change(dict(model.named_parameters()), optimizer)
     return model, optimizer
 
@@ -298,12 +298,19 @@ def partitioned(_: dict[str, Any], optimizer: Muon) -> None:
     attach_partitions(optimizer, {})
 
 
+def without_scales(_: dict[str, Any], optimizer: Muon) -> None:
+    for state in optimizer.state.values():
+        state.pop("momentum_scale", None)
+
+
 def unlisted(_: dict[str, Any], optimizer: Muon) -> None:
     del optimizer.param_groups[1]["params"]
 
 
 def pickled_with_a_group(_: Any) -> Any:
-    return pickle.dumps(Muon(parameters(), replicate_group=dist.group.WORLD))
+    optimizer = Muon(parameters(), replicate_group=dist.group.WORLD)
+    assert copy.deepcopy(optimizer).replicate_group is dist.group.WORLD
+    return pickle.dumps(optimizer)
 
 
 WRITTEN = [
@@ -330,6 +337,11 @@ STEPS = [
     *(
         Refusal(code, "Muon.step", lambda given: given[1].step(), RuntimeError, partial(spoiled, change), says, str(k))
         for k, (code, change, says) in enumerate(SPOILED)
+    ),
+    *table(
+        [("moments-gone", "Muon.step", lambda given: given[1].step(), "momentum_scale")],
+        error=RuntimeError,
+        given=lambda: spoiled(without_scales, momentum_dtype="int8"),
     ),
     Refusal("no-params", "Muon.step", lambda given: given[1].step(), given=partial(spoiled, unlisted), says="group 1"),
     *table(
