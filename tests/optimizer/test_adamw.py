@@ -16,6 +16,8 @@ from hf_muon.plan.step_plan import plan_step
 from hf_muon.storage.tensors import STEPPED_DTYPES
 from tests.optimizer.cases import adamw_over, bits, equal, gradients, normal, parameters, run
 
+pytestmark = pytest.mark.newest
+
 # Vectors, and tensors of one chunk and of several.
 MANY = [(3,), (700, 700), (5, 2), (1,), (1000,), (), (40,), (100, 16)]
 MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")

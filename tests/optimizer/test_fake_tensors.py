@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon import Muon, build_optimizer
 
+pytestmark = pytest.mark.newest
+
 
 def stepped(dtype=torch.float32, device="cpu", steps=2, **options):
     with torch.device(device):

@@ -25,6 +25,8 @@ from hf_muon.config import GROUP_OPTIONS, OPTIONS
 from tests.optimizer.cases import bits, both_halves, equal, normal, params_of, step
 from tests.refusals.optimizer import Behaving, shard
 
+pytestmark = pytest.mark.newest
+
 # --- keys of groups, and torch's schedulers
 
 SCHEDULERS = {
@@ -229,6 +231,7 @@ def by_path(path, parameters, **options):
     return kind(parameters, **{key: value for key, value in options.items() if key in known})
 
 
+@pytest.mark.promise("litgpt", "torchtune", "lightning-cli")
 def test_ready_groups_train_as_build_optimizer():
     ours, theirs = Net(32, 60), Net(32, 60)
     options = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "adamw_lr": 1e-3, "ns_dtype": "fp32"}
@@ -291,13 +294,17 @@ def test_known_subclasses_of_parameter_are_stepped_as_parameters(monkeypatch):
     assert torch.equal(after_steps(cls(torch.ones(4, 6))), expected)
 
 
-def test_frozen_ones_may_be_of_any_class():
+@pytest.mark.promise("tensor-class")
+def test_frozen_ones_may_be_of_any_class_until_they_are_trained():
     """Ignore the class of a frozen parameter: base weights of quantized models have their own classes."""
     weight, base = nn.Parameter(torch.ones(4, 6)), shard(4, 6, requires_grad=False)
     optimizer = Muon([weight, base])
     weight.grad = torch.randn(4, 6)
     optimizer.step()
     assert not torch.equal(weight, torch.ones(4, 6))
+    base.requires_grad_(True).grad = torch.ones(4, 6)
+    with pytest.raises(RuntimeError, match=r"\.Shard, .*\[unknown-tensor-class\]"):
+        optimizer.step()
     assert not base.any()
 
 

@@ -10,6 +10,7 @@ import functools
 import io
 import pickle
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from hf_muon import Muon
 from hf_muon.optimizer.state import ALL_STATE_KEYS
 from tests.optimizer.cases import bits, build, equal, params_of, step, stepped
+
+pytestmark = pytest.mark.newest
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 STORED = st.sampled_from(["fp32", "bf16", "int8"])
@@ -171,7 +174,7 @@ class Interrupted(RuleBasedStateMachine):
 
 
 TestInterrupted = Interrupted.TestCase
-TestInterrupted.settings = settings(max_examples=60, stateful_step_count=30)
+TestInterrupted.settings = settings(stateful_step_count=30)
 
 
 def test_lost_moments_would_show():
@@ -256,7 +259,6 @@ def test_mutated_states():
     """Require that every loaded state is complete and finite, and that the next step gives finite weights."""
     outcomes = collections.Counter()
 
-    @settings(max_examples=60)
     @given(DTYPES, STORED, st.lists(st.lists(mutations, min_size=1, max_size=3), min_size=10, max_size=20))
     def check(dtype, momentum_dtype, states):
         for changes in states:

@@ -30,6 +30,8 @@ from tests.optimizer.cases import (
 )
 from tests.reference import ReferenceMuon, moved, relative_difference
 
+pytestmark = pytest.mark.newest
+
 # --- against torch, and against SVDs in float64
 
 
@@ -49,6 +51,7 @@ SCALES = [{"adjust_lr_fn": "match_rms_adamw", "update_rms": rms} for rms in (0.2
 SCALES += [{"adjust_lr_fn": "original"}, {"adjust_lr_fn": "spectral_unclamped"}]
 
 
+@pytest.mark.promise("one-process")
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("k", range(len(SCALES)))
 def test_ten_steps_against_the_reference(preset, k):
