@@ -105,38 +105,25 @@ class Shard(torch.Tensor):
     """A tensor like another framework's DTensor: its shape is the shape of its shard."""
 
 
-class Behaving(nn.Parameter):
-    """A parameter with its own __torch_function__."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs or {})
+def as_parameters_do(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
 
 
-class BehavingTagged(Behaving):
-    """A parameter that inherits its __torch_function__."""
+def as_it_is(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
 
 
-class Dispatching(nn.Parameter):
-    """A parameter with its own __torch_dispatch__."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+def behaving(name: str, *bases: type, **attributes: Any) -> Any:
+    return type(name, bases or (nn.Parameter,), attributes)
 
 
-class DTensorBase(nn.Parameter):
-    """A parameter class of another framework, named like a DTensor."""
-
-
-class OfDTensor(DTensorBase):
-    """A parameter that inherits from it."""
-
-
-class Int8Params(Behaving):
-    """A class of the name that bitsandbytes has, from elsewhere."""
-
-    has_fp16_weights = True
+FUNCTION, DISPATCH = "__torch_function__", "__torch_dispatch__"
+Behaving = behaving("Behaving", **{FUNCTION: classmethod(as_parameters_do)})
+DTensorBase = behaving("DTensorBase")  # of another framework
+STRANGE = [
+    *(Behaving, behaving("BehavingTagged", Behaving), behaving("Int8Params", Behaving, has_fp16_weights=True)),
+    *(behaving("Dispatching", **{DISPATCH: classmethod(as_it_is)}), DTensorBase, behaving("Of", DTensorBase)),
+]
 
 
 def shard(*shape: int, requires_grad: bool = True) -> torch.Tensor:
@@ -209,8 +196,7 @@ PARAMETERS = table(
         (UNKNOWN, "MuonOfGroups", lambda: ready(network()), "Shard"),
         (UNKNOWN, "Muon", lambda: Muon([shard(4, 6)]), r"parameter 0 \(4, 6\).*optimizer.Shard"),
         (UNKNOWN, "Muon", lambda: Muon([{"params": [shard(4, 6)], "use_muon": False}]), "Shard"),
-        *((UNKNOWN, "Muon", one_of(cls), cls.__name__) for cls in (Behaving, BehavingTagged, Dispatching)),
-        *((UNKNOWN, "Muon", one_of(cls), cls.__name__) for cls in (DTensorBase, OfDTensor, Int8Params)),
+        *((UNKNOWN, "Muon", one_of(cls), rf"\.{cls.__name__}, ") for cls in STRANGE),
         (UNKNOWN, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Cut(0), shard(4, 6))])), "DTensor.*Shard"),
         (UNKNOWN, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Replicate(), shard(4, 6))])), "DTensor.*Shard"),
         *(
