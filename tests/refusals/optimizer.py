@@ -218,9 +218,9 @@ PARAMETERS = table(
 # --- steps
 
 
-def spoiled(change: Callable[[dict[str, Any], Muon], Any], **options: Any) -> tuple[Any, Muon]:
+def spoiled(change: Callable[[dict[str, Any], Muon], Any], momentum_dtype: str = "auto") -> tuple[Any, Muon]:
     """Return a model and its optimizer after some steps, with gradients, and with something that a step refuses."""
-    model, optimizer = stepped(**options)
+    model, optimizer = stepped(momentum_dtype=momentum_dtype)
     change(dict(model.named_parameters()), optimizer)
     return model, optimizer
 
