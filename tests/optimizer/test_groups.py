@@ -1,18 +1,33 @@
-"""Param groups: valid groups, their keys, and the keys of torch's schedulers."""
+"""Param groups, however they are made: by `Muon`, `MuonOfGroups` or `build_optimizer`; which tensors they may hold, and
+what is logged of them.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Cut
 from torch.optim import lr_scheduler, swa_utils
 
-from hf_muon import Muon, MuonOfGroups
-from hf_muon.config import GROUP_OPTIONS
-from hf_muon.optimizer.groups import FOREIGN_KEYS, OWN_KEYS, SCHEDULER_KEYS
-from tests.optimizer.cases import REST, SHAPES, both_halves, gradients, parameters, run
+from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer
+from hf_muon.config import GROUP_OPTIONS, OPTIONS
+from tests.optimizer.cases import bits, both_halves, equal, normal, params_of, step
+from tests.refusals.optimizer import Behaving, shard
+
+pytestmark = pytest.mark.newest
+
+# --- keys of groups, and torch's schedulers
 
 SCHEDULERS = {
     "ConstantLR": lr_scheduler.ConstantLR,
@@ -20,7 +35,7 @@ SCHEDULERS = {
     "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5),
     "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, cycle_momentum=True),
     "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)),
     "LinearLR": lr_scheduler.LinearLR,
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=True),
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
@@ -28,137 +43,281 @@ SCHEDULERS = {
 }
 
 
-def muon():
-    weight, bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))
-    return Muon([{"params": [weight], "name": "matrices"}, {"params": [bias], "use_muon": False}], lr=0.01)
-
-
-def keys_of(optimizer):
-    return {key for group in optimizer.param_groups for key in group}
-
-
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_groups_of_a_scheduled_optimizer_are_groups_of_a_new_one(name):
-    optimizer = muon()
-    SCHEDULERS[name](optimizer)
-    assert keys_of(optimizer) <= {*OWN_KEYS, *FOREIGN_KEYS, *GROUP_OPTIONS}
-    assert keys_of(Muon(optimizer.param_groups)) == keys_of(optimizer)
-    muon().load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("key", SCHEDULER_KEYS)
-def test_a_state_with_text_for_a_schedulers_number_is_refused(key):
-    state_dict = muon().state_dict()
-    state_dict["param_groups"][0][key] = "0.1"
-    with pytest.raises(ValueError, match=f"its param group 0 has {key}='0.1', and not a number"):
-        muon().load_state_dict(state_dict)
-
-
-def test_every_key_of_the_list_is_written_by_a_scheduler():
-    keys = set()
-    for schedule in SCHEDULERS.values():
-        optimizer = muon()
-        schedule(optimizer)
-        keys |= keys_of(optimizer)
-    assert set(SCHEDULER_KEYS) <= keys
-
-
-def test_add_param_group_equals_having_had_it():
-    late = parameters([(8, 12)], seed=7)
-    optimizer, params = both_halves(lr=0.02)
-    optimizer.add_param_group({"params": late, "lr": 0.1, "momentum": 0.5})
-    run(optimizer, params + late, gradients(SHAPES + REST + [(8, 12)], 3))
-    alone = parameters([(8, 12)], seed=7)
-    grads = [[step[-1]] for step in gradients(SHAPES + REST + [(8, 12)], 3)]
-    run(Muon(alone, lr=0.1, momentum=0.5), alone, grads)
-    assert torch.equal(late[0], alone[0])
-
-
-@pytest.mark.parametrize("name", GROUP_OPTIONS)
-def test_param_groups_carry_every_hyperparameter(name):
-    optimizer, _ = both_halves()
-    assert all(name in group and "use_muon" in group for group in optimizer.param_groups)
-
-
-@pytest.mark.parametrize(
-    ("params", "options", "message"),
-    [
-        ([(4,)], {}, r"parameter 0 \(4,\) is not a matrix"),
-        ([(4, 4), (2, 3, 4, 5)], {}, r"parameter 1 \(2, 3, 4, 5\) is not a matrix"),
-        ([(4, 4)], {"lr": -1.0}, r"lr=-1.0 is not valid. Valid: a number of at least 0"),
-        ([(4, 4)], {"lr": float("nan")}, "lr=nan is not valid"),
-        ([(4, 4)], {"lr": torch.ones(2)}, "is not valid"),
-        ([(4, 4)], {"weight_decay": -0.1}, "weight_decay=-0.1 is not valid"),
-        ([(4, 4)], {"momentum": 1.0}, "momentum=1.0 is not valid. Valid: a number from 0 to below 1"),
-        ([(4, 4)], {"nesterov": 1}, "nesterov=1 is not valid. Valid: true or false"),
-        ([(4, 4)], {"ns_steps": 0}, "ns_steps=0 is not valid"),
-        ([(4, 4)], {"ns_coefficients": "cans", "ns_steps": 6}, "at most 5 steps"),
-        ([(4, 4)], {"ns_coefficients": "deepseek_v4", "ns_steps": 5}, "exactly 10 steps"),
-        ([(4, 4)], {"ns_coefficients": [(3, -3, 1)] * 2, "ns_steps": 5}, "lists 2 steps, three numbers for each"),
-        ([(4, 4)], {"update_rms": -0.2}, "update_rms=-0.2 is not valid. Valid: a number above 0"),
-        ([(4, 4)], {"update_rms": 0.3, "adjust_lr_fn": "spectral_unclamped"}, "update_rms=0.3 is the constant of"),
-        ([(4, 4)], {"ns_dtype": "fp16"}, "does not run on a CPU"),
-        ([(4, 4)], {"adjust_lr_fn": "none"}, "Valid: match_rms_adamw, original or spectral_unclamped"),
-        ([(4, 4)], {"adamw_betas": (0.9, 1.0)}, "adamw_betas="),
-    ],
-)
-def test_bad_arguments(params, options, message):
-    with pytest.raises(ValueError, match=message):
-        Muon(parameters(params), **options)
-
-
-def test_a_group_without_parameters_is_named_with_its_keys():
-    message = r"param group {} has no 'params', but {}. Write the list of its parameters into it under 'params'"
-    for kind in (Muon, MuonOfGroups):
-        with pytest.raises(ValueError, match=message.format(1, "lr, weight_decay")):
-            kind([{"params": parameters([(4, 4)])}, {"lr": 0.1, "weight_decay": 0.1}])
-    optimizer = Muon(parameters([(4, 4)]))
-    with pytest.raises(ValueError, match=message.format(1, "nothing")):
-        optimizer.add_param_group({})
+    optimizer = both_halves()[0]
+    optimizer.param_groups[0]["name"] = "matrices"
+    scheduler = SCHEDULERS[name](optimizer)
+    keys = [set(group) for group in optimizer.param_groups]
+    assert [set(group) for group in Muon(optimizer.param_groups).param_groups] == keys
+    both_halves()[0].load_state_dict(optimizer.state_dict())
+    step(optimizer)
+    scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    step(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "initial_lr": 0.1, "lr": 0.1})
     optimizer.add_param_group({"params": []})
-    del optimizer.param_groups[1]["params"]
-    with pytest.raises(ValueError, match=message.format(1, "use_muon, .*")):
-        optimizer.step()
+    step(optimizer)
 
 
 def test_groups_may_have_coefficients_and_scales_of_their_own():
     steps = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
-    groups = [
-        {"params": parameters([(4, 4)])},
-        {"params": parameters([(4, 4)]), "ns_coefficients": "deepseek_v4"},
-        {"params": parameters([(4, 4)]), "ns_coefficients": steps, "update_rms": 0.3},
-    ]
-    optimizer = Muon(groups)
-    assert [group["ns_steps"] for group in optimizer.param_groups] == [5, 10, 2]
-    assert [group["update_rms"] for group in optimizer.param_groups] == [0.2, 0.2, 0.3]
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    own = [{}, {"ns_coefficients": "deepseek_v4"}, {"ns_coefficients": steps, "update_rms": 0.3}]
+    optimizer = Muon([{"params": [param], **options} for param, options in zip(params, own, strict=True)])
+    assert all(name in group and "use_muon" in group for group in optimizer.param_groups for name in GROUP_OPTIONS)
+    keys = ("ns_steps", "update_rms", "ns_coefficients")
+
+    def values(made):
+        return [tuple(group[key] for key in keys) for group in made.param_groups]
+
+    assert [value[:2] for value in values(optimizer)] == [(5, 0.2), (10, 0.2), (2, 0.3)]
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    again = Muon([{"params": group["params"]} for group in groups])
+    again = Muon([{"params": [param]} for param in params])
     again.load_state_dict(torch.load(file, weights_only=True))
-    keys = ("ns_coefficients", "ns_steps", "update_rms")
-    assert [[group[key] for key in keys] for group in again.param_groups] == [
-        [group[key] for key in keys] for group in optimizer.param_groups
+    assert values(again) == values(optimizer)
+    again.param_groups[0].update(ns_coefficients="deepseek_v4", ns_steps="auto")  # between steps
+    step(again)
+
+
+# --- groups of a model
+
+
+def model():
+    layers = {"embed": nn.Embedding(20, 8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8, bias=False)}
+    return nn.ModuleDict({**layers, "norm": nn.LayerNorm(8)})
+
+
+def summary(optimizer):
+    return [(g["use_muon"], g["lr"], g["weight_decay"], g["param_names"]) for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"lr": 0.01, "weight_decay": 0.1}, [(0.01, 0.1), (0.01, 0.1), (0.01, 0.0)]),
+        (
+            {"lr": 0.01, "weight_decay": 0.0, "muon_lr": 0.5, "adamw_lr": 0.001, "adamw_weight_decay": 0.3},
+            [(0.5, 0.0), (0.001, 0.3), (0.001, 0.0)],
+        ),
+    ],
+)
+def test_groups_of_a_model(options, rates):
+    optimizer = build_optimizer(model(), **options)
+    assert isinstance(optimizer, Muon)
+    names = ["up.weight", "down.weight"], ["embed.weight"], ["up.bias", "norm.weight", "norm.bias"]
+    assert summary(optimizer) == [(k == 0, *rates[k], names[k]) for k in range(3)]
+    assert optimizer.defaults["lr"] == 0.01
+
+
+def test_config_mapping_and_options_agree():
+    expected = summary(build_optimizer(model(), momentum=0.9, muon_lr=1e-5))
+    assert summary(build_optimizer(model(), {"momentum": 0.9, "muon_lr": "1e-5"})) == expected
+    assert summary(build_optimizer(model(), MuonConfig(momentum=0.8, muon_lr=1e-5), momentum=0.9)) == expected
+
+
+def test_views_tied_parameters_and_lora():
+    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, bias=False), "conv": nn.Conv1d(4, 6, 3)})
+    (group, _) = build_optimizer(attention).param_groups
+    assert dict(zip(group["param_names"], group["views"], strict=True)) == {
+        "attention.in_proj_weight": "rows 8+8+8",
+        "attention.out_proj.weight": "",
+        "conv.weight": "flat",
+    }
+    tied = nn.ModuleDict({"a": nn.Linear(6, 6, bias=False), "b": nn.Linear(6, 6, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    assert len(params_of(build_optimizer(tied))) == 1
+    lora = nn.ModuleDict({"lora_A": nn.Linear(8, 4, bias=False), "lora_B": nn.Linear(4, 8, bias=False)})
+    assert build_optimizer(lora, lora="muon").param_groups[0]["param_names"] == ["lora_A.weight", "lora_B.weight"]
+
+
+def test_rank_zero_logs_one_table(caplog, monkeypatch):
+    base = model()
+    base["down"].weight = nn.Parameter(torch.zeros(4, 6, dtype=torch.uint8), requires_grad=False)
+    base["norm"].requires_grad_(False)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        build_optimizer(base)
+        assert len(caplog.records) == 1
+    assert "up.weight" in caplog.text
+    assert "hidden matrix" in caplog.text
+    assert caplog.text.splitlines()[-1] == "frozen: 3 parameters, 1 of them quantized (uint8)"
+
+
+def test_a_model_is_stepped_as_by_two_optimizers():
+    """Compare with a Muon over the matrices and torch's AdamW over the other parameters."""
+    one, other = model(), model()
+    other.load_state_dict(one.state_dict())
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    rest = [{"params": [other["embed"].weight]}]
+    rest += [{"params": [other["up"].bias, *other["norm"].parameters()], "weight_decay": 0.0}]
+    optimizers = [
+        build_optimizer(one, **options),
+        Muon([other["up"].weight, other["down"].weight], **options),
+        torch.optim.AdamW(rest, **options),
     ]
-    with pytest.raises(ValueError, match="exactly 10 steps"):
-        Muon([{"params": parameters([(4, 4)]), "ns_coefficients": "deepseek_v4"}], ns_steps=6)
+    for k in range(3):
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            a.grad = normal(*a.shape, seed=k)
+            b.grad = a.grad.clone()
+        for each in optimizers:
+            each.step()
+    assert equal(bits(one.parameters()), bits(other.parameters()))
 
 
-def test_coefficients_that_are_written_between_steps_need_their_number_of_steps():
-    params = parameters([(4, 4)])
-    optimizer = Muon(params)
-    params[0].grad = torch.ones(4, 4)
-    optimizer.param_groups[0]["ns_coefficients"] = "deepseek_v4"
-    with pytest.raises(RuntimeError, match="ns_steps=5: the preset 'deepseek_v4' is a sequence of exactly 10 steps"):
+# --- parameters without a model: what `Muon` warns of, and `MuonOfGroups`
+
+
+class Net(nn.Module):
+    """A model without norms and biases, all of whose parameters are matrices, and large enough to be searched for."""
+
+    def __init__(self, width=256, tokens=800):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(2)])
+        self.lm_head = nn.Linear(width, tokens, bias=False)
+
+    def forward(self, tokens):
+        h = self.wte(tokens)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.lm_head(h)
+
+
+def tied(net):
+    net.lm_head.weight = net.wte.weight
+    return list(net.parameters())
+
+
+# What is passed, and the tables that the warning names; none for silence.
+PASSED = {
+    "parameters": (lambda net: net.parameters(), 2),
+    "names": (lambda net: net.named_parameters(), 2),
+    "a group with a rate": (lambda net: [{"params": list(net.parameters()), "lr": 1e-3}], 2),
+    "a tied head": (tied, 1),
+    "asked for": (lambda net: [{"params": list(net.parameters()), "use_muon": True}], 0),
+    "hidden matrices": (lambda net: list(net.layers.parameters()), 0),
+    "AdamW": (lambda net: [{"params": list(net.parameters()), "use_muon": False}], 0),
+    "of no module": (lambda net: [nn.Parameter(torch.zeros(800, 200))], 0),
+}
+
+
+@pytest.mark.parametrize("passed", PASSED)
+def test_embeddings_and_heads_are_named_once(caplog, passed):
+    net = Net()
+    groups, tables = PASSED[passed]
+    Muon(groups(net))
+    assert caplog.text.count("[unmarked-groups]") == (tables > 0)
+    assert caplog.text.count(".weight (") == tables
+    if tables == 2:
+        assert "wte.weight (name contains 'wte'), lm_head.weight (name contains 'lm_head')" in caplog.text
+
+
+def test_no_warning_for_small_models_and_routed_ones(caplog):
+    small, net = Net(16, 40), Net()
+    Muon(small.parameters())
+    build_optimizer(net)
+    MuonOfGroups(net.parameters())
+    assert "[unmarked-groups]" not in caplog.text
+
+
+def by_path(path, parameters, **options):
+    """Make an optimizer as LitGPT, torchtune and LightningCLI do: by its path, with parameters and keywords."""
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    known = inspect.signature(kind).parameters  # LitGPT drops what it does not read there
+    return kind(parameters, **{key: value for key, value in options.items() if key in known})
+
+
+@pytest.mark.promise("litgpt", "torchtune", "lightning-cli")
+def test_ready_groups_train_as_build_optimizer():
+    ours, theirs = Net(32, 60), Net(32, 60)
+    options = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "adamw_lr": 1e-3, "ns_dtype": "fp32"}
+    by_its_path = by_path("hf_muon.MuonOfGroups", ours.parameters(), fused=True, **options)
+    optimizers = by_its_path, build_optimizer(theirs, **options)
+    assert optimizers[0].defaults["lr"] == 1e-2
+    tokens = torch.randint(0, 60, (2, 8), generator=torch.Generator().manual_seed(1))
+    for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for _ in range(3):
+            nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(bits(ours.parameters()), bits(theirs.parameters()))
+
+
+def test_signature_lists_the_options_with_their_defaults_which_may_be_passed():
+    """LightningCLI passes all defaults."""
+    parameters = inspect.signature(MuonOfGroups).parameters
+    assert list(parameters) == ["params", *OPTIONS]
+    defaults = {name: parameters[name].default for name in OPTIONS}
+    assert defaults == {name: option.default for name, option in OPTIONS.items()} | {"lr": None}
+    assert parameters["lr"].annotation == float | None
+    net = Net(8, 9)
+    expected = summary(build_optimizer(net))
+    assert summary(MuonOfGroups(net.parameters())) == summary(MuonOfGroups(net.parameters(), **defaults)) == expected
+
+
+def test_a_config_or_a_mapping_and_a_model_that_decides_names():
+    net = Net(8, 9)
+    outer = nn.ModuleDict({"net": net, "other": nn.Linear(4, 4)})
+    for config in (MuonConfig(lr=0.5), {"lr": 0.5}):
+        assert MuonOfGroups(net.parameters(), config, momentum=0.5).param_groups[0]["lr"] == 0.5
+    for options, first in (({"model": net}, "layers.0.weight"), ({}, "net.layers.0.weight")):
+        assert MuonOfGroups(net.parameters(), **options).param_groups[0]["param_names"][0] == first
+    assert outer
+
+
+# --- tensor classes: those of tests/refusals/optimizer.py are refused, and these are not
+
+
+class Tagged(nn.Parameter):
+    """A subclass of Parameter without methods, which only tags a parameter."""
+
+
+def after_steps(weight):
+    """Return the weight after two steps by the same gradients."""
+    optimizer = Muon([weight], lr=0.1)
+    for seed in range(2):
+        weight.grad = normal(*weight.shape, seed=seed)
         optimizer.step()
-    optimizer.param_groups[0]["ns_steps"] = "auto"
+    return weight.detach().as_subclass(torch.Tensor)
+
+
+def test_known_subclasses_of_parameter_are_stepped_as_parameters(monkeypatch):
+    """Step int8 parameters of bitsandbytes with has_fp16_weights=True, too, which are full matrices."""
+    expected = after_steps(nn.Parameter(torch.ones(4, 6)))
+    assert torch.equal(after_steps(Tagged(torch.ones(4, 6))), expected)
+    cls = type("Int8Params", (Behaving,), {"has_fp16_weights": True})
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", SimpleNamespace(Int8Params=cls))
+    assert torch.equal(after_steps(cls(torch.ones(4, 6))), expected)
+
+
+@pytest.mark.promise("tensor-class")
+def test_frozen_ones_may_be_of_any_class_until_they_are_trained():
+    """Ignore the class of a frozen parameter: base weights of quantized models have their own classes."""
+    weight, base = nn.Parameter(torch.ones(4, 6)), shard(4, 6, requires_grad=False)
+    optimizer = Muon([weight, base])
+    weight.grad = torch.randn(4, 6)
     optimizer.step()
+    assert not torch.equal(weight, torch.ones(4, 6))
+    base.requires_grad_(True).grad = torch.ones(4, 6)
+    with pytest.raises(RuntimeError, match=r"\.Shard, .*\[unknown-tensor-class\]"):
+        optimizer.step()
+    assert not base.any()
 
 
-def test_unknown_group_key_lists_the_valid_ones_and_adds_nothing():
-    optimizer, _ = both_halves()
-    with pytest.raises(ValueError, match=r"'betas' is not an option of muon.*Valid: params, use_muon, views, lr"):
-        optimizer.add_param_group({"params": parameters([(3, 3)]), "betas": (0.9, 0.9)})
-    with pytest.raises(ValueError, match="is not a matrix"):
-        optimizer.add_param_group({"params": parameters([(3,)])})
-    assert len(optimizer.param_groups) == 2
+def test_fake_tensors_initialized_lazy_modules_and_dtensors_are_known():
+    with FakeTensorMode():
+        assert build_optimizer(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))).param_groups
+    lazy = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 4))
+    lazy(torch.zeros(2, 8))
+    assert build_optimizer(lazy).param_groups
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Cut(0), Replicate()):
+            assert Muon([nn.Parameter(DTensor.from_local(torch.zeros(4, 6), mesh, [placement]))]).param_groups
+    finally:
+        dist.destroy_process_group()

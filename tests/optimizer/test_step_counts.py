@@ -1,4 +1,4 @@
-"""What a param group's `step` counts: each step that the optimizer takes, once, whoever has gradients in it."""
+"""What a step counts and completes: each step of a param group once, whoever has gradients in it, and partitions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,36 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_muon import Muon
-from hf_muon.optimizer import prepared_steps
+from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
+from hf_muon.storage.partitions import Partition
+from tests.optimizer.cases import bits, equal
+
+pytestmark = pytest.mark.newest
 
 SHAPES = [(8, 6), (6, 8), (4,), (8, 6), (5, 7), (3,)]  # of two stages
-OPTIONS = {"momentum_warmup": 4, "max_batch_bytes": 1}
 
 
-def optimizer_over(params, **options):
+def ones(shapes=SHAPES):
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def optimizer_over(params):
     groups = [
         {"params": [param for param in params if param.ndim == 2]},
         {"params": [param for param in params if param.ndim == 1], "use_muon": False},
     ]
-    return Muon([group for group in groups if group["params"]], lr=0.05, **OPTIONS, **options)
+    return Muon([group for group in groups if group["params"]], lr=0.05, momentum_warmup=4, max_batch_bytes=1)
+
+
+def counts(optimizer):
+    return [group["step"] for group in optimizer.param_groups]
 
 
 def trained(cuts, dtype, steps=6):
@@ -35,50 +51,52 @@ def trained(cuts, dtype, steps=6):
             param.grad = None if without else grad
         for optimizer in optimizers:
             optimizer.step()
-    steps_of = [group["step"] for optimizer in optimizers for group in optimizer.param_groups]
-    return params, steps_of
+    return bits(params), {count for optimizer in optimizers for count in counts(optimizer)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stages_of_a_pipeline_are_as_one_process(dtype):
     """In the second step the first stage has a gradient for a vector alone, in the third the second stage has none."""
-    expected, (count, _) = trained([range(6)], dtype)
+    expected = trained([range(6)], dtype)
     for cuts in ([range(3), range(3, 6)], [[0, 1], [2], range(3, 6)]):
-        results, counts = trained(cuts, dtype)
-        assert counts == [count] * len(counts)
-        assert all(map(torch.equal, results, expected))
+        results = trained(cuts, dtype)
+        assert equal(results[0], expected[0])
+        assert results[1] == expected[1]
 
 
-def test_a_step_that_fails_and_is_taken_again_counts_once(monkeypatch):
-    params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+class OutOfMemory(TorchDispatchMode):
+    """Raises when something writes to a tensor."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.storage = tensor.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if torch.is_tensor(leaf)]
+        if func._schema.is_mutable and any(tensor.untyped_storage()._cdata == self.storage for tensor in tensors):
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_that_fails_and_is_taken_again_counts_once():
+    params = ones()
     optimizer = optimizer_over(params)
-    for param in params:
-        param.grad = torch.ones_like(param)
     optimizer.step()
-    adamw_step = prepared_steps.adamw_step
-
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
-    monkeypatch.setattr(prepared_steps, "adamw_step", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [2, 1]
-    monkeypatch.setattr(prepared_steps, "adamw_step", adamw_step)
-    monkeypatch.setattr(prepared_steps.MuonStep, "take", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [2, 1]
+    for failing in (params[2], params[0]):  # in the step of AdamW's group; then in that of Muon's, which comes first
+        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(failing):
+            optimizer.step()
+        assert counts(optimizer) == [2, 1]
 
 
 def test_a_step_without_gradients_before_the_first_one_makes_nothing_and_does_not_count():
-    params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    params = ones()
     optimizer = optimizer_over(params)
+    optimizer.zero_grad()
     optimizer.step()
     assert not optimizer.state
     params[2].grad = torch.ones(4)
     optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+    assert counts(optimizer) == [1, 1]
     assert {*optimizer.state} == {*params}
     # AdamW counts for each parameter.
     assert [float(optimizer.state[params[i]]["step"]) for i in (2, 5)] == [1, 0]
@@ -88,15 +106,64 @@ def test_a_state_without_gradients_of_a_group_goes_on_from_a_checkpoint():
     """Compare with an uninterrupted run: the group has counted, and has moments of zero."""
     results = []
     for resumes in (False, True):
-        params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        params = ones()
         optimizer = optimizer_over(params)
-        for step, i in itertools.product(range(2), range(6)):
-            params[i].grad = torch.full(SHAPES[i], 0.1 * (i + 1)) if SHAPES[i][1:] == () or step else None
-            if i == 5:
+        for step, (i, param) in itertools.product(range(2), enumerate(params)):
+            param.grad = torch.full_like(param, 0.1 * (i + 1)) if param.ndim == 1 or step else None
+            if param is params[-1]:
                 optimizer.step()
                 if resumes:
                     other = optimizer_over(params)
                     other.load_state_dict(optimizer.state_dict())
                     optimizer = other
-        results.append(params)
-    assert all(map(torch.equal, *results))
+        results.append(bits(params))
+    assert equal(*results)
+
+
+# --- the protocol with a framework that replaces parameters with flat partitions, without a framework
+
+
+def partition(**facts):
+    return Partition(group=None, rank=0, slices=[], device=torch.device("cpu"), **facts)
+
+
+@pytest.fixture
+def optimizer():
+    (matrix, vector) = ones([(4, 4), (4,)])
+    matrix.grad = None
+    return Muon([{"params": [matrix], "views": ["rows 2+2"]}, {"params": [vector], "use_muon": False}])
+
+
+def test_until_partitions_are_attached_steps_create_state_only(optimizer):
+    matrix, vector = (group["params"][0] for group in optimizer.param_groups)
+    expect_partitions(optimizer, "Framework")
+    assert optimizer.partitioned.views[matrix].text == "rows 2+2"
+    vector.grad.zero_()
+    optimizer.step()
+    assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert counts(optimizer) == [0, 0]
+    attach_partitions(optimizer, None)
+    optimizer.step()
+    assert counts(optimizer) == [1, 1]
+
+
+def test_steps_groups_and_gradients_of_partitions(optimizer):
+    own = optimizer.partitioned
+    flats = ones([(4,)] * 3)
+    assert own.completes_step([{"params": flats[:1]}])  # nothing is attached
+    assert own.completes_group({"params": flats[:1]})
+    own.clear_stale_gradients([{"params": flats}])
+    stale = {"last": False, "without_gradient": lambda: [slice(1, 3)]}
+    attach_partitions(optimizer, {flats[0]: partition(**stale), flats[1]: partition(), flats[2]: partition()})
+
+    def complete(*positions):
+        return [own.completes_step([{"params": [flats[k]]}]) for k in positions]
+
+    assert complete(0, 1, 2, 0, 1, 2) == [False, False, True] * 2
+    assert complete(0, 1, 0, 1, 2) == [False] * 4 + [True]  # the first two were refused on the way
+    assert own.completes_step([{"params": flats}])
+    assert [own.completes_group({"params": part}) for part in (flats[:1], flats[1:2], flats[:2], [])] == [
+        *(False, True, False, False),
+    ]
+    own.clear_stale_gradients([{"params": flats}])
+    assert [flat.grad.tolist() for flat in flats] == [[1, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]

@@ -1,0 +1,296 @@
+"""AdamW of the same optimizer: torch's, in any dtypes; its moments as `adamw_state_dtype` stores them; rare rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon, build_optimizer
+from hf_muon.config import MuonConfig
+from hf_muon.math.codes import BLOCK
+from hf_muon.math.moments import MOMENTS, decoded
+from hf_muon.plan.step_plan import plan_step
+from hf_muon.storage.tensors import STEPPED_DTYPES
+from tests.optimizer.cases import adamw_over, bits, equal, gradients, normal, parameters, run
+
+pytestmark = pytest.mark.newest
+
+# Vectors, and tensors of one chunk and of several.
+MANY = [(3,), (700, 700), (5, 2), (1,), (1000,), (), (40,), (100, 16)]
+MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")
+
+
+def assert_moments(optimizer, ours, adamw, theirs, *more):
+    for a, b in zip(ours, theirs, strict=True):
+        for key in (*MOMENTS_OF_ADAMW, *more):
+            assert torch.equal(optimizer.state[a][key], adamw.state[b][key])
+
+
+@pytest.mark.parametrize("weights", STEPPED_DTYPES)
+@pytest.mark.parametrize("grads", STEPPED_DTYPES)
+def test_adamw_is_bit_equal_to_torch(weights, grads):
+    """Equal torch's AdamW in fp32, or fp64, with the gradients converted and the weights rounded after each step."""
+    if weights != grads and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has one dtype for both")
+    computed = torch.promote_types(weights, torch.float32)
+    shapes = MANY if weights == grads else [(8, 1000)]
+    ours = parameters(shapes, weights)
+    theirs = [nn.Parameter(param.detach().to(computed)) for param in ours]
+    options = {"lr": 3e-3, "weight_decay": 0.1}
+    group = {"params": ours, "use_muon": False, "adamw_betas": (0.8, 0.95), "adamw_eps": 1e-6}
+    optimizer = Muon([group], weight_rounding="nearest", **options)
+    adamw = torch.optim.AdamW(theirs, betas=(0.8, 0.95), eps=1e-6, **options)
+    for each in gradients(shapes, 4, grads):
+        for a, b, grad in zip(ours, theirs, each, strict=True):
+            if weights != grads:
+                a.grad_dtype = None
+            a.grad, b.grad = grad.clone(), grad.to(computed)
+        optimizer.step()
+        adamw.step()
+        for a, b in zip(ours, theirs, strict=True):
+            b.data = b.data.to(weights).to(computed)
+            assert torch.equal(a.to(computed), b)
+    assert_moments(optimizer, ours, adamw, theirs, "step")
+
+
+@pytest.mark.parametrize("size", [300, torch.finfo(torch.float16).max])
+@pytest.mark.parametrize("every", [1, 2])
+def test_every_finite_fp16_gradient_is_taken(size, every):
+    """Step where moments in fp16, as those of torch's AdamW, become infinite: they equal those of fp32 weights."""
+    shapes = [(6,), (3, 40), (300, 500)]
+    ours, theirs = (
+        [nn.Parameter(torch.ones(every * shape[0], *shape[1:], dtype=dtype)[::every]) for shape in shapes]
+        for dtype in (torch.float16, torch.float32)
+    )
+    optimizer = Muon([{"params": ours, "use_muon": False}], lr=1e-3)
+    adamw = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.0)
+    for sign in (1, -1, -1, -1, 1):
+        for param in (*ours, *theirs):
+            param.grad = torch.full_like(param, sign * size)
+        optimizer.step()
+        adamw.step()
+    assert all(optimizer.state[param]["exp_avg_sq"].isfinite().all() for param in ours)
+    assert_moments(optimizer, ours, adamw, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("adamw_state_dtype", ["auto", "fp32", "bf16"])
+def test_gradients_are_taken_as_long_as_the_moments_of_torch_are_finite(dtype, adamw_state_dtype):
+    """Refuse others: such a weight would never move again."""
+    overflows = math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
+    if adamw_state_dtype == "bf16":
+        overflows = math.sqrt(torch.finfo(torch.bfloat16).max)
+    weight = nn.Parameter(torch.randn(6, dtype=dtype))
+    optimizer = adamw_over(weight, adamw_state_dtype=adamw_state_dtype)
+    for sign in (1, -1, 1):
+        weight.grad = torch.full((6,), sign * overflows * 0.97, dtype=dtype)
+        optimizer.step()
+    assert all(moment.isfinite().all() for moment in optimizer.state[weight].values())
+    weight.grad = torch.full((6,), 1.01 * overflows, dtype=dtype)
+    with pytest.raises(RuntimeError, match="gradient-too-large"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_a_schedule_may_end_a_rounding_error_below_zero(form):
+    """Accept the slightly negative last rate of LinearLR, as torch's AdamW does; it is zero, and the run resumes."""
+    weight, ours, theirs = (nn.Parameter(torch.ones(shape)) for shape in ((3, 3), 3, 3))
+    optimizer = Muon([{"params": [weight]}, {"params": [ours], "use_muon": False}], lr=form(1e-3), ns_dtype="fp32")
+    adamw = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.0)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, end_factor=0.0) for o in (optimizer, adamw)]
+    for _ in range(8):
+        for param in (weight, ours, theirs):
+            param.grad = torch.ones_like(param)
+        for each in (optimizer, adamw, *schedules):
+            each.step()
+    assert -1e-12 < optimizer.param_groups[0]["lr"] < 0
+    assert torch.allclose(ours, theirs)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.0, 0.0], abs=1e-12)
+    for lr in (-4.4e-21, -1e-12, 0.0):
+        for param, group in zip((weight, ours), optimizer.param_groups, strict=True):
+            group["lr"], param.grad = form(lr), torch.ones_like(param)
+            param.data.zero_()  # which the tiniest rate would move
+        optimizer.step()
+        assert not weight.any()
+        assert not ours.any()
+
+
+# --- dtypes of moments
+
+
+@pytest.mark.parametrize(
+    ("weights", "option", "stored"),
+    [
+        (torch.bfloat16, "auto", torch.float32),
+        (torch.float16, "auto", torch.float32),
+        (torch.float32, "auto", torch.float32),
+        (torch.float64, "auto", torch.float64),
+        (torch.float64, "fp32", torch.float64),
+        (torch.float64, "int8", torch.float32),  # short rows
+        (torch.bfloat16, "bf16", torch.bfloat16),
+        (torch.float32, "bf16", torch.bfloat16),
+        (torch.float64, "bf16", torch.bfloat16),
+    ],
+)
+def test_dtypes(weights, option, stored):
+    param = nn.Parameter(normal(5, 3).to(weights))
+    optimizer = adamw_over(param, adamw_state_dtype=option)
+    run(optimizer, [param], gradients([(5, 3)], 2, weights))
+    moments = optimizer.state[param]
+    assert {moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype} == {stored}
+    assert moments["step"] == 2
+    assert bool((moments["exp_avg_sq"] > 0).all())
+
+
+@pytest.mark.parametrize("option", ["auto", "bf16", "int8"])
+def test_moments_follow_those_of_fp32(option):
+    """Take 300 steps: a second moment that were rounded to nearest in bf16 would stop at 0.84 of its value."""
+    options = {"lr": 1e-4, "weight_decay": 0.0}
+    param, reference = (nn.Parameter(torch.zeros(8, 96, dtype=d)) for d in (torch.bfloat16, torch.float32))
+    optimizer = adamw_over(param, adamw_state_dtype=option, adamw_betas=(0.9, 0.99), **options)
+    exact = torch.optim.AdamW([reference], betas=(0.9, 0.99), **options)
+    for k in range(300):
+        grad = (1 + 0.1 * normal(8, 96, seed=k)).bfloat16()
+        param.grad, reference.grad = grad, grad.float()
+        optimizer.step()
+        exact.step()
+    for key in MOMENTS_OF_ADAMW:
+        ratio = decoded(optimizer.state[param], key).double().mean() / exact.state[reference][key].double().mean()
+        assert float(ratio) == pytest.approx(1, abs=0.01), key
+    assert float(param.detach().double().mean() / reference.detach().double().mean()) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_large_and_many_small_parameters_equal_one_by_one(weights):
+    """Batches and chunks of AdamW do not change bits."""
+    grads, results = gradients(MANY, 3, weights), []
+    for together in (True, False):
+        params = parameters(MANY, weights)
+        parts = [slice(0, None)] if together else [slice(k, k + 1) for k in range(len(MANY))]
+        for part in parts:
+            group = {"params": params[part], "use_muon": False}
+            run(Muon([group], adamw_state_dtype="bf16", weight_decay=0.1), params[part], [g[part] for g in grads])
+        results.append(bits(params))
+    assert equal(*results)
+
+
+def test_a_dtype_that_is_changed_on_the_way_is_converted():
+    param = nn.Parameter(normal(6, 80).bfloat16())
+    optimizer, grad = adamw_over(param), normal(6, 80, seed=1)
+    in_blocks = {torch.int8, torch.uint8, torch.float32}
+    for option, dtypes in (
+        *(("int8", in_blocks), ("bf16", {torch.bfloat16, torch.float32})),
+        *(("int8", in_blocks), ("fp32", {torch.float32})),
+    ):
+        optimizer.param_groups[0]["adamw_state_dtype"] = option
+        run(optimizer, [param], [[grad.bfloat16()]])
+        assert {value.dtype for value in optimizer.state[param].values()} == dtypes
+    assert optimizer.state[param]["step"] == 4
+    assert float(decoded(optimizer.state[param], "exp_avg").sub(grad * (1 - 0.9**4)).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("option", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_counts_the_bytes(option, dtype):
+    model = nn.Sequential(nn.Embedding(40, 200), nn.Linear(200, 24), nn.LayerNorm(24), nn.Linear(24, 40)).to(dtype)
+    options = {"adamw_state_dtype": option, "momentum_dtype": option}
+    optimizer = build_optimizer(model, **options)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    measured = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert plan_step(model, MuonConfig(**options), "single", 1, dtype=dtype).state_bytes == [measured]
+
+
+# --- rows that seldom have a gradient, as those of an embedding: how far moments in int8 may be from fp32
+#
+# Every bound is that of the codes: a rounding moves a moment by less than the distance to the next level, and the decay
+# of the average moves what was wrong before.
+
+PERIODS = torch.tensor([50, 7, 1, 101, 1000])  # steps between two gradients of each row, the last of which has none
+DECAY = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
+FP32 = 1e-5  # rounding of fp32, over all steps
+
+
+def rows(width, **options):
+    param = nn.Parameter(torch.zeros(len(PERIODS), width))
+    return param, adamw_over(param, lr=1e-3, weight_decay=0.0, adamw_betas=tuple(DECAY.values()), **options)
+
+
+def to_the_next_level(state, key):
+    """Return the distance from what each code stands for to the level above, which is that to the one below or more."""
+    _, code = MOMENTS[key]
+    codes, scales = state[key].double().abs(), state[MOMENTS[key].scale].double()
+    scales = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
+    return ((codes + 1) ** code.power - codes**code.power) / code.largest**code.power * scales
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_rows_are_as_near_to_fp32_as_their_codes(width):
+    """Take steps in most of which a row has no gradient: those add no error to its moments."""
+    (exact, reference), (param, optimizer) = rows(width), rows(width, adamw_state_dtype="int8")
+    errors = {key: torch.zeros(exact.shape, dtype=torch.float64) for key in DECAY}
+    for k in range(2, 104):
+        has_gradient = k % PERIODS == 1 % PERIODS
+        grad = normal(len(PERIODS), width, seed=k)
+        grad = (grad.sign() * (0.5 + grad.abs())) * has_gradient.unsqueeze(1)
+        before = {key: value.clone() for key, value in optimizer.state[param].items()}
+        run(reference, [exact], [[grad]])
+        run(optimizer, [param], [[grad]])
+        stored, expected = optimizer.state[param], reference.state[exact]
+        for key, beta in DECAY.items():
+            if before:
+                assert torch.equal(stored[key][~has_gradient], before[key][~has_gradient])
+            errors[key] = beta * errors[key] + to_the_next_level(stored, key) * has_gradient.unsqueeze(1)
+            assert ((decoded(stored, key) - expected[key]).abs() <= errors[key] + FP32 * expected[key].abs()).all()
+    assert float((param - exact).norm() / exact.norm()) < 0.2
+
+
+@pytest.mark.parametrize("ratio", [1e-1, 1e-3, 1e-4, 1e-6, 1e-12])
+def test_small_elements_of_a_rare_row_are_bounded(ratio):
+    """Let one element of a block have nearly all of its gradient, every 50th step: the others move a few times as far.
+
+    Without rounding all elements move alike. Rounded, the first moment of a small one is at most the next level, and
+    the root of the second at least the level below, or the first one.
+    """
+    param, optimizer = rows(64, adamw_state_dtype="int8")
+    grad = torch.full(param.shape, ratio)
+    grad[:, 5] = 1.0
+    above, below = math.floor(127 * ratio**0.5) + 1, max(1, math.floor(255 * ratio**0.5))
+    bound = (above / 127) ** 2 / (below / 255) ** 2
+    for k in range(101):
+        param.grad = grad * (k % 50 == 0)
+        before = param.detach().clone()
+        optimizer.step()
+        moved = (param - before).abs()
+        assert (moved <= 1.02 * bound * moved[:, 5:6]).all()  # 0.9**50 of the rounding before is left
+        assert optimizer.state[param]["exp_avg_sq"].all()
+
+
+def test_rare_rows_of_bf16_moments_follow_fp32():
+    """Step an embedding whose rows have gradients in every step, or in one of 2, 4, ... 64."""
+    ends = {}
+    for option in ("fp32", "bf16"):
+        weight = nn.Parameter(torch.zeros(7, 128))
+        optimizer = adamw_over(weight, adamw_state_dtype=option, lr=1e-3)
+        for k in range(128):
+            grad = normal(7, 128, seed=k) + normal(7, 128, seed=1000)
+            often = torch.tensor([k % 2**row == 0 for row in range(7)])
+            run(optimizer, [weight], [[grad * often.unsqueeze(1)]])
+        ends[option] = weight.detach()
+    errors = (ends["bf16"] - ends["fp32"]).norm(dim=1) / ends["fp32"].norm(dim=1)
+    assert float(errors.max()) < 0.02, errors.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_adamw_is_torchs_fused_kernel(dtype):
+    ours, theirs = ([nn.Parameter(p.detach().cuda()) for p in parameters(MANY, dtype)] for _ in range(2))
+    grads = [[g.cuda() for g in each] for each in gradients(MANY, 5, dtype)]
+    run(Muon([{"params": ours, "use_muon": False}]), ours, grads)
+    run(torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.0, fused=True), theirs, grads)
+    assert equal(bits(ours), bits(theirs))

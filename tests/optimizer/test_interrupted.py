@@ -1,0 +1,317 @@
+"""Runs that are saved, loaded, copied, pickled and refused at random equal the run that never was; mutated states are
+refused or complete.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from hf_muon import Muon
+from hf_muon.optimizer.state import ALL_STATE_KEYS
+from tests.optimizer.cases import bits, build, equal, params_of, step, stepped
+
+pytestmark = pytest.mark.newest
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+STORED = st.sampled_from(["fp32", "bf16", "int8"])
+WIDE = 96  # rows that are long enough for int8
+
+
+class Run:
+    """A model and its optimizer, and what has been done to them: steps, frozen parameters, added groups, rates."""
+
+    def __init__(self, dtype, options):
+        torch.manual_seed(0)
+        layers = {"up": nn.Linear(WIDE, 5), "late": nn.Linear(WIDE, 4), "last": nn.Linear(4, 6)}
+        self.model = nn.ModuleDict(layers).to(dtype)
+        self.optimizer = Muon(self.groups("up"), ns_dtype="fp32", **options)
+
+    def groups(self, layer):
+        named = [(f"{layer}.{name}", param) for name, param in self.model[layer].named_parameters()]
+        return [{"params": named[:1], "momentum": 0.8}, {"params": named[1:], "use_muon": False}]
+
+    def step(self, seed, without):
+        generator = torch.Generator().manual_seed(seed)
+        for k, param in enumerate(self.model.parameters()):
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = None if k in without or not param.requires_grad else grad
+        self.optimizer.step()
+
+    def add(self, layer):
+        for group in self.groups(layer):
+            self.optimizer.add_param_group(group)
+
+    def freeze(self, k):
+        param = list(self.model.parameters())[k]
+        param.requires_grad_(not param.requires_grad)
+
+    def rate(self, lr):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def do(self, events):
+        for name, *arguments in events:
+            getattr(self, name)(*arguments)
+        return self
+
+
+class Interrupted(RuleBasedStateMachine):
+    """Interrupt a run in every way that a program can; compare with a run that does only what counts."""
+
+    @initialize(
+        dtype=DTYPES,
+        momentum_dtype=STORED,
+        adamw_state_dtype=STORED,
+        extra=st.sampled_from([{}, {"nesterov": False}, {"max_batch_bytes": 1}]),
+    )
+    def start(self, dtype, momentum_dtype, adamw_state_dtype, extra):
+        options = {"momentum_dtype": momentum_dtype, "adamw_state_dtype": adamw_state_dtype, "weight_decay": 0.1}
+        self.new = functools.partial(Run, dtype, {**options, **extra})
+        self.run, self.events, self.saved = self.new(), [], None
+
+    def event(self, *event):
+        self.run.do([event])
+        self.events.append(event)
+
+    @rule(seed=st.integers(0, 99), without=st.sets(st.integers(0, 5), max_size=3))
+    def step(self, seed, without):
+        self.event("step", seed, without)
+
+    @rule(k=st.integers(0, 5))
+    def freeze_or_train(self, k):
+        self.event("freeze", k)
+
+    @rule(lr=st.sampled_from([0.0, 1e-3, 0.1]))
+    def schedule(self, lr):
+        self.event("rate", lr)
+
+    @precondition(lambda self: len(self.run.optimizer.param_groups) < 6)
+    @rule()
+    def add_param_group(self):
+        self.event("add", "late" if ("add", "late") not in self.events else "last")
+
+    @rule()
+    def save(self):
+        file = io.BytesIO()
+        torch.save({"model": self.run.model.state_dict(), "optimizer": self.run.optimizer.state_dict()}, file)
+        self.saved = file.getvalue(), len(self.events)
+
+    @precondition(lambda self: self.saved)
+    @rule(into_a_new_one=st.booleans())
+    def load(self, into_a_new_one):
+        content, count = self.saved
+        events = self.events[:count]
+        same_groups = not any(event[0] == "add" for event in self.events[count:])
+        if into_a_new_one or not same_groups:
+            # What is no part of a checkpoint: which groups there are, and what is frozen.
+            self.run = self.new().do(event for event in events if event[0] in ("add", "freeze"))
+        else:
+            self.run.do(event for event in self.events[count:] if event[0] == "freeze")  # back
+        saved = torch.load(io.BytesIO(content), weights_only=True)
+        self.run.model.load_state_dict(saved["model"])
+        self.run.optimizer.load_state_dict(saved["optimizer"])
+        self.events = events
+
+    @rule(way=st.sampled_from([copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))]))
+    def copy(self, way):
+        self.run = way(self.run)
+
+    @rule()
+    def get_and_set_as_torchs_checkpoints_do(self):
+        model, optimizer = self.run.model, self.run.optimizer
+        params = params_of(optimizer)
+        # torch makes state where there is none at all, and leaves frozen parameters out.
+        if len(optimizer.state) in (0, len(params)) and all(param.requires_grad for param in params):
+            set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+
+    @rule()
+    def take_a_group_out_and_put_it_back(self):
+        optimizer = self.run.optimizer
+        optimizer.add_param_group(optimizer.param_groups.pop())
+
+    @rule(bad=st.sampled_from([float("nan"), float("inf")]))
+    def refuse_a_step(self, bad):
+        param = params_of(self.run.optimizer)[0]
+        param.grad = torch.full_like(param, bad)
+        try:
+            self.run.optimizer.step()
+        except RuntimeError:
+            return
+        raise AssertionError("taken")
+
+    @rule()
+    def refuse_a_state(self):
+        state_dict = copy.deepcopy(self.run.optimizer.state_dict())
+        state_dict["param_groups"][-1]["step"] = -1
+        try:
+            self.run.optimizer.load_state_dict(state_dict)
+        except ValueError:
+            return
+        raise AssertionError("loaded")
+
+    def teardown(self):
+        if not hasattr(self, "run"):
+            return
+        twin = self.new().do(self.events)
+        for run in (self.run, twin):
+            run.optimizer.init_state()  # as torch has done before it gets a state
+            for group in run.optimizer.param_groups:
+                group.pop("differentiable", None)  # torch's False, in groups that are added to a copy
+        assert equal(bits(self.run.model.parameters()), bits(twin.model.parameters()))
+        assert equal(self.run.optimizer.state_dict(), twin.optimizer.state_dict())
+
+
+TestInterrupted = Interrupted.TestCase
+TestInterrupted.settings = settings(stateful_step_count=30)
+
+
+def test_lost_moments_would_show():
+    """Prove that the comparison fails when moments are lost."""
+    runs = [Run(torch.float32, {}).do([("step", 0, ())]) for _ in range(2)]
+    runs[0].optimizer.state.clear()
+    for group in runs[0].optimizer.param_groups:
+        group["step"] = 0
+    ends = [bits(run.do([("step", 1, ())]).model.parameters()) for run in runs]
+    assert not equal(*ends)
+
+
+# --- mutated states
+
+VALUES = [
+    None, True, False, 0, 1, -1, 2, 2.5, -0.0, 1e-300, 1e30, float("nan"), float("inf"), 10**400, "", "2", "auto",
+    "int8", b"x", [], [1], (), (0.9, 0.95), [0.9, 0.95], {}, {"a": 1}, {1, 2}, object, 3 + 4j,
+    torch.tensor(1.0), torch.tensor(3), torch.tensor(float("nan")), torch.tensor(-2.0), torch.tensor(True),
+    torch.ones(2), torch.ones(0), torch.ones(8, 18), torch.ones(3, 8), torch.ones(8), -torch.ones(8),
+    torch.ones(8) * 3e38, torch.ones(8, 18, dtype=torch.int8), torch.ones(8, 18).double() * 1e200,
+    torch.ones(8, 18, device="meta"), torch.ones(8, 18).to_sparse(), torch.ones(8, 1), nn.Parameter(torch.ones(8)),
+    torch.ones(8, 18, dtype=torch.complex64),
+]  # fmt: skip
+NEW_KEYS = ["momentum_buffer", "momentum_scale", "exp_avg", "step", "foreach", "views", 77, "initial_lr"]
+ENTRIES = [0.0, -1.0, 100.0, float("nan"), float("inf"), 1e38, -1e38]
+
+
+def paths(tree, prefix=()):
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*prefix, key)
+        yield from paths(value, (*prefix, key))
+
+
+def holder_of(tree, path):
+    return functools.reduce(lambda holder, key: holder[key], path[:-1], tree)
+
+
+places = st.sampled_from(list(paths(stepped(momentum_dtype="int8")[1].state_dict())))
+values = st.sampled_from(VALUES)
+mutations = st.one_of(
+    st.tuples(st.just("put"), places, values),
+    st.tuples(st.just("delete"), places, st.none()),
+    st.tuples(st.just("add"), places, st.tuples(st.sampled_from(NEW_KEYS), values)),
+    st.tuples(st.just("swap"), places, places),
+    st.tuples(st.just("entry"), places, st.tuples(st.integers(0, 143), st.sampled_from(ENTRIES))),
+)
+
+
+def mutate(saved, kind, path, what):
+    """Change one place of a state, if it still has that place."""
+    holder = holder_of(saved, path)
+    if not isinstance(holder, (dict, list)):
+        return
+    value = holder[path[-1]]
+    if kind == "put":
+        holder[path[-1]] = copy.deepcopy(what)
+    elif kind == "delete":
+        del holder[path[-1]]
+    elif kind == "add" and isinstance(holder, dict):
+        holder[what[0]] = copy.deepcopy(what[1])
+    elif kind == "swap" and path[: len(what)] != what and what[: len(path)] != path:
+        there = holder_of(saved, what)
+        holder[path[-1]], there[what[-1]] = there[what[-1]], value
+    elif kind == "entry" and isinstance(value, torch.Tensor) and value.numel():
+        position, entry = what
+        if value.dtype.is_floating_point or abs(entry) < 128:
+            value.detach().view(-1)[position % value.numel()] = entry
+
+
+@functools.cache
+def subjects(dtype, momentum_dtype):
+    """Return a saved state; an optimizer that loads, with its model; and the weights and state that it begins with."""
+    saved = copy.deepcopy(stepped(dtype, momentum_dtype=momentum_dtype)[1].state_dict())
+    model, optimizer = build(dtype, momentum_dtype=momentum_dtype)
+    weights = copy.deepcopy(model.state_dict())
+    step(optimizer)
+    return saved, model, optimizer, weights, copy.deepcopy(optimizer.state_dict())
+
+
+def test_mutated_states():
+    """Require that every loaded state is complete and finite, and that the next step gives finite weights."""
+    outcomes = collections.Counter()
+
+    @given(DTYPES, STORED, st.lists(st.lists(mutations, min_size=1, max_size=3), min_size=10, max_size=20))
+    def check(dtype, momentum_dtype, states):
+        for changes in states:
+            outcomes[load(*subjects(dtype, momentum_dtype), changes)] += 1
+
+    check()
+    assert min(outcomes["refused"], outcomes["loaded"]) > 60
+
+
+def load(saved, model, optimizer, weights, before, changes):
+    """Load a mutated state, take a step, and return what has become of it."""
+    state_dict = copy.deepcopy(saved)
+    for change in changes:
+        try:
+            mutate(state_dict, *change)
+        except (KeyError, IndexError, TypeError):
+            continue  # another change has taken the place away
+    snapshot = copy.deepcopy(state_dict)
+    try:
+        optimizer.load_state_dict(state_dict)
+    except ValueError as error:
+        refusal = str(error)
+        assert "nothing was changed" in refusal
+        assert "[unreadable-state]" not in refusal
+        assert equal(optimizer.state_dict(), before)
+        return "refused"
+    assert_loaded(optimizer, snapshot)
+    model.load_state_dict(weights)
+    step(optimizer, seed=3)
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert all(v.float().isfinite().all() for s in optimizer.state.values() for v in s.values())
+    for key in range(6):  # a load does not change the state dict
+        assert equal(*(own_moments(each["state"].get(key)) for each in (snapshot, state_dict)))
+    optimizer.load_state_dict(before)
+    assert equal(optimizer.state_dict(), before)
+    return "loaded"
+
+
+def own_moments(moments):
+    """Return the moments without foreign keys, whose values may be NaN or lack data, and so equal nothing."""
+    return {k: v for k, v in moments.items() if k in ALL_STATE_KEYS} if isinstance(moments, dict) else moments
+
+
+def assert_loaded(optimizer, saved):
+    """Assert that every number of the optimizer is the saved one."""
+    for group, there in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        assert isinstance(group["step"], int)
+        for param, key in zip(group["params"], there["params"], strict=True):
+            for name, value in (own_moments(saved["state"].get(key)) or {}).items():
+                has_codes = there.get("momentum_dtype", "auto") == "int8"
+                if name == "momentum_scale" and not has_codes:
+                    continue  # from a template
+                loaded = optimizer.state[param].get(name)
+                assert loaded is not None
+                expected = torch.as_tensor(value).detach().float().reshape(loaded.shape)
+                assert torch.equal(loaded.float(), expected.to(loaded.dtype).float()), name

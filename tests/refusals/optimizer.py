@@ -1,0 +1,506 @@
+"""Arguments, parameters, gradients and states that the optimizer refuses, in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from hf_muon import Muon, MuonOfGroups, build_optimizer, route_parameters
+from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
+from tests.optimizer.cases import REST, SHAPES, parameters, step, stepped
+from tests.refusals import Refusal
+
+NAN, INF = float("nan"), float("inf")
+
+
+def table(rows: Iterable[tuple[str, str, Callable[..., Any], str]], **common: Any) -> list[Refusal]:
+    """Return refusals of rows: the code, the entry point, an attempt, and what the text says."""
+    return [Refusal(*row[:3], says=row[3], name=str(k), **common) for k, row in enumerate(rows)]
+
+
+# --- arguments
+
+
+def muon(**options: Any) -> Callable[[], Any]:
+    return lambda: Muon(parameters([(4, 4)]), **options)
+
+
+def add(**group: Any) -> Callable[..., Any]:
+    return lambda given: given[1].add_param_group(group)
+
+
+def lora(**others: nn.Module) -> nn.Module:
+    factors = {"lora_A": nn.Linear(8, 4, bias=False), "lora_B": nn.Linear(4, 8, bias=False)}
+    return nn.ModuleDict({**factors, **others})
+
+
+CANS, DEEPSEEK = "cans", "deepseek_v4"
+ARGUMENTS = [
+    *table(
+        [
+            ("not-a-matrix", "Muon", lambda: Muon(parameters([(4,)])), r"parameter 0 \(4,\)"),
+            ("not-a-matrix", "Muon", lambda: Muon(parameters([(4, 4), (2, 3, 4, 5)])), r"parameter 1 \(2, 3, 4, 5\)"),
+            ("invalid-value", "Muon", muon(lr=-1.0), "lr=-1.0.*at least 0"),
+            *(("invalid-value", "Muon", muon(lr=form(-4.4e-21)), "lr=") for form in (float, torch.tensor)),
+            *(("invalid-value", "Muon", muon(lr=form(NAN)), "lr=") for form in (float, torch.tensor)),
+            ("invalid-value", "Muon", muon(lr=torch.tensor(INF)), r"lr=tensor\(.*at least 0"),
+            ("invalid-value", "Muon", muon(lr=torch.ones(2)), "lr="),
+            ("invalid-value", "Muon", lambda: Muon([{"params": parameters(), "lr": -1e-8}]), "lr=-1e-08"),
+            ("invalid-value", "Muon", muon(weight_decay=-0.1), "weight_decay=-0.1"),
+            ("invalid-value", "Muon", muon(momentum=1.0), "momentum=1.0.*0 to below 1"),
+            ("invalid-value", "Muon", muon(nesterov=1), "nesterov=1.*true or false"),
+            ("invalid-value", "Muon", muon(ns_steps=0), "ns_steps=0"),
+            ("invalid-value", "Muon", muon(update_rms=-0.2), "update_rms=-0.2.*above 0"),
+            ("invalid-value", "Muon", muon(adjust_lr_fn="none"), "match_rms_adamw, original or spectral_unclamped"),
+            ("invalid-value", "Muon", muon(adamw_betas=(0.9, 1.0)), "adamw_betas="),
+            ("ns-steps-misfit", "Muon", muon(ns_coefficients=CANS, ns_steps=6), "at most 5 "),
+            ("ns-steps-misfit", "Muon", muon(ns_coefficients=DEEPSEEK, ns_steps=5), "exactly 10 "),
+            ("ns-steps-misfit", "Muon", muon(ns_coefficients=[(3, -3, 1)] * 2, ns_steps=5), "lists 2 "),
+            ("unused-update-rms", "Muon", muon(update_rms=0.3, adjust_lr_fn="spectral_unclamped"), "update_rms=0.3"),
+            ("fp16-on-cpu", "Muon", muon(ns_dtype="fp16"), ""),
+            ("no-params", "Muon", lambda: Muon([{"lr": 0.1, "momentum": 0.1}]), "group 0 .*lr, momentum"),
+            ("no-params", "MuonOfGroups", lambda: MuonOfGroups([{"params": parameters()}, {"lr": 0.1}]), "group 1"),
+            ("not-a-mapping", "MuonOfGroups", lambda: MuonOfGroups(parameters(), 0.5), ""),
+            ("invalid-value", "build_optimizer", lambda: build_optimizer(nn.Linear(3, 3), {"lr": -1e-8}), "lr="),
+            ("not-a-module", "build_optimizer", lambda: build_optimizer(parameters()), "MuonOfGroups"),
+            ("nothing-for-muon", "build_optimizer", lambda: build_optimizer(nn.LayerNorm(4)), "1 x norm; 1 x bias"),
+            ("nothing-for-muon", "build_optimizer", lambda: build_optimizer(frozen()), "nothing is trainable"),
+            ("lora-without-muon", "build_optimizer", lambda: build_optimizer(lora()), "Only LoRA.*lora=muon"),
+            ("lora-without-muon", "build_optimizer", lambda: build_optimizer(lora(e=nn.Embedding(8, 4))), "1 other.*"),
+        ]
+    ),
+    *table(
+        [
+            ("no-params", "add_param_group", add(), "group 2"),
+            ("unknown-option", "add_param_group", add(params=parameters(), betas=0.9), "'betas'.*: params, use_muon"),
+            ("not-a-matrix", "add_param_group", add(params=parameters([(3,)])), r"\(3,\)"),
+            ("unknown-option", "add_param_group", add(params=parameters(), differentiable=True), "differentiable"),
+            ("ns-steps-misfit", "add_param_group", add(params=parameters(), ns_coefficients=CANS, ns_steps=6), "5"),
+        ],
+        given=lambda: (None, unnamed()),
+    ),
+]  # fmt: skip
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+# --- parameters
+
+
+class Shard(torch.Tensor):
+    """A tensor like another framework's DTensor: its shape is the shape of its shard."""
+
+
+def as_parameters_do(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+
+
+def as_it_is(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+def behaving(name: str, *bases: type, **attributes: Any) -> Any:
+    return type(name, bases or (nn.Parameter,), attributes)
+
+
+FUNCTION, DISPATCH = "__torch_function__", "__torch_dispatch__"
+Behaving = behaving("Behaving", **{FUNCTION: classmethod(as_parameters_do)})
+DTensorBase = behaving("DTensorBase")  # of another framework
+STRANGE = [
+    *(Behaving, behaving("BehavingTagged", Behaving), behaving("Int8Params", Behaving, has_fp16_weights=True)),
+    *(behaving("Dispatching", **{DISPATCH: classmethod(as_it_is)}), DTensorBase, behaving("Of", DTensorBase)),
+]
+
+
+def shard(*shape: int, requires_grad: bool = True) -> torch.Tensor:
+    return torch.zeros(shape).as_subclass(Shard).requires_grad_(requires_grad)
+
+
+def network() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    model[1]._parameters["weight"] = shard(4, 6)
+    return model
+
+
+def ready(model: nn.Module) -> Muon:
+    return MuonOfGroups([{"params": list(model.parameters())}])
+
+
+def tagged(**attributes: Any) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(4, 4))
+    param.__dict__.update(attributes)
+    return param
+
+
+def alone(attempt: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Make an attempt with a mesh of one rank."""
+
+    @functools.wraps(attempt)
+    def with_mesh() -> Any:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return attempt(init_device_mesh("cpu", (1,)))
+        finally:
+            dist.destroy_process_group()
+
+    del with_mesh.__wrapped__
+    return with_mesh
+
+
+def dtensor(mesh: Any, placement: Any, local: torch.Tensor | None = None) -> nn.Parameter:
+    param = nn.Parameter(DTensor.from_local(torch.zeros(4, 6), mesh, [placement]))
+    if local is not None:
+        param._local_tensor = local
+    return param
+
+
+def step_of_swapped(mesh: Any, param: nn.Parameter, grad: torch.Tensor) -> Any:
+    """Step DTensors that stand in the groups of an optimizer over plain parameters, as those of accelerate's FSDP2."""
+    optimizer = Muon(parameters([(4, 6)]))
+    optimizer.param_groups[0]["params"][0] = param
+    param.grad = grad
+    optimizer.step()
+
+
+def of_dtype(dtype: torch.dtype, use_muon: bool) -> Callable[[], Any]:
+    param = nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)
+    return lambda: Muon([{"params": [param], "use_muon": use_muon}])
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 4))
+
+
+def one_of(cls: type) -> Callable[[], Any]:
+    return lambda: Muon([torch.Tensor._make_subclass(cls, torch.zeros(4, 6), True)])
+
+
+UNKNOWN, PARTIAL, WRAPPED = "unknown-tensor-class", "partial-placement", "wrapped-after-backward"
+PARAMETERS = table(
+    [
+        (UNKNOWN, "build_optimizer", lambda: build_optimizer(network()), "optimizer.Shard"),
+        (UNKNOWN, "MuonOfGroups", lambda: ready(network()), "Shard"),
+        (UNKNOWN, "Muon", lambda: Muon([shard(4, 6)]), r"parameter 0 \(4, 6\).*optimizer.Shard"),
+        (UNKNOWN, "Muon", lambda: Muon([{"params": [shard(4, 6)], "use_muon": False}]), "Shard"),
+        *((UNKNOWN, "Muon", one_of(cls), rf"\.{cls.__name__}, ") for cls in STRANGE),
+        (UNKNOWN, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Cut(0), shard(4, 6))])), "DTensor.*Shard"),
+        (UNKNOWN, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Replicate(), shard(4, 6))])), "DTensor.*Shard"),
+        *(
+            ("unsupported-dtype", "Muon", of_dtype(dtype, use_muon), rf"parameter 0 \(4, 4\).*{dtype}.*float32")
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64)
+            for use_muon in (True, False)
+        ),
+        ("lazy-parameter", "build_optimizer", lambda: build_optimizer(lazy()), "0.weight"),
+        ("lazy-parameter", "route_parameters", lambda: route_parameters(lazy()), "0.weight"),
+        ("lazy-parameter", "Muon", lambda: Muon(lazy().parameters()), "parameter 0"),
+        ("fsdp1", "Muon", lambda: Muon([tagged(_is_flat_param=True)]), ""),
+        (PARTIAL, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Partial())])), ""),
+        (PARTIAL, "Muon.step", alone(lambda m: step_of_swapped(m, dtensor(m, Partial()), dtensor(m, Partial()))), ""),
+        (WRAPPED, "Muon.step", alone(lambda m: step_of_swapped(m, dtensor(m, Cut(0)), torch.ones(4, 6))), ""),
+    ],
+    error=RuntimeError,
+)  # fmt: skip
+
+# --- steps
+
+
+def spoiled(change: Callable[[dict[str, Any], Muon], Any], momentum_dtype: str = "auto") -> tuple[Any, Muon]:
+    """Return a model and its optimizer after some steps, with gradients, and with something that a step refuses."""
+    model, optimizer = stepped(momentum_dtype=momentum_dtype)
+    change(dict(model.named_parameters()), optimizer)
+    return model, optimizer
+
+
+def entry(name: str, value: float) -> Callable[..., None]:
+    """Return a change of one entry of a gradient."""
+    return lambda params, _: params[name].grad.view(-1)[-1:].fill_(value)
+
+
+def written(group: int, **options: Any) -> Callable[..., None]:
+    """Return what a scheduler, a hook or a user may write into a group."""
+    return lambda _, optimizer: optimizer.param_groups[group].update(options)
+
+
+def grad_of(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return an attempt to step with a gradient of a dtype that torch lets a user set by force."""
+
+    def attempt() -> None:
+        model, optimizer = stepped(torch.bfloat16)
+        param = dict(model.named_parameters())[name]
+        param.grad = param.grad_dtype = None  # torch accepts any dtype then
+        param.grad = torch.ones(param.shape).to(dtype)
+        optimizer.step()
+
+    return attempt
+
+
+def sparse() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = Muon([{"params": embedding.parameters(), "use_muon": False}])
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+def several(params: dict[str, Any], optimizer: Muon) -> None:
+    entry("0.weight", NAN)(params, optimizer)
+    entry("2.bias", 3e38)(params, optimizer)
+
+
+def resized(params: dict[str, Any], optimizer: Muon) -> None:
+    params["2.bias"].grad = None
+    params["2.bias"].data = torch.zeros(7)
+    params["2.bias"].grad = torch.zeros(7)
+    optimizer.param_groups[0]["ns_dtype"] = "fp16"
+
+
+def swapped(params: dict[str, Any], optimizer: Muon) -> None:
+    """Put a tensor of an unknown class into a group, as accelerate puts DTensors."""
+    optimizer.param_groups[0]["params"][1] = shard(3, 8)
+    optimizer.param_groups[0]["params"][1].grad = torch.ones(3, 8)
+
+
+def partitioned(_: dict[str, Any], optimizer: Muon) -> None:
+    attach_partitions(optimizer, {})
+
+
+def without_scales(_: dict[str, Any], optimizer: Muon) -> None:
+    for state in optimizer.state.values():
+        state.pop("momentum_scale", None)
+
+
+def unlisted(_: dict[str, Any], optimizer: Muon) -> None:
+    del optimizer.param_groups[1]["params"]
+
+
+def pickled_with_a_group(_: Any) -> Any:
+    optimizer = Muon(parameters(), replicate_group=dist.group.WORLD)
+    assert copy.deepcopy(optimizer).replicate_group is dist.group.WORLD
+    return pickle.dumps(optimizer)
+
+
+WRITTEN = [
+    *({"lr": lr} for lr in (NAN, -1.1e-12, torch.tensor(NAN), torch.tensor(-1.0), None)),
+    *({"weight_decay": INF}, {"momentum": 1.5}, {"adamw_betas": (0.9, 1.0)}, {"adamw_eps": -1e-8}, {"ns_steps": 0}),
+]
+KEPT = "weights and moments are as they were"
+# The code, what is done to parameters and optimizer before the step, and what the text says.
+SPOILED = [
+    *(("gradient-not-finite", entry("0.weight", bad), "0.weight") for bad in (NAN, INF, -INF)),
+    *(("gradient-not-finite", entry(name, NAN), f"{KEPT}.*{name}") for name in ("2.weight", "0.bias", "1.weight")),
+    *(("gradient-too-large", entry(name, 3e38), rf"{name} \(.*3e\+38") for name in ("0.weight", "1.bias")),
+    ("gradient-not-finite gradient-too-large", several, "0.weight.*2.bias"),
+    *(("invalid-value", written(k, **each), f"{KEPT}.*{next(iter(each))}=") for k in (0, 1) for each in WRITTEN),
+    ("ns-steps-misfit", written(0, ns_coefficients="deepseek_v4"), "ns_steps=5.*10"),
+    ("moment-misfit fp16-on-cpu", resized, r"exp_avg.*\(3,\)"),
+    ("moments-gone", lambda _, optimizer: optimizer.state.clear(), "0.weight"),
+    ("moments-gone", lambda _, optimizer: optimizer.state.popitem()[1].clear(), "2.bias|1.bias"),
+    (f"{UNKNOWN} moments-gone", swapped, "2.weight.*Shard"),
+    ("not-started", lambda _, optimizer: expect_partitions(optimizer, "ZeRO"), "ZeRO"),
+]
+STEPS = [
+    *(
+        Refusal(code, "Muon.step", lambda given: given[1].step(), RuntimeError, partial(spoiled, change), says, str(k))
+        for k, (code, change, says) in enumerate(SPOILED)
+    ),
+    *table(
+        [("moments-gone", "Muon.step", lambda given: given[1].step(), "momentum_scale")],
+        error=RuntimeError,
+        given=lambda: spoiled(without_scales, momentum_dtype="int8"),
+    ),
+    Refusal("no-params", "Muon.step", lambda given: given[1].step(), given=partial(spoiled, unlisted), says="group 1"),
+    *table(
+        [
+            ("sparse-gradient", "Muon.step", sparse, ""),
+            ("step-the-engine", "Muon.step", lambda: Muon([tagged(ds_id=1)]).step(), ""),
+            ("gradient-dtype", "Muon.step", grad_of("0.weight", torch.float8_e4m3fn), "0.weight.*float8_e4.*float32"),
+            ("gradient-dtype", "Muon.step", grad_of("0.bias", torch.complex64), "0.bias.*complex64.*float32"),
+            ("gradient-dtype", "Muon.step", grad_of("0.weight", torch.int32), "0.weight.*int32.*float32"),
+            ("not-copyable", "pickle.dumps", alone(pickled_with_a_group), "replicate_group"),
+        ],
+        error=RuntimeError,
+    ),
+    *table(
+        [
+            ("not-copyable", "copy.deepcopy", lambda given: copy.deepcopy(given[1]), "engine.save_checkpoint"),
+            ("not-copyable", "pickle.dumps", lambda given: pickle.dumps(given[1]), "engine.save_checkpoint"),
+        ],
+        error=RuntimeError,
+        given=partial(spoiled, partitioned),
+    ),
+]
+
+# --- states
+
+
+def put(path: tuple[Any, ...], value: Any) -> Callable[[Any], Any]:
+    def change(state_dict: Any) -> Any:
+        *most, last = path
+        holder = functools.reduce(lambda tree, key: tree[key], most, state_dict)
+        if value is REMOVED:
+            del holder[last]
+        else:
+            holder[last] = value
+        return state_dict
+
+    return change
+
+
+def optimizers(**options: Any) -> dict[str, Any]:
+    """Return an optimizer that has taken steps, and one that has not."""
+    other = stepped(**options)[1]
+    other.state.clear()
+    for group in other.param_groups:
+        group["step"] = 0
+    return {"stepped": stepped(**options), "new": other}
+
+
+def load(code: str, name: str, change: Callable[[Any], Any], says: str = "", **options: Any) -> Refusal:
+    def attempt(given: Any) -> list[str]:
+        state_dict = change(copy.deepcopy(given["stepped"][1].state_dict()))
+        return [refusal_of(optimizer, state_dict) for optimizer in (given["stepped"][1], given["new"])]
+
+    return Refusal(code, "load_state_dict", attempt, given=lambda: optimizers(**options), says=says, name=name)
+
+
+def refusal_of(optimizer: Muon, state_dict: Any) -> str:
+    """Load a state and return the text of the error."""
+    with pytest.raises(ValueError, match="nothing was changed") as error:
+        optimizer.load_state_dict(state_dict)
+    return str(error.value)
+
+
+REMOVED = object()
+GROUP, OTHER, MATRIX, VECTOR = ("param_groups", 0), ("param_groups", 1), ("state", 0), ("state", 2)
+SCALES = (*MATRIX, "momentum_scale")
+# What is put where, or taken out, and the code and the facts that the refusal has.
+MUTATIONS = [
+    ("no-steps", (*VECTOR, "step"), torch.tensor([1.0, 2.0]), r"\(2,\)"),
+    ("no-steps", (*VECTOR, "step"), torch.tensor(-1.0), r"tensor\(-1.\)"),
+    ("no-steps", (*VECTOR, "step"), torch.tensor(0.5), r"tensor\(0.5"),
+    ("no-steps", (*VECTOR, "step"), torch.tensor(INF), r"tensor\(inf\)"),
+    ("no-steps", (*VECTOR, "step"), "2", "'2'"),
+    ("no-steps", (*GROUP, "step"), None, "group 0 .*None"),
+    ("no-steps", (*OTHER, "step"), 0.5, "group 1 .*0.5"),
+    ("no-steps", (*GROUP, "step"), -1, "step=-1"),
+    ("no-steps", (*OTHER, "step"), REMOVED, "group 1 "),
+    ("invalid-value", (*GROUP, "lr"), NAN, "lr=nan"),
+    ("invalid-value", (*GROUP, "lr"), torch.tensor(NAN), r"lr=tensor\(nan\)"),
+    ("invalid-value", (*GROUP, "lr"), 10**400, r"lr=10+\.\.\."),
+    ("invalid-value", (*GROUP, "ns_dtype"), "fp8", "ns_dtype=fp8|ns_dtype='fp8'"),
+    ("invalid-value", (*GROUP, "momentum"), 2.0, "momentum=2.0"),
+    ("invalid-value", (*GROUP, "adamw_betas"), (0.9,), "adamw_betas="),
+    ("invalid-value", (*GROUP, "use_muon"), "yes", "use_muon='yes'"),
+    *(
+        ("invalid-value", (*GROUP, name), value, f"group 0 .*{name}={value!r}")
+        for name in ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+        for value in ("0.1", None)
+    ),
+    ("not-a-mapping", OTHER, 2.5, r"group 1 .*2\.5"),
+    ("no-params", (*GROUP, "params"), None, "group 0 "),
+    ("no-params", (*GROUP, "params"), [{}, {}], r"\[{}, {}\]"),
+    ("parameter-twice", (*GROUP, "params"), [0, 0], ""),
+    ("not-one-for-each", (*GROUP, "param_names"), 3, "param_names=3"),
+    ("not-one-for-each", (*GROUP, "views"), ["", "", ""], "3 views.* 2 "),
+    ("not-a-state", ("param_groups",), None, ""),
+    ("not-a-state", ("state",), None, ""),
+    ("not-a-mapping", MATRIX, torch.ones(2), r"0.weight \(8, 18\).*\(2,\)"),
+    ("moments-missing", MATRIX, REMOVED, "0.weight"),
+    ("moments-missing", (*MATRIX, "momentum_buffer"), REMOVED, r"0.weight.*\['momentum_buffer'\]"),
+    ("moments-missing", (*VECTOR, "exp_avg"), REMOVED, r"\['exp_avg'\]"),
+    ("not-a-tensor", (*VECTOR, "exp_avg"), "zeros", "exp_avg .*'zeros'"),
+    ("not-a-tensor", (*VECTOR, "exp_avg"), [0.0] * 8, "exp_avg "),
+    ("moment-shape", (*MATRIX, "momentum_buffer"), torch.zeros(5, 5), r"0.weight \(8, 18\).*momentum_buffer.*\(5, 5\)"),
+    ("moment-dtype", (*MATRIX, "momentum_buffer"), torch.zeros(8, 18).to_sparse(), "sparse_coo"),
+    ("moment-dtype", (*MATRIX, "momentum_buffer"), torch.zeros(8, 18).to(torch.float8_e5m2), "float8_e5m2"),
+    ("moment-on-meta", (*MATRIX, "momentum_buffer"), torch.zeros(8, 18, device="meta"), ""),
+    ("moment-not-finite", (*MATRIX, "momentum_buffer"), torch.full((8, 18), NAN), "0.weight.*momentum_buffer"),
+    ("negative-moment", (*VECTOR, "exp_avg_sq"), torch.full((8,), -1.0), "exp_avg_sq.*-1"),
+    ("moment-too-large", (*MATRIX, "momentum_buffer"), torch.full((8, 18), 3e38), r"3e\+38"),
+    ("moment-too-large", (*VECTOR, "exp_avg"), torch.full((8,), 1e300, dtype=torch.float64), r"1e\+300"),
+    ("foreign-moments", (*VECTOR, "momentum_buffer"), torch.ones(8), "momentum_buffer.*AdamW"),
+    ("foreign-moments", (*MATRIX, "exp_avg"), torch.ones(8, 18), "exp_avg.*Muon"),
+    ("differentiable", (*GROUP, "differentiable"), True, ""),
+]
+
+
+def of_groups(*groups: tuple[str, list[tuple[int, ...]], bool], reverse: bool = False) -> Muon:
+    """Return a stepped optimizer over groups of named parameters."""
+    made = []
+    for prefix, shapes, use_muon in groups:
+        named = [(f"{prefix}.{i}", param) for i, param in enumerate(parameters(shapes))]
+        made.append({"params": named[::-1] if reverse and use_muon else named, "use_muon": use_muon})
+    optimizer = Muon(made)
+    step(optimizer)
+    return optimizer
+
+
+ALL = (("layers", SHAPES, True), ("rest", REST, False))
+EQUAL = (("layers", [(4, 4), (4, 4)], True),)
+FEWER = (("layers", SHAPES[:3], True), ("rest", REST, False))
+
+
+def of_another(code: str, name: str, other: Callable[[], Any], says: str = "", into: Any = ALL) -> Refusal:
+    def attempt(given: Any) -> None:
+        given.load_state_dict(other().state_dict())
+
+    return Refusal(code, "load_state_dict", attempt, given=lambda: of_groups(*into), says=says, name=name)
+
+
+def unnamed() -> Muon:
+    optimizer = Muon([{"params": parameters()}, {"params": parameters(REST), "use_muon": False}])
+    step(optimizer)
+    return optimizer
+
+
+def several_faults(state_dict: Any) -> Any:
+    del state_dict["state"][0]
+    state_dict["state"][1]["momentum_buffer"] = torch.zeros(2, 2)
+    return state_dict
+
+
+def code_below_the_least(state_dict: Any) -> Any:
+    state_dict["state"][0]["momentum_buffer"][0, 0] = -128
+    return state_dict
+
+
+STATES = [
+    *(load(code, f"{k} {path[-1]}", put(path, value), says) for k, (code, path, value, says) in enumerate(MUTATIONS)),
+    *(load("not-a-state", repr(other), lambda _, other=other: other) for other in (None, 3, [], "state", {"model": 1})),
+    load("moment-shape moments-missing", "several", several_faults, "2.weight.*0.weight"),
+    load("moment-too-large", "codes", code_below_the_least, "128", momentum_dtype="int8"),
+    load("negative-moment", "scales", put(SCALES, -torch.ones(8, 1)), momentum_dtype="int8"),
+    load("moments-missing", "scales", put(SCALES, REMOVED), "momentum_scale", momentum_dtype="int8"),
+    *(
+        of_another("foreign-state", name, lambda name=name: getattr(torch.optim, name)(parameters()), "use_muon")
+        for name in ("AdamW", "SGD", "Muon")
+        if hasattr(torch.optim, name)
+    ),
+    of_another("other-parameters", "fewer", lambda: of_groups(*FEWER), r"layers.3, layers.4, layers.5 .*6.* 9"),
+    of_another("other-parameters", "more", lambda: of_groups(*ALL), "layers.3", into=FEWER),
+    of_another("groups-differ", "unnamed", unnamed, "9 .* 6 Muon .* 3 AdamW.* 6", into=ALL[:1]),
+    of_another(
+        "routing-changed",
+        "routing",
+        lambda: of_groups(("layers", SHAPES[:-1], True), ("rest", REST, False), ("layers.5", SHAPES[-1:], False)),
+        "layers.5.*AdamW",
+        into=(("layers", SHAPES[:-1], True), ("rest", REST, False), ("layers.5", SHAPES[-1:], True)),
+    ),
+    of_another("other-order", "order", lambda: of_groups(*EQUAL, reverse=True), into=EQUAL),
+]  # fmt: skip
+
+MARKS = [pytest.mark.newest]
+CASES = [*ARGUMENTS, *PARAMETERS, *STEPS, *STATES]
