@@ -149,8 +149,9 @@ def draw(root: Path, room: str, sample: int, seed: int) -> list[dict[str, Any]]:
         str(path.relative_to(root)): path.read_text() for path in sorted((root / "hf_muon" / room).rglob("*.py"))
     }
     everywhere = [(file, place, here) for file, source in sources.items() for place, here in places(source).items()]
+    random_.shuffle(everywhere)  # a larger sample begins with the smaller one
     drawn = []
-    for file, (line, _), here in random_.sample(everywhere, min(sample, len(everywhere))):
+    for file, (line, _), here in everywhere[:sample]:
         mutated, key = change(sources[file], *random_.choice(here))
         same = [other for _, other in alike(sources[file], key)]
         drawn.append({"room": room, "file": file, "line": line, **key, "nth": same.index(mutated)})
