@@ -28,9 +28,9 @@ def _asks_anew():
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
-        ({"avx512_f": True}, torch.float32),
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
+        ("avx512_f", torch.float32),
+        ("avx512_bf16", torch.bfloat16),
+        ("amx_bf16", torch.bfloat16),
     ],
 )
 def test_auto_is_bf16_where_the_cpu_multiplies_it(flag, expected, monkeypatch):
