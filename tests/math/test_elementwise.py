@@ -148,9 +148,10 @@ def cases():
     for k, (weights, moments) in enumerate(itertools.product(HALVES, [torch.float32, torch.bfloat16])):
         arguments = [values(weights), values(weights), values(moments), values(moments).abs(), *rates]
         yield adamw.STEP, arguments, {"stochastic": k in (0, 3, 4)}
+    for k, weights in enumerate(HALVES):
         weight, grad = (torch.randn(30, 64, generator=generator).to(weights) for _ in range(2))
         arguments = [weight, grad, codes(), scales(), codes(torch.uint8), scales(), *rates]
-        yield adamw.STEP_CODES, arguments, {"stochastic": k in (0, 3, 4)}
+        yield adamw.STEP_CODES, arguments, {"stochastic": k != 1}
     for matrices in (torch.float32, torch.bfloat16, torch.float64):
         wide = torch.promote_types(matrices, torch.float32)
         sums = torch.tensor([[0.0, 0.0], [2.0, 1e-88], [3e76, 0.0], [1e-90, 0.0]], dtype=torch.float64)
@@ -172,6 +173,7 @@ class NoDivisionByNumbers(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
+@pytest.mark.extended(but="[01]$")
 @pytest.mark.parametrize(
     ("function", "arguments", "options"), [pytest.param(*case, id=case[0].name) for case in cases()]
 )
@@ -276,7 +278,7 @@ def test_where_nothing_can_be_compiled_functions_are_plain_and_why_is_said_once(
         for _ in range(2):
             assert all(map(torch.equal, stepped(3)[0], plain))
             assert not compiler.is_compiled(torch.device("cpu"))
-    messages = [record.message for record in caplog.records]
+    messages = [record.message for record in caplog.records if record.name == "hf_muon"]
     assert len(messages) == (says is not None)
     assert all(re.search(says, message) for message in messages)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import json
 import math
 from typing import NamedTuple
@@ -138,11 +139,12 @@ def test_resume_is_bit_exact(momentum_dtype, dtype):
     assert_states_equal(stepped(optimizer, 3, seed=3), stepped(resumed, 3, seed=3))
 
 
-@pytest.mark.parametrize("says_its_dtype", [True, False])
-@pytest.mark.parametrize("here", DTYPES)
-@pytest.mark.parametrize("there", DTYPES)
+@pytest.mark.parametrize(
+    ("there", "here", "says_its_dtype"),
+    [*itertools.product(DTYPES, DTYPES, [True]), *itertools.product(["fp32"], DTYPES, [False])],
+)
 def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_logged(there, here, says_its_dtype, caplog):
-    """Older versions did not save the dtype of an fp32 momentum."""
+    """Older versions had fp32 alone, and did not save the option."""
     source, optimizer = stepped(build(there)), build(here)
     saved = source.state_dict()
     if not says_its_dtype:
@@ -150,7 +152,7 @@ def test_a_checkpoint_of_another_dtype_is_converted_and_that_is_logged(there, he
     with caplog.at_level("INFO"):
         optimizer.load_state_dict(saved)
     line = f"moments are converted: momentum_dtype {there} in the checkpoint, {here} here"
-    assert (line in caplog.text) is (there != here and says_its_dtype)
+    assert (line in caplog.text) is (there != here)
     assert optimizer.param_groups[0]["momentum_dtype"] == here
     for param, original in zip(params_of(optimizer), params_of(source), strict=True):
         state, values = optimizer.state[param], decoded(source.state[original])
