@@ -33,48 +33,20 @@ class Several(Model):
         self.experts = Stack()
 
 
-def llama(layers=2, **changes):
-    """Return a small Llama on the meta device."""
-    import transformers  # not on the ranks
-
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        vocab_size=512,
-        tie_word_embeddings=True,
-        **changes,
-    )
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config)
-
-
 def measured(rank, layout, dtype="float32", **options):
     """Return the bytes sent, the FLOPs and the peak of a step, and the bytes of what is stored after it.
 
     The step is that of an accelerator, where elementwise functions have no temporary tensors.
     """
-    with accelerated(), uncomputed():
-        return _measured(layout, dtype, options)
-
-
-def _measured(layout, dtype, options):
     torch.manual_seed(0)
     model, _, _ = wrap(Several().to(getattr(torch, dtype)), layout)
     optimizer = build_optimizer(model, **{"ns_dtype": "fp32", **options})
     params = list(model.parameters())
-
-    def step():
-        for param in params:
-            param.grad = torch.randn_like(param)
+    with accelerated(), uncomputed(), Counted() as counted:
+        _set_gradients(params)
         optimizer.step()
-
-    with Counted() as counted:
-        step()
-    for param in params:
-        param.grad = torch.randn_like(param)
-    with LiveBytes() as memory:
+    _set_gradients(params)
+    with accelerated(), uncomputed(), LiveBytes() as memory:
         optimizer.step()
     return {
         "sent_bytes": counted.bytes,
@@ -84,6 +56,11 @@ def _measured(layout, dtype, options):
         "gradient_bytes": _bytes(param.grad for param in params),
         "peak": memory.peak,
     }
+
+
+def _set_gradients(params):
+    for param in params:
+        param.grad = torch.randn_like(param)
 
 
 def _bytes(tensors):
