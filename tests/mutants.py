@@ -101,6 +101,8 @@ def unseen(node: ast.AST) -> bool:
         return node.name in ("__repr__", "__str__")
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"  # of zip, which guards against our own mistakes
     return isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr))
 
 
