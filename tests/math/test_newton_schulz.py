@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_muon import orthogonalize
 from hf_muon.math import cost
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
-from hf_muon.math.newton_schulz import newton_schulz, newton_schulz_step
-from hf_muon.math.products import Workspace, symmetric_
+from hf_muon.math.newton_schulz import newton_schulz
+from hf_muon.math.products import symmetric_
 from tests.accelerated import accelerated
 from tests.math.ways import CHOSEN, WAYS, lengths_of
 from tests.reference import newton_schulz_on_singular_values, normalized, polar_factor
@@ -67,9 +67,10 @@ def test_the_polynomials_are_applied_to_the_singular_values(shape, dtype, ns_dty
     rank=st.integers(1, 40),
     exponent=st.integers(-60, 60),
     preset=st.sampled_from(sorted(PRESETS)),
+    accelerator=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_every_way_gives_the_polynomials(way, batch, m, n, rank, exponent, preset, seed):
+def test_every_way_gives_the_polynomials(way, batch, m, n, rank, exponent, preset, accelerator, seed):
     """In fp64, where nothing is lost to rounding; a scale that is a power of two does not change a bit."""
     torch.manual_seed(seed)
     coefficients = resolve(preset)
@@ -77,7 +78,8 @@ def test_every_way_gives_the_polynomials(way, batch, m, n, rank, exponent, prese
     matrices = torch.randn(batch, m, rank, dtype=torch.float64) @ torch.randn(batch, rank, n, dtype=torch.float64)
 
     def orthogonalized(matrices, dtype=torch.float64):
-        return newton_schulz(matrices, coefficients, dtype, lengths=lengths, rows=way.rows)
+        with accelerated() if accelerator else contextlib.nullcontext():
+            return newton_schulz(matrices, coefficients, dtype, lengths=lengths, rows=way.rows)
 
     expected = newton_schulz_on_singular_values(matrices, coefficients)
     result = orthogonalized(matrices)
@@ -88,19 +90,6 @@ def test_every_way_gives_the_polynomials(way, batch, m, n, rank, exponent, prese
     # Five steps amplify rounding noise of 1e-7 in the smallest directions by up to 2000, and ten by more.
     assert (in_fp32 - expected).norm() < 2e-2 * expected.norm()
     assert torch.equal(orthogonalized(matrices.float() * 2.0**exponent, torch.float32), in_fp32)
-
-
-@pytest.mark.parametrize("path", ["apart", "explicit", "accelerated"])
-@pytest.mark.parametrize("shape", [(2, 17, 17), (3, 9, 40), (3, 40, 9)], ids=str)
-def test_a_step_is_the_formula(shape, path):
-    x = normalized(torch.randn(shape))
-    wide = x if shape[1] <= shape[2] else x.mT
-    r = wide @ wide.mT
-    expected = 2.0 * wide - 1.5 * r @ wide + 0.5 * r @ r @ wide
-    work = Workspace(x, (1,), cost.BlockRows(5, 4))
-    with accelerated() if path == "accelerated" else contextlib.nullcontext():
-        result = newton_schulz_step(x, (2.0, -1.5, 0.5), work, apart=path == "apart")
-    torch.testing.assert_close(result, expected if wide is x else expected.mT)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
@@ -192,21 +181,17 @@ def test_polar_express_with_many_steps_is_the_polar_factor(shape):
     assert (result - polar_factor(matrix)).abs().max() < 1e-4
 
 
-def test_each_step_of_a_list_has_its_own_coefficients():
+def test_a_list_has_the_coefficients_of_each_step_and_their_number():
     matrix = torch.randn(24, 40)
     for name, preset in PRESETS.items():
+        assert len(resolve(name)) == len(resolve(name, AUTO)) == (10 if name == "deepseek_v4" else 5)
         steps = len(preset.steps)
         expected = orthogonalize(matrix, ns_coefficients=name, ns_steps=steps, ns_dtype="fp32")
         for options in ({}, {"ns_steps": steps}):
             result = orthogonalize(matrix, ns_coefficients=preset.steps, ns_dtype="fp32", **options)
             assert torch.equal(result, expected)
-
-
-def test_the_number_of_steps_follows_from_the_coefficients():
-    numbers = {"deepseek_v4": 10, (1.5, -0.5, 0.0): 5, ((1.5, -0.5, 0.0),) * 7: 7}
-    for coefficients in (*PRESETS, *numbers):
-        assert len(resolve(coefficients)) == len(resolve(coefficients, AUTO)) == numbers.get(coefficients, 5)
-    assert len(resolve("original", 7)) == 7
+    assert resolve((1.5, -0.5, 0.0)) == ((1.5, -0.5, 0.0),) * 5
+    assert len(resolve(((1.5, -0.5, 0.0),) * 7)) == len(resolve("original", 7)) == 7
 
 
 # --- Scales and other inputs
@@ -260,14 +245,6 @@ def test_compiles_into_one_graph():
     for shape, tolerance in (((2, 64, 128), 1e-6), ((1, 400, 640), 1e-5)):
         matrix = torch.randn(shape)
         assert (compiled(matrix, ns_dtype="fp32") - orthogonalize(matrix, ns_dtype="fp32")).abs().max() < tolerance
-
-
-@pytest.mark.gpu
-def test_gpu_ranges():
-    for preset in PRESETS:
-        result = spectrum(orthogonalize(torch.randn(256, 1024, device="cuda"), ns_coefficients=preset))
-        assert result.max() <= PRESETS[preset].singular_range[1] + 6e-2
-        assert result.min() >= PRESETS[preset].singular_range[0] - 6e-2
 
 
 @pytest.mark.gpu
