@@ -14,7 +14,8 @@ code, the same for the same seed, runs the tests of the first tier on each mutan
 `--out FILE` adds a JSON line to a file for each mutant; started again with the file, the tool goes on. `--replay FILE`
 takes the mutants of such a file, which it finds by file, operator and line, instead of drawing any: it asks the tests
 of another commit about the same mutants. Everything happens in a temporary worktree of `--commit`. The checkout is not
-touched, and what is not committed is not tested.
+touched, and what is not committed is not tested. Before the first mutant of a room its tests have to pass, so that a
+test with a clock, which fails on a busy machine, is not taken for one that kills.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -54,12 +55,13 @@ ROOMS = {
     "rules": ("tests/rules", "tests/equality"),
     "routing": ("tests/routing",),
 }
-FIRST_TIER = "--tier first"
+FIRST_TIER = "--tier first"  # for pytest
 # Arithmetic stays arithmetic: an error of types is killed by any test that runs the line.
 LEFT_OUT = re.compile(
     r"Variable|BinaryOperator_.*_(RShift|LShift|Bit\w+)$|ComparisonOperator_([^I]\w*_Is(Not)?|Is(Not)?_[^I]\w*)$"
 )
-SHOWN = ("result", "room", "file", "line", "before", "after", "by", "seconds")
+DRAWN = ("room", "file", "operator", "before", "after", "nth")
+SHOWN = ("result", "room", "at", "before", "after", "by", "seconds")
 # Quick files first, so that most mutants die in seconds.
 QUICK_FIRST = """
 import json, os, pytest
@@ -102,7 +104,7 @@ def unseen(node: ast.AST) -> bool:
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.keyword):
-        return node.arg == "strict"  # of zip, which guards against our own mistakes
+        return node.arg in ("strict", "maxsize")  # of zip, against our own mistakes, and of caches
     return isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr))
 
 
@@ -153,24 +155,25 @@ def draw(root: Path, room: str, sample: int, seed: int) -> list[dict[str, Any]]:
     everywhere = [(file, place, here) for file, source in sources.items() for place, here in places(source).items()]
     random_.shuffle(everywhere)  # a larger sample begins with the smaller one
     drawn = []
-    for file, (line, _), here in everywhere[:sample]:
+    for file, _, here in everywhere[:sample]:
         mutated, key = change(sources[file], *random_.choice(here))
         same = [other for _, other in alike(sources[file], key)]
-        drawn.append({"room": room, "file": file, "line": line, **key, "nth": same.index(mutated)})
+        drawn.append({"room": room, "file": file, **key, "nth": same.index(mutated)})
     return drawn
 
 
 def run_tests(
-    root: Path, tests: list[str], only: str, seconds: dict[str, float], limit: float | None, *options: str
+    root: Path, which: Sequence[str], seconds: Mapping[str, float] | None = None, limit: float | None = None
 ) -> dict[str, Any]:
     """Run tests until one fails; return how that ended."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "quick_first", *shlex.split(only), *options, *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "quick_first", *which]
     path = os.pathsep.join([str(root), str(root.parent)])
-    environment = os.environ | {"PYTHONPATH": path, "MUTANTS_SECONDS": json.dumps(seconds), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "MUTANTS_SECONDS": json.dumps(seconds or {})}
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        streams = {"stdout": output, "stderr": output, "start_new_session": True}
-        process = subprocess.Popen(command, cwd=root, env=environment, **streams)
+        process = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             result = "killed" if process.wait(limit) else "survived"
         except subprocess.TimeoutExpired:
@@ -185,36 +188,33 @@ def run_tests(
     return {"result": result, **by, "seconds": round(time.monotonic() - start, 1)}
 
 
-def measure(root: Path, room: str, tests: list[str], only: str) -> dict[str, Any]:
-    """Return the seconds of each file of tests without a mutant; no test may fail."""
+def measure(root: Path, room: str, which: Sequence[str]) -> dict[str, Any]:
+    """Return the seconds of each file of tests without a mutant; a test that fails then would kill every mutant."""
     report = root.parent / "report.xml"
-    outcome = run_tests(root, tests, only, {}, None, f"--junitxml={report}")
+    outcome = run_tests(root, [f"--junitxml={report}", *which])
     if outcome["result"] != "survived":
         raise SystemExit(f"{room}: without a mutant the tests fail: {outcome['by']}")
-    seconds: Counter[str] = Counter()
+    files: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):
         module = re.sub(r"\.[A-Z].*", "", case.get("classname", ""))  # without the name of a class
-        seconds[module.replace(".", "/") + ".py"] += float(case.get("time", 0))
-    return {"room": room, "result": "clean", "seconds": outcome["seconds"], "files": seconds}
+        files[module.replace(".", "/") + ".py"] += float(case.get("time", 0))
+    return {"room": room, **outcome, "result": "clean", "files": files}
 
 
-def try_mutant(
-    root: Path, mutant: dict[str, Any], tests: list[str], only: str, clean: dict[str, Any]
-) -> dict[str, Any]:
+def try_mutant(root: Path, mutant: Mapping[str, Any], which: Sequence[str], clean: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the tests say about a mutant; its line may have moved to another file since it was drawn."""
-    others = sorted(str(path.relative_to(root)) for path in (root / "hf_muon").rglob("*.py"))
-    for file in [mutant["file"], *others]:
-        path = root / file
+    drawn = {name: mutant[name] for name in DRAWN}
+    for path in [root / mutant["file"], *sorted((root / "hf_muon").rglob("*.py"))]:
         source = path.read_text() if path.exists() else ""
         if mutant["before"].partition("\n")[0] in source and mutant["nth"] < len(found := alike(source, mutant)):
             line, mutated = found[mutant["nth"]]
             try:
                 path.write_text(mutated)
-                outcome = run_tests(root, tests, only, clean["files"], max(120, 3 * clean["seconds"]))
+                outcome = run_tests(root, which, clean["files"], max(120, 3 * clean["seconds"]))
             finally:
                 path.write_text(source)
-            return {"file": file, "line": line, **outcome}
-    return {"result": "gone"}
+            return {**drawn, "at": f"{path.relative_to(root)}:{line}", **outcome}
+    return {**drawn, "result": "gone"}
 
 
 @contextlib.contextmanager
@@ -235,18 +235,12 @@ def records(path: Path | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path and path.is_file() else []
 
 
-def identity(mutant: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(mutant[name] for name in ("file", "operator", "before", "after", "nth"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("rooms", nargs="*", help=f"of {', '.join(ROOMS)}; all, if none is named")
     parser.add_argument("--sample", type=int, default=12, help="mutants of each room (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--only", default=FIRST_TIER, help="what tells pytest which tests to run (default: %(default)s)"
-    )
+    parser.add_argument("--only", default=FIRST_TIER, help="which tests, for pytest (default: %(default)s)")
     parser.add_argument("--tests", nargs="+", help="folders of tests to run instead of the room's")
     parser.add_argument("--commit", default="HEAD", help="what to mutate and to test (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="file of results to append to, and to go on with")
@@ -254,29 +248,30 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further mutant after so many")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    done = records(options.out)
-    rooms = options.rooms or list(ROOMS)
+    done, replayed, rooms = records(options.out), records(options.replay), options.rooms or list(ROOMS)
 
     def tell(record: dict[str, Any]) -> None:
         done.append(record)
-        print(*(str(record[name]) for name in SHOWN if name in record), sep="  ", flush=True)
+        print(*(str(record[name]).partition("\n")[0] for name in SHOWN if name in record), sep="  ", flush=True)
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
     with worktree(options.commit) as root:
         for room in rooms:
-            tests = [path for path in options.tests or ROOMS[room] if (root / path).exists()]
-            replayed = [old for old in records(options.replay) if old["room"] == room and old["result"] != "clean"]
-            mutants = replayed if options.replay else draw(root, room, options.sample, options.seed)
-            finished = {identity(old) for old in done if old["result"] != "clean"}
+            paths = [path for path in options.tests or ROOMS[room] if (root / path).exists()]
+            which = [*shlex.split(options.only), *paths]
+            mutants = [old for old in replayed if old["room"] == room and old["result"] != "clean"]
+            if not options.replay:
+                mutants = draw(root, room, options.sample, options.seed)
+            finished = [[old.get(name) for name in DRAWN] for old in done]
             clean = next((old for old in done if (old["room"], old["result"]) == (room, "clean")), None)
             if clean is None:
-                tell(clean := measure(root, room, tests, options.only))
+                tell(clean := measure(root, room, which))
             for mutant in mutants:
-                if identity(mutant) not in finished and time.monotonic() < end:
-                    tell(mutant | try_mutant(root, mutant, tests, options.only, clean))
-    results = Counter((old["room"], old["result"]) for old in done if old["room"] in rooms)
+                if [mutant[name] for name in DRAWN] not in finished and time.monotonic() < end:
+                    tell(try_mutant(root, mutant, which, clean))
+    results = Counter((old["room"], old["result"]) for old in done)
     for room in rooms:
         print(room, *(f"{name} {results[room, name]}" for name in ("killed", "timeout", "survived", "gone")), sep="  ")
 

@@ -125,8 +125,8 @@ def cases():
         return (torch.randn(shape or 1001, generator=generator) * scales).to(dtype)
 
     def codes(dtype=torch.int8):
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-        return torch.randint(low + 1, high + 1, (30, 64), generator=generator, dtype=dtype)
+        low, high = (-127, 128) if dtype is torch.int8 else (0, 256)
+        return torch.randint(low, high, (30, 64), generator=generator, dtype=dtype)
 
     def scales():
         return torch.rand(30, generator=generator)
