@@ -13,12 +13,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.live_bytes import LiveBytes
-from hf_muon import MuonConfig, build_optimizer
+from hf_muon import MuonConfig, build_optimizer, route_parameters
 from hf_muon.cli.model_source import known_configs
 from hf_muon.math import cost, rounding
 from hf_muon.plan.activations import Activations, estimate_activations
 from hf_muon.plan.step_plan import plan_step
 from tests.accelerated import accelerated, uncomputed
+from tests.equality.models import Routed
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40, "tie_word_embeddings": False}
@@ -179,3 +180,13 @@ def test_lora_saves_the_inputs_of_its_factors(autocast, checkpointing):
     with LiveBytes() as memory:
         loss_of(model, autocast).backward()
     assert memory.peak <= estimate(model, "bf16", checkpointing).peak <= 1.2 * memory.peak
+
+
+def test_one_process_has_all_the_work_of_a_model_with_weights_of_every_kind():
+    """`tests/equality` compares plans of this model with measured steps."""
+    with torch.device("meta"):
+        model = Routed()
+    views = {route.view for route in route_parameters(model) if route.view}
+    assert views == {"rows 10+10+10", "flat, rows 2x4", "transposed"}
+    plan = plan_step(model, MuonConfig(), "single", 1)
+    assert (plan.balance, plan.sent_bytes) == (1, [0])
