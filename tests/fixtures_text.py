@@ -118,7 +118,6 @@ def qwen3_norms(layers: Sequence[int] = range(LAYERS)) -> set[str]:
 
 def write_llamafactory_data(folder: Path) -> Path:
     """Write data for LLaMA-Factory: `tiny_sft` in alpaca format, `tiny_pt` as plain text, and dataset_info.json."""
-    folder.mkdir(parents=True, exist_ok=True)
     alpaca = [{"instruction": f"What is {name}?", "input": "", "output": text[:120]} for name, text in documents()]
     write_jsonl(folder / "tiny_sft.jsonl", alpaca)
     write_jsonl(folder / "tiny_pt.jsonl", [{"text": text} for text in texts()])
@@ -126,7 +125,7 @@ def write_llamafactory_data(folder: Path) -> Path:
         "tiny_sft": {"file_name": "tiny_sft.jsonl"},
         "tiny_pt": {"file_name": "tiny_pt.jsonl", "columns": {"prompt": "text"}},
     }
-    (folder / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
 
 
@@ -140,39 +139,31 @@ def write_v1_data(folder: Path, data: Path) -> Path:
 
 def write_messages(folder: Path) -> Path:
     """Write conversations for TRL into a folder that `datasets.load_dataset` reads as a train split."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(
-        folder / "train.jsonl",
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": f"What is {name}?"},
-                    {"role": "assistant", "content": text[:120]},
-                ]
-            }
-            for name, text in documents()
-        ],
-    )
-    return folder
+    rows = [
+        {"messages": [_says("user", f"What is {name}?"), _says("assistant", text[:120])]} for name, text in documents()
+    ]
+    return write_jsonl(folder / "train.jsonl", rows).parent
 
 
 def write_preferences(folder: Path) -> Path:
     """Write prompts with a chosen and a rejected answer, as TRL's DPO reads them from a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(
-        folder / "train.jsonl",
-        [
-            {
-                "prompt": [{"role": "user", "content": f"What is {name}?"}],
-                "chosen": [{"role": "assistant", "content": text[:80]}],
-                "rejected": [{"role": "assistant", "content": name}],
-            }
-            for name, text in documents()
-        ],
-    )
-    return folder
+    rows = [
+        {
+            "prompt": [_says("user", f"What is {name}?")],
+            "chosen": [_says("assistant", text[:80])],
+            "rejected": [_says("assistant", name)],
+        }
+        for name, text in documents()
+    ]
+    return write_jsonl(folder / "train.jsonl", rows).parent
 
 
-def write_jsonl(path: Path, rows: Sequence[object]) -> None:
+def _says(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
     """Write one JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

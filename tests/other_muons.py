@@ -7,19 +7,21 @@ from torch import nn
 
 from hf_muon import orthogonalize
 
+WORDS = {"llamafactory-v0": ("embed", "lm_head"), "llamafactory-v1": ("embed", "lm_head", "wte", "wpe", "lora")}
+
 
 class OtherMuon(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest, with the momentum, names and flags of another Muon.
+    """Muon for matrices and AdamW for the rest, as Moonlight has them, or as Jordan and DeepSpeed.
 
     Newton-Schulz runs in fp32. Implementations add eps at different places of AdamW's denominator; an eps of 1e-8 hides
     that. There is no weight decay.
     """
 
-    def __init__(self, groups, to_muon, *, form, averages, flag_in_state, scale):
+    def __init__(self, groups, to_muon, *, moonlight):
         super().__init__(groups, {})
-        self.to_muon = {id(p) for p in to_muon}
-        self.form, self.averages, self.scale = form, averages, scale
-        if flag_in_state:
+        self.to_muon, self.moonlight = {id(p) for p in to_muon}, moonlight
+        self.averages = ("moment1", "moment2") if moonlight else ("exp_avg", "exp_avg_sq")
+        if moonlight:
             for group in self.param_groups:
                 for p in group["params"]:
                     self.state[p]["use_muon"] = id(p) in self.to_muon
@@ -34,43 +36,23 @@ class OtherMuon(torch.optim.Optimizer):
     def _muon(self, group, p, g, state):
         mu = group["momentum"]
         buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
-        if self.form == "sgd":
+        rows, columns = p.shape
+        if self.moonlight:
             buffer.copy_(mu * buffer + g)
-            update = g + mu * buffer
+            update, scale = g + mu * buffer, 0.2 * max(rows, columns) ** 0.5
         else:
             buffer.lerp_(g, 1 - mu)
-            update = g.lerp(buffer, mu)
-        direction = orthogonalize(update, ns_coefficients="original", ns_dtype="fp32")
-        rows, columns = p.shape
-        scale = 0.2 * max(rows, columns) ** 0.5 if self.scale == "match_rms_adamw" else max(1, rows / columns) ** 0.5
-        p.sub_(group["lr"] * scale * direction)
+            update, scale = g.lerp(buffer, mu), max(1, rows / columns) ** 0.5
+        p.sub_(group["lr"] * scale * orthogonalize(update, ns_coefficients="original", ns_dtype="fp32"))
 
     def _adamw(self, group, p, g, state):
-        one, two = self.averages
         beta1, beta2 = group.get("betas") or group["adamw_betas"]
         state["step"] = state.get("step", 0) + 1
-        first, second = state.setdefault(one, torch.zeros_like(p)), state.setdefault(two, torch.zeros_like(p))
+        first, second = (state.setdefault(name, torch.zeros_like(p)) for name in self.averages)
         first.lerp_(g, 1 - beta1)
         second.lerp_(g.square(), 1 - beta2)
         corrected = second / (1 - beta2 ** state["step"])
         p.sub_(group["lr"] * (first / (1 - beta1 ** state["step"])) / (corrected.sqrt() + 1e-8))
-
-
-MOONLIGHT = {
-    "wd": 0.0,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_steps": 5,
-    "adamw_betas": (0.9, 0.95),
-    "adamw_eps": 1e-8,
-}
-JORDAN_MUON = {"momentum": 0.95, "weight_decay": 0.0, "use_muon": True}
-JORDAN_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "use_muon": False}
-
-WORDS = {
-    "llamafactory-v0": ("embed", "lm_head"),
-    "llamafactory-v1": ("embed", "lm_head", "wte", "wpe", "lora"),
-}
 
 
 def halves(model, words=("embed", "lm_head")):
@@ -81,19 +63,19 @@ def halves(model, words=("embed", "lm_head")):
 
 def moonlight_like(model, source="llamafactory-v0", lr=0.02, **options):
     muon, adamw = halves(model, WORDS[source])
-    groups = [{"params": [*muon, *adamw], "lr": lr, **MOONLIGHT, **options}]
-    averages = ("moment1", "moment2")
-    return OtherMuon(groups, muon, form="sgd", averages=averages, flag_in_state=True, scale="match_rms_adamw")
+    own = {"wd": 0.0, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
+    return OtherMuon([{"params": [*muon, *adamw], "lr": lr, **own, **options}], muon, moonlight=True)
 
 
 def deepspeed_like(model, lr=0.02):
     muon, adamw = halves(model)
+    of_both = {"lr": lr, "weight_decay": 0.0}
+    by_size = sorted(muon, key=lambda p: p.size(), reverse=True)
     groups = [
-        {"params": sorted(muon, key=lambda p: p.size(), reverse=True), "lr": lr, **JORDAN_MUON},
-        {"params": adamw, "lr": lr, **JORDAN_ADAM},
+        {"params": by_size, "momentum": 0.95, "use_muon": True, **of_both},
+        {"params": adamw, "betas": (0.9, 0.95), "eps": 1e-8, "use_muon": False, **of_both},
     ]
-    averages = ("exp_avg", "exp_avg_sq")
-    return OtherMuon(groups, muon, form="ema", averages=averages, flag_in_state=False, scale="original")
+    return OtherMuon(groups, muon, moonlight=False)
 
 
 class Block(nn.Module):

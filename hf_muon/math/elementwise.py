@@ -152,7 +152,7 @@ def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: Tensor, **opt
     if rows := _in_rows(tensors):
         function(*rows, *numbers, **options)
         return
-    flats = [tensor.reshape(-1) for tensor in tensors]
+    flats = [tensor.contiguous().view(-1) for tensor in tensors]
     function(*flats, *numbers, **options)
     for c in function.writes:
         if not tensors[c].is_contiguous():

@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +18,19 @@ from hf_muon.math import adamw, compiler, elementwise, momentum, newton_schulz, 
 from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, number, over, shaped_like
 from tests.accelerated import accelerated, compiling
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def recording(function):
+    """Return a function that does the same, and a list of the sizes of its calls."""
+    sizes = []
+
+    def call(*args):
+        sizes.append(args[0].numel())
+        function.plain(*args)
+
+    return Elementwise(call, reads=function.reads, writes=function.writes), sizes
 
 
 def _add(target, addend, result, factor):
@@ -25,55 +39,63 @@ def _add(target, addend, result, factor):
 
 
 ADD = Elementwise(_add, reads=(0, 1), writes=(0, 2))
+INCREASE = Elementwise(lambda tensor: tensor.add_(1), reads=(0,), writes=(0,))
 
 
-def calls_of(function):
-    """Record the sizes of the calls of a function."""
-    sizes = []
-    plain = function.plain
-    recorded = Elementwise(lambda *args, **options: sizes.append(args[0].numel()) or plain(*args, **options),
-                           reads=function.reads, writes=function.writes)  # fmt: skip
-    return recorded, sizes
+def stored(shape, kind, generator=None):
+    """Return random numbers that are contiguous, transposed, or have gaps between their rows or their elements."""
+    if kind == "gaps" or len(shape) == 1:
+        return torch.randn(*shape, 1 + (kind != "contiguous"), generator=generator)[..., 0]
+    if kind == "rows":
+        return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)[..., : shape[-1]]
+    whole = torch.randn(*shape[:-2], *shape[:-3:-1], generator=generator).mT
+    return whole.contiguous() if kind == "contiguous" else whole
 
 
-def columns(dtypes=(torch.float32, torch.float32)):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 4), (5,), (2, 3, 2), (7, 1), (0, 3), (4, 4)]
-    target, addend = ([torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for dtype in dtypes)
-    addend[3] = torch.randn(1, 7, generator=generator).to(dtypes[1]).T
-    target[5] = torch.randn(4, 8, generator=generator).to(dtypes[0])[:, ::2]  # has gaps
-    flat = torch.empty(sum(tensor.numel() for tensor in target))
-    return target, addend, shaped_like(flat, target)
+KINDS = ("contiguous", "transposed", "rows", "gaps")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize("copied_bytes", [0, 2**30])
-@pytest.mark.parametrize("into", [{}, {1: 2}])
-def test_many_tensors_are_as_one_after_the_other(copied_bytes, into):
-    results = columns()
-    expected = columns()
+@given(
+    rows=st.lists(st.tuples(SHAPES, st.sampled_from(KINDS), st.sampled_from(KINDS), DTYPES, DTYPES), max_size=8),
+    copied_bytes=st.sampled_from([0, 400, 2**30]),
+    run_bytes=st.sampled_from([100, 2**30]),
+    into=st.sampled_from([{}, {1: 2}]),
+)
+def test_many_tensors_are_as_one_after_the_other(rows, copied_bytes, run_bytes, into):
+    """Whether each is copied or in a call of its own, and however many copies there may be at once."""
+
+    def columns():
+        generator = torch.Generator().manual_seed(0)
+        target = [stored(shape, kind, generator).to(dtype) for shape, kind, _, dtype, _ in rows]
+        addend = [stored(shape, kind, generator).to(dtype) for shape, _, kind, _, dtype in rows]
+        return target, addend, shaped_like(torch.empty(sum(tensor.numel() for tensor in target)), target)
+
+    results, expected = columns(), columns()
     for row in zip(*expected, strict=True):
         _add(*row, number(0.5))
-    function, sizes = calls_of(ADD)
-    with accelerated(copied_bytes):
-        over(function, results, number(0.5), into=into)
+    with accelerated(copied_bytes), mock.patch.object(elementwise, "_RUN_BYTES", run_bytes):
+        over(ADD, results, number(0.5), into=into)
     for one, other in zip(itertools.chain(*results), itertools.chain(*expected), strict=True):
         assert torch.equal(one, other)
-    assert sizes == ([12, 5, 12, 7, 16] if not copied_bytes else [36, 16])
 
 
-def test_tensors_of_several_dtypes_have_calls_of_their_own():
-    tensors = [torch.ones(2), torch.ones(3), torch.ones(4, dtype=torch.bfloat16), torch.ones(5)]
-    function, sizes = calls_of(Elementwise(lambda tensor: tensor.add_(1), reads=(0,), writes=(0,)))
-    over(function, [tensors])
-    assert sizes == [5, 4, 5]
-    assert all((tensor == 2).all() for tensor in tensors)
-
-
-def test_a_run_has_bounded_copies(monkeypatch):
-    monkeypatch.setattr(elementwise, "_RUN_BYTES", 40)
-    function, sizes = calls_of(Elementwise(lambda tensor: tensor.add_(1), reads=(0,), writes=(0,)))
-    over(function, [[torch.ones(4) for _ in range(5)]])
-    assert sizes == [8, 8, 4]
+def test_calls_are_few():
+    """Small contiguous tensors have one call, but each dtype its own, and so have large ones and those with gaps."""
+    whole, odd = torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    for tensors, copied_bytes, run_bytes, expected in (
+        ([whole, whole.clone(), odd, whole.clone()], 2**30, 2**30, [8, 4, 4]),
+        ([whole.clone() for _ in range(3)], 0, 2**30, [4, 4, 4]),
+        ([whole.clone() for _ in range(5)], 2**30, 40, [8, 8, 4]),
+        ([whole.clone(), whole.clone(), torch.ones(8)[::2], whole.clone()], 2**30, 2**30, [8, 4, 4]),
+    ):
+        function, sizes = recording(INCREASE)
+        with accelerated(copied_bytes), mock.patch.object(elementwise, "_RUN_BYTES", run_bytes):
+            over(function, [tensors])
+        assert sizes == expected
+        assert all((tensor == 2).all() for tensor in tensors)
+        whole.fill_(1)
 
 
 def test_tensors_that_lie_one_after_the_other_are_a_view():
@@ -88,46 +110,48 @@ def test_tensors_that_lie_one_after_the_other_are_a_view():
     assert adjacent_runs([*parts, flat[:2], torch.ones(2)]) == [0, 0, 0, 1, 2]
 
 
-def numbers(*values):
-    return [number(value) for value in values]
+# --- Plain and compiled
 
 
 def cases():
     """Yield every function that is compiled, with arguments of all dtypes."""
-    salt = number(-12345, torch.int32)
     generator = torch.Generator().manual_seed(0)
+    salt = number(-12345, torch.int32)
+    rates = [*map(number, (0.1, 0.99, 0.01, 0.999, 1e-3, 0.5, 1e-8)), salt]
 
-    def values(dtype, count=1001):
+    def values(dtype, *shape):
         largest = 2 if dtype is torch.float16 else 6
-        return (torch.randn(count, generator=generator) * torch.logspace(-6, largest, count)).to(dtype)
+        scales = torch.logspace(-6, largest, shape[-1] if shape else 1001)
+        return (torch.randn(shape or 1001, generator=generator) * scales).to(dtype)
 
-    for buffer, grad, nesterov in itertools.product([torch.float32, torch.bfloat16], HALVES, [True, False]):
-        arguments = [values(buffer), values(grad), torch.empty(1001), number(0.05), salt]
+    def codes(dtype=torch.int8):
+        low, high = (-127, 128) if dtype is torch.int8 else (0, 256)
+        return torch.randint(low, high, (30, 64), generator=generator, dtype=dtype)
+
+    def scales():
+        return torch.rand(30, generator=generator)
+
+    for k, (grad, nesterov) in enumerate(itertools.product(HALVES, [True, False])):
+        arguments = [values(HALVES[k % 2]), values(grad), torch.empty(1001), number(0.05), salt]
         yield momentum.MOVE, arguments, {"nesterov": nesterov}
     for nesterov in (True, False):
         gathered = values(torch.float32)  # gradients, where updates will be
         yield momentum.MOVE, [values(torch.float32), gathered, gathered, number(0.05), salt], {"nesterov": nesterov}
-        codes = torch.randint(-127, 128, (30, 64), generator=generator, dtype=torch.int8)
-        grads = torch.randn(30, 64, generator=generator)
-        scales = torch.rand(30, generator=generator)
-        yield momentum.MOVE_CODES, [codes, scales, grads, grads, number(0.05)], {"nesterov": nesterov}
-    for direction in HALVES:
-        yield update.APPLY, [values(torch.float32), values(direction), *numbers(0.99, -0.01)], {}
-        for weights, stochastic in itertools.product(HALVES[1:], [True, False]):
-            arguments = [values(weights), values(direction), *numbers(0.99, -0.01), salt]
-            yield update.APPLY_ROUNDED, arguments, {"stochastic": stochastic}
-    for weights, moments, stochastic in itertools.product(HALVES, [torch.float32, torch.bfloat16], [True, False]):
-        arguments = [values(weights), values(weights), values(moments), values(moments).abs()]
-        arguments += [*numbers(0.1, 0.99, 0.01, 0.999, 1e-3, 0.5, 1e-8), salt]
-        yield adamw.STEP, arguments, {"stochastic": stochastic}
-    for weights, stochastic in zip(HALVES, [True, False, True], strict=True):
+        grads = values(torch.float32, 30, 64)
+        yield momentum.MOVE_CODES, [codes(), scales(), grads, grads, number(0.05)], {"nesterov": nesterov}
+    for k, direction in enumerate(HALVES):
+        factors = [number(0.99), number(-0.01)]
+        yield update.APPLY, [values(torch.float32), values(direction), *factors], {}
+        for weights in HALVES[1:]:
+            arguments = [values(weights), values(direction), *factors, salt]
+            yield update.APPLY_ROUNDED, arguments, {"stochastic": weights is HALVES[1 + k % 2]}
+    for k, (weights, moments) in enumerate(itertools.product(HALVES, [torch.float32, torch.bfloat16])):
+        arguments = [values(weights), values(weights), values(moments), values(moments).abs(), *rates]
+        yield adamw.STEP, arguments, {"stochastic": k in (0, 3, 4)}
+    for k, weights in enumerate(HALVES):
         weight, grad = (torch.randn(30, 64, generator=generator).to(weights) for _ in range(2))
-        codes = torch.randint(-127, 128, (30, 64), generator=generator, dtype=torch.int8)
-        of_squares = torch.randint(0, 256, (30, 64), generator=generator, dtype=torch.uint8)
-        scales = [torch.rand(30, generator=generator) for _ in range(2)]
-        arguments = [weight, grad, codes, scales[0], of_squares, scales[1]]
-        arguments += [*numbers(0.1, 0.99, 0.01, 0.999, 1e-3, 0.5, 1e-8), salt]
-        yield adamw.STEP_CODES, arguments, {"stochastic": stochastic}
+        arguments = [weight, grad, codes(), scales(), codes(torch.uint8), scales(), *rates]
+        yield adamw.STEP_CODES, arguments, {"stochastic": k != 1}
     for matrices in (torch.float32, torch.bfloat16, torch.float64):
         wide = torch.promote_types(matrices, torch.float32)
         sums = torch.tensor([[0.0, 0.0], [2.0, 1e-88], [3e76, 0.0], [1e-90, 0.0]], dtype=torch.float64)
@@ -137,19 +161,6 @@ def cases():
             factors = [torch.tensor([2.0, 0.25], dtype=wide), torch.tensor([0.3, 0.7], dtype=wide)]
             out = torch.empty(2, 500, dtype=dtype)
             yield newton_schulz.SCALE, [values(matrices, 1000).view(2, 500), *factors, out], {}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_is_traced_is_as_the_plain_function():
-    """Call what a compiler gets; `tests/cuda` compares what one makes of it for CUDA."""
-    for function, arguments, options in cases():
-        copies = {id(argument): argument.clone() for argument in arguments}
-        expected = [copies[id(argument)] for argument in arguments]
-        with torch.no_grad(), compiling():
-            function.plain(*expected, **options)
-            compiler.call(function.plain, arguments, options, function.row)
-        for one, other in zip(arguments, expected, strict=True):
-            assert torch.equal(one, other), (function.name, options, [argument.dtype for argument in arguments])
 
 
 class NoDivisionByNumbers(TorchDispatchMode):
@@ -162,171 +173,142 @@ class NoDivisionByNumbers(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-def test_no_function_divides_by_a_number():
-    for function, arguments, options in cases():
-        with NoDivisionByNumbers():
-            function.plain(*arguments, **options)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_step_calls_the_compiled_functions():
-    """Take steps, in which products are never compiled, where a CPU counts as a device that torch compiles for."""
-    torch._dynamo.utils.counters.clear()
-    with compiling():
-        params = [torch.nn.Parameter(torch.randn(20, 30)) for _ in range(3)]
-        optimizer = Muon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.randn_like(param)
-            optimizer.step()
-        names = {function.__name__ for function, *_ in compiler._functions}
-    assert names == {"_move", "_apply", "_step", "_sum_squares", "_invert", "_scale"}
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10  # and the trial, and three for one matrix
-
-
-def test_tensors_that_are_not_aligned_are_written():
-    """Compiled functions get aligned tensors alone; a tensor that is passed twice is copied once."""
-
-    def call(function, tensors, options, row=None):
-        assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.ndim)
-        function(*tensors, **options)
-
-    flat = torch.arange(12.0)
-    expected = flat.clone()
-    target, result = expected[1:5], expected[7:11]
-    _add(target, result, result, number(0.5))
-    with mock.patch.object(compiler, "is_compiled", return_value=True), mock.patch.object(compiler, "call", call):
-        ADD(flat[1:5], odd := flat[7:11], odd, number(0.5))
-    assert torch.equal(flat, expected)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_they_come():
-    """Count compilations of tensors with gaps, in columns, of one element, and of odd sizes."""
-
-    def add(target, addend):
-        target.copy_(target + addend)
-
-    function = Elementwise(add, reads=(0, 1), writes=(0,))
-    shapes = [(6, 8), (8, 6), (1,), (3, 5), (2, 3, 16), (17,), (4, 4, 4), (5, 32)]
-
-    def stored(shape, k):
-        """Return a tensor that is contiguous, transposed, has gaps between rows, or between elements."""
-        if k == 3 or (k == 2 and len(shape) == 1):
-            return torch.randn(*shape, 2)[..., 1]
-        if k == 0 or len(shape) == 1:
-            return torch.randn(shape)
-        return (
-            torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
-            if k == 1
-            else torch.randn(*shape, 2).flatten(-2)[..., : shape[-1]]
-        )
-
-    torch._dynamo.utils.counters.clear()
-    with compiling():
-        compiler.readiness({torch.device("cpu"): [torch.float32]})
-        compiler.decide(compiled=True)
-        for shape, k, other in itertools.product(shapes, range(4), range(4)):
-            target, addend = stored(shape, k), stored(shape, other)
-            expected = target + addend
-            over(function, [[target], [addend]])
-            assert torch.equal(target, expected)
-        kinds = len(compiler._functions)
-    # 16 divides the size or not; neither has gaps, or one, or both. A row, and a row of one element, are compiled anew.
-    assert kinds == 8
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3 * kinds
+@pytest.mark.extended(but="[01]$")
+@pytest.mark.parametrize(
+    ("function", "arguments", "options"), [pytest.param(*case, id=case[0].name) for case in cases()]
+)
+def test_what_is_traced_is_as_the_plain_function(function, arguments, options):
+    """Call what a compiler gets; `tests/cuda` compares what one makes of it for CUDA."""
+    copies = {id(argument): argument.clone() for argument in arguments}
+    expected = [copies[id(argument)] for argument in arguments]
+    with NoDivisionByNumbers():
+        function.plain(*expected, **options)
+    with torch.no_grad(), compiling():
+        compiler.call(function.plain, arguments, options, function.row)
+    for one, other in zip(arguments, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 class BrokenError(Exception):
     pass
 
 
-@pytest.mark.filterwarnings("ignore")
+class Backend:
+    """A compiler that returns what it gets, without products and with aligned tensors; it counts both.
+
+    Args:
+        fails_at: number of the call, from one, that raises an error; 0 for the first compilation.
+    """
+
+    def __init__(self, fails_at=None):
+        self.compiled, self.calls, self.fails_at = 0, 0, fails_at
+
+    def __call__(self, graph, inputs):
+        if self.fails_at == 0:
+            raise BrokenError("no kernel")
+        self.compiled += 1
+        assert not any(re.search(r"mm\b|matmul", str(node.target)) for node in graph.graph.nodes), "a product"
+
+        def call(*args):
+            self.calls += 1
+            assert all(own.data_ptr() % 16 == 0 for own in args if torch.is_tensor(own) and own.ndim)
+            if self.calls == self.fails_at:
+                raise BrokenError
+            return graph(*args)
+
+        return call
+
+
+def stepped(steps=1):
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((20, 30), (20, 30), (9, 7))]
+    optimizer = Muon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
+    for step in range(steps):
+        for param in params:
+            param.grad = torch.full_like(param, step + 1.0)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with accelerated():
+        return stepped(3)[0]
+
+
+def test_a_step_calls_the_compiled_functions(plain, caplog):
+    """A CPU counts as a device that torch compiles for. What is watched, as by a counter of FLOPs, is plain."""
+    with compiling(backend := Backend()):
+        params, optimizer = stepped(3)
+        assert all(map(torch.equal, params, plain))
+        assert 6 <= backend.compiled <= 10, "six functions, the trial, and some for one matrix"
+        calls = backend.calls
+        with FlopCounterMode(display=False):
+            optimizer.step()
+        assert backend.calls == calls
+        optimizer.step()
+        assert backend.calls > calls
+    assert caplog.text.count("the first step takes longer") == 1
+
+
 def test_an_error_of_a_compiled_function_is_raised_and_nothing_is_repeated():
-    run = []
-
-    def call(function, tensors, options, row=None):
-        run.append(function)
-        if len(run) == 12:
-            raise BrokenError
-        function(*tensors, **options)
-
-    with compiling(), mock.patch.object(compiler, "call", call):
-        param = torch.nn.Parameter(torch.randn(20, 30))
-        optimizer = Muon([param])
-        param.grad = torch.randn_like(param)
+    with compiling(backend := Backend(fails_at=25)):
         with pytest.raises(BrokenError):
-            _ = [optimizer.step() for _ in range(9)]
-        assert len(run) == 12
+            stepped(9)
+        assert backend.calls == 25
         assert compiler.is_compiled(torch.device("cpu"))
 
 
-def stepped():
-    param = torch.nn.Parameter(torch.ones(20, 30))
-    param.grad = torch.ones(20, 30)
-    optimizer = Muon([param])
-    optimizer.step()
-    return param
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiler_that_fails_is_named_once_before_anything_moves(caplog, monkeypatch):
-    monkeypatch.setattr(compiler, "_trial", lambda *tensors: 1 / 0)
-    with accelerated():
-        expected = stepped()
-    with compiling():
-        assert torch.equal(stepped(), expected)
-        stepped()
-        assert not compiler._functions
-    (record,) = [record for record in caplog.records if "not compiled" in record.message]
-    assert re.search(r"slower: \w+: \w+", record.message)
-
-
-def test_a_device_without_its_compiler_takes_the_plain_functions(caplog):
-    with compiling(package="no_such_compiler"):
-        stepped()
-    assert "there is no no_such_compiler for cpu" in caplog.text
-
-
-def test_a_torch_without_an_option_takes_the_plain_functions(caplog, monkeypatch):
-    monkeypatch.setattr(compiler, "_OPTIONS", {("no_such_option",): True})
-    with compiling("inductor"):
-        stepped()
-    assert "has no option no_such_option of torch.compile" in caplog.text
-
-
-def test_torch_compile_turned_off_takes_the_plain_functions_silently(caplog, monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with compiling():
-        stepped()
-        assert not compiler.is_compiled(torch.device("cpu"))
-    assert not caplog.records
+@pytest.mark.parametrize(
+    ("compiles", "says"),
+    [
+        (lambda patch: compiling(Backend(fails_at=0)), r"slower: \w+: "),
+        (lambda patch: compiling(package="no_such_compiler"), "there is no no_such_compiler for cpu"),
+        (
+            lambda patch: patch.setattr("torch._inductor.list_options", list) or compiling("inductor"),
+            r"has no option triton\.autotune_pointwise of torch\.compile",
+        ),
+        (lambda patch: patch.setenv("TORCH_COMPILE_DISABLE", "1") or compiling(Backend()), None),
+    ],
+    ids=["it fails", "there is none", "an option is unknown", "turned off"],
+)
+def test_where_nothing_can_be_compiled_functions_are_plain_and_why_is_said_once(
+    compiles, says, plain, caplog, monkeypatch
+):
+    """Users who turn it off know why."""
+    with compiles(monkeypatch):
+        for _ in range(2):
+            assert all(map(torch.equal, stepped(3)[0], plain))
+            assert not compiler.is_compiled(torch.device("cpu"))
+    messages = [record.message for record in caplog.records if record.name == "hf_muon"]
+    assert len(messages) == (says is not None)
+    assert all(re.search(says, message) for message in messages)
 
 
 def test_an_error_that_waited_on_the_device_is_not_the_compilers(monkeypatch):
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: exec("raise BrokenError"))
-    with compiling(), pytest.raises(BrokenError):
+    with compiling(Backend()), pytest.raises(BrokenError):
         stepped()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_step_under_a_dispatch_mode_is_plain_and_later_ones_are_compiled():
-    param = torch.nn.Parameter(torch.randn(20, 30))
-    param.grad = torch.randn(20, 30)
-    with compiling():
-        optimizer = Muon([param])
-        optimizer.step()
-        with FlopCounterMode(display=False), mock.patch.object(compiler, "call") as call:
-            optimizer.step()
-        call.assert_not_called()
-        with mock.patch.object(compiler, "call", wraps=compiler.call) as call:
-            optimizer.step()
-        call.assert_called()
+def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_they_come():
+    """Tensors that are not aligned are copied for the compiler, one that is passed twice once, and written."""
+    shapes = [(6, 8), (8, 6), (1,), (3, 5), (2, 3, 16), (17,), (4, 4, 4), (5, 32)]
+    with compiling(backend := Backend()):
+        compiler.readiness({torch.device("cpu"): [torch.float32]})
+        compiler.decide(compiled=True)
+        trial = backend.compiled
+        add = Elementwise(lambda target, addend: target.copy_(target + addend), reads=(0, 1), writes=(0,))
+        for shape, kind, other in itertools.product(shapes, KINDS, KINDS):
+            target, addend = stored(shape, kind), stored(shape, other)
+            expected = target + addend
+            over(add, [[target], [addend]])
+            assert torch.equal(target, expected)
+        # 16 divides the size or not; neither has gaps, or one, or both. A row, and one element, are compiled anew.
+        assert 8 <= backend.compiled - trial <= 3 * 8
 
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_first_compilation_is_told_once(caplog):
-    with caplog.at_level("INFO", "hf_muon"), compiling():
-        stepped()
-        stepped()
-    assert caplog.text.count("the first step takes longer") == 1
+        flat = torch.arange(12.0)
+        expected = flat.clone()
+        _add(expected[1:5], expected[7:11], expected[7:11], number(0.5))
+        odd = flat[7:11]
+        ADD(flat[1:5], odd, odd, number(0.5))
+        assert torch.equal(flat, expected)

@@ -1,3 +1,8 @@
+"""Rounding to bf16, fp16 and 8-bit codes: at random both neighbours with the right probabilities, or to the nearest.
+
+However tensors are cut, stored and batched, an element is rounded alike.
+"""
+
 from __future__ import annotations
 
 import math
@@ -5,8 +10,34 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_muon.math.rounding import round_to_bf16
+from hf_muon.math import rounding
+from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, Quantized, salted_codes, scale_shape
+from hf_muon.math.rounding import random_bits, round_to_bf16, round_to_half, salt
+from hf_muon.math.weight_rounding import Result, store_
+
+HALVES = (torch.bfloat16, torch.float16)
+CODES = pytest.mark.parametrize("code", [SQUARES, FOURTH_POWERS], ids=["squares", "fourth powers"])
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def spread(*shape, code=SQUARES):
+    """Return numbers over many orders of magnitude, for fourth powers none below zero."""
+    values = normal(*shape) * torch.exp(2 * normal(*shape, seed=1))
+    return values if code is SQUARES else values.square()
+
+
+def blocks_of(shape, code):
+    return Quantized(torch.zeros(shape, dtype=code.dtype), torch.zeros(scale_shape(shape)), code)
+
+
+def scales_of(blocks):
+    return blocks.scales.repeat_interleave(BLOCK, -1)[..., : blocks.codes.shape[-1]]
 
 
 def rounded(values, step):
@@ -23,38 +54,207 @@ def rounded(values, step):
     return torch.from_numpy(((bits + (noise & np.uint32(0xFFFF))) & np.uint32(0xFFFF0000)).view(np.float32))
 
 
-class TestStochasticRounding:
-    def test_rule(self):
-        values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-        for step in (1, 2, 77777):
-            assert torch.equal(round_to_bf16(values, step), rounded(values, step))
+def test_bf16_is_rounded_by_this_rule():
+    for step in (1, 2, 77777):
+        assert torch.equal(round_to_bf16(normal(1000), step), rounded(normal(1000), step))
 
-    def test_either_neighbour_and_the_mean_is_the_value(self):
-        values = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
-        below = (values.view(torch.int32) & -0x10000).view(torch.float32)
-        above = ((below.view(torch.int32)) + 0x10000).view(torch.float32)
-        away = ((values - below) / (above - below)).double()  # from zero, in units in the last place
-        roundings_up = torch.zeros_like(away)
-        steps = 32
-        for step in range(steps):
-            result = round_to_bf16(values, step)
-            assert bool(((result == below) | (result == above)).all())
-            roundings_up += result == above
-        sigma = math.sqrt(float((away * (1 - away)).sum()) * steps)
-        assert abs(float((roundings_up - steps * away).sum())) < 5 * sigma
-        # The choice depends neither on the value's last bits nor on its sign or size.
-        for part in (away < 0.1, away > 0.9, values < 0, values.view(torch.int32) & 1 == 1):
-            some = away[part]
-            sigma = math.sqrt(float((some * (1 - some)).sum()) * steps)
-            assert abs(float((roundings_up - steps * away)[part].sum())) < 5 * sigma
-        # The choices for one value over the steps are as random as those for many values in one step.
-        spread = ((roundings_up - steps * away).square().sum() / (steps * (away * (1 - away)).sum())).item()
-        assert spread == pytest.approx(1, abs=0.02)
 
-    def test_bf16_values_stay_and_nothing_becomes_infinite(self):
-        values = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.finfo(torch.bfloat16).max, 1e-40])
-        values = values.bfloat16().float()
-        for step in range(50):
-            assert torch.equal(round_to_bf16(values, step), values)
-        largest = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
-        assert all(bool(round_to_bf16(largest, step).isfinite().all()) for step in range(50))
+def of_halves(dtype, scale=1.0, function=None):
+    """Return values, both neighbours of each, the share of roundings up, and what rounds them in a step."""
+    values = normal(2**16, scale=scale)
+    nearest = values.to(dtype)
+    toward = torch.where(nearest.float() > values, -math.inf, math.inf).to(dtype)
+    other = torch.where(nearest.float() == values, nearest, torch.nextafter(nearest, toward))
+    below, above = torch.minimum(nearest, other).double(), torch.maximum(nearest, other).double()
+    share = torch.where(above > below, (values.double() - below) / (above - below).clamp_min(1e-300), 0.0)
+    function = function or (lambda values, step: round_to_half(values, random_bits(values, step), dtype))
+    return values, below, above, share, lambda step: function(values, step).double()
+
+
+def of_codes(code):
+    values = spread(24, 700, code=code)
+    blocks = blocks_of(values.shape, code)
+    blocks.store_(values)
+    scales = scales_of(blocks).double()
+    fractions = values.abs().double() / scales
+    below = (fractions ** (1 / code.power) * code.largest + 1e-9).floor().clamp(max=code.largest - 1)
+    low, high = ((level / code.largest) ** code.power * scales for level in (below, below + 1))
+    share = ((values.abs().double() - low) / (high - low)).clamp(0, 1)
+    share[(share < 1e-6) | (share > 1 - 1e-6)] = 0  # a level, but for rounding
+    if code is FOURTH_POWERS:
+        share[below == 0] = 1  # only zero becomes zero
+
+    def store(step):
+        blocks.store_rounded_(values, step)
+        assert bool((blocks.values() * values >= 0).all())
+        return blocks.codes.double().abs()
+
+    return values, below, below + 1, share, store
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(lambda: of_halves(torch.bfloat16, function=round_to_bf16), id="bf16 in fp32"),
+        *(
+            # fp16 is subnormal below 6.1e-5, and ends at 6e-8
+            pytest.param(lambda dtype=dtype, scale=scale: of_halves(dtype, scale), id=f"{dtype} {scale}")
+            for dtype in HALVES
+            for scale in (1.0, 1e-4, 3e-7)
+        ),
+        pytest.param(lambda: of_codes(SQUARES), id="squares"),
+        pytest.param(lambda: of_codes(FOURTH_POWERS), id="fourth powers"),
+    ],
+)
+def test_either_neighbour_and_the_mean_is_the_value(case):
+    """The choice depends neither on the value's last bits, its sign or its size, nor on the choices in other steps."""
+    values, below, above, share, round_in_step = case()
+    excess, steps = -64 * share, 64
+    for step in range(steps):
+        result = round_in_step(step)
+        assert bool(((result == below) | (result == above) | (share == 0)).all())
+        excess += ((result == above) & (above > below)).where(share > 0, 0)
+    variance = steps * share * (1 - share)
+    odd = values.view(torch.int32) & 1 == 1
+    for part in (share >= 0, (share > 0) & (share < 0.1), share > 0.9, values < 0, odd):
+        assert abs(float(excess[part].sum())) <= 5 * math.sqrt(float(variance[part].sum()))
+    assert float(excess.square().sum() / variance.sum()) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_a_dtype_holds_stays(dtype):
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([0.0, -0.0, 1.0, -2.5, largest, -largest, 2.0**-14, 2.0**-24, math.inf, -math.inf])
+    nan = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # every bit may be set
+    most = torch.tensor([1.0, -1.0]) * torch.finfo(torch.float32).max
+    for step in range(50):
+        assert torch.equal(round_to_half(values, random_bits(values, step), dtype), values.to(dtype))
+        assert bool(round_to_half(nan, random_bits(nan, step), dtype).isnan().all())
+        if dtype is torch.bfloat16:
+            assert torch.equal(round_to_bf16(values[:-2], step), values[:-2])
+            assert bool(round_to_bf16(most, step).isfinite().all())
+
+
+# --- Weights
+
+
+def stored(weights, exact, update, step=3):
+    store_([Result(weights, exact, update)], "stochastic", step)
+    return weights
+
+
+@pytest.mark.parametrize("chunk", [7, 24, 100, 10**6])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_cuts_strides_and_batches_do_not_matter(dtype, chunk, monkeypatch):
+    exact, update = normal(37, 24), normal(37, 24, seed=1)
+    whole = stored(torch.empty(37, 24, dtype=dtype), exact, update)
+    monkeypatch.setattr(rounding, "_CHUNKS", {"cpu": chunk})
+    for own in (torch.empty(24, 37, dtype=dtype).mT, torch.zeros(37, 40, dtype=dtype)[:, 3:27]):
+        assert torch.equal(stored(own, exact, update), whole)
+    parts = torch.empty(37, 24, dtype=dtype)
+    other = torch.empty(5, dtype=HALVES[dtype is torch.bfloat16])
+    results = [Result(parts[i : i + 5], exact[i : i + 5], update[i : i + 5]) for i in range(0, 37, 5)]
+    results.insert(3, Result(other, normal(5), normal(5)))  # ends a batch
+    store_(results, "stochastic", 3)
+    assert torch.equal(parts, whole)
+    assert bool(((other.float() - normal(5)).abs() <= 2**-7 * normal(5).abs()).all())
+
+
+def test_equal_weights_with_different_updates_are_rounded_independently():
+    exact = torch.full((2**16,), 1 + 2**-9)  # a quarter of the way from 1 to the next value of bf16
+    update = 1e-3 * (1 + 1e-6 * torch.arange(2**16))  # AdamW's first updates differ in their last bits
+    up = (stored(torch.ones(2**16, dtype=torch.bfloat16), exact, update) > 1).double()
+    assert float(up.mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(torch.corrcoef(up.view(-1, 2).T)[0, 1]) == pytest.approx(0, abs=0.03)
+
+
+def test_steps_are_independent():
+    exact, update = torch.full((64,), 1 + 2**-9), normal(64)
+    weights = torch.empty(64, dtype=torch.bfloat16)
+    ups = torch.stack([stored(weights, exact, update, step=step) > 1 for step in range(4096)]).double()
+    assert float((ups.mean(0) - 0.25).abs().max()) < 5 * math.sqrt(0.25 * 0.75 / 4096)
+    lagged = torch.corrcoef(torch.stack([ups[:-1].flatten(), ups[1:].flatten()]))[0, 1]
+    assert abs(float(lagged)) < 0.01
+
+
+def test_nearest_is_a_cast_and_an_observer_sees_weights_before_and_after():
+    exact, weights, seen = normal(9, 5), torch.zeros(9, 5, dtype=torch.bfloat16), []
+    results = [Result(weights, exact, exact)]
+    store_(results, "nearest", 1, lambda *tensors: seen.extend(tensor.clone() for tensor in tensors))
+    assert torch.equal(weights, exact.bfloat16())
+    before, after = seen
+    assert not before.any()
+    assert torch.equal(after, exact)
+
+
+# --- Codes of 8 bits
+
+
+@CODES
+def test_codes_stand_for_powers_and_the_largest_for_the_scale(code):
+    codes = torch.arange(-code.largest if code.dtype.is_signed else 0, code.largest + 1).to(code.dtype)
+    fractions = code.fractions(codes)
+    exact = codes.double().sign() * (codes.double().abs() / code.largest) ** code.power
+    assert ((fractions - exact).abs() <= 2**-22 * exact.abs()).all()
+    assert (fractions.diff() > 0).all()
+    assert fractions[-1] == 1
+
+
+@CODES
+@given(shape=st.lists(st.integers(1, 5), max_size=2), columns=st.integers(16, 200), zeros=st.booleans())
+def test_codes_are_the_nearest_within_each_block(code, shape, columns, zeros):
+    values = spread(*shape, columns, code=code)
+    if zeros:
+        values[..., :BLOCK] = 0
+    blocks = blocks_of(values.shape, code)
+    blocks.store_(values)
+    for k, block in enumerate(values.split(BLOCK, -1)):
+        assert torch.equal(blocks.scales[..., k], block.abs().amax(-1))
+    assert bool((blocks.values() * values >= 0).all())
+    roots = [
+        (tensor.abs() / scales_of(blocks).clamp_min(1e-30)) ** (1 / code.power) for tensor in (blocks.values(), values)
+    ]
+    off = ((roots[0] - roots[1]).abs() * code.largest)[blocks.codes.float().abs() != 1]  # of fourth powers the least
+    assert (off < 0.5 + 1e-3).all()
+    again = blocks_of(values.shape, code)
+    again.store_(blocks.values())
+    assert torch.equal(again.codes, blocks.codes)
+
+
+def test_a_second_moment_is_zero_only_where_it_is():
+    values = torch.full((2, 64), 1e-30)
+    values[:, 0], values[1, 5] = 1.0, 0.0
+    for step in range(20):
+        blocks = blocks_of(values.shape, FOURTH_POWERS)
+        blocks.store_rounded_(values, step)
+        assert torch.equal(blocks.values() == 0, values == 0)
+
+
+@CODES
+def test_a_row_that_only_decays_keeps_its_codes(code):
+    """Decay, as rows of rare tokens do between their gradients: no noise is added."""
+    values = spread(8, 192, code=code)
+    blocks = blocks_of(values.shape, code)
+    blocks.store_(values)
+    codes, scales = blocks.codes.clone(), blocks.scales.clone()
+    for step in range(300):
+        blocks.store_rounded_(blocks.values() * 0.999, step)
+    assert int((blocks.codes != codes).sum()) <= 8 * 192 * 300 * 2**-18, "but for the last bit of a quotient"
+    assert torch.allclose(blocks.scales, scales * 0.999**300, rtol=1e-4)
+
+
+@CODES
+def test_rows_chunks_of_rows_and_a_function_of_blocks_get_the_same_codes(code):
+    values = spread(12, BLOCK + 2, code=code)
+    values[0] = values[1, ::2] = 0
+    for step in (1, 7):
+        whole = blocks_of(values.shape, code)
+        whole.store_rounded_(values, step)
+        for rows in (1, 5):
+            parts = [blocks_of(part.shape, code) for part in torch.split(values, rows)]
+            for part, own in zip(parts, torch.split(values, rows), strict=True):
+                part.store_rounded_(own, step)
+            assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)
+        codes, scales = salted_codes(values[:, :BLOCK], torch.tensor(salt(step), dtype=torch.int32), code)
+        assert torch.equal(codes.to(code.dtype), whole.codes[:, :BLOCK])
+        assert torch.equal(scales, whole.scales[:, :1])

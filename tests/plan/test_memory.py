@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import transformers
+from allpairspy import AllPairs
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.live_bytes import LiveBytes
-from hf_muon import MuonConfig, build_optimizer
+from hf_muon import MuonConfig, build_optimizer, route_parameters
 from hf_muon.cli.model_source import known_configs
 from hf_muon.math import cost, rounding
 from hf_muon.plan.activations import Activations, estimate_activations
 from hf_muon.plan.step_plan import plan_step
 from tests.accelerated import accelerated, uncomputed
+from tests.equality.models import Routed
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 40,
-    "num_hidden_layers": 3,
-}
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40, "tie_word_embeddings": False}
 MODES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "autocast": (torch.float32, torch.bfloat16),
@@ -33,10 +31,9 @@ MODES = {
 BATCH, LENGTH = 2, 128
 
 
-def decoder(kind, vocabulary, dtype=torch.float32, **sizes):
+def decoder(kind, vocabulary, dtype):
     experts = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2} if kind == "qwen3_moe" else {}
-    fields = {**SIZES, **experts, "vocab_size": vocabulary, "tie_word_embeddings": False, **sizes}
-    config = transformers.AutoConfig.for_model(kind, **fields)
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **experts, vocab_size=vocabulary)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
@@ -69,8 +66,10 @@ def estimate(model, mode, checkpointing=False):
     )
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral", "qwen3_moe"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [*itertools.product(["qwen3", "qwen3_moe"], MODES), ("llama", "bf16"), ("qwen2", "autocast"), ("mistral", "bf16")],
+)
 def test_activations_are_what_autograd_saves(kind, mode):
     """Compare with the bytes that autograd holds at the end of the forward pass: within 1 %."""
     model = decoder(kind, 512, MODES[mode][0])
@@ -81,10 +80,10 @@ def test_activations_are_what_autograd_saves(kind, mode):
     assert planned.saved + copies == pytest.approx(saved_bytes(model, mode == "autocast"), rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("vocabulary", [64, 8192])
+@pytest.mark.parametrize(
+    ("kind", "mode", "checkpointing", "vocabulary"),
+    list(AllPairs([["qwen3", "llama", "qwen3_moe"], list(MODES), [False, True], [64, 8192]])),
+)
 def test_the_peak_of_a_backward_pass(kind, mode, checkpointing, vocabulary):
     """Compare the peak: at the loss for a large vocabulary, else in a layer. Gradients are there before."""
     model = decoder(kind, vocabulary, MODES[mode][0])
@@ -143,33 +142,33 @@ class Matrices(nn.Module):
         self.embed_tokens = nn.Embedding(20480, 64, dtype=dtype)
 
 
-@pytest.fixture
-def _chunks_of_an_accelerator(monkeypatch):
+@pytest.mark.parametrize(
+    ("moments", "dtype", "ns_dtype"),
+    list(AllPairs([["fp32", "bf16", "int8"], [torch.float32, torch.bfloat16], ["fp32", "bf16"]])),
+)
+def test_the_buffers_of_a_step_are_bounded(moments, dtype, ns_dtype, monkeypatch):
+    """Compare with a second step in the chunks of an accelerator, because the first creates the state."""
     monkeypatch.setattr(rounding, "_CHUNKS", {})
     monkeypatch.setattr(cost, "_BLOCK_ROWS", {})
-
-
-@pytest.mark.usefixtures("_chunks_of_an_accelerator")
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
-def test_the_buffers_of_a_step_are_bounded(moments, dtype, ns_dtype):
-    """Compare with a second step, because the first creates the state."""
-    options = {"momentum_dtype": moments, "adamw_state_dtype": moments, "ns_dtype": ns_dtype}
-    options["muon_patterns"] = "weights"
-    model = Matrices(dtype)
-    planned = plan_step(model, MuonConfig.from_mapping(options), "single", 1, dtype=dtype).memory.step
-    optimizer = build_optimizer(model, options)
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        with accelerated(), uncomputed(), LiveBytes() as memory:
-            optimizer.step()
+    options = {
+        "momentum_dtype": moments,
+        "adamw_state_dtype": moments,
+        "ns_dtype": ns_dtype,
+        "muon_patterns": "weights",
+    }
+    with FakeTensorMode():
+        model = Matrices(dtype)
+        planned = plan_step(model, MuonConfig.from_mapping(options), "single", 1, dtype=dtype).memory.step
+        optimizer = build_optimizer(model, options)
+        for _ in range(2):
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            with accelerated(), uncomputed(), LiveBytes() as memory:
+                optimizer.step()
     assert memory.peak <= planned <= 2 * memory.peak + 16 * 2**22
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("autocast", "checkpointing"), [(False, False), (True, True)])
 def test_lora_saves_the_inputs_of_its_factors(autocast, checkpointing):
     """Check an upper bound: under autocast the copies are bf16, and frozen weights need no inputs."""
     model = get_peft_model(decoder("qwen3", 4096, torch.bfloat16), LoraConfig(r=8, target_modules="all-linear"))
@@ -181,3 +180,13 @@ def test_lora_saves_the_inputs_of_its_factors(autocast, checkpointing):
     with LiveBytes() as memory:
         loss_of(model, autocast).backward()
     assert memory.peak <= estimate(model, "bf16", checkpointing).peak <= 1.2 * memory.peak
+
+
+def test_one_process_has_all_the_work_of_a_model_with_weights_of_every_kind():
+    """`tests/equality` compares plans of this model with measured steps."""
+    with torch.device("meta"):
+        model = Routed()
+    views = {route.view for route in route_parameters(model) if route.view}
+    assert views == {"rows 10+10+10", "flat, rows 2x4", "transposed"}
+    plan = plan_step(model, MuonConfig(), "single", 1)
+    assert (plan.balance, plan.sent_bytes) == (1, [0])

@@ -1,4 +1,4 @@
-"""Index arithmetic, compared with torch's own."""
+"""Which elements lie where: index arithmetic beside torch's own, and beside an enumeration of all elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_muon.storage.partitions import partition_bounds
+from hf_muon.storage.partitions import Division, partition_bounds
 from hf_muon.storage.regions import FlatRegion, Region, chunk, length, regions, take, whole
 
 placements = st.one_of(
@@ -28,7 +28,7 @@ def indices(region):
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
-def test_regions_are_where_torch_puts_them(shape, axes):
+def test_regions_are_where_torch_puts_them_and_hold_everything_once_for_each_replica(shape, axes):
     utils = pytest.importorskip("torch.distributed.tensor._utils")
     mesh_shape, placed = [size for size, _ in axes], [placement for _, placement in axes]
     of_mesh = regions(shape, mesh_shape, placed)
@@ -37,14 +37,9 @@ def test_regions_are_where_torch_puts_them(shape, axes):
         assert region.shape == tuple(local)
         if math.prod(local):
             assert indices(region)[0] == tuple(offset)
-
-
-@given(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(1, 5)), meshes)
-def test_regions_hold_everything_once_for_each_replica(shape, axes):
-    of_mesh = regions(shape, [size for size, _ in axes], [placement for _, placement in axes])
     replicas = math.prod(size for size, placement in axes if placement.is_replicate())
-    stored = sorted(index for region in of_mesh for index in indices(region))
-    assert stored == sorted(list(itertools.product(*map(range, shape))) * replicas)
+    held = sorted(index for region in of_mesh for index in indices(region))
+    assert held == sorted(list(itertools.product(*map(range, shape))) * replicas)
 
 
 def test_a_strided_shard_leaves_room_for_a_later_axis():
@@ -93,10 +88,26 @@ def test_the_boxes_of_a_slice_hold_its_elements(stack, m, n, data):
     assert where == {element - start: element for element in inside}
 
 
-@given(st.integers(0, 30), st.integers(1, 12), st.integers(1, 4), st.integers(0, 20))
-def test_partitions_hold_every_element_once(numel, size, ranks, offset):
-    bounds = partition_bounds(numel, size, ranks, offset)
-    flat = [i - offset for i in range(size * ranks)]
-    for rank, (first, last) in enumerate(bounds):
-        elements = [i for i in flat[rank * size : (rank + 1) * size] if 0 <= i < numel]
-        assert list(range(first, last)) == elements
+@given(st.integers(1, 12), st.integers(1, 20), st.integers(0, 20), st.integers(0, 2), st.data())
+def test_every_element_of_equal_parts_is_held_once(numel, size, offset, start, data):
+    """Cut a flat tensor into parts of `size` elements, of which each rank stores one."""
+    division = Division(numel, size, offset, start)
+    ranks = -(-(offset + numel) // size)
+    # A parameter that begins in this part begins at its offset there, any other at the beginning of the part.
+    expected = {element: ((offset + element) // size, start + (offset + element) % size) for element in range(numel)}
+    bounds = partition_bounds(numel, size, ranks + 1, offset)
+    held = {}
+    for rank in range(ranks + 1):
+        first, last, at = division.held(rank)
+        assert (first, last) == bounds[rank]
+        held |= {element: (rank, at + element - first) for element in range(first, last)}
+    assert held == expected
+    assert division.bounds(ranks) == bounds[:ranks]
+    first = data.draw(st.integers(0, numel))
+    last = data.draw(st.integers(first, numel))
+    overlaps = {
+        element: (rank, at + element - begin)
+        for rank, begin, end, at in division.overlaps(first, last)
+        for element in range(begin, end)
+    }
+    assert overlaps == {element: expected[element] for element in range(first, last)}
