@@ -45,7 +45,7 @@ def together(texts: Sequence[Sequence[str]], ranks: Sequence[int] | None = None)
     """
     origins: dict[str, list[int]] = {}
     for rank, lines in zip(ranks or range(len(texts)), texts, strict=True):
-        for line in lines:
+        for line in dict.fromkeys(lines):
             origins.setdefault(line, []).append(rank)
     return [line if len(of) == len(texts) else f"{line} [rank {_listed(of)}]" for line, of in origins.items()]
 

@@ -24,7 +24,9 @@ def factor_runs(group: Group, partitions: Partitions) -> list[FactorRuns]:
             runs.append([(slice(0, None), each[i])])
             continue
         own: list[tuple[slice, float]] = []
-        for part in partition.slices:
+        # With round_robin_gradients, DeepSpeed stores the parameters of a group in another order.
+        in_order = sorted(partition.slices, key=lambda part: part.elements(partition.rank).start)
+        for part in in_order:
             elements = part.elements(partition.rank)
             if own and own[-1][1] == part.factor and own[-1][0].stop == elements.start:
                 own[-1] = (slice(own[-1][0].start, elements.stop), part.factor)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.layouts import LAYOUTS
 from tests.deepspeed.runs import CPU, assert_same, rank_of_environment, whole_state
-from tests.equality.cells import RULES, Cell, pairwise
+from tests.equality.cells import Cell, pairwise
 from tests.equality.checks import check
 from tests.equality.drawn import STEPS, models
 from tests.equality.models import Given
@@ -36,15 +36,10 @@ def array(places):
 
 # DeepSpeed steps one group after the other: the first can refuse a step. In these stages the engine then goes on.
 FAULTS = [Cell(place="zero0-2", fault="step"), Cell(place="zero3-2", fault="option"), Cell(place="zero3-2", fault="lr")]
-DOUBLE = pytest.mark.xfail(strict=True, reason="factors of AdamW, where DeepSpeed orders a partition otherwise")
-
-
-def marks_of(cell):
-    return [pytest.mark.extended] + [DOUBLE] * (cell.layout == "zero2_turns" and "scaled" in RULES[cell.rule])
 
 
 @pytest.mark.parametrize(
-    "cell", [*FAULTS, *array(FIRST), *(pytest.param(cell, marks=marks_of(cell)) for cell in array(REST))], ids=str
+    "cell", [*FAULTS, *array(FIRST), *(pytest.param(cell, marks=pytest.mark.extended) for cell in array(REST))], ids=str
 )
 def test_pairs_of_values(pools, cell, tmp_path):
     check(cell, pools, str(tmp_path))

@@ -397,7 +397,7 @@ FAULTS = {
     "latest": r"IsADirectoryError: .*latest.partial.* \[rank {victim}\]",
     "folder": r"NotADirectoryError: .*in the way.* \[rank {victim}\]",
     "memory": r"MemoryError.* \[rank {victim}\]",
-    "same tag": r"OSError: read only",
+    "same tag": r"OSError: read only \[rank {victim}\]",
 }
 
 
