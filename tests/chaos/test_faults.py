@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory):
     return {layout: str(folder / layout) for layout in LAYOUTS}
 
 
-@pytest.mark.extended(but="killed-step-ddp|killed-save-fsdp")
+@pytest.mark.first_tier("killed-step-ddp|killed-save-fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints, layout, kind, phase, tmp_path):

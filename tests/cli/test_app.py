@@ -61,7 +61,7 @@ def test_doctor_says_why_not():
     assert not any(f"│ {name} " in result.stdout for name in ("HF_MUON_STEP_REPORT", "optim: muon"))
 
 
-@pytest.mark.extended(but="ImportError|OSError")
+@pytest.mark.first_tier("ImportError|OSError")
 @pytest.mark.parametrize(
     ("file", "text", "reason"),
     [

@@ -29,7 +29,7 @@ def compilations(call, sizes, devices):
     return at
 
 
-@pytest.mark.extended(but="^(apply|invert|move_codes)$")
+@pytest.mark.first_tier("^(apply|invert|move_codes)$")
 @pytest.mark.parametrize("name", functions())
 def test_sizes_share_few_compilations(name):
     with fake_gpu.card(90):

@@ -88,7 +88,7 @@ def over_budget(call: Call, size: int, budget: Budget, capability: int) -> Itera
         yield f"{call}, size {size}, sm_{capability}: {line}"
 
 
-@pytest.mark.extended(but="few")
+@pytest.mark.first_tier("few")
 @pytest.mark.parametrize(
     ("capability", "all_of_it"),
     [(90, False), (90, True), (80, True), (100, True)],

@@ -117,7 +117,7 @@ def compare(rank, drawn, zero, dtype):
         assert_same({name: state[name]}, {name: expected})
 
 
-@pytest.mark.extended(but="1")
+@pytest.mark.first_tier("1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_random_models_in_random_settings(ranks, stage):
     """Run in one process what ranks do whose gradients are equal: their mean is exact in every order and dtype."""

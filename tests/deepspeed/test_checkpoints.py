@@ -195,7 +195,7 @@ LOADS = [
 FIRST = r"[a-z]-22|other keys-23|save-(23|33)|both-|gone in weights.*all|code in|masters|^-(?!23|32)|index|nvme"
 
 
-@pytest.mark.extended(but=FIRST)
+@pytest.mark.first_tier(FIRST)
 @pytest.mark.parametrize(
     ("how", "stages", "arguments", "says"),
     [
@@ -280,7 +280,7 @@ def load_alone(rank, stage, save, **arguments):
 MODULE = {"load_module_only": True}
 
 
-@pytest.mark.extended(but="^(0-module|3)")
+@pytest.mark.first_tier("^(0-module|3)")
 @pytest.mark.parametrize(
     ("stage", "arguments"),
     [(0, MODULE), (0, ALONE), (0, {**MODULE, **ALONE}), (2, MODULE), (2, ALONE), (3, ALONE), (3, {**MODULE, **ALONE})],
@@ -319,7 +319,7 @@ def load_at_once(rank, stage, save):
     return weights if loaded and not early else "saved too early"
 
 
-@pytest.mark.extended(but="3")
+@pytest.mark.first_tier("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_can_be_loaded_as_soon_as_it_is_saved_by_the_engine_that_wrote_it(ranks, stage, tmp_path):
     expected = {name: state["weight"] for name, state in single(2)["states"][2].items()}
@@ -336,7 +336,7 @@ def save_again(rank, stage, save):
     engine.destroy()
 
 
-@pytest.mark.extended(but="2")
+@pytest.mark.first_tier("2")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_tag_can_be_used_again(ranks, stage, tmp_path):
     ranks.run(save_again, stage=stage, save=str(tmp_path))
@@ -401,7 +401,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.extended(but="^2-")
+@pytest.mark.first_tier("^2-")
 @pytest.mark.parametrize(
     ("how", "victim"),
     [("disk full", 0), ("disk full", 1), ("latest", 0), ("folder", 0), ("memory", 1), ("same tag", 1)],
@@ -465,7 +465,7 @@ def survive(folder, victim, timeout=60, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.extended(but="killed")
+@pytest.mark.first_tier("killed")
 @pytest.mark.parametrize(
     ("stage", "phase", "part", "how"),
     [

@@ -141,7 +141,7 @@ def assert_as_in_one_process(ranks, patterns, zero, **options):
             assert_weights(weights[pattern], branched(pattern, **options))
 
 
-@pytest.mark.extended(but="^(2-cpu|3)-4")
+@pytest.mark.first_tier("^(2-cpu|3)-4")
 @pytest.mark.parametrize(
     ("cell", "accumulate"),
     [
@@ -157,7 +157,7 @@ def test_a_branch_that_not_every_micro_batch_reaches(ranks, cell, accumulate):
 
 
 @later
-@pytest.mark.extended(but="2-cpu")
+@pytest.mark.first_tier("2-cpu")
 @pytest.mark.parametrize("zero", [{}, CPU], ids=["2", "2-cpu"])
 def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
     """Run without `reduce_scatter`, with which DeepSpeed loses some gradients of any optimizer."""
@@ -166,7 +166,7 @@ def test_gradients_of_bf16_that_are_added_up_in_fp32(ranks, zero):
 
 
 @pytest.mark.every_deepspeed
-@pytest.mark.extended(but="^(2|3)$")
+@pytest.mark.first_tier("^(2|3)$")
 @pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
 def test_what_a_step_does_not_reach_does_not_count_when_gradients_are_clipped(ranks, cell):
     pattern = "odd steps never"
@@ -181,7 +181,7 @@ def test_what_a_step_does_not_reach_does_not_count_when_gradients_are_clipped(ra
 
 
 @later
-@pytest.mark.extended(but="^(2|2-cpu-fp32)$")
+@pytest.mark.first_tier("^(2|2-cpu-fp32)$")
 @pytest.mark.parametrize("cell", [*(cell for cell in STAGES if cell != "0"), "1-cpu-fp32", "2-cpu-fp32"])
 def test_gradients_of_a_step_that_overflowed_do_not_stay(ranks, cell):
     """Overflow in a step that reaches the branch; the next one does not reach it.
@@ -213,7 +213,7 @@ def dropped(rank, stage, zero=None):
 
 
 @pytest.mark.every_deepspeed
-@pytest.mark.extended(but="^2$")
+@pytest.mark.first_tier("^2$")
 @pytest.mark.parametrize("cell", ["2", "2-cpu", "3", "3-cpu"])
 def test_gradients_that_were_dropped_do_not_stay(ranks, cell):
     """Skip a batch as a loop that leaves out a non-finite loss: backward, zero_grad, and the next batch."""
@@ -256,7 +256,7 @@ def reports(rank, **options):
     return [line for line in lines if line.startswith("the first step")]
 
 
-@pytest.mark.extended(but="2-cpu|^3$")
+@pytest.mark.first_tier("2-cpu|^3$")
 @pytest.mark.parametrize("cell", ["1", "2", "2-cpu", "3", "3-cpu", "3-cpu-sub-groups"])
 def test_the_report_has_an_entry_for_each_kind_of_both_halves(ranks, cell, golden):
     (report,), others = ranks.run(reports, **CELLS[cell])

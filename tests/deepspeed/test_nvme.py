@@ -25,7 +25,7 @@ def on_disk(folder, **options):
     return {"stage": 3, "wide": True, "zero": {"offload_optimizer": offload, "sub_group_size": 262144}}
 
 
-@pytest.mark.extended(but="^plain$")
+@pytest.mark.first_tier("^plain$")
 @pytest.mark.parametrize(
     ("accumulate", "clipping", "kind", "dtype"),
     [

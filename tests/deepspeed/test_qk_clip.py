@@ -65,7 +65,7 @@ def under_zero(rank, name, stage, zero=None):
     return weights, measured
 
 
-@pytest.mark.extended(but="3-cpu-llama|^2-gpt2")
+@pytest.mark.first_tier("3-cpu-llama|^2-gpt2")
 @pytest.mark.parametrize("model", ["llama", "gpt2", "deepseek"])
 @pytest.mark.parametrize("name", ["0", "1", "2", "2-cpu", "3", "3-cpu"])
 def test_every_stage_rescales_the_rows_of_one_process(ranks, name, model):

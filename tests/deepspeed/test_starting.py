@@ -132,7 +132,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.extended(but="^2")
+@pytest.mark.first_tier("^2")
 @pytest.mark.parametrize(
     ("stage", "fault"), [*((2, fault) for fault in FAULTS), *((3, fault) for fault in ("subclass", "renamed", "moved"))]
 )

@@ -116,7 +116,7 @@ def assert_by_hand(weights, accumulation=1):
 CLIPPED = {"max_grad_norm": 0.05, "optim_args": "ns_dtype=fp32"}
 
 
-@pytest.mark.extended(but="zero[013]-1|zero2-2|offload-1")
+@pytest.mark.first_tier("zero[013]-1|zero2-2|offload-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trainer_equals_a_loop_by_hand(ranks, name, accumulation, tmp_path):
@@ -125,7 +125,7 @@ def test_trainer_equals_a_loop_by_hand(ranks, name, accumulation, tmp_path):
         assert_by_hand(result["weights"], accumulation)
 
 
-@pytest.mark.extended(but="zero1|zero3_offload")
+@pytest.mark.first_tier("zero1|zero3_offload")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resume_is_exact(ranks, name, tmp_path):
     options = {"folder": str(tmp_path), "config": config_of(name), "bf16": True}
@@ -146,7 +146,7 @@ def test_resume_on_another_number_of_ranks_and_in_another_stage(pools, tmp_path)
     assert_by_hand(result["weights"])
 
 
-@pytest.mark.extended(but="zero2")
+@pytest.mark.first_tier("zero2")
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_lora(ranks, name, tmp_path):
     options = {"config": config_of(name), "lora": True, "optim_args": "lora=muon,ns_dtype=fp32"}

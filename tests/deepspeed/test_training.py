@@ -84,7 +84,7 @@ def chain(pools, name, folder):
     return path, last, expected
 
 
-@pytest.mark.extended(but="^(float32|bfloat16|rules|flagged)$")
+@pytest.mark.first_tier("^(float32|bfloat16|rules|flagged)$")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.every_deepspeed if name == "flagged" else ()) for name in CHAINS]
 )
@@ -179,7 +179,7 @@ def test_a_clipped_direction_would_be_seen():
 # --- skipped steps, observers, and what a step costs
 
 
-@pytest.mark.extended(but="^2$")
+@pytest.mark.first_tier("^2$")
 @pytest.mark.parametrize("stage", ["1", "2", "2-cpu", "3", "3-cpu"])
 def test_a_step_that_overflows_leaves_everything_as_it_was(ranks, stage):
     """Skip a step as fp16's loss scaling does. On a CPU DeepSpeed has no fp16, and does the same for bf16."""
@@ -196,7 +196,7 @@ def parameters_of(file):
     return watched, [line["step"] for line in steps]
 
 
-@pytest.mark.extended(but="2")
+@pytest.mark.first_tier("2")
 @pytest.mark.parametrize("kind", ["1", "2", "3-cpu"])
 def test_metrics_change_nothing_and_have_the_names_of_one_process(ranks, kind, tmp_path):
     files = [tmp_path / "ranks.jsonl", tmp_path / "single.jsonl"]
@@ -242,7 +242,7 @@ def cost(rank, stage, units=contextlib.nullcontext):
     }
 
 
-@pytest.mark.extended(but="2|3")
+@pytest.mark.first_tier("2|3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage):
     measured = ranks.run(cost, stage=stage, units=accelerated)

@@ -164,7 +164,7 @@ RUNS = {
 }
 
 
-@pytest.mark.extended(but="^zero\\d(_offload)?$|zero1-bf16|zero2-clipped|zero3-reduced")
+@pytest.mark.first_tier("^zero\\d(_offload)?$|zero1-bf16|zero2-clipped|zero3-reduced")
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_one_process(ranks, name, tmp_path):
     example, zero, kind, own, parts, options = RUNS[name]

@@ -32,7 +32,7 @@ STATES = {
 }
 
 
-@pytest.mark.extended(but="fp32")
+@pytest.mark.first_tier("fp32")
 @pytest.mark.parametrize("name", STATES)
 def test_moments_are_on_the_host_and_travel_once_each_way(stand_in, name):
     (plain_run,) = stand_in.run(train, **STATES[name])
@@ -53,7 +53,7 @@ def assert_same_state(state, other):
         assert all(torch.equal(value, other["state"][key][name]) for name, value in own.items())
 
 
-@pytest.mark.extended(but="int8")
+@pytest.mark.first_tier("int8")
 @pytest.mark.parametrize("name", STATES)
 def test_a_step_has_two_turns_of_moments_on_the_device(stand_in, name):
     (plain_run,) = stand_in.run(train, **STATES[name])
@@ -82,7 +82,7 @@ def test_a_plan_foretells_the_host_and_bounds_the_device(stand_in, name):
     assert memory.step - plain.memory.step >= notes["peak"] - without["peak"]
 
 
-@pytest.mark.extended(but="wait")
+@pytest.mark.first_tier("wait")
 @pytest.mark.parametrize("broken", ["inward", "outward", "wait", "synchronize"])
 def test_without_one_of_the_waits_copies_would_overtake(stand_in, broken):
     """Show that the tests above see what they are for."""
@@ -97,7 +97,7 @@ def test_a_step_that_fails_leaves_no_copy_under_way(stand_in):
 # --- checkpoints
 
 
-@pytest.mark.extended(but="fp32")
+@pytest.mark.first_tier("fp32")
 @pytest.mark.parametrize(("there", "here"), [("cpu", "cpu"), ("none", "cpu"), ("cpu", "none")])
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 def test_resume_is_exact_with_and_without(stand_in, name, there, here):

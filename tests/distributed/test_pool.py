@@ -25,7 +25,7 @@ def at_the_end(rank, victim, how):
         dist.destroy_process_group = end
 
 
-@pytest.mark.extended(but="SIGABRT")
+@pytest.mark.first_tier("SIGABRT")
 @pytest.mark.parametrize(
     ("how", "ending"), [("SIGABRT", "ended with SIGABRT"), ("SIGSEGV", "ended with SIGSEGV"), ("exit", "exit code 3")]
 )
@@ -46,7 +46,7 @@ def test_a_rank_that_dies_in_between_is_an_error():
         pool.close()
 
 
-@pytest.mark.extended(but="True")
+@pytest.mark.first_tier("True")
 @pytest.mark.parametrize("forks", [True, False])
 def test_ranks_end_by_themselves(forks):
     pool = Pool(2, timeout=60, forks=forks)

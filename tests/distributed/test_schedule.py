@@ -14,7 +14,7 @@ from hf_muon.storage.regions import regions
 from tests.distributed.test_units import llama_70b, loads, qwen3_235b_a22b, units_of
 
 
-@pytest.mark.extended(but="llama")
+@pytest.mark.first_tier("llama")
 @pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
 def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ranks, slack):
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 5)

@@ -34,7 +34,7 @@ def run(pools):
     return run
 
 
-@pytest.mark.extended(but="(single-1|ddp-2|tp-2|compiled-2)-nested|(fsdp-2|hsdp-4)-flattened")
+@pytest.mark.first_tier("(single-1|ddp-2|tp-2|compiled-2)-nested|(fsdp-2|hsdp-4)-flattened")
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
 def test_save_and_load(run, layout, ranks, flatten):
@@ -74,7 +74,7 @@ def test_param_groups(run, empty, full, broadcast):
     assert run(cases.groups_of_their_own, 2, **options) == [True, True]
 
 
-@pytest.mark.extended(but="^(all-single|broadcast-fsdp)-nested|broadcast-fsdp-flattened-shift step")
+@pytest.mark.first_tier("^(all-single|broadcast-fsdp)-nested|broadcast-fsdp-flattened-shift step")
 @pytest.mark.parametrize(("lacks", "error"), WHAT_LACKS, ids=[lacks for lacks, _ in WHAT_LACKS])
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("case", ["all-single", "all-ddp", "all-fsdp", "broadcast-ddp", "broadcast-fsdp"])

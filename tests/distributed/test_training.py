@@ -31,7 +31,7 @@ def tensors(result):
     return {"losses": torch.tensor(result["losses"]), **by_name}
 
 
-@pytest.mark.extended(but="(ddp-2|fsdp-2|hsdp|fsdp-tp|^tp).*clipping")
+@pytest.mark.first_tier("(ddp-2|fsdp-2|hsdp|fsdp-tp|^tp).*clipping")
 @pytest.mark.parametrize(
     "options",
     [

@@ -190,7 +190,7 @@ class TestUnitsByWork:
 
 
 class TestOwners:
-    @pytest.mark.extended(but="-64|-8$")
+    @pytest.mark.first_tier("-64|-8$")
     @pytest.mark.parametrize("ranks", [8, 64, 256, 1024])
     @pytest.mark.parametrize("model", [llama_70b, qwen3_235b_a22b])
     def test_no_rank_has_more_than_five_percent_over_the_least_possible(self, model, ranks):

@@ -66,7 +66,7 @@ def train(path: Path, settings: dict[str, object], folder: Path) -> None:
     llamafactory_server.run(words, cwd=folder)
 
 
-@pytest.mark.extended(but="full")
+@pytest.mark.first_tier("full")
 @pytest.mark.parametrize("name", LLAMAFACTORY_SFT)
 def test_llamafactory_sft(name: str, tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
     settings = llamafactory_settings(tiny_model, llamafactory_data, tmp_path / "out", "tiny_sft")

@@ -33,7 +33,7 @@ SMALLER = {  # settings of a stage that make its run small
 }
 
 
-@pytest.mark.extended(but="sft")
+@pytest.mark.first_tier("sft")
 @pytest.mark.parametrize("stage", TRL)
 def test_trl(stage: str, tiny_model: Path, tmp_path: Path) -> None:
     write = fixtures_text.write_messages if stage == "sft" else fixtures_text.write_preferences

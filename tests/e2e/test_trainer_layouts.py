@@ -55,7 +55,7 @@ def test_one_process_learns(get: Get) -> None:
     assert losses[worker.STEPS] < 0.95 * losses[1]
 
 
-@pytest.mark.extended(but="^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp)-one")
+@pytest.mark.first_tier("^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp)-one")
 @pytest.mark.parametrize(
     ("name", "reference", "kind", "storage"),
     [
@@ -183,7 +183,7 @@ def test_fp16_skips_a_step_on_all_ranks(get: Get) -> None:
 # --- what goes wrong
 
 
-@pytest.mark.extended(but="fsdp")
+@pytest.mark.first_tier("fsdp")
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=newest), "fsdp"])
 def test_all_ranks_refuse_a_gradient_that_is_not_finite_on_one(layout: str, stages: Stages) -> None:
     name = f"{layout}_poisoned"

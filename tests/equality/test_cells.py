@@ -80,7 +80,7 @@ NAMED = {
 }
 
 
-@pytest.mark.extended(but="shard without|rows|offload|experts on|bfloat16 gradients|no gradient")
+@pytest.mark.first_tier("shard without|rows|offload|experts on|bfloat16 gradients|no gradient")
 @pytest.mark.parametrize("cell", NAMED.values(), ids=NAMED)
 def test_named(pools, cell, tmp_path):
     if cell.grad_dtype and not hasattr(torch.Tensor, "grad_dtype"):

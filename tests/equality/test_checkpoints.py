@@ -84,7 +84,7 @@ def id_of(change):
     return ",".join(f"{name}={before}-{after}" for name, (before, after) in change.items())
 
 
-@pytest.mark.extended(but="momentum=auto-int8|adamw=int8-auto|rule=(plain-normuon|others-plain)")
+@pytest.mark.first_tier("momentum=auto-int8|adamw=int8-auto|rule=(plain-normuon|others-plain)")
 @pytest.mark.parametrize("change", CHANGES, ids=id_of)
 def test_another_dtype_or_rule_is_converted_alike_in_every_form(pools, change, tmp_path):
     """Compare shards, whole tensors and flattened keys with one another; moments keep their numbers."""

@@ -53,7 +53,7 @@ def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, bef
     assert all(torch.equal(sharded[name], value) for name, value in full.items())
 
 
-@pytest.mark.extended(but="1.weight momentum_buffer")
+@pytest.mark.first_tier("1.weight momentum_buffer")
 @pytest.mark.parametrize("lacks", ["1.weight momentum_buffer", "1.bias exp_avg_sq", "1.weight"])
 def test_load_state_refuses_a_whole_state_that_lacks_moments(pools, lacks, tmp_path):
     """Rank 0 reads the file for all ranks, and all of them must refuse it."""

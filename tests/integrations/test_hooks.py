@@ -83,7 +83,7 @@ def run(*rows, hooks=True):
 
 
 @pytest.mark.slow
-@pytest.mark.extended(but="handlers|first")
+@pytest.mark.first_tier("handlers|first")
 @pytest.mark.parametrize("case", CASES)
 def test_a_renamed_name(case):
     plain, ours = run(hooks=False), run()

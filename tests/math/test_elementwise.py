@@ -173,7 +173,7 @@ class NoDivisionByNumbers(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-@pytest.mark.extended(but="[01]$")
+@pytest.mark.first_tier("[01]$")
 @pytest.mark.parametrize(
     ("function", "arguments", "options"), [pytest.param(*case, id=case[0].name) for case in cases()]
 )

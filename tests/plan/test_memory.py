@@ -97,7 +97,7 @@ def test_the_peak_of_a_backward_pass(kind, mode, checkpointing, vocabulary):
     assert planned == pytest.approx(memory.peak, rel=0.005 if vocabulary > 1000 else 0.15)
 
 
-@pytest.mark.extended(but="qwen3-0.6b-True-bf16|qwen3-0.6b-False-bf16")
+@pytest.mark.first_tier("qwen3-0.6b-True-bf16|qwen3-0.6b-False-bf16")
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("card", ["qwen3-0.6b", "qwen3-4b"])

@@ -120,7 +120,7 @@ CLOSE = (
 )
 
 
-@pytest.mark.extended(but=CLOSE)
+@pytest.mark.first_tier(CLOSE)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_ten_steps_are_those_of_both_papers(pair):
     weights = fast_weights(*pair)

@@ -208,7 +208,7 @@ def test_ranks_must_have_the_same_factors():
     assert lines[0][-1] == "embed_tokens.weight with the learning rate times 2.0"
 
 
-@pytest.mark.extended(but="fsdp-tp|ddp")
+@pytest.mark.first_tier("fsdp-tp|ddp")
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp-tp", 4)])
 def test_names_are_those_of_the_model_in_every_layout(pools, layout, ranks):
     options = {"lr_scales": {r"^embed": 2.0, r"blocks\.0": 0.5, "qkv": 3.0}}
