@@ -41,11 +41,6 @@ def add(**group: Any) -> Callable[..., Any]:
     return lambda given: given[1].add_param_group(group)
 
 
-def lora(**others: nn.Module) -> nn.Module:
-    factors = {"lora_A": nn.Linear(8, 4, bias=False), "lora_B": nn.Linear(4, 8, bias=False)}
-    return nn.ModuleDict({**factors, **others})
-
-
 CANS, DEEPSEEK = "cans", "deepseek_v4"
 ARGUMENTS = [
     *table(
@@ -74,11 +69,6 @@ ARGUMENTS = [
             ("no-params", "MuonOfGroups", lambda: MuonOfGroups([{"params": parameters()}, {"lr": 0.1}]), "group 1"),
             ("not-a-mapping", "MuonOfGroups", lambda: MuonOfGroups(parameters(), 0.5), ""),
             ("invalid-value", "build_optimizer", lambda: build_optimizer(nn.Linear(3, 3), {"lr": -1e-8}), "lr="),
-            ("not-a-module", "build_optimizer", lambda: build_optimizer(parameters()), "MuonOfGroups"),
-            ("nothing-for-muon", "build_optimizer", lambda: build_optimizer(nn.LayerNorm(4)), "1 x norm; 1 x bias"),
-            ("nothing-for-muon", "build_optimizer", lambda: build_optimizer(frozen()), "nothing is trainable"),
-            ("lora-without-muon", "build_optimizer", lambda: build_optimizer(lora()), "Only LoRA.*lora=muon"),
-            ("lora-without-muon", "build_optimizer", lambda: build_optimizer(lora(e=nn.Embedding(8, 4))), "1 other.*"),
         ]
     ),
     *table(
@@ -92,10 +82,6 @@ ARGUMENTS = [
         given=lambda: (None, unnamed()),
     ),
 ]  # fmt: skip
-
-
-def frozen() -> nn.Module:
-    return nn.Linear(3, 3).requires_grad_(False)
 
 
 # --- parameters
