@@ -64,6 +64,7 @@ def test_the_name_is_accepted_whatever_was_imported_first(order, tmp_path):
     assert fresh(ORDERS[order] + IS_OURS, tmp_path).split() == ["muon", "MuonFactory"]
 
 
+@pytest.mark.promise("no-import")
 @pytest.mark.slow
 def test_import_torch_brings_the_name_in_and_imports_neither_transformers_nor_our_optimizer(tmp_path):
     modules = json.loads(fresh("import torch" + STATE, tmp_path).strip())

@@ -25,6 +25,7 @@ from tests import option_table
 from tests.refusals import codes_in
 
 
+@pytest.mark.promise("options")
 def test_the_page_holds_todays_tables_with_every_option_once():
     page = option_table.PAGE.read_text()
     message = "docs/options.md is outdated: run `python -m tests.option_table`"
@@ -64,6 +65,7 @@ def test_arguments_of_muon_are_the_options_that_it_holds():
     assert all(Muon.__annotations__[name] == types[name] for name in OPTIMIZER_OPTIONS)
 
 
+@pytest.mark.promise("options")
 def test_optim_args_are_typed():
     text = "momentum=0.9, ns_steps=6,adamw_lr=1e-5,adamw_patterns=router|gate,nesterov=false,adamw_betas=0.9|0.95"
     config = MuonConfig.from_mapping(parse_optim_args(text))

@@ -31,6 +31,7 @@ def searched_first(folder):
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
+@pytest.mark.promise("doctor")
 def test_doctor(golden):
     """Show versions, variables and hooks as a list; which packages are installed depends on the environment."""
     result = doctor("--all")

@@ -44,6 +44,7 @@ def loaded(model, path):
     return optimizer
 
 
+@pytest.mark.promise("convert")
 def test_it_loads(source_run, tmp_path, golden):
     model, optimizer, folder = source_run
     result = convert(source_run, tmp_path / "out.pt")

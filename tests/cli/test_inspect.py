@@ -33,6 +33,7 @@ def config_json(folder, **content):
     return folder
 
 
+@pytest.mark.promise("inspect")
 def test_json_has_the_routes_of_the_model(small):
     model, folder = small
     report = report_of("inspect", folder)

@@ -16,6 +16,7 @@ from hf_muon.plan.step_plan import plan_step
 from tests.cli.calls import call, report_of, training_yaml, transcript
 
 
+@pytest.mark.promise("plan")
 def test_json_is_the_plan(small):
     report = report_of("plan", small[1], "--layout", "hsdp", "--ranks", 8)
     plan = plan_step(small[0], MuonConfig(), "hsdp", 8)

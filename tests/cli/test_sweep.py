@@ -91,6 +91,7 @@ def results(folder):
     return found
 
 
+@pytest.mark.promise("sweep")
 def test_the_rate_with_the_lowest_loss(folder, golden):
     """Score a trial by the mean of its last tenth of steps, and say at an edge that no further rate was tried."""
     result = sweep("--rates", "1e-3,1e-5,1e-4,1e-2")
@@ -165,6 +166,7 @@ def test_losses_of_each_kind_of_file(tmp_path):
     assert read_losses(tmp_path) == ({5: 1.0}, 1.5)
 
 
+@pytest.mark.promise("sweep")
 def test_an_interrupted_sweep_ends_as_an_uninterrupted_one(folder):
     sweep(*RATES, "--out", "whole")
     whole = results(folder / "whole")

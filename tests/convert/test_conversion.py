@@ -48,6 +48,7 @@ class TestAgainstAStraightRun:
         run(theirs, rest, optimizer)
         return start, list(theirs.parameters()), list(model.parameters())
 
+    @pytest.mark.promise("convert")
     @pytest.mark.parametrize("name", OTHERS)
     def test_weights(self, name):
         for before, one, other in zip(*self.continued(name, AFTER), strict=True):

@@ -141,6 +141,7 @@ def assert_as_in_one_process(ranks, patterns, zero, **options):
             assert_weights(weights[pattern], branched(pattern, **options))
 
 
+@pytest.mark.promise("deepspeed-gradients")
 @pytest.mark.first_tier("^(2-cpu|3)-4")
 @pytest.mark.parametrize(
     ("cell", "accumulate"),

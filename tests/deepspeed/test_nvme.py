@@ -25,6 +25,7 @@ def on_disk(folder, **options):
     return {"stage": 3, "wide": True, "zero": {"offload_optimizer": offload, "sub_group_size": 262144}}
 
 
+@pytest.mark.promise("nvme")
 @pytest.mark.first_tier("^plain$")
 @pytest.mark.parametrize(
     ("accumulate", "clipping", "kind", "dtype"),

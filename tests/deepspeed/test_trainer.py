@@ -116,6 +116,7 @@ def assert_by_hand(weights, accumulation=1):
 CLIPPED = {"max_grad_norm": 0.05, "optim_args": "ns_dtype=fp32"}
 
 
+@pytest.mark.promise("zero")
 @pytest.mark.first_tier("zero[013]-1|zero2-2|offload-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -125,6 +126,7 @@ def test_trainer_equals_a_loop_by_hand(ranks, name, accumulation, tmp_path):
         assert_by_hand(result["weights"], accumulation)
 
 
+@pytest.mark.promise("exact-resume")
 @pytest.mark.first_tier("zero1|zero3_offload")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resume_is_exact(ranks, name, tmp_path):
@@ -146,6 +148,7 @@ def test_resume_on_another_number_of_ranks_and_in_another_stage(pools, tmp_path)
     assert_by_hand(result["weights"])
 
 
+@pytest.mark.promise("lora")
 @pytest.mark.first_tier("zero2")
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_lora(ranks, name, tmp_path):

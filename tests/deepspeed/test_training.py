@@ -84,6 +84,7 @@ def chain(pools, name, folder):
     return path, last, expected
 
 
+@pytest.mark.promise("zero", "offload")
 @pytest.mark.first_tier("^(float32|bfloat16|rules|flagged)$")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.every_deepspeed if name == "flagged" else ()) for name in CHAINS]
@@ -158,6 +159,7 @@ def assert_resumes(pool, folder, last=6, at=3, **options):
     return straight[0]
 
 
+@pytest.mark.promise("zero")
 @pytest.mark.parametrize(
     ("name", "accumulate", "clipping", "dtype"),
     [*FIRST, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE if tuple(case) not in FIRST)],

@@ -164,6 +164,7 @@ RUNS = {
 }
 
 
+@pytest.mark.promise("ulysses")
 @pytest.mark.first_tier("^zero\\d(_offload)?$|zero1-bf16|zero2-clipped|zero3-reduced")
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_one_process(ranks, name, tmp_path):
@@ -238,6 +239,7 @@ def losses(folder):
     return [entry for entry in logs_of(folder) if "loss" in entry]
 
 
+@pytest.mark.promise("ulysses")
 @pytest.mark.slow
 def test_trains_by_the_script(straight):
     logged = losses(straight)

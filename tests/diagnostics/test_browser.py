@@ -30,6 +30,7 @@ def browser():
         opened.close()
 
 
+@pytest.mark.promise("report")
 def test_in_a_browser(browser, tmp_path):
     write(tmp_path, steps=range(10, 110, 10))
     assert report(tmp_path).exit_code == 0

@@ -55,6 +55,7 @@ def test_nothing_is_written_or_kept_without_being_asked_for(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == [metrics.FILE]
 
 
+@pytest.mark.promise("diagnostics")
 def test_values_are_those_of_the_matrices_themselves(tmp_path):
     """Compare one step from zero momentum with formulas in float64 on whole matrices."""
     weights = [torch.randn(12, 20), 30 * torch.randn(20, 12), torch.randn(3, 6, 8)]

@@ -22,6 +22,7 @@ def page_of(folder):
     return Page(folder / "muon_report.html")
 
 
+@pytest.mark.promise("report")
 def test_numbers_are_those_of_the_file(tmp_path, golden):
     write(tmp_path / "run")
     result = report(tmp_path / "run", "--out", tmp_path / "page.html")

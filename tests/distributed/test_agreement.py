@@ -117,6 +117,7 @@ def five():
     pool.close(kill=True)
 
 
+@pytest.mark.promise("pipeline")
 @pytest.mark.parametrize("meshed", [False, True])
 def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
     """Overlap data and tensor parallel groups in one stage; the other stage has other parameters and sends nothing."""

@@ -8,6 +8,7 @@ from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from tests.distributed.work_cases import all_to_alls, counted_step, events
 
 
+@pytest.mark.promise("shared-work")
 @pytest.mark.parametrize(
     ("layout", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp-tp", 4)]
 )
@@ -19,6 +20,7 @@ def test_newton_schulz_is_shared(pools, layout, ranks):
         assert abs(count["flops"] * ranks / single - 1) < 0.1
 
 
+@pytest.mark.promise("shared-work")
 @pytest.mark.parametrize(
     ("layout", "ranks", "most"),
     [

@@ -75,6 +75,7 @@ def together(tiny_model, texts, tmp_path_factory):
     return run_together([words(name, tiny_model, texts, folder / name) for name in names], folder)
 
 
+@pytest.mark.promise("zero")
 @pytest.mark.first_tier("^zero3$")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_trainer(name, tiny_model, texts, alone, rounding, request, tmp_path):

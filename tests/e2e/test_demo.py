@@ -77,6 +77,7 @@ def test_one_line_and_all_messages_in_the_file_it_names(tmp_path):
     assert loss == "2.5"
 
 
+@pytest.mark.promise("demo-resumes")
 def test_an_interrupted_run_resumes_from_its_last_whole_checkpoint(tmp_path):
     result = demo(tmp_path, INTERRUPTED + FINISHES)
     assert result.returncode == 130, result.stderr

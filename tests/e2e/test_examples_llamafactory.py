@@ -103,6 +103,7 @@ def test_llamafactory_pretrain_equals_a_plain_loop(
     assert_close(weights(tmp_path / "out"), model.state_dict(), weights(tiny_model), rounding)
 
 
+@pytest.mark.promise("fsdp2")
 def test_llamafactory_fsdp2(
     tiny_model: Path, llamafactory_data: Path, rounding: dict[str, float], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ SMALLER = {  # settings of a stage that make its run small
 }
 
 
+@pytest.mark.promise("trl")
 @pytest.mark.first_tier("sft")
 @pytest.mark.parametrize("stage", TRL)
 def test_trl(stage: str, tiny_model: Path, tmp_path: Path) -> None:

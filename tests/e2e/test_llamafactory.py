@@ -90,12 +90,14 @@ def test_full_pretraining_is_routed(straight: Path) -> None:
     assert set(decay[False, 0.1]) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
+@pytest.mark.promise("exact-resume")
 def test_resumed_run_equals_the_uninterrupted_one(factory: Factory, straight: Path) -> None:
     checkpoint = interrupt(straight, after=2, destination=factory.folder / "resumed")
     output, _ = factory.train("resumed", PRETRAIN | {"resume_from_checkpoint": checkpoint})
     assert_resumed(output / "checkpoint-4", straight / "checkpoint-4")
 
 
+@pytest.mark.promise("ddp", "llamafactory")
 def test_two_processes_agree_with_one(
     factory: Factory, straight: Path, tiny_model: Path, rounding: dict[str, float]
 ) -> None:
@@ -165,6 +167,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.promise("refused-layouts")
 def test_megatron_is_refused(tmp_path: Path) -> None:
     printed = llamafactory_server.run_code(MEGATRON, tmp_path, cwd=tmp_path, USE_MCA="1")
     assert "[rival-trainer]" in printed

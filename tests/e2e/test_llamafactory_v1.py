@@ -96,6 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactor
     return runs
 
 
+@pytest.mark.promise("llamafactory-v1")
 @pytest.mark.parametrize("name", [DDP, FSDP2])
 def test_two_processes_agree_with_one(name: str, runs: Runs, rounding: dict[str, float]) -> None:
     assert_close(runs.weights(name), runs.weights("one"), weights(runs.model), rounding)
@@ -119,6 +120,7 @@ def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
     assert all(momentum.dtype == torch.float32 and momentum.any() for momentum in momenta)
 
 
+@pytest.mark.promise("llamafactory-v1")
 @pytest.mark.parametrize("name", [DDP, FSDP2])
 def test_resumed_run_equals_the_uninterrupted_one(name: str, runs: Runs) -> None:
     assert runs.printed.count("Resumed from checkpoint: step=2") == 4

@@ -55,6 +55,7 @@ def test_one_process_learns(get: Get) -> None:
     assert losses[worker.STEPS] < 0.95 * losses[1]
 
 
+@pytest.mark.promise("ddp", "fsdp2", "hsdp", "tensor-parallel")
 @pytest.mark.first_tier("^(ddp|fsdp|fsdp_sharded|launched|hsdp|tp|native_tp)-one")
 @pytest.mark.parametrize(
     ("name", "reference", "kind", "storage"),
@@ -120,6 +121,7 @@ def test_parameters_cut_by_transformers_are_no_replicas(get: Get) -> None:
         assert get(name)["shared"] == {False}
 
 
+@pytest.mark.promise("momentum-offload")
 def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(get: Get) -> None:
     assert get("offload")["offload"] == "CPUOffloadPolicy"
     assert_identical(get("offload"), get("fsdp"))

@@ -18,6 +18,7 @@ from tests.e2e.layout_stages import Get, Stages, assert_identical, assert_same_r
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise("tensor-parallel", "exact-resume")
 @pytest.mark.first_tier("^(one|ddp|fsdp|fsdp_sharded|launched|hsdp)$")
 @pytest.mark.parametrize(
     "name",
@@ -42,6 +43,7 @@ def test_that_comparison_fails_without_the_moments(name: str, get: Get) -> None:
     assert distance(dropped, straight, start_of()) > 0.1
 
 
+@pytest.mark.promise("other-layout")
 @pytest.mark.first_tier("two_to_four_sharded")
 @pytest.mark.parametrize(
     "name",

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 SCRIPT = ROOT / "tests" / "e2e" / "v1_ulysses.py"
 
 
+@pytest.mark.promise("llamafactory-v1-ulysses")
 def test_cp_on_two_ranks_equals_cp_off(tiny_model: Path, llamafactory_data: Path, tmp_path: Path) -> None:
     top_level = v1_has_top_level_keys()
     example = read_yaml(YAML / f"llamafactory_v1_qwen3_ulysses{'_top_level' if top_level else ''}.yaml")

@@ -58,6 +58,7 @@ PLANNED = [
 EXTENDED = [pytest.param(cell, marks=pytest.mark.extended) for cell in REST]
 
 
+@pytest.mark.promise("ddp", "fsdp2", "hsdp", "tensor-parallel", "exact-resume", "other-layout", "rules")
 @pytest.mark.parametrize("cell", [*FIRST, *PLANNED, *EXTENDED], ids=str)
 def test_pairs_of_values(pools, cell, tmp_path):
     check(cell, pools, str(tmp_path))

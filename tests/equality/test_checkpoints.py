@@ -136,6 +136,7 @@ def straight(rank, cell, folder):
         return digest(layout.tensors())
 
 
+@pytest.mark.promise("lost-moments")
 @pytest.mark.parametrize("place", PLACES)
 def test_moments_that_are_lost_are_refused_or_seen(pools, place, tmp_path):
     """Drop them, to prove that comparisons of resumed runs would notice."""

@@ -44,6 +44,7 @@ def stand_ins():
         pool.close()
 
 
+@pytest.mark.promise("momentum-offload")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_pairs_of_values(stand_ins, cell, tmp_path):
     check(cell, stand_ins, str(tmp_path))

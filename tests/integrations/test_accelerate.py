@@ -13,6 +13,7 @@ from tests.e2e.layout_cases import loads_shards
 from tests.integrations.accelerate_cases import loop, sharded_loop
 
 
+@pytest.mark.promise("accelerate", "ray")
 @pytest.mark.parametrize("order", ["together", "optimizer first", "optimizer last", "model first"])
 def test_ranks_of_ddp_share_the_work(pools, order):
     """Compare with one process: the same weights, and each matrix is orthogonalized by one rank."""

@@ -136,6 +136,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.promise("unsloth", "ms-swift", "axolotl")
 @pytest.mark.parametrize(("trainer_class", "changes"), SHAPES.values(), ids=SHAPES)
 def test_trains_as_groups_written_by_hand(tmp_path, trainer_class, changes):
     start, ours, theirs = model(), model(), model()
@@ -219,6 +220,7 @@ class LossWithWeights(InOrder):
         return self.loss(**inputs, num_items_in_batch=num_items_in_batch).loss
 
 
+@pytest.mark.promise("sentence-transformers")
 @pytest.mark.parametrize("key", ["optimizer_dict", "params"])
 def test_weights_of_a_loss_are_trained(tmp_path, key):
     mapping = {"layers.1.": SLOW, "mix.0": 0.5 * LR}

@@ -150,6 +150,7 @@ class TestKeysOfTorch:
         **dict.fromkeys(("capturable", "differentiable", "maximize", "amsgrad"), False),
     }
 
+    @pytest.mark.promise("lightning", "plain-loop")
     @pytest.mark.parametrize("flags", [DEFAULTS, dict.fromkeys(DEFAULTS, False)], ids=["defaults", "false"])
     @pytest.mark.parametrize("where", ["arguments", "group"])
     def test_steps_as_with_our_names(self, where, flags):

@@ -17,6 +17,7 @@ SAVE = {"save_strategy": "steps", "save_steps": 3}
 
 
 class TestResume:
+    @pytest.mark.promise("exact-resume")
     @pytest.mark.parametrize(
         ("dtype", "optim_args"),
         [

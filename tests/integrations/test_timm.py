@@ -97,6 +97,7 @@ def test_without_the_patch_hf_muon_is_timms_own(factory):
     assert factory.create_optimizer_v2(network(), "hf_muon").kind == "theirs"
 
 
+@pytest.mark.promise("timm")
 def test_a_run_equals_build_optimizer(patched):
     trained = []
     for create in (

@@ -22,6 +22,7 @@ from tests.reference import moved, relative_difference
 from tests.rules.attention_models import make
 
 
+@pytest.mark.promise("one-process", "transformers")
 @pytest.mark.parametrize(
     ("trainer_options", "loop_options"),
     [
@@ -87,6 +88,7 @@ def test_torch_compile(tmp_path):
     assert not any("_orig_mod" in name for name in names)
 
 
+@pytest.mark.promise("lora")
 def test_lora(tmp_path):
     start, ours, theirs = lora(), lora(), lora()
     trainer, losses = train(ours, tmp_path, optim_args="lora=muon")
@@ -256,6 +258,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.slow
 @pytest.mark.newest
 class TestProcesses:
+    @pytest.mark.promise("no-import")
     def test_script_without_our_import(self, tmp_path):
         """Compare a script that does not import hf_muon with the loop, where no package of the extra cli is there."""
         expected = model()

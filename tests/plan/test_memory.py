@@ -66,6 +66,7 @@ def estimate(model, mode, checkpointing=False):
     )
 
 
+@pytest.mark.promise("plan")
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [*itertools.product(["qwen3", "qwen3_moe"], MODES), ("llama", "bf16"), ("qwen2", "autocast"), ("mistral", "bf16")],
@@ -142,6 +143,7 @@ class Matrices(nn.Module):
         self.embed_tokens = nn.Embedding(20480, 64, dtype=dtype)
 
 
+@pytest.mark.promise("plan")
 @pytest.mark.parametrize(
     ("moments", "dtype", "ns_dtype"),
     list(AllPairs([["fp32", "bf16", "int8"], [torch.float32, torch.bfloat16], ["fp32", "bf16"]])),

@@ -27,6 +27,7 @@ def cases() -> Iterator[object]:
                 yield pytest.param(case, id=f"{name}-{case}", marks=[*marks, *getattr(area, "MARKS", ()), *case.marks])
 
 
+@pytest.mark.promise("refused-layouts", "no-silent-fallback", "old-versions")
 @pytest.mark.parametrize("case", list(cases()))
 def test_refused(case: Refusal, request: pytest.FixtureRequest):
     check(case, request)

@@ -164,6 +164,7 @@ def output(model, name=""):
     return model(**inputs, use_cache=False).logits if "bert" not in name else model(**inputs).logits
 
 
+@pytest.mark.promise("routes")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_part_of_zeros_silences_the_others(name):
     small = MODELS[name]

@@ -8,6 +8,7 @@ from hf_muon import route_parameters
 from tests.zoo import ZOO, build, table
 
 
+@pytest.mark.promise("routes")
 @pytest.mark.parametrize("name", ZOO)
 def test_routes_and_views_are_the_committed_ones(name, golden):
     golden(f"routes/{name}", table(name))

@@ -31,6 +31,7 @@ def rules():
         yield rules
 
 
+@pytest.mark.promise("own-rule")
 def test_normuon_of_others_is_ours(rules):
     ours, theirs, grads = parameters(), parameters(), gradients()
     run(Muon(ours, normalize="rows"), ours, grads)

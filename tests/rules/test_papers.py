@@ -108,6 +108,7 @@ def fast_weights(*names):
     return params
 
 
+@pytest.mark.promise("rules")
 @pytest.mark.parametrize("name", OF_MODELS)
 def test_ten_steps_are_those_of_one_paper(name):
     assert relative(fast_weights(name), slow_run(name), start()) < 1e-4

@@ -27,6 +27,7 @@ def weights_of(model):
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@pytest.mark.promise("qk-clip")
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_planted_head_comes_below_the_threshold_and_all_others_keep_their_bits(name):
     layer, head, ids = 1, 2, tokens(1)

@@ -28,6 +28,7 @@ def assert_like_one_process(results, expected, rtol=1e-5):
             assert torch.equal(rank_weights[name], weight), f"ranks differ in {name}"
 
 
+@pytest.mark.promise("qk-clip")
 @pytest.mark.parametrize(("layout", "ranks", "name"), LAYOUTS + SWAPPED + MODEL_PARALLEL)
 def test_every_layout_rescales_as_one_process_does(pools, layout, ranks, name):
     expected = clipped(0, "single", name)
