@@ -47,6 +47,8 @@ MARKS_first := not gpu and not extended
 MARKS_rest := not gpu and extended
 MARKS_all := not gpu
 MARKS = $(MARKS_$(TIER))
+# Tests that the newest stack leaves to others.
+ELSEWHERE := --ignore tests/cuda --ignore tests/studies --ignore tests/e2e/test_deepspeed.py
 
 .PHONY: install async_io chromium demo quick test rest test-all test-studies nightly mutants on-newest on-deepspeed on-llamafactory on-cuda
 .PHONY: test-versions wheel lint docs golden bench gpu evidence clean
@@ -129,7 +131,7 @@ evidence: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python -W ignore -m evidence $(if $(STUDY),run $(STUDY) --jobs $(JOBS),draw) $(EVIDENCE)
 
 quick: $(VENV)/.made
-	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS_first) and not slow and not llamafactory" --ignore tests/studies
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS_first) and not slow and not llamafactory" $(ELSEWHERE)
 
 test: TIER := first
 rest: TIER := rest
@@ -141,7 +143,7 @@ test rest test-all:
 # One stack alone, for a CI that runs them beside each other.
 on-newest: $(VENV)/.made chromium
 	@echo "== the newest stack"
-	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS) and not llamafactory" --ignore tests/studies
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS) and not llamafactory" $(ELSEWHERE)
 
 on-deepspeed: $(DS)/.made async_io
 	@echo "== DeepSpeed"
@@ -153,7 +155,8 @@ on-llamafactory: $(LF)/.made
 	@echo "== the stack of LLaMA-Factory 0.9.5"
 	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and not newest" \
 		tests/integrations tests/routing tests/refusals tests/e2e tests/test_autoload.py --ignore tests/e2e/test_deepspeed.py
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and every_deepspeed" tests/deepspeed || [ $$? = 5 ]
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and (every_deepspeed or llamafactory)" \
+		tests/deepspeed tests/convert || [ $$? = 5 ]  # 5: the rest has none
 
 on-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"

@@ -158,6 +158,7 @@ def torch_in_fp32(grad, coefficients, steps):
     return x.T if grad.size(0) > grad.size(1) else x
 
 
+@pytest.mark.llamafactory
 class TestLlamaFactoryItself:
     """The optimizer that LLaMA-Factory makes for `use_muon: true`, with its products in fp32."""
 
