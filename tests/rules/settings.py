@@ -9,6 +9,8 @@ TOGETHER = {name: value for options in SETTINGS.values() for name, value in opti
 """Every rule that goes with all others."""
 
 TRIPLES = ((4.0, -7.0, 3.1), (3.5, -4.8, 2.0), (2.8, -3.0, 1.2))
+PLAIN = {"update_rms": 0.3, "ns_coefficients": TRIPLES}
+"""Options without state that change every step."""
 OF_MODELS = {
     **SETTINGS,
     "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
