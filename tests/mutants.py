@@ -13,9 +13,10 @@ code, the same for the same seed, runs the tests of the first tier on each mutan
 
 `--out FILE` adds a JSON line to a file for each mutant; started again with the file, the tool goes on. `--replay FILE`
 takes the mutants of such a file, which it finds by file, operator and line, instead of drawing any: it asks the tests
-of another commit about the same mutants. Everything happens in a temporary worktree of `--commit`. The checkout is not
-touched, and what is not committed is not tested. Before the first mutant of a room its tests have to pass, so that a
-test with a clock, which fails on a busy machine, is not taken for one that kills.
+of another commit about the same mutants; tests/mutants.jsonl has some of commit 1a451fe. Everything happens in a
+temporary worktree of `--commit`. The checkout is not touched, and what is not committed is not tested. Before the first
+mutant of a room its tests have to pass, so that a test with a clock, which fails on a busy machine, is not taken for
+one that kills.
 """
 
 from __future__ import annotations
