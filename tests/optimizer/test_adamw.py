@@ -17,8 +17,6 @@ from hf_muon.plan.step_plan import plan_step
 from hf_muon.storage.tensors import STEPPED_DTYPES
 from tests.optimizer.cases import adamw_over, bits, equal, gradients, normal, parameters, run
 
-pytestmark = pytest.mark.newest
-
 # Vectors, and tensors of one chunk and of several.
 MANY = [(3,), (700, 700), (5, 2), (1,), (1000,), (), (40,), (100, 16)]
 MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")
@@ -288,19 +286,20 @@ def test_small_elements_of_a_rare_row_are_bounded(ratio):
         assert optimizer.state[param]["exp_avg_sq"].all()
 
 
-def test_rare_rows_of_bf16_moments_follow_fp32():
-    """Step an embedding whose rows have gradients in every step, or in one of 2, 4, ... 64."""
+def test_rows_of_rare_tokens_follow_fp32():
+    """Step an embedding whose rows have gradients in every step, or in one of 2, 4, ... 256."""
     ends = {}
-    for option in ("fp32", "bf16"):
-        weight = nn.Parameter(torch.zeros(7, 128))
+    for option in ("fp32", "bf16", "int8"):
+        weight = nn.Parameter(torch.zeros(9, 128))
         optimizer = adamw_over(weight, adamw_state_dtype=option, lr=1e-3)
-        for k in range(128):
-            grad = normal(7, 128, seed=k) + normal(7, 128, seed=1000)
-            often = torch.tensor([k % 2**row == 0 for row in range(7)])
+        for k in range(512):
+            grad = normal(9, 128, seed=k) + normal(9, 128, seed=1000)
+            often = torch.tensor([k % 2**row == 0 for row in range(9)])
             run(optimizer, [weight], [[grad * often.unsqueeze(1)]])
         ends[option] = weight.detach()
-    errors = (ends["bf16"] - ends["fp32"]).norm(dim=1) / ends["fp32"].norm(dim=1)
-    assert float(errors.max()) < 0.02, errors.tolist()
+    for option, bound in (("bf16", 0.02), ("int8", 0.06)):
+        errors = (ends[option] - ends["fp32"]).norm(dim=1) / ends["fp32"].norm(dim=1)
+        assert float(errors.max()) < bound, f"{option}: {errors.tolist()}"
 
 
 @pytest.mark.gpu
