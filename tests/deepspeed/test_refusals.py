@@ -6,8 +6,6 @@ import pytest
 
 from tests.refusals import Refusal, check, deepspeed
 
-pytestmark = getattr(deepspeed, "MARKS", [])
-
 
 @pytest.mark.promise("refused-layouts", "no-silent-fallback")
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=case.marks) for case in deepspeed.CASES])

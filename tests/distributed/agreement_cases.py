@@ -13,7 +13,11 @@ from torch.distributed.tensor import Shard
 
 from hf_muon import Muon
 from hf_muon.distributed import groups
-from tests.distributed.cases import SHAPES, VECTORS, Counted, make, muon_over, placed, store, whole_state
+from tests.distributed.cases import make, muon_over, placed, whole_state
+from tests.equality.cells import MATRICES as SHAPES
+from tests.equality.cells import VECTORS
+from tests.equality.counted import Counted
+from tests.equality.placed import stored
 
 
 @contextlib.contextmanager
@@ -61,7 +65,7 @@ def pipeline(rank, meshed, steps=2):
     def put(tensor, i):
         if rank >= 4 or i in (1, 3) or (i == 2 and not meshed):
             return tensor.clone()
-        return store(tensor, *((mesh["tp"], [Shard(0)]) if i == 0 else (mesh, [Shard(0), Shard(1)])))
+        return stored(tensor, *((mesh["tp"], [Shard(0)]) if i == 0 else (mesh, [Shard(0), Shard(1)])))
 
     results = []
     for single in (False, True):
@@ -99,7 +103,7 @@ def idle(rank, layout):
 def own_experts(rank, use_muon):
     """Step an expert that no other rank holds; return counts of steps, and whether it is as if stepped alone."""
     mesh = init_device_mesh("cpu", (2,))
-    shared = nn.Parameter(store(torch.ones(6, 5), mesh, [Shard(0)]))
+    shared = nn.Parameter(stored(torch.ones(6, 5), mesh, [Shard(0)]))
     expert, alone = (nn.Parameter(torch.full((4, 3), float(rank))) for _ in range(2))
 
     def over(own, *others):

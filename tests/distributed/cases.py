@@ -9,13 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_muon import Muon
 from tests.equality.cells import MATRICES as SHAPES
-from tests.equality.cells import VECTORS, VIEWS
-from tests.equality.counted import Counted
-from tests.equality.placed import placements_of, whole
-from tests.equality.placed import stored as store
-
-__all__ = ["SHAPES", "VECTORS", "VIEWS", "Counted", "given_gradients", "make", "placements_of", "store", "whole"]
-
+from tests.equality.cells import VECTORS
+from tests.equality.placed import placements_of, stored, whole
 
 PLAIN = tuple((shape, "") for shape in SHAPES)
 
@@ -32,7 +27,7 @@ def placed(tensors, layout):
     mesh = init_device_mesh(tensors[0].device.type, placements_of(layout, 2)[0])
 
     def put(tensor):
-        return store(tensor, mesh, placements_of(layout, tensor.ndim)[1])
+        return stored(tensor, mesh, placements_of(layout, tensor.ndim)[1])
 
     return put, [nn.Parameter(put(tensor)) for tensor in tensors]
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hf_muon import Muon, build_optimizer
-from tests.distributed.cases import whole
+from tests.equality.placed import whole
 
 WIDTH = 10
 

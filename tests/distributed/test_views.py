@@ -15,7 +15,8 @@ from hf_muon.storage.blocks import Blocks, Cut
 from hf_muon.storage.partitions import partition_bounds
 from hf_muon.storage.regions import FlatRegion, part_regions
 from hf_muon.storage.views import parse
-from tests.distributed.cases import VIEWS, make
+from tests.distributed.cases import make
+from tests.equality.cells import VIEWS
 
 SHAPES = [shape for shape, _ in VIEWS]
 

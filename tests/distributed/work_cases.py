@@ -7,7 +7,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from tests.distributed.cases import Counted, make, muon_over, placed
+from tests.distributed.cases import make, muon_over, placed
+from tests.equality.counted import Counted
 
 LAYER = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32), "gate": (88, 32), "up": (88, 32), "down": (32, 88)}
 DEEP = [shape for _ in range(24) for shape in LAYER.values()]

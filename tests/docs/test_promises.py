@@ -61,4 +61,4 @@ def test_every_row_of_a_table_of_promises_has_an_id(page):
 
 def test_every_command_of_the_readme_has_an_id():
     lines = re.findall(r"^hf-muon ([a-z]+)\b", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {f"{command}" for command in lines} <= promised("README.md")
+    assert set(lines) <= promised("README.md")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.deepspeed_runs import CHANGES, JSON, assert_same, example_run, on_cpu, run_together
-from tests.e2e.harness import free_port, llamafactory, llamafactory_settings, needs, overrides, rounding_of_runs
+from tests.e2e.harness import free_port, llamafactory, llamafactory_settings, overrides, rounding_of_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.llamafactory, needs("deepspeed"), needs("llamafactory")]
+pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 
 # The example that a config goes with; configs z3 and z3_offload are LLaMA-Factory's.
 OF_EXAMPLE = {

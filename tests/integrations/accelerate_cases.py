@@ -99,8 +99,8 @@ def sharded_loop(
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    from tests.distributed.cases import whole
     from tests.e2e.cpu_fsdp import open_fsdp
+    from tests.equality.placed import whole
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(accelerate_states(rank, 2))

@@ -9,8 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon import Muon, build_optimizer
 
-pytestmark = pytest.mark.newest
-
 
 def stepped(dtype=torch.float32, device="cpu", steps=2, **options):
     with torch.device(device):

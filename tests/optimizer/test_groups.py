@@ -25,8 +25,6 @@ from hf_muon.config import GROUP_OPTIONS, OPTIONS
 from tests.optimizer.cases import bits, both_halves, equal, normal, params_of, step
 from tests.refusals.optimizer import Behaving, shard
 
-pytestmark = pytest.mark.newest
-
 # --- keys of groups, and torch's schedulers
 
 SCHEDULERS = {

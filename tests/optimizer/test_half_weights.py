@@ -11,8 +11,6 @@ from torch import nn
 from hf_muon import Muon
 from tests.optimizer.cases import equal, normal, run
 
-pytestmark = pytest.mark.newest
-
 HALF = (torch.bfloat16, torch.float16)
 BOTH = pytest.mark.parametrize("use_muon", [True, False], ids=["muon", "adamw"])
 

@@ -10,7 +10,6 @@ import functools
 import io
 import pickle
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +20,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from hf_muon import Muon
 from hf_muon.optimizer.state import ALL_STATE_KEYS
 from tests.optimizer.cases import bits, build, equal, params_of, step, stepped
-
-pytestmark = pytest.mark.newest
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 STORED = st.sampled_from(["fp32", "bf16", "int8"])

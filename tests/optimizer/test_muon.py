@@ -30,8 +30,6 @@ from tests.optimizer.cases import (
 )
 from tests.reference import ReferenceMuon, moved, relative_difference
 
-pytestmark = pytest.mark.newest
-
 # --- against torch, and against SVDs in float64
 
 

@@ -13,8 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_muon import build_optimizer
 
-pytestmark = pytest.mark.newest
-
 # --- the report; `tests/e2e/test_llamafactory_v1.py` reads it under DDP and FSDP2
 
 

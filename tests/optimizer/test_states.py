@@ -34,8 +34,6 @@ from tests.optimizer.cases import (
 )
 from tests.optimizer.old_states import write
 
-pytestmark = pytest.mark.newest
-
 # --- forms of the same state
 
 

@@ -15,8 +15,6 @@ from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage.partitions import Partition
 from tests.optimizer.cases import bits, equal
 
-pytestmark = pytest.mark.newest
-
 SHAPES = [(8, 6), (6, 8), (4,), (8, 6), (5, 7), (3,)]  # of two stages
 
 

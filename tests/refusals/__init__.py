@@ -21,8 +21,8 @@ An area is a file of this folder with a list `CASES`, here one about options of 
 command, the errors of all ranks. Functions that run on ranks are functions of the area's module, and compare there.
 With `error=None` nothing is raised, and the text is in the log.
 
-The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_refusals.py). `MARKS` of an area, and
-`marks` of a case, are marks of pytest. Test each refusal once for each entry point that has a way of its own to it.
+The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_refusals.py). `marks` of a case are marks
+of pytest. Test each refusal once for each entry point that has a way of its own to it.
 
 `not_yet.txt` has the codes that no test names. ``python -m tests.messages`` takes those out that have one by now.
 """

@@ -63,9 +63,7 @@ ARGUMENTS = [
         says=r"1\.weight \(2, 3\), 1\.bias \(2,\), and .*build_optimizer\(model\)",
         name="other head",
     ),
-    Refusal(
-        "not-a-mapping", "initialize", lambda: initialize(model=(m := model()), optimizer=muon(m)), says="NoneType"
-    ),
+    Refusal("not-a-mapping", "initialize", without_config, says="NoneType"),
     Refusal("not-a-mapping", "initialize", lambda: started(muon, 3), says="int", name="number"),
     Refusal("not-a-mapping", "initialize", with_a_list, says="list", name="file"),
 ]

@@ -488,5 +488,4 @@ STATES = [
     of_another("other-order", "order", lambda: of_groups(*EQUAL, reverse=True), into=EQUAL),
 ]  # fmt: skip
 
-MARKS = [pytest.mark.newest]
 CASES = [*ARGUMENTS, *PARAMETERS, *STEPS, *STATES]

@@ -251,6 +251,9 @@ def of_step(place: str, fault: str, code: str, says: str) -> Refusal:
 
 CASES = [
     *(of_step(*case) for case in STEPS),
+    Refusal(
+        "int8-blocks", "Muon.step on ranks", on(cut_blocks), says=r"\(7, 130\) .*Shard\(dim=1\).* 130 .* 64,.* bf16"
+    ),
     Refusal("ranks-disagree", "Muon.step on ranks", on(other_parameters, what="more"), says="62 .*, rank 1 has 63"),
     Refusal(
         "ranks-disagree", "Muon.step on ranks", on(other_parameters, what="groups"), says="of 2, rank 1 .* 1 and 1"

@@ -24,7 +24,7 @@ def cases() -> Iterator[object]:
             area = importlib.import_module(f"tests.refusals.{name}")
             marks = [] if name in OF_OTHER_PACKAGES else [pytest.mark.newest]
             for case in area.CASES:
-                yield pytest.param(case, id=f"{name}-{case}", marks=[*marks, *getattr(area, "MARKS", ()), *case.marks])
+                yield pytest.param(case, id=f"{name}-{case}", marks=[*marks, *case.marks])
 
 
 @pytest.mark.promise("refused-layouts", "no-silent-fallback", "old-versions")

@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import build_optimizer
 from hf_muon.storage.rows import scale_rows_
-from tests.distributed.cases import store, whole
 from tests.distributed.training import wrap
+from tests.equality.placed import stored, whole
 from tests.rules.attention_models import enlarge, make, tokens
 
 TP_PLAN = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
@@ -95,7 +95,7 @@ def scaled(rank, seed):
             tensor = torch.randn(shape, generator=generator)
             for dim in (0, 1):
                 factors = torch.rand(shape[dim], generator=generator)
-                param = nn.Parameter(store(tensor, mesh, (first, second)))
+                param = nn.Parameter(stored(tensor, mesh, (first, second)))
                 scale_rows_(param, factors, dim)
                 results.append((tensor, factors, dim, whole(param)))
     return results
