@@ -17,12 +17,6 @@ from tests.optimizer.cases import adamw_over, bits, equal, gradients, normal, pa
 
 # Vectors, and tensors of one chunk and of several.
 MANY = [(3,), (700, 700), (5, 2), (1,), (1000,), (), (40,), (100, 16)]
-MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")
-
-
-def assert_moments(optimizer, ours, adamw, theirs, *more):
-    for (a, b), key in itertools.product(zip(ours, theirs, strict=True), (*MOMENTS_OF_ADAMW, *more)):
-        assert torch.equal(optimizer.state[a][key], adamw.state[b][key])
 
 
 @pytest.mark.parametrize("weights", STEPPED_DTYPES)
@@ -49,43 +43,24 @@ def test_adamw_is_bit_equal_to_torch(weights, grads):
         for a, b in zip(ours, theirs, strict=True):
             b.data = b.data.to(weights).to(computed)
             assert torch.equal(a.to(computed), b)
-    assert_moments(optimizer, ours, adamw, theirs, "step")
+    for a, b in zip(ours, theirs, strict=True):
+        assert equal({**optimizer.state[a]}, {**adamw.state[b]})
 
 
-@pytest.mark.parametrize("size", [300, torch.finfo(torch.float16).max])
-@pytest.mark.parametrize("every", [1, 2])
-def test_every_finite_fp16_gradient_is_taken(size, every):
-    """Step where moments in fp16, as those of torch's AdamW, become infinite: they equal those of fp32 weights."""
-    ours, theirs = (
-        [
-            nn.Parameter(torch.ones(every * rows, *more, dtype=dtype)[::every])
-            for rows, *more in [(6,), (3, 40), (300, 500)]
-        ]
-        for dtype in (torch.float16, torch.float32)
-    )
-    optimizer = Muon([{"params": ours, "use_muon": False}], lr=1e-3)
-    adamw = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.0)
-    for sign in (1, -1, -1, -1, 1):
-        for param in (*ours, *theirs):
-            param.grad = torch.full_like(param, sign * size)
-        optimizer.step()
-        adamw.step()
-    assert all(optimizer.state[param]["exp_avg_sq"].isfinite().all() for param in ours)
-    assert_moments(optimizer, ours, adamw, theirs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", STEPPED_DTYPES)
 @pytest.mark.parametrize("adamw_state_dtype", ["auto", "fp32", "bf16"])
 def test_gradients_are_taken_as_long_as_the_moments_of_torch_are_finite(dtype, adamw_state_dtype):
-    """Refuse others: such a weight would never move again."""
+    """Refuse others: such a weight would never move again. In fp16, whose own squares overflow, all are taken."""
     stored = torch.bfloat16 if adamw_state_dtype == "bf16" else torch.promote_types(dtype, torch.float32)
-    overflows = math.sqrt(torch.finfo(stored).max)
-    weight = nn.Parameter(torch.randn(6, dtype=dtype))
+    overflows, largest = math.sqrt(torch.finfo(stored).max), torch.finfo(dtype).max
+    weight = nn.Parameter(torch.randn(12, dtype=dtype)[::2])
     optimizer = adamw_over(weight, adamw_state_dtype=adamw_state_dtype)
-    run(optimizer, [weight], [[torch.full((6,), sign * overflows * 0.97, dtype=dtype)] for sign in (1, -1, 1)])
+    size = min(overflows * 0.97, largest)
+    run(optimizer, [weight], [[torch.full((6,), sign * size, dtype=dtype)] for sign in (1, -1, 1)])
     assert all(moment.isfinite().all() for moment in optimizer.state[weight].values())
-    with pytest.raises(RuntimeError, match="gradient-too-large"):
-        run(optimizer, [weight], [[torch.full((6,), 1.01 * overflows, dtype=dtype)]])
+    if overflows < largest:
+        with pytest.raises(RuntimeError, match="gradient-too-large"):
+            run(optimizer, [weight], [[torch.full((6,), 1.01 * overflows, dtype=dtype)]])
 
 
 @pytest.mark.parametrize("form", [float, torch.tensor])
@@ -128,22 +103,9 @@ def test_moments_follow_those_of_fp32(option):
         param.grad, reference.grad = grad, grad.float()
         optimizer.step()
         exact.step()
-    pairs = [(decoded(optimizer.state[param], key), exact.state[reference][key]) for key in MOMENTS_OF_ADAMW]
+    pairs = [(decoded(optimizer.state[param], key), exact.state[reference][key]) for key in DECAY]
     for one, other in [*pairs, (param.detach(), reference.detach())]:
         assert float(one.double().mean() / other.double().mean()) == pytest.approx(1, abs=0.01)
-
-
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_large_and_many_small_parameters_equal_one_by_one(weights):
-    """Batches and chunks of AdamW do not change bits."""
-    grads, results = gradients(MANY, 3, weights), []
-    for parts in ([slice(0, None)], [slice(k, k + 1) for k in range(len(MANY))]):
-        params = parameters(MANY, weights)
-        for part in parts:
-            group = {"params": params[part], "use_muon": False}
-            run(Muon([group], adamw_state_dtype="bf16", weight_decay=0.1), params[part], [g[part] for g in grads])
-        results.append(bits(params))
-    assert equal(*results)
 
 
 # --- rows that seldom have a gradient, as those of an embedding: how far moments in int8 may be from fp32

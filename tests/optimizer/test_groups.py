@@ -4,6 +4,7 @@ what is logged of them.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import io
@@ -12,45 +13,40 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as Cut
 from torch.optim import lr_scheduler, swa_utils
 
 from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer
 from hf_muon.config import GROUP_OPTIONS, OPTIONS
-from tests.optimizer.cases import bits, both_halves, equal, normal, params_of, step
+from tests.optimizer.cases import bits, both_halves, equal, normal, step
 from tests.refusals.optimizer import Behaving, shard
 
 # --- keys of groups, and torch's schedulers
 
 SCHEDULERS = {
-    "ConstantLR": lr_scheduler.ConstantLR,
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
-    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5),
-    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, cycle_momentum=True),
-    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)),
-    "LinearLR": lr_scheduler.LinearLR,
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=True),
-    "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
-    "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, swa_lr=0.01),
+    lr_scheduler.ConstantLR: {},
+    lr_scheduler.CosineAnnealingLR: {"T_max": 5},
+    lr_scheduler.CosineAnnealingWarmRestarts: {"T_0": 5},
+    lr_scheduler.CyclicLR: {"base_lr": 0.01, "max_lr": 0.1, "cycle_momentum": True},
+    lr_scheduler.ExponentialLR: {"gamma": 0.9},
+    lr_scheduler.LambdaLR: {"lr_lambda": lambda count: 1 / (1 + count)},
+    lr_scheduler.LinearLR: {},
+    lr_scheduler.OneCycleLR: {"max_lr": 0.1, "total_steps": 5, "cycle_momentum": True},
+    lr_scheduler.ReduceLROnPlateau: {},
+    swa_utils.SWALR: {"swa_lr": 0.01},
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_groups_of_a_scheduled_optimizer_are_groups_of_a_new_one(name):
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_groups_of_a_scheduled_optimizer_are_groups_of_a_new_one(kind):
     optimizer = both_halves()[0]
     optimizer.param_groups[0]["name"] = "matrices"
-    scheduler = SCHEDULERS[name](optimizer)
+    scheduler = kind(optimizer, **SCHEDULERS[kind])
     keys = [set(group) for group in optimizer.param_groups]
     assert [set(group) for group in Muon(optimizer.param_groups).param_groups] == keys
     both_halves()[0].load_state_dict(optimizer.state_dict())
     step(optimizer)
-    scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    scheduler.step(*([1.0] if kind is lr_scheduler.ReduceLROnPlateau else []))
     step(optimizer)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "initial_lr": 0.1, "lr": 0.1})
     optimizer.add_param_group({"params": []})
@@ -61,20 +57,18 @@ def test_groups_may_have_coefficients_and_scales_of_their_own():
     steps = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
     own = [{}, {"ns_coefficients": "deepseek_v4"}, {"ns_coefficients": steps, "update_rms": 0.3}]
-    optimizer = Muon([{"params": [param], **options} for param, options in zip(params, own, strict=True)])
+    optimizer, again = (
+        Muon([{"params": [p], **options} for p, options in zip(params, own, strict=True)]),
+        Muon([{"params": [param]} for param in params]),
+    )
     assert all(name in group and "use_muon" in group for group in optimizer.param_groups for name in GROUP_OPTIONS)
-    keys = ("ns_steps", "update_rms", "ns_coefficients")
-
-    def values(made):
-        return [tuple(group[key] for key in keys) for group in made.param_groups]
-
-    assert [value[:2] for value in values(optimizer)] == [(5, 0.2), (10, 0.2), (2, 0.3)]
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    again = Muon([{"params": [param]} for param in params])
     again.load_state_dict(torch.load(file, weights_only=True))
-    assert values(again) == values(optimizer)
+    for made in (optimizer, again):
+        values = [(g["ns_steps"], g["update_rms"], g["ns_coefficients"]) for g in made.param_groups]
+        assert values == [(5, 0.2, "polar_express"), (10, 0.2, "deepseek_v4"), (2, 0.3, steps)]
     again.param_groups[0].update(ns_coefficients="deepseek_v4", ns_steps="auto")  # between steps
     step(again)
 
@@ -96,38 +90,28 @@ def summary(optimizer):
     [
         ({"lr": 0.01, "weight_decay": 0.1}, [(0.01, 0.1), (0.01, 0.1), (0.01, 0.0)]),
         (
-            {"lr": 0.01, "weight_decay": 0.0, "muon_lr": 0.5, "adamw_lr": 0.001, "adamw_weight_decay": 0.3},
+            {"lr": 0.01, "weight_decay": 0.0, "muon_lr": 0.5, "adamw_lr": "1e-3", "adamw_weight_decay": 0.3},
             [(0.5, 0.0), (0.001, 0.3), (0.001, 0.0)],
         ),
     ],
 )
 def test_groups_of_a_model(options, rates):
-    optimizer = build_optimizer(model(), **options)
-    assert isinstance(optimizer, Muon)
+    """By options, by a mapping, whose numbers may be text, and by a config, which options change."""
+    config = MuonConfig(**{**MuonConfig.from_mapping(options).__dict__, "lr": 0.7})
     names = ["up.weight", "down.weight"], ["embed.weight"], ["up.bias", "norm.weight", "norm.bias"]
-    assert summary(optimizer) == [(k == 0, *rates[k], names[k]) for k in range(3)]
-    assert optimizer.defaults["lr"] == 0.01
+    for arguments, more in (((options,), {}), ((config,), {"lr": 0.01})):
+        optimizer = build_optimizer(model(), *arguments, **more)
+        assert isinstance(optimizer, Muon)
+        assert summary(optimizer) == [(k == 0, *rates[k], names[k]) for k in range(3)]
+        assert optimizer.defaults["lr"] == 0.01
 
 
-def test_config_mapping_and_options_agree():
-    expected = summary(build_optimizer(model(), momentum=0.9, muon_lr=1e-5))
-    assert summary(build_optimizer(model(), {"momentum": 0.9, "muon_lr": "1e-5"})) == expected
-    assert summary(build_optimizer(model(), MuonConfig(momentum=0.8, muon_lr=1e-5), momentum=0.9)) == expected
-
-
-def test_views_tied_parameters_and_lora():
-    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, bias=False), "conv": nn.Conv1d(4, 6, 3)})
-    (group, _) = build_optimizer(attention).param_groups
-    assert dict(zip(group["param_names"], group["views"], strict=True)) == {
-        "attention.in_proj_weight": "rows 8+8+8",
-        "attention.out_proj.weight": "",
-        "conv.weight": "flat",
-    }
-    tied = nn.ModuleDict({"a": nn.Linear(6, 6, bias=False), "b": nn.Linear(6, 6, bias=False)})
-    tied["b"].weight = tied["a"].weight
-    assert len(params_of(build_optimizer(tied))) == 1
-    lora = nn.ModuleDict({"lora_A": nn.Linear(8, 4, bias=False), "lora_B": nn.Linear(4, 8, bias=False)})
-    assert build_optimizer(lora, lora="muon").param_groups[0]["param_names"] == ["lora_A.weight", "lora_B.weight"]
+def test_matrices_have_their_views_also_of_lazy_modules_that_are_initialized():
+    lazy = nn.LazyLinear(6, bias=False)
+    lazy(torch.zeros(2, 8))
+    layers = {"attention": nn.MultiheadAttention(8, 2, bias=False), "conv": nn.Conv1d(4, 6, 3), "lazy": lazy}
+    group = build_optimizer(nn.ModuleDict(layers)).param_groups[0]
+    assert group["views"] == ["rows 8+8+8", "", "flat", ""]
 
 
 def test_rank_zero_logs_one_table(caplog, monkeypatch):
@@ -143,25 +127,28 @@ def test_rank_zero_logs_one_table(caplog, monkeypatch):
     assert caplog.text.splitlines()[-1] == "frozen: 3 parameters, 1 of them quantized (uint8)"
 
 
-def test_a_model_is_stepped_as_by_two_optimizers():
-    """Compare with a Muon over the matrices and torch's AdamW over the other parameters."""
-    one, other = model(), model()
-    other.load_state_dict(one.state_dict())
-    options = {"lr": 0.01, "weight_decay": 0.1}
+def test_a_model_is_stepped_as_by_optimizers_of_its_parts():
+    """Compare with a Muon over the matrices, torch's AdamW over the rest, and a Muon over a group that is added."""
+    one, late = model(), nn.Parameter(normal(8, 12))
+    other, alone = copy.deepcopy(one), copy.deepcopy(late)
+    options, own = {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.1, "momentum": 0.5}
     rest = [{"params": [other["embed"].weight]}]
     rest += [{"params": [other["up"].bias, *other["norm"].parameters()], "weight_decay": 0.0}]
     optimizers = [
         build_optimizer(one, **options),
         Muon([other["up"].weight, other["down"].weight], **options),
         torch.optim.AdamW(rest, **options),
+        Muon([alone], **options | own),
     ]
+    optimizers[0].add_param_group({"params": [("late", late)], **own})
+    ours, theirs = [*one.parameters(), late], [*other.parameters(), alone]
     for k in range(3):
-        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
             a.grad = normal(*a.shape, seed=k)
             b.grad = a.grad.clone()
         for each in optimizers:
             each.step()
-    assert equal(bits(one.parameters()), bits(other.parameters()))
+    assert equal(bits(ours), bits(theirs))
 
 
 # --- parameters without a model: what `Muon` warns of, and `MuonOfGroups`
@@ -199,26 +186,21 @@ PASSED = {
     "hidden matrices": (lambda net: list(net.layers.parameters()), 0),
     "AdamW": (lambda net: [{"params": list(net.parameters()), "use_muon": False}], 0),
     "of no module": (lambda net: [nn.Parameter(torch.zeros(800, 200))], 0),
+    "of a routed model": (lambda net: build_optimizer(net).param_groups, 0),
+    "ready groups": (lambda net: MuonOfGroups(net.parameters()).param_groups, 0),
+    "of a small model": (lambda net: Net(16, 40).parameters(), 0),
 }
 
 
 @pytest.mark.parametrize("passed", PASSED)
 def test_embeddings_and_heads_are_named_once(caplog, passed):
-    net = Net()
-    groups, tables = PASSED[passed]
+    net, (groups, tables) = Net(), PASSED[passed]
     Muon(groups(net))
     assert caplog.text.count("[unmarked-groups]") == (tables > 0)
-    assert caplog.text.count(".weight (") == tables
+    warning = "".join(record.message for record in caplog.records if record.levelname == "WARNING")
+    assert warning.count(".weight (") == tables
     if tables == 2:
-        assert "wte.weight (name contains 'wte'), lm_head.weight (name contains 'lm_head')" in caplog.text
-
-
-def test_no_warning_for_small_models_and_routed_ones(caplog):
-    small, net = Net(16, 40), Net()
-    Muon(small.parameters())
-    build_optimizer(net)
-    MuonOfGroups(net.parameters())
-    assert "[unmarked-groups]" not in caplog.text
+        assert "wte.weight (name contains 'wte'), lm_head.weight (name contains 'lm_head')" in warning
 
 
 def by_path(path, parameters, **options):
@@ -234,10 +216,9 @@ def test_ready_groups_train_as_build_optimizer():
     ours, theirs = Net(32, 60), Net(32, 60)
     options = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "adamw_lr": 1e-3, "ns_dtype": "fp32"}
     by_its_path = by_path("hf_muon.MuonOfGroups", ours.parameters(), fused=True, **options)
-    optimizers = by_its_path, build_optimizer(theirs, **options)
-    assert optimizers[0].defaults["lr"] == 1e-2
+    assert by_its_path.defaults["lr"] == 1e-2
     tokens = torch.randint(0, 60, (2, 8), generator=torch.Generator().manual_seed(1))
-    for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+    for net, optimizer in ((ours, by_its_path), (theirs, build_optimizer(theirs, **options))):
         for _ in range(3):
             nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
             optimizer.step()
@@ -245,8 +226,8 @@ def test_ready_groups_train_as_build_optimizer():
     assert equal(bits(ours.parameters()), bits(theirs.parameters()))
 
 
-def test_signature_lists_the_options_with_their_defaults_which_may_be_passed():
-    """LightningCLI passes all defaults."""
+def test_ready_groups_take_options_a_config_a_mapping_and_a_model_that_decides_names():
+    """The signature lists the options with their defaults, all of which LightningCLI passes."""
     parameters = inspect.signature(MuonOfGroups).parameters
     assert list(parameters) == ["params", *OPTIONS]
     defaults = {name: parameters[name].default for name in OPTIONS}
@@ -255,16 +236,11 @@ def test_signature_lists_the_options_with_their_defaults_which_may_be_passed():
     net = Net(8, 9)
     expected = summary(build_optimizer(net))
     assert summary(MuonOfGroups(net.parameters())) == summary(MuonOfGroups(net.parameters(), **defaults)) == expected
-
-
-def test_a_config_or_a_mapping_and_a_model_that_decides_names():
-    net = Net(8, 9)
-    outer = nn.ModuleDict({"net": net, "other": nn.Linear(4, 4)})
+    outer = nn.ModuleDict({"net": net})
     for config in (MuonConfig(lr=0.5), {"lr": 0.5}):
         assert MuonOfGroups(net.parameters(), config, momentum=0.5).param_groups[0]["lr"] == 0.5
     for options, first in (({"model": net}, "layers.0.weight"), ({}, "net.layers.0.weight")):
-        assert MuonOfGroups(net.parameters(), **options).param_groups[0]["param_names"][0] == first
-    assert outer
+        assert MuonOfGroups(outer.parameters(), **options).param_groups[0]["param_names"][0] == first
 
 
 # --- tensor classes: those of tests/refusals/optimizer.py are refused, and these are not
@@ -274,22 +250,18 @@ class Tagged(nn.Parameter):
     """A subclass of Parameter without methods, which only tags a parameter."""
 
 
-def after_steps(weight):
-    """Return the weight after two steps by the same gradients."""
-    optimizer = Muon([weight], lr=0.1)
-    for seed in range(2):
-        weight.grad = normal(*weight.shape, seed=seed)
-        optimizer.step()
-    return weight.detach().as_subclass(torch.Tensor)
-
-
 def test_known_subclasses_of_parameter_are_stepped_as_parameters(monkeypatch):
     """Step int8 parameters of bitsandbytes with has_fp16_weights=True, too, which are full matrices."""
-    expected = after_steps(nn.Parameter(torch.ones(4, 6)))
-    assert torch.equal(after_steps(Tagged(torch.ones(4, 6))), expected)
-    cls = type("Int8Params", (Behaving,), {"has_fp16_weights": True})
-    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", SimpleNamespace(Int8Params=cls))
-    assert torch.equal(after_steps(cls(torch.ones(4, 6))), expected)
+    int8 = type("Int8Params", (Behaving,), {"has_fp16_weights": True})
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", SimpleNamespace(Int8Params=int8))
+    results = []
+    for cls in (nn.Parameter, Tagged, int8):
+        optimizer = Muon([weight := cls(torch.ones(4, 6))], lr=0.1)
+        for seed in range(2):
+            weight.grad = normal(4, 6, seed=seed)
+            optimizer.step()
+        results.append(weight.detach().as_subclass(torch.Tensor))
+    assert equal(results[1:], results[:1] * 2)
 
 
 @pytest.mark.promise("tensor-class")
@@ -304,18 +276,3 @@ def test_frozen_ones_may_be_of_any_class_until_they_are_trained():
     with pytest.raises(RuntimeError, match=r"\.Shard, .*\[unknown-tensor-class\]"):
         optimizer.step()
     assert not base.any()
-
-
-def test_fake_tensors_initialized_lazy_modules_and_dtensors_are_known():
-    with FakeTensorMode():
-        assert build_optimizer(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))).param_groups
-    lazy = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 4))
-    lazy(torch.zeros(2, 8))
-    assert build_optimizer(lazy).param_groups
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for placement in (Cut(0), Replicate()):
-            assert Muon([nn.Parameter(DTensor.from_local(torch.zeros(4, 6), mesh, [placement]))]).param_groups
-    finally:
-        dist.destroy_process_group()

@@ -86,12 +86,15 @@ WIDE = [(24, 150), (16, 40), (3, 10, 70), (20, 8)]
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum_dtype", ["bf16", "int8"])
-def test_a_step_is_that_of_fp32_from_what_is_stored(momentum_dtype, nesterov):
-    """Momentum in bf16 is rounded after the update, at random; with 8 bits the update is of what is stored."""
-    params = parameters(WIDE)
-    optimizer = Muon(
-        params, lr=0.02, weight_decay=0.1, ns_dtype="fp32", momentum_dtype=momentum_dtype, nesterov=nesterov
-    )
+def test_a_step_is_that_of_fp32_from_what_is_stored(momentum_dtype, nesterov, tmp_path):
+    """Momentum in bf16 is rounded after the update, at random; with 8 bits the update is of what is stored.
+
+    Metrics see what codes stand for.
+    """
+    params, file = parameters(WIDE), tmp_path / "file"
+    options = {"momentum_dtype": momentum_dtype, "nesterov": nesterov}
+    options |= {"diagnostics_every": 5, "diagnostics_file": file}
+    optimizer = Muon(params, lr=0.02, weight_decay=0.1, ns_dtype="fp32", **options)
     optimizer.init_state()
     for step, grads in enumerate(gradients(WIDE, 5), 1):
         before = [(p.detach().clone(), decoded(optimizer.state[p], "momentum_buffer").clone()) for p in params]
@@ -110,21 +113,8 @@ def test_a_step_is_that_of_fp32_from_what_is_stored(momentum_dtype, nesterov):
             direction = orthogonalize(update, ns_dtype="fp32")
             weight.mul_(1 - 0.02 * 0.1).add_(direction * (-0.02 * 0.2 * math.sqrt(max(weight.shape[-2:]))))
             assert torch.equal(param, weight)
-
-
-@pytest.mark.parametrize(("momentum_dtype", "bound"), [("bf16", 0.01), ("int8", 0.03)])
-def test_momentum_follows_fp32(momentum_dtype, bound, tmp_path):
-    """Also in the metrics, which see what codes stand for."""
-    buffers, rms = [], []
-    for dtype in ("fp32", momentum_dtype):
-        file, params = tmp_path / dtype, parameters(WIDE)
-        optimizer = Muon(params, lr=0.02, momentum_dtype=dtype, diagnostics_every=30, diagnostics_file=file)
-        run(optimizer, params, gradients(WIDE, 30))
-        buffers.append([decoded(optimizer.state[param], "momentum_buffer") for param in params])
-        rms.append(json.loads(file.read_text().splitlines()[-1])["momentum_rms"])
-    for expected, buffer in zip(*buffers, strict=True):
-        assert (buffer - expected).norm() < bound * expected.norm()
-    assert rms[0] == pytest.approx(rms[1], rel=0.01)
+    rms = [float(decoded(optimizer.state[param], "momentum_buffer").float().square().mean().sqrt()) for param in params]
+    assert json.loads(file.read_text().splitlines()[-1])["momentum_rms"] == pytest.approx(rms, rel=1e-5)
 
 
 # --- rates, closures, and what a step leaves alone
@@ -168,20 +158,10 @@ def test_what_a_step_leaves_alone(nesterov):
     assert torch.equal(params[0], twin[0])
 
 
-def test_closures_and_a_grad_scaler_that_skips_a_step():
-    """Step with the gradients of the closure, and return its loss; an overflow leaves no moments."""
+def test_closures():
+    """Step with the gradients of the closure, and return its loss."""
     (weight,), (twin,), target = parameters([(6, 4)]), parameters([(6, 4)]), normal(6, 4)
-    optimizer, other, scaler = Muon([weight], lr=0.1), Muon([twin], lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
-    weight.grad = torch.full((6, 4), torch.inf)
-    scaler.scale(torch.ones(1))
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(weight, twin)
-    assert not optimizer.state
-    weight.grad = target * scaler.get_scale()
-    scaler.step(optimizer)
-    run(other, [twin], [[target]])
-    assert torch.equal(weight, twin)
+    optimizer = Muon([weight], lr=0.1)
 
     def closure():
         optimizer.zero_grad()
@@ -190,7 +170,7 @@ def test_closures_and_a_grad_scaler_that_skips_a_step():
         return loss
 
     assert torch.equal(optimizer.step(closure), (twin - target).square().sum())
-    run(other, [twin], [[2 * (twin.detach() - target)]])
+    run(Muon([twin], lr=0.1), [twin], [[2 * (twin.detach() - target)]])
     assert torch.equal(weight, twin)
 
 
@@ -222,11 +202,6 @@ def test_large_gradients_that_a_step_can_take_are_taken():
     run(Muon([weight], lr=0.1), [weight], [[torch.full((300, 300), 8e37)]])
     assert weight.isfinite().all()
     assert weight.any()
-    (grad,), results = gradients([(40, 30)], 1)[0], []
-    for scale in (1.0, 2.0**100):
-        (param,) = parameters([(40, 30)])
-        results.append(bits(run(Muon([param], ns_dtype="fp32"), [param], [[grad * scale]])))
-    assert equal(*results)
 
 
 # --- memory, and compilation
