@@ -5,11 +5,13 @@ refused or complete.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import io
 import pickle
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,8 +103,7 @@ class Interrupted(RuleBasedStateMachine):
 
     @rule()
     def save(self):
-        file = io.BytesIO()
-        torch.save({"model": self.run.model.state_dict(), "optimizer": self.run.optimizer.state_dict()}, file)
+        torch.save((self.run.model.state_dict(), self.run.optimizer.state_dict()), file := io.BytesIO())
         self.saved = file.getvalue(), len(self.events)
 
     @precondition(lambda self: self.saved)
@@ -116,9 +117,9 @@ class Interrupted(RuleBasedStateMachine):
             self.run = self.new().do(event for event in events if event[0] in ("add", "freeze"))
         else:
             self.run.do(event for event in self.events[count:] if event[0] == "freeze")  # back
-        saved = torch.load(io.BytesIO(content), weights_only=True)
-        self.run.model.load_state_dict(saved["model"])
-        self.run.optimizer.load_state_dict(saved["optimizer"])
+        weights, state = torch.load(io.BytesIO(content), weights_only=True)
+        self.run.model.load_state_dict(weights)
+        self.run.optimizer.load_state_dict(state)
         self.events = events
 
     @rule(way=st.sampled_from([copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))]))
@@ -142,21 +143,15 @@ class Interrupted(RuleBasedStateMachine):
     def refuse_a_step(self, bad):
         param = params_of(self.run.optimizer)[0]
         param.grad = torch.full_like(param, bad)
-        try:
+        with pytest.raises(RuntimeError, match="gradient-not-finite"):
             self.run.optimizer.step()
-        except RuntimeError:
-            return
-        raise AssertionError("taken")
 
     @rule()
     def refuse_a_state(self):
         state_dict = copy.deepcopy(self.run.optimizer.state_dict())
         state_dict["param_groups"][-1]["step"] = -1
-        try:
+        with pytest.raises(ValueError, match="nothing was changed"):
             self.run.optimizer.load_state_dict(state_dict)
-        except ValueError:
-            return
-        raise AssertionError("loaded")
 
     def teardown(self):
         if not hasattr(self, "run"):
@@ -172,16 +167,6 @@ class Interrupted(RuleBasedStateMachine):
 
 TestInterrupted = Interrupted.TestCase
 TestInterrupted.settings = settings(stateful_step_count=30)
-
-
-def test_lost_moments_would_show():
-    """Prove that the comparison fails when moments are lost."""
-    runs = [Run(torch.float32, {}).do([("step", 0, ())]) for _ in range(2)]
-    runs[0].optimizer.state.clear()
-    for group in runs[0].optimizer.param_groups:
-        group["step"] = 0
-    ends = [bits(run.do([("step", 1, ())]).model.parameters()) for run in runs]
-    assert not equal(*ends)
 
 
 # --- mutated states
@@ -244,12 +229,11 @@ def mutate(saved, kind, path, what):
 
 @functools.cache
 def subjects(dtype, momentum_dtype):
-    """Return a saved state; an optimizer that loads, with its model; and the weights and state that it begins with."""
+    """Return a saved state; a model and its optimizer, which loads; and the state that it begins with."""
     saved = copy.deepcopy(stepped(dtype, momentum_dtype=momentum_dtype)[1].state_dict())
     model, optimizer = build(dtype, momentum_dtype=momentum_dtype)
-    weights = copy.deepcopy(model.state_dict())
     step(optimizer)
-    return saved, model, optimizer, weights, copy.deepcopy(optimizer.state_dict())
+    return saved, model, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
 def test_mutated_states():
@@ -265,14 +249,12 @@ def test_mutated_states():
     assert min(outcomes["refused"], outcomes["loaded"]) > 60
 
 
-def load(saved, model, optimizer, weights, before, changes):
+def load(saved, model, optimizer, before, changes):
     """Load a mutated state, take a step, and return what has become of it."""
     state_dict = copy.deepcopy(saved)
     for change in changes:
-        try:
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # another change has taken the place away
             mutate(state_dict, *change)
-        except (KeyError, IndexError, TypeError):
-            continue  # another change has taken the place away
     snapshot = copy.deepcopy(state_dict)
     try:
         optimizer.load_state_dict(state_dict)
@@ -282,13 +264,21 @@ def load(saved, model, optimizer, weights, before, changes):
         assert "[unreadable-state]" not in refusal
         assert equal(optimizer.state_dict(), before)
         return "refused"
-    assert_loaded(optimizer, snapshot)
-    model.load_state_dict(weights)
+    for param, key in zip(
+        params_of(optimizer), (k for g in snapshot["param_groups"] for k in g["params"]), strict=True
+    ):
+        for name, value in own_moments(snapshot["state"].get(key)).items():
+            if name in optimizer.state[param]:  # not the scales of a template
+                number = optimizer.state[param][name]
+                expected = torch.as_tensor(value).detach().float().reshape(number.shape).to(number.dtype)
+                assert torch.equal(number, expected), name
+    weights = copy.deepcopy(model.state_dict())
     step(optimizer, seed=3)
     assert all(param.isfinite().all() for param in model.parameters())
     assert all(v.float().isfinite().all() for s in optimizer.state.values() for v in s.values())
     for key in range(6):  # a load does not change the state dict
         assert equal(*(own_moments(each["state"].get(key)) for each in (snapshot, state_dict)))
+    model.load_state_dict(weights)
     optimizer.load_state_dict(before)
     assert equal(optimizer.state_dict(), before)
     return "loaded"
@@ -296,19 +286,4 @@ def load(saved, model, optimizer, weights, before, changes):
 
 def own_moments(moments):
     """Return the moments without foreign keys, whose values may be NaN or lack data, and so equal nothing."""
-    return {k: v for k, v in moments.items() if k in ALL_STATE_KEYS} if isinstance(moments, dict) else moments
-
-
-def assert_loaded(optimizer, saved):
-    """Assert that every number of the optimizer is the saved one."""
-    for group, there in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        assert isinstance(group["step"], int)
-        for param, key in zip(group["params"], there["params"], strict=True):
-            for name, value in (own_moments(saved["state"].get(key)) or {}).items():
-                has_codes = there.get("momentum_dtype", "auto") == "int8"
-                if name == "momentum_scale" and not has_codes:
-                    continue  # from a template
-                loaded = optimizer.state[param].get(name)
-                assert loaded is not None
-                expected = torch.as_tensor(value).detach().float().reshape(loaded.shape)
-                assert torch.equal(loaded.float(), expected.to(loaded.dtype).float()), name
+    return {k: v for k, v in moments.items() if k in ALL_STATE_KEYS} if isinstance(moments, dict) else {}

@@ -1,16 +1,19 @@
-"""What a step counts and completes: each step of a param group once, whoever has gradients in it, and partitions."""
+"""What a step counts, completes and logs: each step of a param group once, whoever has gradients in it."""
 
 from __future__ import annotations
 
-import itertools
+import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_muon import Muon
+from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage.partitions import Partition
 from tests.optimizer.cases import bits, equal
@@ -57,9 +60,7 @@ def test_stages_of_a_pipeline_are_as_one_process(dtype):
     """In the second step the first stage has a gradient for a vector alone, in the third the second stage has none."""
     expected = trained([range(6)], dtype)
     for cuts in ([range(3), range(3, 6)], [[0, 1], [2], range(3, 6)]):
-        results = trained(cuts, dtype)
-        assert equal(results[0], expected[0])
-        assert results[1] == expected[1]
+        assert equal(trained(cuts, dtype), expected)
 
 
 class OutOfMemory(TorchDispatchMode):
@@ -106,14 +107,14 @@ def test_a_state_without_gradients_of_a_group_goes_on_from_a_checkpoint():
     for resumes in (False, True):
         params = ones()
         optimizer = optimizer_over(params)
-        for step, (i, param) in itertools.product(range(2), enumerate(params)):
-            param.grad = torch.full_like(param, 0.1 * (i + 1)) if param.ndim == 1 or step else None
-            if param is params[-1]:
-                optimizer.step()
-                if resumes:
-                    other = optimizer_over(params)
-                    other.load_state_dict(optimizer.state_dict())
-                    optimizer = other
+        for step in range(2):
+            for i, param in enumerate(params):
+                param.grad = torch.full_like(param, 0.1 * (i + 1)) if param.ndim == 1 or step else None
+            optimizer.step()
+            if resumes:
+                state_dict = optimizer.state_dict()
+                optimizer = optimizer_over(params)
+                optimizer.load_state_dict(state_dict)
         results.append(bits(params))
     assert equal(*results)
 
@@ -125,29 +126,20 @@ def partition(**facts):
     return Partition(group=None, rank=0, slices=[], device=torch.device("cpu"), **facts)
 
 
-@pytest.fixture
-def optimizer():
-    (matrix, vector) = ones([(4, 4), (4,)])
-    matrix.grad = None
-    return Muon([{"params": [matrix], "views": ["rows 2+2"]}, {"params": [vector], "use_muon": False}])
-
-
-def test_until_partitions_are_attached_steps_create_state_only(optimizer):
-    matrix, vector = (group["params"][0] for group in optimizer.param_groups)
+def test_partitions_that_are_attached_complete_steps_and_groups():
+    """Until then steps create state only; afterwards a step ends with the last of the partitions."""
+    matrix, vector = ones([(4, 4), (4,)])
+    optimizer = Muon([{"params": [matrix], "views": ["rows 2+2"]}, {"params": [vector], "use_muon": False}])
+    own, flats = optimizer.partitioned, ones([(4,)] * 3)
     expect_partitions(optimizer, "Framework")
-    assert optimizer.partitioned.views[matrix].text == "rows 2+2"
-    vector.grad.zero_()
+    assert own.views[matrix].text == "rows 2+2"
+    matrix.grad, vector.grad = None, torch.zeros(4)
     optimizer.step()
     assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
     assert counts(optimizer) == [0, 0]
     attach_partitions(optimizer, None)
     optimizer.step()
     assert counts(optimizer) == [1, 1]
-
-
-def test_steps_groups_and_gradients_of_partitions(optimizer):
-    own = optimizer.partitioned
-    flats = ones([(4,)] * 3)
     assert own.completes_step([{"params": flats[:1]}])  # nothing is attached
     assert own.completes_group({"params": flats[:1]})
     own.clear_stale_gradients([{"params": flats}])
@@ -160,8 +152,119 @@ def test_steps_groups_and_gradients_of_partitions(optimizer):
     assert complete(0, 1, 2, 0, 1, 2) == [False, False, True] * 2
     assert complete(0, 1, 0, 1, 2) == [False] * 4 + [True]  # the first two were refused on the way
     assert own.completes_step([{"params": flats}])
-    assert [own.completes_group({"params": part}) for part in (flats[:1], flats[1:2], flats[:2], [])] == [
-        *(False, True, False, False),
-    ]
+    parts = flats[:1], flats[1:2], flats[:2], []
+    assert [own.completes_group({"params": part}) for part in parts] == [False, True, False, False]
     own.clear_stale_gradients([{"params": flats}])
     assert [flat.grad.tolist() for flat in flats] == [[1, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+
+
+# --- the report of the first step; `tests/e2e/test_llamafactory_v1.py` reads it under DDP and FSDP2
+
+
+@pytest.fixture
+def optimizer():
+    """Return an optimizer over layers that share an entry, a fused matrix, a head in bf16, and one without gradient."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(12))})
+    model["up"] = nn.Linear(5, 5)
+    model["attention"] = nn.MultiheadAttention(4, 2, bias=False)
+    model["lm_head"] = nn.Linear(5, 7).bfloat16()
+    optimizer = build_optimizer(model, ns_steps=4, ns_dtype="fp32")
+    for name, param in model.named_parameters():
+        if name != "up.weight":
+            param.grad = torch.ones_like(param)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({"HF_MUON_STEP_REPORT": "yes"}, 1),
+        ({"LLAMAFACTORY_MUON_DIAG": "1"}, 1),
+        ({"HF_MUON_STEP_REPORT": "1", "RANK": "1"}, 0),
+        *(({"HF_MUON_STEP_REPORT": value}, 0) for value in ("", "0", "false")),
+        ({}, 0),
+    ],
+)
+def test_one_report_with_one_entry_for_each_kind(variables, count, optimizer, caplog, monkeypatch, golden, capsys):
+    """Also of a step that is refused, but not of one that only creates state."""
+    for name in ("HF_MUON_STEP_REPORT", "LLAMAFACTORY_MUON_DIAG", "RANK"):
+        monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, raising=False)
+
+    def reports():
+        return [text for text in caplog.messages if text.startswith("the first step of Muon")]
+
+    making_state, refused = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
+    for each, lr, value in ((making_state, 0.0, 0.0), (refused, 0.1, float("nan"))):
+        for group in each.param_groups:
+            group["lr"] = lr
+            for param in group["params"]:
+                param.grad = torch.full_like(param, value)
+    making_state.step()
+    assert reports() == []
+    with pytest.raises(RuntimeError, match="gradient-not-finite"):
+        refused.step()
+    assert len(reports()) == count
+    caplog.clear()
+    for _ in range(3):
+        optimizer.step()
+    assert len(reports()) == count
+    for report in reports():
+        golden("optimizer/first_step_report", report)
+    assert capsys.readouterr().out == ""
+
+
+# --- a step in which no parameter has a gradient trains nothing; the optimizer warns once, with the likely cause
+
+WARNING = "[no-gradients]"
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+
+
+def train(model, optimizer, steps=2):
+    for _ in range(steps):
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_built_before_fully_shard(late, caplog):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = net()
+        if not late:
+            fully_shard(model)
+        optimizer = build_optimizer(model)
+        if late:
+            fully_shard(model)
+        train(model, optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert caplog.text.count(WARNING) == ("fully_shard" in caplog.text) == late
+
+
+def test_built_before_to_empty(caplog):
+    with torch.device("meta"):
+        model = net()
+    optimizer = build_optimizer(model)
+    train(model.to_empty(device="cpu"), optimizer)
+    assert caplog.text.count(WARNING) == ("meta device" in caplog.text) == 1
+
+
+def test_it_warns_after_a_resume_too_but_not_of_gradients_of_some(caplog):
+    """Warn although the loaded state counts steps: another optimizer took them."""
+    model, frozen = net(), net()
+    optimizer, other, of_frozen = map(build_optimizer, (model, model, frozen))
+    get_optimizer_state_dict(model, optimizer)  # takes a step to make state
+    assert optimizer.state
+    model[0](torch.randn(2, 6)).sum().backward()
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert WARNING not in caplog.text
+    model.zero_grad()
+    other.step()
+    assert caplog.text.count(WARNING) == 1
+    frozen.requires_grad_(False)
+    of_frozen.step()
+    assert "none of them requires a gradient" in caplog.text
