@@ -32,9 +32,6 @@ def test_it_is_the_largest_that_is_seen(monkeypatch, block, shared):
 
 
 def test_no_visible_key_and_no_query():
-    query = torch.randn(1, 2, 3, 4)
-    for rows, visible in (
-        (3, lambda positions: torch.zeros(1, 1, 1, 3, dtype=torch.bool)),
-        (0, lambda positions: None),
-    ):
+    query, hidden = torch.randn(1, 2, 3, 4), torch.zeros(1, 1, 1, 3, dtype=torch.bool)
+    for rows, visible in ((3, lambda positions: hidden), (0, lambda positions: None)):
         assert largest_logits(query[:, :, :rows], query, 1.0, visible, None).tolist() == [-math.inf] * 2
