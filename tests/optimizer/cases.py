@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-
 import torch
 from torch import nn
 
@@ -96,13 +93,3 @@ def equal(one, other):
 def bits(params):
     """Return the values of parameters, for `equal`."""
     return [param.detach() for param in params]
-
-
-@contextlib.contextmanager
-def unchanged(optimizer):
-    """Assert that weights and state are the same after the block as before."""
-    params = [param for param in params_of(optimizer) if type(param) is nn.Parameter]
-    weights, before = copy.deepcopy(bits(params)), copy.deepcopy(optimizer.state_dict())
-    yield
-    assert equal(bits(params), weights)
-    assert equal(optimizer.state_dict(), before)

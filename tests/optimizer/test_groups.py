@@ -47,9 +47,8 @@ def test_groups_of_a_scheduled_optimizer_are_groups_of_a_new_one(kind):
     both_halves()[0].load_state_dict(optimizer.state_dict())
     step(optimizer)
     scheduler.step(*([1.0] if kind is lr_scheduler.ReduceLROnPlateau else []))
-    step(optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "initial_lr": 0.1, "lr": 0.1})
-    optimizer.add_param_group({"params": []})
+    for params in ([nn.Parameter(torch.ones(4, 4))], []):
+        optimizer.add_param_group({"params": params, "initial_lr": 0.1, "lr": 0.1})
     step(optimizer)
 
 
@@ -203,19 +202,14 @@ def test_embeddings_and_heads_are_named_once(caplog, passed):
         assert "wte.weight (name contains 'wte'), lm_head.weight (name contains 'lm_head')" in warning
 
 
-def by_path(path, parameters, **options):
-    """Make an optimizer as LitGPT, torchtune and LightningCLI do: by its path, with parameters and keywords."""
-    module, _, name = path.rpartition(".")
-    kind = getattr(importlib.import_module(module), name)
-    known = inspect.signature(kind).parameters  # LitGPT drops what it does not read there
-    return kind(parameters, **{key: value for key, value in options.items() if key in known})
-
-
 @pytest.mark.promise("litgpt", "torchtune", "lightning-cli")
 def test_ready_groups_train_as_build_optimizer():
+    """LitGPT, torchtune and LightningCLI make it by its path; LitGPT drops what it does not read in the signature."""
     ours, theirs = Net(32, 60), Net(32, 60)
     options = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "adamw_lr": 1e-3, "ns_dtype": "fp32"}
-    by_its_path = by_path("hf_muon.MuonOfGroups", ours.parameters(), fused=True, **options)
+    kind = getattr(importlib.import_module("hf_muon"), "MuonOfGroups")  # noqa: B009
+    known = inspect.signature(kind).parameters
+    by_its_path = kind(ours.parameters(), **{k: v for k, v in {"fused": True, **options}.items() if k in known})
     assert by_its_path.defaults["lr"] == 1e-2
     tokens = torch.randint(0, 60, (2, 8), generator=torch.Generator().manual_seed(1))
     for net, optimizer in ((ours, by_its_path), (theirs, build_optimizer(theirs, **options))):

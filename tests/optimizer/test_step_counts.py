@@ -101,24 +101,6 @@ def test_a_step_without_gradients_before_the_first_one_makes_nothing_and_does_no
     assert [float(optimizer.state[params[i]]["step"]) for i in (2, 5)] == [1, 0]
 
 
-def test_a_state_without_gradients_of_a_group_goes_on_from_a_checkpoint():
-    """Compare with an uninterrupted run: the group has counted, and has moments of zero."""
-    results = []
-    for resumes in (False, True):
-        params = ones()
-        optimizer = optimizer_over(params)
-        for step in range(2):
-            for i, param in enumerate(params):
-                param.grad = torch.full_like(param, 0.1 * (i + 1)) if param.ndim == 1 or step else None
-            optimizer.step()
-            if resumes:
-                state_dict = optimizer.state_dict()
-                optimizer = optimizer_over(params)
-                optimizer.load_state_dict(state_dict)
-        results.append(bits(params))
-    assert equal(*results)
-
-
 # --- the protocol with a framework that replaces parameters with flat partitions, without a framework
 
 

@@ -40,21 +40,18 @@ def build(kind):
 
 
 def params_of(optimizer):
-    """Return the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def step(optimizer, seed):
-    """Take a step with seeded gradients."""
     generator = torch.Generator().manual_seed(seed)
     for param in params_of(optimizer):
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
     optimizer.step()
 
 
-def trained(kind):
+def stepped(optimizer):
     """Return an optimizer that has taken `STEPS` steps."""
-    optimizer = build(kind)
     for seed in range(STEPS):
         step(optimizer, seed)
     for param in params_of(optimizer):
@@ -62,19 +59,17 @@ def trained(kind):
     return optimizer
 
 
+def trained(kind):
+    return stepped(build(kind))
+
+
 def trained_of_groups():
-    """Return an optimizer over ready-made groups that has taken `STEPS` steps, and its model."""
-    from hf_muon.config import MuonConfig
+    """Return an optimizer over ready-made groups."""
     from hf_muon.ready_groups import MuonOfGroups
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 10), nn.Linear(10, 6))
-    optimizer = MuonOfGroups(model.parameters(), MuonConfig(lr=0.02, ns_dtype="fp32"))
-    for seed in range(STEPS):
-        step(optimizer, seed)
-    for param in params_of(optimizer):
-        param.grad = None
-    return optimizer, model
+    return stepped(MuonOfGroups(model.parameters(), lr=0.02, ns_dtype="fp32"))
 
 
 def write(folder):
@@ -89,7 +84,7 @@ def write(folder):
         torch.save(content, file)
         Path(folder, name).write_bytes(gzip.compress(file.getvalue(), mtime=0))
     Path(folder, "optimizers.pickle.gz").write_bytes(gzip.compress(pickle.dumps(optimizers), mtime=0))
-    of_groups = pickle.dumps(trained_of_groups()[0])
+    of_groups = pickle.dumps(trained_of_groups())
     Path(folder, "of_groups.pickle.gz").write_bytes(gzip.compress(of_groups, mtime=0))
 
 
