@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import Muon
 from hf_muon.math import compiler, elementwise
-from hf_muon.math.elementwise import Elementwise, number, over, shaped_like
+from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, number, over, shaped_like
 from tests.accelerated import accelerated, compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
@@ -82,6 +82,18 @@ def test_calls_are_few():
             over(function, [tensors])
         assert calls == expected
         assert all((tensor == 2).all() for tensor in tensors)
+
+
+def test_tensors_that_lie_one_after_the_other_are_a_view():
+    flat = torch.arange(10.0)
+    parts = [flat[1:4], flat[4:8].view(2, 2), flat[8:]]
+    assert adjacent(parts).data_ptr() == flat[1:].data_ptr()
+    assert torch.equal(adjacent(parts), flat[1:])
+    assert adjacent([parts[1], parts[0]]) is None
+    assert adjacent([flat[:2], torch.arange(2.0)]) is None
+    assert adjacent([flat[::2]]) is None
+    assert adjacent([]) is None
+    assert adjacent_runs([*parts, flat[:2], torch.ones(2)]) == [0, 0, 0, 1, 2]
 
 
 # --- compiled; `tests/cuda` compares each function that is compiled with its plain twin

@@ -25,6 +25,7 @@ from hf_muon.math.coefficients import AUTO, PRESETS, resolve
 from hf_muon.math.cost import BlockRows
 from hf_muon.math.newton_schulz import Orthogonalizer, newton_schulz
 from hf_muon.math.precision import compute_dtype
+from hf_muon.math.products import symmetric_
 from tests.accelerated import accelerated
 from tests.reference import newton_schulz_on_singular_values, normalized, polar_factor
 
@@ -108,6 +109,25 @@ def test_every_way_gives_the_polynomials(way, batch, m, n, rank, exponent, prese
     # Five steps amplify rounding noise of 1e-7 in the smallest directions by up to 2000.
     assert (in_fp32 - expected).norm() < 2e-2 * expected.norm()
     assert torch.equal(orthogonalized(matrices.float() * 2.0**exponent, torch.float32), in_fp32)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 7, 12, 100])
+def test_symmetric_products(rows, tall, dtype, tolerance):
+    """Also of transposed matrices, into a part of the memory, whose rest stays as it is, and in place."""
+    x = torch.randn(2, 12, 20).to(dtype)
+    x = x.mT.contiguous().mT if tall else x
+    addend = torch.randn(2, 12, 12) / 8
+    addend = (addend + addend.mT).to(dtype)
+    memory = torch.full((2, 12, 28), torch.nan, dtype=dtype)
+    memory[..., 12:24] = addend
+    out, copy = memory[..., :12], memory[..., 12:24]
+    for into, alpha, beta, add in ((out, 1.0, 1.0, None), (out, -2.0, 0.5, addend), (copy, -2.0, 0.5, copy)):
+        expected = alpha * (x.double() @ x.double().mT) + (0 if add is None else beta * add.double())
+        result = symmetric_(into, x, x.mT, add=add, beta=beta, alpha=alpha, rows=rows)
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+        assert memory[..., 24:].isnan().all()
 
 
 # --- coefficients and their ranges
