@@ -119,14 +119,12 @@ def prepared(accelerator: Any, model: nn.Module, order: str) -> tuple[nn.Module,
     if order == "model first":
         model = accelerator.prepare(model)
         return model, accelerator.prepare(build_optimizer(model, **options))
-    optimizer = build_optimizer(model, **options)
-    if order == "optimizer first":
-        optimizer = accelerator.prepare(optimizer)
-        return accelerator.prepare(model), optimizer
-    if order == "optimizer last":
-        model = accelerator.prepare(model)
-        return model, accelerator.prepare(optimizer)
-    return accelerator.prepare(model, optimizer)
+    parts = {"model": model, "optimizer": build_optimizer(model, **options)}
+    if order == "together":
+        return accelerator.prepare(*parts.values())
+    for name in reversed(parts) if order == "optimizer first" else parts:
+        parts[name] = accelerator.prepare(parts[name])
+    return parts["model"], parts["optimizer"]
 
 
 @contextlib.contextmanager
