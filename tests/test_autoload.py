@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers.trainer
 import transformers.training_args
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import hf_muon
@@ -25,7 +25,7 @@ from hf_muon import _autoload
 from hf_muon._autoload import HOOKS
 from hf_muon.diagnostics import log
 from tests import hooks
-from tests.e2e.harness import ROOT, STARTUP, Server, after_torch, run
+from tests.e2e.harness import ROOT, STARTUP, Server, run
 from tests.integrations import plain_script
 from tests.integrations.llamafactory_v1_stand_ins import PROGRAMS
 from tests.integrations.trainer_runs import by_hand
@@ -105,10 +105,10 @@ def test_switched_off_nothing_is_imported_and_our_own_import_registers_the_name(
     assert ours.split() == ["muon", "MuonFactory"]
 
 
-@pytest.mark.parametrize("text", ["", " ", "1", "0", "false", "False ", "off", "no", "yes", "true", "n", "2"])
-def test_the_switch_is_read_as_all_variables_are(text, monkeypatch):
-    monkeypatch.setenv(hf_muon_autoload.VARIABLE, text)
-    assert hf_muon_autoload.is_on() == log.is_on(hf_muon_autoload.VARIABLE, unset=True)
+def test_the_switch_is_read_as_all_variables_are(monkeypatch):
+    for text in ("", " ", "1", "0", "false", "False ", "off", "no", "yes", "true", "n", "2"):
+        monkeypatch.setenv(hf_muon_autoload.VARIABLE, text)
+        assert hf_muon_autoload.is_on() == log.is_on(hf_muon_autoload.VARIABLE, unset=True), text
     monkeypatch.delenv(hf_muon_autoload.VARIABLE)
     assert hf_muon_autoload.is_on()
 
@@ -136,15 +136,6 @@ def test_the_member_behaves_as_the_others():
     assert list(OptimizerNames).count(member) == [name.value for name in OptimizerNames].count("hf_muon") == 1
     assert len(OptimizerNames) == len(list(OptimizerNames))
     assert "class OptimizerNames" in inspect.getsource(transformers.training_args)
-
-
-@pytest.mark.parametrize("name", ["muon", "hf_muon"])
-def test_command_line_accepts_both_names(name, tmp_path):
-    options = {"output_dir": str(tmp_path), "optim": name, "optim_args": "momentum=0.9", "use_cpu": "true"}
-    words = [part for key, value in options.items() for part in (f"--{key}", value)]
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
-    assert args.optim == name
-    assert type(args.optim) is OptimizerNames
 
 
 def test_installing_again_changes_nothing():
@@ -334,54 +325,49 @@ def test_a_reloaded_transformers_is_patched_again(again, tmp_path):
 
 
 THREADS = """
-import sys, threading, time
+import contextlib, importlib, sys, threading, time
 class Slow:  # lets the other threads look at a module that is not patched yet
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == "hf_muon.integrations":
             for _ in range(5000):
                 time.sleep(0)  # gives the interpreter to another thread
+def in_threads(function, arguments):
+    threads = [threading.Thread(target=function, args=(argument,), daemon=True) for argument in arguments]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join(100)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+"""
+KNOWN = f"""{THREADS}
 sys.meta_path.insert(0, Slow)
 unknown = []
-def use():
+def use(_):
     from transformers.training_args import OptimizerNames
     try:
         OptimizerNames("muon")
     except ValueError as error:
         unknown.append(str(error))
-threads = [threading.Thread(target=use, daemon=True) for _ in range(8)]
-for thread in threads: thread.start()
-for thread in threads: thread.join(100)
-assert not any(thread.is_alive() for thread in threads), "deadlock"
-assert not unknown, f"{len(unknown)} of {len(threads)} threads: {unknown[0]}"
+in_threads(use, range(8))
+assert not unknown, unknown
 import transformers.training_args
 assert type(transformers.training_args) is type(sys), "the awaiting class stayed"
 """
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-def test_the_first_threads_know_the_name(tmp_path):
-    after_torch.run_code(THREADS, cwd=tmp_path)
-    fresh(f"import transformers\n{THREADS}", tmp_path)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-def test_threads_that_import_all_hooked_modules_do_not_wait_for_one_another(tmp_path):
-    """Check for deadlocks only: transformers and accelerate import each other in a cycle and may fail on their own."""
-    code = """
-import contextlib, importlib, os, threading
+IMPORTS = f"""{THREADS}
 names = ["transformers.training_args", "transformers.trainer", "transformers.trainer_optimizer", "torch", "hf_muon",
          "accelerate.accelerator", "hf_muon.integrations.transformers.hooks", "hf_muon.build"]
-def use(name):
+def use(name):  # transformers and accelerate import each other in a cycle and may fail on their own
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module(name)
-threads = [threading.Thread(target=use, args=(name,), daemon=True) for name in names]
-for thread in threads: thread.start()
-for thread in threads: thread.join(100)
-os._exit(sum(thread.is_alive() for thread in threads))
+in_threads(use, names)
+import os
+os._exit(0)
 """
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [f"import torch{KNOWN}", f"import transformers{KNOWN}", IMPORTS])
+def test_the_first_threads_know_the_name_and_do_not_wait_for_one_another(code, tmp_path):
     fresh(code, tmp_path)
 
 

@@ -219,13 +219,3 @@ def test_weights_of_a_loss_are_trained_and_resume_exactly(tmp_path, key):
     resumed.loss.mix.load_state_dict(torch.load(tmp_path / "mix-3.pt"))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_equal(trainer.loss, resumed.loss)
-
-
-def test_a_group_without_muon_goes_to_adamw(tmp_path):
-    network = model()
-    rest, first = ([p for _, p in pairs] for pairs in split(network, ".layers.0."))
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path), network)
-    optimizer = cls([{"params": first, "use_muon": False, "weight_decay": 0.0}, {"params": rest}], **kwargs)
-    expected = facts(build_optimizer(network, lr=LR, weight_decay=DECAY))
-    changed = {name: (False, LR, 0.0) for name in expected if ".layers.0." in name}
-    assert facts(optimizer) == {**expected, **changed}

@@ -11,12 +11,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from hf_muon import Muon, MuonConfig
+from hf_muon import Muon
 from hf_muon._autoload import HOOKS, status
 from hf_muon.diagnostics.metrics import FILE
 from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
-from hf_muon.integrations.llamafactory.v1 import config_from, refuse_unsupported
+from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
 from tests.hooks import imported, patched
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, NEW, OLD, SHARDS, V1, Net
 
@@ -143,12 +143,6 @@ def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one(monkeypatch)
     arguments = imported_layout(monkeypatch, "0.9.5").arguments
     assert arguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
     assert arguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5}).optim_config["lr"] == 3e-5
-
-
-def test_the_keys_its_users_know():
-    known = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": False, "ns_steps": 6, "adamw_eps": 1e-7}
-    config = config_from({"name": "muon", "lr": "2e-5", "adamw_betas": [0.9, 0.95], **known})
-    assert config == MuonConfig(lr=2e-5, adamw_betas=(0.9, 0.95), **known)
 
 
 def test_layouts_that_are_not_refused():
