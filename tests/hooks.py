@@ -12,34 +12,21 @@ import pytest
 
 from hf_muon import _autoload
 
-_ABSENT = object()
-
 
 @contextlib.contextmanager
 def patched(patch: Any, module: ModuleType | SimpleNamespace) -> Iterator[None]:
     """Apply a patch to a module, and put back at the end what was there."""
-    before = []
-
-    def recording(module: Any) -> Iterator[_autoload.Change]:
-        for owner, name, value in patch(module):
-            if isinstance(owner, (dict, list)):
-                before.append((owner, None, owner.copy()))
+    with contextlib.ExitStack() as stack:
+        undo = stack.enter_context(pytest.MonkeyPatch.context())
+        for owner, name, value in list(patch(module)):
+            if isinstance(owner, list):
+                stack.callback(owner.__setitem__, slice(None), owner.copy())
+                owner[name] = value
+            elif isinstance(owner, dict):
+                undo.setitem(owner, name, value)
             else:
-                before.append((owner, name, vars(owner).get(name, _ABSENT)))
-            yield owner, name, value
-
-    _autoload.apply(recording, module)  # type: ignore[arg-type]
-    try:
+                undo.setattr(owner, name, value, raising=False)
         yield
-    finally:
-        for owner, name, old in reversed(before):
-            if name is None:
-                owner.clear()
-                (owner.update if isinstance(owner, dict) else owner.extend)(old)
-            elif old is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, sources: Mapping[str, str | None], *, hooks: bool = True) -> ModuleType:

@@ -25,6 +25,10 @@ from tests import option_table
 from tests.refusals import codes_in
 
 
+def read(text_or_mapping):
+    return MuonConfig.from_mapping(parse_optim_args(text_or_mapping))
+
+
 @pytest.mark.promise("options")
 def test_the_page_holds_todays_tables_with_every_option_once():
     page = option_table.PAGE.read_text()
@@ -32,13 +36,7 @@ def test_the_page_holds_todays_tables_with_every_option_once():
     assert page == option_table.with_tables(page), message
     assert [page.count(f"\n| `{name}` |") for name in OPTIONS] == [1] * len(OPTIONS)
     assert "## Others" not in page, "put new options into a section of tests/option_table.py"
-
-
-def test_an_outdated_page_is_noticed():
-    page = option_table.PAGE.read_text()
-    assert option_table.with_tables(page.replace("`ns_steps`", "`ns_step`")) == page
-    with pytest.raises(AssertionError, match="lacks the lines"):
-        option_table.with_tables("")
+    assert option_table.with_tables(page.replace("`ns_steps`", "`ns_step`")) == page  # an outdated one is noticed
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -54,115 +52,88 @@ def test_docstrings_and_errors_follow_from_the_declaration(name):
 
 def test_arguments_of_muon_are_the_options_that_it_holds():
     arguments = dict(inspect.signature(Muon).parameters)
-    assert set(arguments) == {"params", "replicate_group", "diagnostics_file", "rules", *MUON_OPTIONS} - set(
-        registry.option_names()
-    )
-    wider = {"lr": "float | Tensor"}
+    own = set(MUON_OPTIONS) - set(registry.option_names())
+    assert set(arguments) == {"params", "replicate_group", "diagnostics_file", "rules", *own}
     types = {field.name: field.type for field in dataclasses.fields(MuonConfig)}
-    for name in set(MUON_OPTIONS) - set(registry.option_names()):
+    for name in own:
         assert arguments[name].default == OPTIONS[name].default == MuonConfig().value_of(name)
-        assert arguments[name].annotation == wider.get(name, types[name])
+        assert arguments[name].annotation == ("float | Tensor" if name == "lr" else types[name])
     assert all(Muon.__annotations__[name] == types[name] for name in OPTIMIZER_OPTIONS)
 
 
-@pytest.mark.promise("options")
-def test_optim_args_are_typed():
-    text = "momentum=0.9, ns_steps=6,adamw_lr=1e-5,adamw_patterns=router|gate,nesterov=false,adamw_betas=0.9|0.95"
-    config = MuonConfig.from_mapping(parse_optim_args(text))
-    assert config == MuonConfig(
-        momentum=0.9, ns_steps=6, adamw_lr=1e-5, adamw_patterns="router|gate", nesterov=False, adamw_betas=(0.9, 0.95)
-    )
-    assert isinstance(config.ns_steps, int)
-
-
-def test_yaml_numbers_that_pyyaml_reads_as_text():
-    mapping = yaml.safe_load("lr: 1e-5\nweight_decay: 0.1\nns_coefficients: [3.4445, -4.775, 2.0315]\nnesterov: true")
-    assert mapping["lr"] == "1e-5"
-    config = MuonConfig.from_mapping(mapping)
-    assert config.lr == 1e-5
-    assert config.ns_coefficients == (3.4445, -4.775, 2.0315)
-
-
-def test_three_coefficients_as_text():
-    assert MuonConfig.from_mapping({"ns_coefficients": "1.5|-0.5|0"}).ns_coefficients == (1.5, -0.5, 0.0)
-
-
 LIST = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
+BETAS = tuple(np.array([0.5, 0.25]))
+# Text, YAML or values of Python, and what they mean.
+READ = [
+    (
+        "momentum=0.9, ns_steps=6,adamw_lr=1e-5,adamw_patterns=router|gate,nesterov=false,adamw_betas=0.9|0.95",
+        MuonConfig(
+            momentum=0.9,
+            ns_steps=6,
+            adamw_lr=1e-5,
+            adamw_patterns="router|gate",
+            nesterov=False,
+            adamw_betas=(0.9, 0.95),
+        ),
+    ),
+    (None, MuonConfig()),
+    ("", MuonConfig()),
+    ("ns_coefficients=1.5|-0.5|0", MuonConfig(ns_coefficients=(1.5, -0.5, 0.0))),
+    ("ns_coefficients=3|-3.2|1.2|2|-1.5|0.5", MuonConfig(ns_coefficients=LIST)),
+    ("ns_coefficients=3.0|-3.2|1.2|2.0|-1.5|0.5,ns_steps=2", MuonConfig(ns_coefficients=LIST, ns_steps=2)),
+    (yaml.safe_load("ns_coefficients: [[3, -3.2, 1.2], [2, -1.5, 0.5]]"), MuonConfig(ns_coefficients=LIST)),
+    (  # PyYAML reads 1e-5 as text
+        yaml.safe_load("{momentum: 0.9, nesterov: false, adamw_betas: [0.9, 0.95], adamw_patterns: null, lr: 1e-5}"),
+        MuonConfig(momentum=0.9, nesterov=False, adamw_betas=(0.9, 0.95), lr=1e-5),
+    ),
+    (
+        {"lr": np.float32(0.5), "ns_steps": np.int64(4), "nesterov": np.bool_(False), "adamw_betas": BETAS},
+        MuonConfig(lr=0.5, ns_steps=4, nesterov=False, adamw_betas=(0.5, 0.25)),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "value", [LIST, [list(triple) for triple in LIST], "3|-3.2|1.2|2|-1.5|0.5", "3.0|-3.2|1.2|2.0|-1.5|0.5"], ids=str
-)
-def test_coefficients_of_each_step(value):
-    config = MuonConfig.from_mapping({"ns_coefficients": value})
-    assert (config.ns_coefficients, config.ns_steps) == (LIST, "auto")
-    assert MuonConfig.from_mapping(parse_optim_args(text_of({"ns_coefficients": value}))) == config
-    assert MuonConfig.from_mapping({"ns_coefficients": value, "ns_steps": 2}).ns_steps == 2
-    (group,) = Muon([nn.Parameter(torch.zeros(2, 2))], ns_coefficients=config.ns_coefficients).param_groups
-    assert (group["ns_coefficients"], group["ns_steps"]) == (LIST, 2)
-
-
-def test_a_list_of_coefficients_in_yaml():
-    mapping = yaml.safe_load("ns_coefficients: [[3, -3.2, 1.2], [2, -1.5, 0.5]]\nns_steps: auto")
-    assert MuonConfig.from_mapping(mapping) == MuonConfig(ns_coefficients=LIST)
+@pytest.mark.parametrize(("given", "expected"), READ)
+def test_what_is_given_is_read_and_typed_and_written_as_text(given, expected):
+    config = read(given)
+    assert config == expected
+    for name in OPTIONS:
+        assert type(config.value_of(name)) is type(expected.value_of(name)), name
+    if isinstance(given, dict):
+        assert read(text_of({name: expected.value_of(name) for name in given})) == expected
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 1.0
 
 
 @given(st.lists(st.tuples(*[st.floats(-50, 50)] * 3), min_size=2, max_size=12))
 def test_property_coefficients_of_each_step_as_text(triples):
-    config = MuonConfig(ns_coefficients=triples)
-    assert MuonConfig.from_mapping(parse_optim_args(text_of({"ns_coefficients": triples}))) == config
+    assert read(text_of({"ns_coefficients": triples})) == MuonConfig(ns_coefficients=triples)
 
 
-@pytest.mark.parametrize(("preset", "steps"), [("polar_express", 5), ("deepseek_v4", 10)])
-def test_a_preset_brings_its_number_of_steps(preset, steps):
-    config = MuonConfig.from_mapping(parse_optim_args(f"ns_coefficients={preset}"))
-    assert config.replace({"momentum": 0.9}).ns_steps == "auto"
+@pytest.mark.parametrize(("value", "steps"), [("polar_express", 5), ("deepseek_v4", 10), (LIST, 2)], ids=str)
+def test_coefficients_bring_their_number_of_steps(value, steps):
+    config = MuonConfig(ns_coefficients=value)
+    assert config.ns_steps == config.replace({"momentum": 0.9}).ns_steps == "auto"
     weight = nn.Parameter(torch.zeros(2, 2))
-    (group,) = Muon([weight], ns_coefficients=config.ns_coefficients, ns_steps=config.ns_steps).param_groups
-    assert group["ns_steps"] == steps
-    (group,) = Muon([{"params": [weight], "ns_coefficients": preset}]).param_groups
-    assert group["ns_steps"] == steps
-
-
-def test_empty_optim_args():
-    assert parse_optim_args(None) == parse_optim_args("") == {}
-
-
-def test_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MuonConfig().lr = 1.0
+    for optimizer in (
+        Muon([weight], ns_coefficients=config.ns_coefficients, ns_steps=config.ns_steps),
+        Muon([{"params": [weight], "ns_coefficients": value}]),
+    ):
+        (group,) = optimizer.param_groups
+        assert (group["ns_coefficients"], group["ns_steps"]) == (value, steps)
 
 
 @given(
     momentum=st.floats(0, 0.999),
     ns_steps=st.integers(1, 99),
-    lr=st.floats(0, 10),
+    muon_lr=st.floats(0, 10),
     nesterov=st.booleans(),
-    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+    adamw_betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
 )
-def test_property_text_round_trip(momentum, ns_steps, lr, nesterov, betas):
-    text = (
-        f"momentum={momentum!r},ns_steps={ns_steps},muon_lr={lr!r},nesterov={str(nesterov).lower()},"
-        f"adamw_betas={betas[0]!r}|{betas[1]!r}"
-    )
-    config = MuonConfig.from_mapping(parse_optim_args(text))
-    expected = MuonConfig(momentum=momentum, ns_steps=ns_steps, muon_lr=lr, nesterov=nesterov, adamw_betas=betas)
-    assert config == expected
-
-
-def test_scalars_of_numpy():
-    betas = tuple(np.array([0.5, 0.25]))
-    config = MuonConfig(lr=np.float32(0.5), ns_steps=np.int64(4), nesterov=np.bool_(False), adamw_betas=betas)
-    assert config == MuonConfig(lr=0.5, ns_steps=4, nesterov=False, adamw_betas=(0.5, 0.25))
-    assert [type(v) for v in (config.lr, config.ns_steps, config.nesterov)] == [float, int, bool]
-
-
-def test_optim_args_as_a_mapping():
-    text = "{momentum: 0.9, nesterov: false, adamw_betas: [0.9, 0.95], adamw_patterns: null, lr: 1e-5}"
-    options = yaml.safe_load(text)
-    config = MuonConfig.from_mapping(parse_optim_args(options))
-    assert config == MuonConfig(momentum=0.9, nesterov=False, adamw_betas=(0.9, 0.95), lr=1e-5)
-    assert MuonConfig.from_mapping(parse_optim_args(text_of(options))) == config
+def test_property_text_is_read_as_the_values(**options):
+    values = {name: "|".join(map(repr, v)) if isinstance(v, tuple) else str(v).lower() for name, v in options.items()}
+    text = ",".join(f"{name}={value}" for name, value in values.items())
+    assert read(text) == read(text_of(options)) == MuonConfig(**options)
 
 
 # --- values and texts of any kind are taken as they are meant, or refused with a code
@@ -207,7 +178,7 @@ def check_right(config):
         text = text_of(plain)
     except ValueError:
         return
-    assert MuonConfig.from_mapping(parse_optim_args(text)) == MuonConfig(**{n: _joined(v) for n, v in plain.items()})
+    assert read(text) == MuonConfig(**{n: _joined(v) for n, v in plain.items()})
 
 
 def _joined(value):
@@ -268,7 +239,7 @@ OPTIM_ARGS = mutated(
 @given(OPTIM_ARGS | st.text(max_size=40))
 @settings(max_examples=60)
 def test_property_optim_args_and_yaml(text):
-    if (config := outcome(lambda: MuonConfig.from_mapping(parse_optim_args(text)))) is not None:
+    if (config := outcome(lambda: read(text))) is not None:
         check_right(config)
     try:
         loaded = yaml.safe_load(text.replace(",", "\n").replace("=", ": "))

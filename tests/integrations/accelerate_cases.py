@@ -28,17 +28,13 @@ def batches() -> Tensor:
     return torch.randint(0, 24, (STEPS, 8, 5), generator=torch.Generator().manual_seed(2))
 
 
-def loop(
-    rank: int, order: str, ranks: int = 2, part: int | None = None, local: bool = False
-) -> tuple[list[Tensor], int, bool]:
-    """Train with `Accelerator.prepare`.
+def loop(rank: int, order: str, ranks: int = 2) -> tuple[list[Tensor], int, bool]:
+    """Train with `Accelerator.prepare`, on the ranks of the initialized process group, or on a single one.
 
     Args:
-        rank: of this process; its ranks are those of the initialized process group, or a single one.
+        rank: of this process.
         order: "together", "optimizer first", "optimizer last", or "model first": built from the wrapped model.
         ranks: number of processes.
-        part: of two that this process trains on; by default the one of its rank.
-        local: train without DDP's reduction of gradients, as LocalSGD does between two averages.
 
     Returns:
         The weights, the number of matrices that this rank has orthogonalized, and whether ranks have shared a step.
@@ -48,13 +44,16 @@ def loop(
     with accelerate_states(rank, ranks), counted() as counts, shared_steps() as shared:
         accelerator = Accelerator(cpu=True)
         model, optimizer = prepared(accelerator, network(), order)
-        with model.no_sync() if local else contextlib.nullcontext():
-            for batch in batches():
-                rows = batch if ranks == 1 and part is None else batch.chunk(2)[rank if part is None else part]
-                accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
-                optimizer.step()
-                optimizer.zero_grad()
+        train(accelerator, model, optimizer, rank, ranks)
     return [param.detach().clone() for param in model.parameters()], sum(counts), any(shared)
+
+
+def train(accelerator: Any, model: nn.Module, optimizer: Any, rank: int, ranks: int) -> None:
+    for batch in batches():
+        rows = batch.chunk(ranks)[rank]
+        accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @contextlib.contextmanager
@@ -62,16 +61,9 @@ def accelerate_states(rank: int, ranks: int) -> Iterator[None]:
     """Let accelerate begin anew, on a number of ranks whose process group is there already."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # As torchrun sets them.
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "localhost",
-    }
-    if ranks == 1:
-        variables.clear()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # as torchrun sets them
+    numbers = dict(zip(names, (rank, rank, ranks, ranks), strict=True))
+    variables = {} if ranks == 1 else {**numbers, "MASTER_ADDR": "localhost"}
     states = (AcceleratorState, PartialState, GradientState)
     before = [dict(state._shared_state) for state in states]
     with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}):
@@ -111,11 +103,7 @@ def sharded_loop(
         model, optimizer = accelerator.prepare(net, build_optimizer(net, lr=0.02, ns_dtype="fp32", **options))
         if load:
             accelerator.load_state(load)
-        for batch in batches():
-            rows = batch.chunk(2)[rank]
-            accelerator.backward(nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()))
-            optimizer.step()
-            optimizer.zero_grad()
+        train(accelerator, model, optimizer, rank, 2)
         if save:
             accelerator.save_state(save)
         names = {param: name for name, param in model.named_parameters()}
@@ -131,14 +119,12 @@ def prepared(accelerator: Any, model: nn.Module, order: str) -> tuple[nn.Module,
     if order == "model first":
         model = accelerator.prepare(model)
         return model, accelerator.prepare(build_optimizer(model, **options))
-    optimizer = build_optimizer(model, **options)
-    if order == "optimizer first":
-        optimizer = accelerator.prepare(optimizer)
-        return accelerator.prepare(model), optimizer
-    if order == "optimizer last":
-        model = accelerator.prepare(model)
-        return model, accelerator.prepare(optimizer)
-    return accelerator.prepare(model, optimizer)
+    parts = {"model": model, "optimizer": build_optimizer(model, **options)}
+    if order == "together":
+        return accelerator.prepare(*parts.values())
+    for name in reversed(parts) if order == "optimizer first" else parts:
+        parts[name] = accelerator.prepare(parts[name])
+    return parts["model"], parts["optimizer"]
 
 
 @contextlib.contextmanager

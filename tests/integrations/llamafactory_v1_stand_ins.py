@@ -1,4 +1,7 @@
-"""Stand-ins for LLaMA-Factory v1's modules in both of their layouts: what hf_muon assumes of LLaMA-Factory."""
+"""Stand-ins for programs with hooks of their own, as source: what hf_muon assumes of each, and how each calls it.
+
+LLaMA-Factory v1 comes in both of its layouts. `tests/e2e` runs the real ones, where they are installed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from torch import nn
 OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
 NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
 ARGUMENTS = "llamafactory.v1.config.training_args"
+SHARDS = "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
 
 # The modules of each layout. 0.9.5 registers methods by name, for all families of plugins together, has no muon, and
 # does not pass the learning rate on. Newer sources register a function by name and family, have a muon, and pass it the
@@ -92,3 +96,56 @@ class Net(nn.Module):
         self.embed = nn.Embedding(8, 6)
         self.inner = nn.Linear(6, 4)
         self.lm_head = nn.Linear(4, 8)
+
+
+Program = dict[str, str | None]
+"""The source of each module, in the order of imports; None for a module that there is not."""
+
+
+def _llamafactory_v1(layout: str) -> Program:
+    """Return a program whose last module has `others()`, what a run with AdamW comes to, and `muon()`."""
+    path, registry, arguments = LAYOUTS[layout]
+    return {
+        {OLD: NEW, NEW: OLD}[path]: None,
+        ARGUMENTS: arguments,
+        "llamafactory.v1.config.arg_parser": f"""
+from {ARGUMENTS} import TrainingArguments
+
+def get_args(options):
+    return None, TrainingArguments(learning_rate=1e-3, optim_config=options)
+""",
+        SHARDS: """
+def load_checkpoint(model, optimizer, ckpt_dir):
+    return "loaded"
+""",
+        path: f"""{registry}
+@OptimizerPlugin("adamw").register()
+def create_adamw_optimizer(model, optim_config):
+    return "adamw"
+""",
+        "llamafactory.v1.core.base_trainer": f"""
+from llamafactory.v1.config.arg_parser import get_args
+from {SHARDS} import load_checkpoint
+from tests.integrations.llamafactory_v1_stand_ins import Net
+from {path} import OptimizerPlugin
+
+def train(name):
+    _, args = get_args({{"name": name}})
+    optimizer = OptimizerPlugin(args.optim_config["name"])(Net(), args.optim_config)
+    return type(optimizer).__name__, load_checkpoint("model", optimizer, "folder")
+
+def others():
+    return train("adamw")
+
+def muon():
+    return train("muon")
+""",
+    }
+
+
+V1 = {layout: _llamafactory_v1(layout) for layout in LAYOUTS}
+PROGRAMS: dict[str, Program] = {
+    "timm": {"timm.optim": "def create_optimizer_v2(model_or_params, opt='sgd', **kwargs): pass"},
+    "LLaMA-Factory": {"llamafactory.hparams.parser": "def get_train_args(): pass"},
+    **V1,
+}

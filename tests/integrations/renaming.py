@@ -1,22 +1,43 @@
-"""What a process sees of runs with AdamW and with Muon, for `test_hooks.py`: one line of JSON.
+"""What a process sees of runs where names of other packages are other ones, for `tests/test_autoload.py`, as JSON.
 
-With the word `hooks` the process imports hf_muon, as `import torch` does.
+Usage: renaming.py RENAMES, which are {module: {old: new}} as JSON, in a process that has imported transformers.trainer
+and not hf_muon. After a run without hf_muon, what the hooks touch is imported anew: words are renamed in its source.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import json
 import logging
+import re
 import sys
 import tempfile
 from typing import Any
 
 import torch
+from torch import nn
 
-if sys.argv[1:] == ["hooks"]:
-    import hf_muon  # noqa: F401
-
+AGAIN = re.compile(r"accelerate\b|transformers\.train|torch\.distributed\.checkpoint\.state_dict$")
+"""Modules that are imported anew: those that the hooks touch, and those that have imported names of them."""
+RENAMES: dict[str, dict[str, str]] = json.loads(sys.argv[1])
 HEARD: list[str] = []
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> Any:
+        text = self.get_data(self.path).decode()
+        for old, new in RENAMES[fullname].items():
+            text = re.sub(rf"\b{old}\b", new, text)
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in RENAMES else None
+        if spec and spec.origin:
+            spec.loader = Loader(name, spec.origin)
+        return spec
 
 
 class Listen(logging.Handler):
@@ -24,20 +45,22 @@ class Listen(logging.Handler):
         HEARD.append(record.getMessage())
 
 
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        logits = self.head(self.inner(self.embed(input_ids)).relu())
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
 def train(optim: str) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+    from transformers.trainer import Trainer
+    from transformers.training_args import TrainingArguments
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = Net()
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
     options: dict[str, Any] = {"max_steps": 3, "save_strategy": "no", "report_to": "none", "use_cpu": True}
     options |= {"optim_args": "ns_dtype=fp32"} if optim == "muon" else {}
@@ -51,7 +74,7 @@ def whole_state() -> Any:
     import torch.distributed.checkpoint.state_dict as dcp
 
     torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8)
+    model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
@@ -64,7 +87,7 @@ def shards() -> Any:
     """Call accelerate's loader with AdamW: without a plugin's state dict type it fails inside of accelerate."""
     import accelerate.accelerator
 
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     plugin = type("Plugin", (), {"state_dict_type": None})()
     return accelerate.accelerator.load_fsdp_optimizer(plugin, None, optimizer, None, "nowhere")
 
@@ -76,19 +99,21 @@ def outcome(function: Any, *args: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def adamw() -> Any:
+    return [outcome(train, "adamw_torch"), outcome(whole_state), outcome(shards)]
+
+
 def main() -> None:
+    seen: dict[str, Any] = {"without hooks": adamw()}
+    for name in filter(AGAIN.match, list(sys.modules)):
+        del sys.modules[name]
+    sys.meta_path.insert(0, Finder())
+    from hf_muon._autoload import status
+
     logging.getLogger("hf_muon").addHandler(Listen(logging.INFO))
-    seen: dict[str, Any] = {"adamw": outcome(train, "adamw_torch")}
-    seen |= {"adamw whole state": outcome(whole_state), "adamw shards": outcome(shards)}
-    seen["heard of adamw"] = list(HEARD)
+    seen |= {"adamw": adamw(), "heard of adamw": list(HEARD), "muon": outcome(train, "muon"), "states": status()}
     import accelerate.parallelism_config
-    from transformers.training_args import OptimizerNames
 
-    if "muon" in {member.value for member in OptimizerNames}:  # registered
-        from hf_muon._autoload import status
-
-        seen["muon"] = outcome(train, "muon")
-        seen["states"] = status()
     seen["has sequence parallel"] = hasattr(accelerate.parallelism_config.ParallelismConfig, "sp_size")
     print("\n" + json.dumps(seen))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,28 +15,24 @@ pytestmark = pytest.mark.newest
 BATCH, HEADS, LENGTH = 2, 4, 6
 
 
-def recorder():
-    module = torch.nn.Module()
-    module.is_causal = True
-    rows = {"a.q.weight": Rows((1, 2, 3, 4))}
-    own = _Recorder(Attention("a", module, Heads(HEADS, 2), 3, rows, {}))
-    return own, module
+MODULE = torch.nn.Module()
+MODULE.is_causal = True
+
+
+def largest_logits(implementation, query, key, mask=None, **options):
+    own = _Recorder(Attention("a", MODULE, Heads(HEADS, 2), 3, {"a.q.weight": Rows((1, 2, 3, 4))}, {}))
+    own.record(implementation, query, key, mask, {"scaling": 1.0, **options})
+    return own.pop().tolist()
 
 
 def allowed(implementation, mask, **options):
-    """Return which keys queries see ``(B, S, T)``: of a single key that is not zero, the logit is 1, else it hides."""
-    own, module = recorder()
+    """Return which keys queries see ``(B, S, T)``: of a single key that is not zero, the logit is 3, else it hides."""
     seen = torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.bool)
-    for b in range(BATCH):
-        for i in range(LENGTH):
-            for j in range(LENGTH):
-                query, key = torch.full((BATCH, HEADS, LENGTH, 3), -1.0), torch.zeros(BATCH, 2, LENGTH, 3)
-                query[b, :, i], key[b, :, j] = 1.0, 1.0
-                own.record(implementation, query, key, mask, {"scaling": 1.0, **options})
-                largest = own.pop()
-                assert len(set(largest.tolist())) == 1
-                seen[b, i, j] = float(largest[0]) == 3.0
-    del module
+    for b, i, j in itertools.product(range(BATCH), range(LENGTH), range(LENGTH)):
+        query, key = torch.full((BATCH, HEADS, LENGTH, 3), -1.0), torch.zeros(BATCH, 2, LENGTH, 3)
+        query[b, :, i], key[b, :, j] = 1.0, 1.0
+        (largest,) = set(largest_logits(implementation, query, key, mask, **options))
+        seen[b, i, j] = largest == 3.0
     return seen
 
 
@@ -68,13 +66,10 @@ def test_hidden_logits_do_not_count(implementation, mask, options, expected):
 
 
 def test_ends_of_packed_documents():
-    own, _module = recorder()
     query, key = torch.ones(1, HEADS, LENGTH, 3), torch.zeros(1, 2, LENGTH, 3)
     query[:, :, 2:] = -1.0
     key[:, :, 0] = 1.0
-    ends = torch.tensor([0, 1, LENGTH])
-    own.record("flash_attention_2", query, key, None, {"scaling": 1.0})
-    assert own.pop().tolist() == [3.0] * HEADS
+    assert largest_logits("flash_attention_2", query, key) == [3.0] * HEADS
     query[:, :, 0] = -1.0
-    own.record("flash_attention_2", query, key, None, {"scaling": 1.0, "cu_seq_lens_q": ends})
-    assert own.pop().tolist() == [0.0] * HEADS
+    ends = torch.tensor([0, 1, LENGTH])
+    assert largest_logits("flash_attention_2", query, key, cu_seq_lens_q=ends) == [0.0] * HEADS

@@ -28,79 +28,55 @@ def decay_groups(network, weight_decay, pairs=None, **options):
     ]
 
 
-class CopiedCreateOptimizer(InOrder):
-    """As scripts do that copy `create_optimizer` from before it had factories, and LLaMA-Factory's PPO."""
-
-    def create_optimizer(self, model=None):
-        groups = decay_groups(self.model, self.args.weight_decay)
-        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        for key in ("params", "model", "optimizer_dict"):
-            if key in kwargs:
-                groups = kwargs.pop(key)
-        self.optimizer = cls(groups, **kwargs)
-        assert cls.__name__ != "Adam8bit"
-        return self.optimizer
+def split(network, *words):
+    """Return names and parameters of which none of the words is part, and the others."""
+    pairs = list(network.named_parameters())
+    return [[(n, p) for n, p in pairs if any(word in n for word in words) is has] for has in (False, True)]
 
 
-class SeveralRates(InOrder):
+def several_rates(trainer):
     """As ms-swift does for `vit_lr` and `aligner_lr`: here the first layer is slower."""
-
-    def create_optimizer(self, model=None):
-        first = [(n, p) for n, p in self.model.named_parameters() if ".layers.0." in n]
-        rest = [(n, p) for n, p in self.model.named_parameters() if ".layers.0." not in n]
-        groups = [
-            *decay_groups(self.model, self.args.weight_decay, first, lr=SLOW),
-            *decay_groups(self.model, self.args.weight_decay, rest, lr=self.args.learning_rate),
-        ]
-        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer = cls(groups, **kwargs)
-        return self.optimizer
+    rest, first = split(trainer.model, ".layers.0.")
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    groups = decay_groups(trainer.model, DECAY, first, lr=SLOW)
+    return cls([*groups, *decay_groups(trainer.model, DECAY, rest, lr=trainer.args.learning_rate)], **kwargs)
 
 
-class RateFromArguments(InOrder):
+def rate_read(trainer):
     """As axolotl does for `embedding_lr` and `lr_groups`: the groups take `kwargs["lr"]`."""
+    cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    rest, embeddings = split(trainer.model, "embed_tokens", "lm_head")
+    slow = {"params": [p for _, p in embeddings], "weight_decay": 0.0, "lr": SLOW}
+    empty = {"params": [], "weight_decay": 0.0, "lr": kwargs["lr"]}
+    return cls([*decay_groups(trainer.model, DECAY, rest, lr=kwargs["lr"]), slow, empty], **kwargs)
 
-    def create_optimizer(self, model=None):
-        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer = cls(groups_by_rate(self.model, kwargs["lr"], self.args.weight_decay), **kwargs)
-        return self.optimizer
 
-
-class RateAndDecayFromArguments(InOrder):
+def rate_and_decay_read(trainer):
     """As Unsloth does for `embedding_learning_rate`: no model, and one decay for all."""
-
-    def create_optimizer(self):
-        cls, kwargs = InOrder.get_optimizer_cls_and_kwargs(self.args)
-        lr, decay = kwargs["lr"], kwargs["weight_decay"]
-        special = [p for n, p in self.model.named_parameters() if "embed_tokens" in n]
-        rest = [p for n, p in self.model.named_parameters() if "embed_tokens" not in n]
-        groups = [
-            {"params": rest, "weight_decay": decay, "lr": lr},
-            {"params": special, "weight_decay": decay, "lr": SLOW},
-        ]
-        self.optimizer = cls(groups, **kwargs)
-        return self.optimizer
+    cls, kwargs = InOrder.get_optimizer_cls_and_kwargs(trainer.args)
+    own = {"weight_decay": kwargs["weight_decay"]}
+    rest, special = ([p for _, p in pairs] for pairs in split(trainer.model, "embed_tokens"))
+    return cls([{"params": rest, "lr": kwargs["lr"], **own}, {"params": special, "lr": SLOW, **own}], **kwargs)
 
 
-class RateTakenOut(InOrder):
-    """As scripts do that pass a rate themselves."""
-
-    def create_optimizer(self, model=None):
-        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        lr = kwargs.pop("lr", None)
-        kwargs.pop("weight_decay", None)
-        self.optimizer = cls(params=decay_groups(self.model, self.args.weight_decay), lr=lr, **kwargs)
-        return self.optimizer
+def rate_taken_out(trainer):
+    """As scripts do that pass a rate themselves, or copied `create_optimizer`, and LLaMA-Factory's PPO."""
+    cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    assert not {"params", "model", "optimizer_dict"} & kwargs.keys()
+    lr = kwargs.pop("lr", None)
+    kwargs.pop("weight_decay", None)
+    return cls(params=decay_groups(trainer.model, DECAY), lr=lr, **kwargs)
 
 
-def groups_by_rate(network, lr, weight_decay):
-    embeddings = [(n, p) for n, p in network.named_parameters() if "embed_tokens" in n or "lm_head" in n]
-    rest = [(n, p) for n, p in network.named_parameters() if "embed_tokens" not in n and "lm_head" not in n]
-    return [
-        *decay_groups(network, weight_decay, rest, lr=lr),
-        {"params": [p for _, p in embeddings], "weight_decay": 0.0, "lr": SLOW},
-        {"params": [], "weight_decay": 0.0, "lr": lr},
-    ]
+def calling(shape):
+    """Return a Trainer that makes its optimizer in such a way."""
+
+    class Calling(InOrder):
+        def create_optimizer(self, model=None):
+            self.optimizer = shape(self)
+            return self.optimizer
+
+    return Calling
 
 
 def by_routes(network, **changes):
@@ -115,55 +91,49 @@ def by_routes(network, **changes):
     return Muon(groups)
 
 
-def facts(optimizer):
+def facts(optimizer, key="lr"):
     return {
-        name: (group["use_muon"], group["lr"], group["weight_decay"])
+        name: (group["use_muon"], group[key], group["weight_decay"])
         for group in optimizer.param_groups
         for name in group["param_names"]
     }
 
 
-no_decay = {"weight_decay": 0.0, "lr": SLOW}
-SHAPES = {
-    "ready groups after the model": (CopiedCreateOptimizer, {}),
-    "several rates": (SeveralRates, {".layers.0.": {"lr": SLOW}}),
-    "rate read": (RateFromArguments, {"embed_tokens": no_decay, "lm_head": no_decay}),
-    "rate and decay read": (
-        RateAndDecayFromArguments,
-        {"embed_tokens": {"lr": SLOW}, "norm": {"weight_decay": DECAY}},
-    ),
-    "rate taken out": (RateTakenOut, {}),
-}
+def assert_equal(one, other):
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+NO_DECAY = {"weight_decay": 0.0, "lr": SLOW}
 
 
 @pytest.mark.promise("unsloth", "ms-swift", "axolotl")
-@pytest.mark.parametrize(("trainer_class", "changes"), SHAPES.values(), ids=SHAPES)
-def test_trains_as_groups_written_by_hand(tmp_path, trainer_class, changes):
-    start, ours, theirs = model(), model(), model()
-    trainer, losses = train(ours, tmp_path, trainer_class=trainer_class)
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (several_rates, {".layers.0.": {"lr": SLOW}}),
+        (rate_read, {"embed_tokens": NO_DECAY, "lm_head": NO_DECAY}),
+        (rate_and_decay_read, {"embed_tokens": {"lr": SLOW}, "norm": {"weight_decay": DECAY}}),
+        (rate_taken_out, {}),
+    ],
+)
+def test_trains_as_groups_written_by_hand_and_resumes_exactly(tmp_path, shape, changes):
+    start, ours, theirs, resumed = model(), model(), model(), model()
+    own = {"trainer_class": calling(shape)}
+    trainer, losses = train(ours, tmp_path, save_strategy="steps", save_steps=3, **own)
     optimizer = by_routes(theirs, **changes)
-    names = facts(optimizer)
+    expected_facts = facts(optimizer)
     _, expected = by_hand(theirs, optimizer=optimizer)
     assert_same(start, ours, theirs, losses, expected)
-    initial = {name: group["initial_lr"] for group in trainer.optimizer.param_groups for name in group["param_names"]}
-    assert initial == {name: lr for name, (_, lr, _) in names.items()}
-    assert facts(trainer.optimizer) == {
-        name: (use_muon, 0.0, decay) for name, (use_muon, _, decay) in names.items()
-    }  # the schedule has ended
-
-
-@pytest.mark.parametrize("trainer_class", [SeveralRates, RateFromArguments])
-def test_resumes_exactly(tmp_path, trainer_class):
-    whole, halved = model(), model()
-    train(whole, tmp_path, trainer_class=trainer_class, save_strategy="steps", save_steps=3)
-    train(halved, tmp_path / "on", trainer_class=trainer_class, resume=str(tmp_path / "checkpoint-3"))
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), halved.parameters(), strict=True))
+    assert facts(trainer.optimizer, "initial_lr") == expected_facts
+    assert {lr for _, lr, _ in facts(trainer.optimizer).values()} == {0.0}  # the schedule has ended
+    train(resumed, tmp_path / "on", resume=str(tmp_path / "checkpoint-3"), **own)
+    assert_equal(ours, resumed)
 
 
 def test_rate_of_muon_is_in_proportion(tmp_path):
     """Scale a group's rate by `muon_lr` and `adamw_lr`, exactly where it is `lr` itself."""
     options = {"learning_rate": 3e-4, "optim_args": "muon_lr=7e-4,adamw_lr=1.1e-4"}
-    trainer = RateFromArguments(model(), arguments(tmp_path, **options), train_dataset=dataset())
+    trainer = calling(rate_read)(model(), arguments(tmp_path, **options), train_dataset=dataset())
     rates = {(use_muon, lr) for use_muon, lr, _ in facts(trainer.create_optimizer()).values()}
     assert rates == {(True, 7e-4), (False, 1.1e-4), (False, SLOW * 1.1e-4 / 3e-4)}
 
@@ -173,8 +143,7 @@ def test_lora_plus_of_peft(tmp_path):
     from peft.optimizers import create_loraplus_optimizer
 
     network = lora()
-    args = arguments(tmp_path, optim_args="lora=muon")
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, network)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim_args="lora=muon"), network)
     optimizer = create_loraplus_optimizer(network, cls, loraplus_lr_ratio=16, loraplus_weight_decay=DECAY, **kwargs)
     rates = {name: (use_muon, lr) for name, (use_muon, lr, _) in facts(optimizer).items()}
     assert len(rates) == 8
@@ -198,82 +167,55 @@ class Scored(nn.Module):
 class LossWithWeights(InOrder):
     """As sentence-transformers does: groups of the loss, which holds the model, under `optimizer_dict`."""
 
-    def __init__(self, network, *args, mapping=None, key="optimizer_dict", **kwargs):
+    mapping = {"layers.1.": SLOW, "mix.0": 0.5 * LR}
+
+    def __init__(self, network, *args, key="optimizer_dict", **kwargs):
         super().__init__(network, *args, **kwargs)
         self.loss = Scored(network)
-        self.mapping = mapping or {}
         self.key = key
-        self.add_callback(ClearGradients())
+        self.add_callback(OfTheLoss(self.loss.mix))
 
     def get_optimizer_cls_and_kwargs(self, args, model=None):
         cls, kwargs = super().get_optimizer_cls_and_kwargs(args, self.loss)
-        assert not {"params", "model", "optimizer_dict"} & set(kwargs)
-        groups = kwargs[self.key] = decay_groups(self.loss, self.args.weight_decay)
+        assert not {"params", "model", "optimizer_dict"} & kwargs.keys()
+        rest, _ = split(self.loss, *self.mapping)
+        kwargs[self.key] = decay_groups(self.loss, DECAY, rest)
         for word, lr in self.mapping.items():
-            mapped = {n: p for n, p in self.loss.named_parameters() if word in n}
-            for group in groups:
-                group["params"] = [p for p in group["params"] if all(p is not other for other in mapped.values())]
-            groups += decay_groups(self.loss, self.args.weight_decay, mapped.items(), lr=lr)
+            kwargs[self.key] += decay_groups(self.loss, DECAY, split(self.loss, word)[1], lr=lr)
         return cls, kwargs
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return self.loss(**inputs, num_items_in_batch=num_items_in_batch).loss
 
 
-@pytest.mark.promise("sentence-transformers")
-@pytest.mark.parametrize("key", ["optimizer_dict", "params"])
-def test_weights_of_a_loss_are_trained(tmp_path, key):
-    mapping = {"layers.1.": SLOW, "mix.0": 0.5 * LR}
-    args = arguments(tmp_path, max_grad_norm=1e9)  # Trainer clips the model's gradients alone
-    trainer = LossWithWeights(model(), args, train_dataset=dataset(), mapping=mapping, key=key)
-    trainer.train()
-    start, expected = Scored(model()), Scored(model())
-    optimizer = by_routes(expected, **{word: {"lr": lr} for word, lr in mapping.items()})
-    assert facts(optimizer)["mix.0.weight"] == (False, 0.5 * LR, DECAY)
-    by_hand(expected, optimizer=optimizer, max_grad_norm=1e9)
-    networks = [list(network.parameters()) for network in (start, expected, trainer.loss)]
-    assert relative_difference(*networks) < 1e-6
-    networks = [list(network.mix.parameters()) for network in (start, expected, trainer.loss)]
-    assert relative_difference(*networks) < 1e-6
+class OfTheLoss(TrainerCallback):
+    """Clear all gradients, as sentence-transformers does, and save the loss's own weights: Trainer has the model's."""
 
-
-def test_loss_with_weights_resumes_exactly(tmp_path):
-    weights = []
-    for resume in (None, str(tmp_path / "checkpoint-3")):
-        args = arguments(tmp_path, save_strategy="steps", save_steps=3)
-        trainer = LossWithWeights(model(), args, train_dataset=dataset(), mapping={"mix.0": SLOW})
-        if resume:  # Trainer saves the model alone
-            trainer.loss.mix.load_state_dict(torch.load(tmp_path / "mix.pt"))
-        else:
-            trainer.add_callback(SaveMix(trainer.loss.mix, tmp_path / "mix.pt"))
-        trainer.train(resume_from_checkpoint=resume)
-        weights.append(list(trainer.loss.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-class ClearGradients(TrainerCallback):
-    """As sentence-transformers does: Trainer clears the model's gradients alone."""
+    def __init__(self, mix):
+        self.mix = mix
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         optimizer.zero_grad()
 
-
-class SaveMix(TrainerCallback):
-    def __init__(self, mix, path):
-        self.mix, self.path = mix, path
-
     def on_save(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            torch.save(self.mix.state_dict(), self.path)
+        torch.save(self.mix.state_dict(), f"{args.output_dir}/mix-{state.global_step}.pt")
 
 
-def test_a_group_without_muon_goes_to_adamw(tmp_path):
-    network = model()
-    first = list(network.model.layers[0].parameters())
-    rest = [p for p in network.parameters() if all(p is not other for other in first)]
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path), network)
-    optimizer = cls([{"params": first, "use_muon": False, "weight_decay": 0.0}, {"params": rest}], **kwargs)
-    expected = facts(build_optimizer(network, lr=LR, weight_decay=DECAY))
-    assert facts(optimizer) == {
-        name: (False, LR, 0.0) if ".layers.0." in name else fact for name, fact in expected.items()
-    }
+@pytest.mark.promise("sentence-transformers")
+@pytest.mark.parametrize("key", ["optimizer_dict", "params"])
+def test_weights_of_a_loss_are_trained_and_resume_exactly(tmp_path, key):
+    # Trainer clips the model's gradients alone.
+    args = arguments(tmp_path, max_grad_norm=1e9, save_strategy="steps", save_steps=3)
+    trainer = LossWithWeights(model(), args, train_dataset=dataset(), key=key)
+    trainer.train()
+    start, expected = Scored(model()), Scored(model())
+    optimizer = by_routes(expected, **{word: {"lr": lr} for word, lr in trainer.mapping.items()})
+    assert facts(optimizer)["mix.0.weight"] == (False, 0.5 * LR, DECAY)
+    by_hand(expected, optimizer=optimizer, max_grad_norm=1e9)
+    for part in (lambda network: network, lambda network: network.mix):
+        networks = [list(part(network).parameters()) for network in (start, expected, trainer.loss)]
+        assert relative_difference(*networks) < 1e-6
+    resumed = LossWithWeights(model(), args, train_dataset=dataset(), key=key)
+    resumed.loss.mix.load_state_dict(torch.load(tmp_path / "mix-3.pt"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_equal(trainer.loss, resumed.loss)

@@ -1,21 +1,34 @@
-"""The check of LLaMA-Factory's arguments, on stand-ins for its modules; `tests/e2e` runs the real ones."""
+"""LLaMA-Factory on stand-ins: v0's parser, and v1's plugins in both layouts. `tests/e2e` runs the real ones."""
 
 from __future__ import annotations
 
+import re
 import sys
+from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+from hf_muon import Muon
+from hf_muon._autoload import HOOKS, status
+from hf_muon.diagnostics.metrics import FILE
+from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
-from tests.hooks import patched
+from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
+from tests.hooks import imported, patched
+from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, NEW, OLD, SHARDS, V1, Net
 
 pytestmark = pytest.mark.newest
 
 
+# --- v0: the check of arguments
+
+
 @pytest.fixture
 def parser(monkeypatch):
-    """Return LLaMA-Factory's parser with the patch."""
+    """Return LLaMA-Factory's parser, and a module that has imported its function already."""
 
     def get_train_args(optim, **finetuning):
         training = SimpleNamespace(optim=optim, do_train=True, optim_args=None)
@@ -26,38 +39,193 @@ def parser(monkeypatch):
     parser.get_train_args = tuner.get_train_args = get_train_args
     monkeypatch.setitem(sys.modules, parser.__name__, parser)
     monkeypatch.setitem(sys.modules, tuner.__name__, tuner)
-    with patched(patch_parser, parser):
-        yield parser
+    return parser
 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda parts: ({}, *parts), lambda parts: SimpleNamespace(a=parts[2], b=parts[3]), lambda parts: parts[::-1]],
-    ids=["one more in front", "an object", "in another order"],
+    [
+        lambda parts: parts,
+        lambda parts: ({}, *parts),
+        lambda parts: SimpleNamespace(a=parts[2], b=parts[3]),
+        lambda parts: parts[::-1],
+    ],
+    ids=["as today", "one more in front", "an object", "in another order"],
 )
-def test_a_parser_that_returns_its_parts_in_another_way(parser, change):
-    """Expect runs of other optimizers untouched, and those of Muon checked as ever."""
-    inner = parser.get_train_args.__wrapped__
-    parser.get_train_args = lambda *args, **kwargs: change(inner(*args, **kwargs))
+def test_runs_of_muon_are_checked_however_the_parser_returns_its_parts(parser, change):
+    inner = parser.get_train_args
+    tuner = sys.modules["llamafactory.train.tuner"]
+    parser.get_train_args = tuner.get_train_args = lambda *args, **kwargs: change(inner(*args, **kwargs))
     with patched(patch_parser, parser):
-        assert parser.get_train_args("adamw_torch")
-        with pytest.raises(ValueError, match="use_muon: true would replace"):
-            parser.get_train_args("muon", use_muon=True)
+        for module in (parser, tuner):
+            assert module.get_train_args("adamw_torch")
+            with pytest.raises(ValueError, match="use_muon: true would replace"):
+                module.get_train_args("muon", use_muon=True)
 
 
-@pytest.mark.parametrize("result", [None, 3, {}, (), ({}, 1), [SimpleNamespace(optim="adamw_torch")]], ids=str)
-def test_a_parser_that_returns_something_else(parser, result):
-    parser.get_train_args = lambda: result
-    with patched(patch_parser, parser):
-        assert parser.get_train_args() is result
-
-
-def test_a_run_of_muon_whose_arguments_are_not_found_is_refused_by_the_hook(parser):
+def test_a_parser_that_returns_something_else(parser):
+    """Expect it untouched, unless a run asks for Muon."""
+    for result in (None, 3, {}, (), ({}, 1), [SimpleNamespace(optim="adamw_torch")]):
+        parser.get_train_args = lambda result=result: result
+        with patched(patch_parser, parser):
+            assert parser.get_train_args() is result
     parser.get_train_args = lambda: (SimpleNamespace(optim="muon"),)
     with patched(patch_parser, parser), pytest.raises(RuntimeError, match='hook "LLaMA-Factory\'s parser"'):
         parser.get_train_args()
 
 
-def test_modules_that_imported_the_function_already_are_guarded_too(parser):
-    assert sys.modules["llamafactory.train.tuner"].get_train_args is parser.get_train_args
-    assert parser.get_train_args.__wrapped__
+# --- v1: the plugin
+
+
+@pytest.fixture(params=V1)
+def layout(request, monkeypatch):
+    return imported_layout(monkeypatch, request.param)
+
+
+def imported_layout(monkeypatch, name):
+    """Return the registry and the TrainingArguments of a layout, imported under the hooks."""
+    imported(monkeypatch, V1[name])
+    plugins = sys.modules[OLD] or sys.modules[NEW]
+    return SimpleNamespace(plugin=plugins.OptimizerPlugin, arguments=sys.modules[ARGUMENTS].TrainingArguments)
+
+
+def test_the_plugin_makes_our_optimizer_with_the_run_s_rate_under_both_names(layout, caplog):
+    caplog.set_level("INFO", "hf_muon")
+    for name in ("hf_muon", "muon"):
+        options = {"name": name, "weight_decay": 0.1, "momentum": 0.9}
+        args = layout.arguments(learning_rate=3e-3, optim_config=options)
+        optimizer = layout.plugin(args.optim_config.name)(Net(), args.optim_config)
+        assert type(optimizer) is Muon
+        assert {group["lr"] for group in optimizer.param_groups} == {3e-3}
+        assert {name: group["use_muon"] for group in optimizer.param_groups for name in group["param_names"]} == {
+            "inner.weight": True,
+            **dict.fromkeys(("embed.weight", "inner.bias", "lm_head.weight", "lm_head.bias"), False),
+        }
+        assert (optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.9)
+        assert name == "muon" or "hf_muon's runs" not in caplog.text
+    theirs = layout.plugin("muon")(Net(), {"name": "muon", "lr": 3e-3, "wd": 0.1})  # in the words of their own muon
+    assert theirs.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_metrics_go_into_the_output_directory(layout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    muon = {"name": "muon", "diagnostics_every": 1}
+    args = layout.arguments(output_dir=str(tmp_path / "run"), optim_config=muon)
+    model = Net()
+    optimizer = layout.plugin("muon")(model, args.optim_config)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.jsonl")] == [Path("run", FILE)]
+    own = layout.arguments(output_dir="run", optim_config={**muon, "diagnostics_file": "mine.jsonl"})
+    assert own.optim_config["diagnostics_file"] == "mine.jsonl"
+
+
+def test_the_other_optimizers_see_nothing(layout):
+    args = layout.arguments(optim_config={"name": "adamw", "whatever": 1})
+    assert {"name", "whatever"} <= args.optim_config.keys() <= {"name", "whatever", "lr"}  # newer sources add lr
+    assert layout.arguments().optim_config is None
+
+
+def test_a_muon_of_theirs_that_does_not_run_is_named(caplog, capsys, monkeypatch):
+    names.warn_that_ours_runs.cache_clear()
+    counts = []
+    for name in V1:
+        layout = imported_layout(monkeypatch, name)
+        caplog.clear()
+        layout.plugin("muon")(Net(), {"name": "muon", "lr": 1e-3})
+        counts.append(sum("hf_muon's runs" in line and "HF_MUON_AUTOLOAD=0" in line for line in caplog.messages))
+    assert counts == [0, 1]
+    assert "already registered" not in capsys.readouterr().out
+
+
+def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one(monkeypatch):
+    arguments = imported_layout(monkeypatch, "0.9.5").arguments
+    assert arguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
+    assert arguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5}).optim_config["lr"] == 3e-5
+
+
+def test_layouts_that_are_not_refused():
+    for args in (
+        {"dist_config": None, "cp_size": 1},
+        {"dist_config": {"name": "fsdp2", "cp_mode": "ulysses", "cp_size": 2}},
+        {"dist_config": {"name": "fsdp2"}, "cp_size": 2, "cp_mode": "ulysses"},
+        {"dist_config": None},
+        {"dist_config": {"name": "fsdp2", "offload_params": True}},
+    ):
+        refuse_unsupported(SimpleNamespace(**args))
+
+
+# --- names that v1 may change, each by itself, also those of modules
+
+NEEDED = {
+    "LLaMA-Factory v1's arguments": ("TrainingArguments", "learning_rate", "dist_config", "optim_config", ARGUMENTS),
+    "LLaMA-Factory v1's optimizers": ("OptimizerPlugin", "_registry", "register", OLD),
+    "newer v1's optimizers": ("OptimizerPlugin", "_registry", "register", NEW),
+}
+"""Names by hook, without which Muon is refused."""
+OTHERS = {"LLaMA-Factory v1's shards": ("load_checkpoint", "ckpt_dir", SHARDS)}
+LAYOUT_OF = {"LLaMA-Factory v1's optimizers": ["0.9.5"], "newer v1's optimizers": ["newer"]}
+ROWS = [
+    (layout, hook, name)
+    for hook, renamed_names in {**NEEDED, **OTHERS}.items()
+    for layout in LAYOUT_OF.get(hook, V1)
+    for name in renamed_names
+]
+
+
+def renamed(program, name):
+    """Return the modules of a program in which a module, or something in them, has another name."""
+    if name not in program:
+        return {
+            module: source and re.sub(rf"\b{name}\b", f"renamed{name}", source) for module, source in program.items()
+        }
+    moved = f"{name.rpartition('.')[0]}.moved"
+    sources = {module: source and source.replace(name, moved) for module, source in program.items()}
+    return {name: None, **{moved if module == name else module: source for module, source in sources.items()}}
+
+
+@pytest.mark.parametrize(("layout_name", "hook", "name"), ROWS)
+def test_a_renamed_name(layout_name, hook, name, monkeypatch, caplog):
+    program = V1[layout_name]
+    ours = imported(monkeypatch, program)
+    assert status()[hook] == "patched"
+    with_hooks = ours.muon()
+    plain = imported(monkeypatch, renamed(program, name), hooks=False).others()
+    caplog.clear()
+    module = imported(monkeypatch, renamed(program, name))
+    assert status()[hook].startswith("waiting" if name in program else "failed")
+    assert module.others() == plain
+    assert not caplog.messages
+    if hook in NEEDED:
+        own = ".*" if name in program else hook  # where a module went, nobody knows
+        with pytest.raises(RuntimeError, match=f"hook [\"']{own}[\"'] into .* is not in place"):
+            module.muon()
+    else:
+        assert module.muon() == with_hooks
+
+
+def test_every_hook_has_rows():
+    assert {name for name in HOOKS if "v1" in name} == {*NEEDED, *OTHERS}
+
+
+# --- names of the optimizer, and flags of other packages
+
+
+def test_both_names_are_ours_also_as_members_of_an_enum_whoever_owns_it():
+    class Optimizers(str, Enum):
+        MUON = "muon"
+        ADAMW = "adamw"
+
+    assert all(names.is_muon(optim) for optim in ("muon", "hf_muon", Optimizers.MUON))
+    assert not any(names.is_muon(optim) for optim in (Optimizers.ADAMW, "adamw", "HF_MUON", None, 3, ["muon"]))
+
+
+def test_flags_mean_what_the_other_package_reads(monkeypatch):
+    texts = {"accelerate": {"true", " YES ", "1"}, "llamafactory": {"true", "y", "1"}}
+    for package, are_true in texts.items():
+        for text in ("true", " YES ", "1", "y", "", "0", "false"):
+            monkeypatch.setenv("SOME_FLAG", text)
+            assert names.is_set(package, "SOME_FLAG") is (text in are_true), (package, text)
+        monkeypatch.delenv("SOME_FLAG")
+        assert not names.is_set(package, "SOME_FLAG")

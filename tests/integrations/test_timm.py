@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import pkgutil
 import sys
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,16 +22,9 @@ pytestmark = pytest.mark.newest
 LR, DECAY = 0.01, 0.05
 
 
-@dataclass(frozen=True)
-class OptimInfo:
-    """The fields of timm's that a registration sets."""
-
-    name: str
-    opt_class: Any
-    description: str = ""
-    has_eps: bool = True
-    has_momentum: bool = False
-    has_betas: bool = False
+def info(name, opt_class, description="", has_eps=True, has_momentum=False, has_betas=False):
+    """Return what a registration sets, by timm's names."""
+    return SimpleNamespace(**locals())
 
 
 class OptimizerRegistry:
@@ -52,12 +42,9 @@ class OptimizerRegistry:
             parts = [[p for p in model_or_params.parameters() if (p.ndim > 1) is decays] for decays in (False, True)]
             params = [{"params": parts[0], "weight_decay": 0.0}, {"params": parts[1], "weight_decay": weight_decay}]
             weight_decay = 0.0
-        info = self._optimizers[opt.lower().split("_")[-1]]
-        kind = info.opt_class
-        if isinstance(kind, str):
-            module, _, name = kind.rpartition(".")
-            kind = getattr(importlib.import_module(module), name)
-        options = {"weight_decay": weight_decay, **({"momentum": momentum} if info.has_momentum else {}), **kwargs}
+        own = self._optimizers[opt.lower().split("_")[-1]]
+        kind = pkgutil.resolve_name(own.opt_class) if isinstance(own.opt_class, str) else own.opt_class
+        options = {"weight_decay": weight_decay, **({"momentum": momentum} if own.has_momentum else {}), **kwargs}
         return kind(params, **options, **({} if lr is None else {"lr": lr}))
 
 
@@ -70,10 +57,9 @@ def network():
 def factory(monkeypatch):
     """Return timm.optim._optim_factory with a muon of its own."""
     module = ModuleType("timm.optim._optim_factory")
-    module.OptimInfo, module.OptimizerRegistry = OptimInfo, OptimizerRegistry
-    module.default_registry = OptimizerRegistry()
-    theirs = OptimInfo("muon", lambda params, **options: SimpleNamespace(kind="theirs", options=options))
-    module.default_registry.register(theirs)
+    module.OptimInfo, module.OptimizerRegistry, module.default_registry = info, OptimizerRegistry, OptimizerRegistry()
+    module.default_registry.register(info("muon", lambda params, **options: SimpleNamespace(kind="theirs")))
+    module.default_registry.register(info("adamw", lambda params, **options: "adamw"))
 
     def create_optimizer_v2(model_or_params, opt="sgd", lr=None, weight_decay=0.0, momentum=0.9, **kwargs):
         return module.default_registry.create_optimizer(model_or_params, opt, lr, weight_decay, momentum, **kwargs)
@@ -86,6 +72,7 @@ def factory(monkeypatch):
 
 @pytest.fixture
 def patched(factory):
+    assert factory.create_optimizer_v2(network(), "hf_muon").kind == "theirs"  # without the patch
     package = ModuleType("timm.optim")
     package.create_optimizer_v2 = factory.create_optimizer_v2
     with hooks.patched(patch_names, package):
@@ -93,43 +80,39 @@ def patched(factory):
         yield package
 
 
-def test_without_the_patch_hf_muon_is_timms_own(factory):
-    assert factory.create_optimizer_v2(network(), "hf_muon").kind == "theirs"
-
-
 @pytest.mark.promise("timm")
-def test_a_run_equals_build_optimizer(patched):
+def test_a_run_equals_build_optimizer_and_options_and_groups_arrive(patched):
+    words = {"betas": (0.9, 0.95), "eps": 1e-6, "ns_dtype": "fp32"}
     trained = []
     for create in (
-        lambda model: patched.create_optimizer_v2(model, "hf_muon", LR, momentum=0.95),
-        lambda model: build_optimizer(model, lr=LR, momentum=0.95),
+        lambda model: patched.create_optimizer_v2(model, "HF_Muon", LR, DECAY, momentum=0.8, **words),
+        lambda model: build_optimizer(
+            model, lr=LR, weight_decay=DECAY, momentum=0.8, adamw_betas=(0.9, 0.95), adamw_eps=1e-6, ns_dtype="fp32"
+        ),
     ):
         model = network()
         optimizer = create(model)
+        for group in optimizer.param_groups:
+            assert (group["lr"], group["momentum"], group["adamw_eps"]) == (LR, 0.8, 1e-6)
+            assert group["adamw_betas"] == (0.9, 0.95)
+            assert {group["weight_decay"]} == {DECAY if p.ndim > 1 else 0.0 for p in group["params"]}
         for _ in range(3):
             model(torch.ones(2, 6)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         trained.append(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
-
-
-def test_options_and_groups_arrive(patched):
-    words = {"betas": (0.9, 0.95), "eps": 1e-6, "ns_dtype": "fp32"}
-    optimizer = patched.create_optimizer_v2(network(), "HF_Muon", LR, DECAY, **words)
-    assert isinstance(optimizer, MuonOfGroups)
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["momentum"], group["adamw_eps"]) == (LR, 0.9, 1e-6)
-        assert group["adamw_betas"] == (0.9, 0.95)
-        assert {group["weight_decay"]} == {DECAY if p.ndim > 1 else 0.0 for p in group["params"]}
+    assert isinstance(patched.create_optimizer_v2(network(), "hf_muon", LR), MuonOfGroups)
+    for name in ("muon", "lookahead_muon"):
+        assert patched.create_optimizer_v2(network(), name).kind == "theirs"
 
 
 def test_fallback_goes_to_adamw_and_rate_scales_are_kept():
-    model = network()
-    first, *_ = weights = [p for p in model.parameters() if p.ndim > 1]
+    model = network()  # it has to live: groups find it
+    first, *rest = weights = [p for p in model.parameters() if p.ndim > 1]
     groups = [
         {"params": [first], "lr_scale": 0.25, "use_fallback": True},
-        {"params": weights[1:], "lr_scale": 0.5, "use_fallback": False},
+        {"params": rest, "lr_scale": 0.5, "use_fallback": False},
     ]
     optimizer = muon_of_groups(groups, lr=LR)
     of = {p: (group["use_muon"], group["lr_scale"]) for group in optimizer.param_groups for p in group["params"]}
@@ -137,15 +120,9 @@ def test_fallback_goes_to_adamw_and_rate_scales_are_kept():
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_timms_own_muon_is_left(patched):
-    for name in ("muon", "lookahead_muon"):
-        assert patched.create_optimizer_v2(network(), name).kind == "theirs"
-
-
 @pytest.mark.parametrize("name", ["default_registry", "OptimInfo"])
 def test_a_registry_that_is_gone_is_refused_by_the_hook(patched, factory, name):
     """Expect no Muon of timm's in silence, and other optimizers as ever."""
-    factory.default_registry.register(OptimInfo("adamw", lambda params, **options: "adamw"))
     create = patched.create_optimizer_v2
     registry = vars(factory).pop(name)
     with pytest.raises(RuntimeError, match=r"hook 'timm' into timm\.optim is not in place \(AttributeError"):

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from hf_muon.cli.app import app
 from hf_muon.integrations.archives import complete_or_absent
-from tests.integrations.plain_script import InOrder, dataset, model
-from tests.integrations.trainer_runs import arguments
+from tests.integrations.plain_script import model
+from tests.integrations.trainer_runs import train
 
 PACKAGE = Path(__file__).parents[2] / "hf_muon"
 # What Trainer saves for an optimizer, and what hf_muon reads of a checkpoint's folder.
@@ -50,8 +50,7 @@ def checkpoints(tmp_path_factory):
     """Return a checkpoint of each optimizer."""
     folder = tmp_path_factory.mktemp("saved")
     for optim in ("adamw_torch", "muon"):
-        options = {"optim": optim, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        InOrder(model(), arguments(folder / optim, **options), train_dataset=dataset()).train()
+        train(model(), folder / optim, optim=optim, max_steps=1, save_strategy="steps", save_steps=1)
     return {optim: folder / optim / "checkpoint-1" for optim in ("adamw_torch", "muon")}
 
 
@@ -75,9 +74,8 @@ def test_resuming(checkpoints, names, is_cut, form, tmp_path):
         proofs = {name: tmp_path / f"{optim} ran {name.replace('/', ' ')}" for name in names}
         for name, proof in proofs.items():
             plant(folder / name, proof, form)
-        trainer = InOrder(model(), arguments(tmp_path / optim, optim=optim, max_steps=2), train_dataset=dataset())
         with contextlib.suppress(Exception):
-            trainer.train(resume_from_checkpoint=str(folder))
+            train(model(), tmp_path / optim, resume=str(folder), optim=optim, max_steps=2)
         return {name for name, proof in proofs.items() if proof.exists()}
 
     found = run_by("muon")
