@@ -21,7 +21,7 @@ An area is a file of this folder with a list `CASES`, here one about options of 
 command, the errors of all ranks. Functions that run on ranks are functions of the area's module, and compare there.
 With `error=None` nothing is raised, and the text is in the log.
 
-The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_refusals.py). `marks` of a case are marks
+The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_starting.py). `marks` of a case are marks
 of pytest. Test each refusal once for each entry point that has a way of its own to it.
 
 `not_yet.txt` has the codes that no test names. ``python -m tests.messages`` takes those out that have one by now.
@@ -32,7 +32,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +77,18 @@ class Refusal:
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.entry, self.code, self.name])).replace(" ", "_")
+
+
+def table(rows: Iterable[Sequence[Any]], **common: Any) -> list[Refusal]:
+    """Return refusals of rows: the code, the entry point, the attempt, and what the text says, which may be missing.
+
+    If `common` has an `attempt`, rows have what is given in its place.
+    """
+    own = "given" if "attempt" in common else "attempt"
+    return [
+        Refusal(code, entry, name=str(k), says="".join(says), **{own: what}, **common)
+        for k, (code, entry, what, *says) in enumerate(rows)
+    ]
 
 
 def codes_in(text: str) -> set[str]:

@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_muon import Muon, MuonConfig, orthogonalize
 from hf_muon.plan.step_plan import plan_step
-from tests.refusals import Refusal
+from tests.refusals import Refusal, table
+from tests.refusals.optimizer import alone
 
 
 def bad(code: str, says: str, matrix: torch.Tensor | None = None, **options: Any) -> Refusal:
@@ -72,8 +73,13 @@ def plan_without_fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     plan("ddp", 2)()
 
 
+def without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    plan("ddp", 2)()
+
+
 STEP = (3.0, -3.0, 1.0)
-LOADS = "Muon.load_state_dict"
+STATE, PLAN = "Muon.load_state_dict", "plan_step"
 CASES = [
     bad("not-a-matrix", r"\(m, n\) or \(B, m, n\).*\(3,\)", torch.zeros(3)),
     bad("not-a-matrix", r"\(1, 2, 3, 4\)", torch.zeros(1, 2, 3, 4)),
@@ -90,33 +96,39 @@ CASES = [
     bad("invalid-value", "ns_steps=2.5", ns_steps=2.5),
     bad("invalid-value", "'fp8'.*auto, bf16, fp16, fp32", ns_dtype="fp8"),
     bad("fp16-on-cpu", "fp16", ns_dtype="fp16"),
-    Refusal(
-        "moments-missing",
-        LOADS,
-        loads(lose_a_scale),
+    *table(
+        [
+            ("moments-missing", STATE, loads(lose_a_scale), "parameter 1.*momentum_scale"),
+            ("moments-missing", STATE, loads(read_as_fp32)),
+            ("moment-shape", STATE, loads(cut_a_scale), r"momentum_scale.*\(4, 2\)"),
+        ],
         given=stepped,
-        says="parameter 1.*momentum_scale",
-        name="one scale",
     ),
-    *(
-        Refusal("moments-missing", LOADS, loads(read_as_fp32), given=lambda own=own: stepped(own), name=own)
-        for own in ("fp32", "int8")
-    ),
-    Refusal("moment-shape", LOADS, loads(cut_a_scale), given=stepped, says=r"momentum_scale.*\(4, 2\)"),
-    Refusal(
-        "moments-gone",
-        "Muon.step",
-        lambda given: given.step(),
-        RuntimeError,
+    Refusal("moments-missing", STATE, loads(read_as_fp32), given=lambda: stepped("fp32"), name="into fp32"),
+    *table(
+        [
+            ("moments-gone", "Muon.step", lambda given: given.step(), "lacks momentum_scale"),
+            ("moments-gone", "Muon.state_dict", lambda given: given.state_dict()),
+        ],
         given=without_a_scale,
-        says="lacks momentum_scale",
+        error=RuntimeError,
     ),
-    Refusal("moments-gone", "Muon.state_dict", lambda given: given.state_dict(), RuntimeError, given=without_a_scale),
-    Refusal("invalid-value", "plan_step", plan("fdsp", 2), says="fdsp.*: single, ddp, fsdp", name="layout"),
-    Refusal("invalid-value", "plan_step", plan("fsdp", 0), says="0 ranks", name="ranks"),
-    Refusal("ranks-of-single", "plan_step", plan("single", 2), says="2 ranks"),
-    Refusal("replicas-misfit", "plan_step", plan("hsdp", 4, replicas=3), says="3 replicas.*4 ranks"),
-    Refusal("int8-partition", "plan_step", plan("zero2", 2, momentum_dtype="int8"), RuntimeError, says="int8.*bf16"),
-    Refusal("momentum-offload", "plan_step", plan("zero2", 2, momentum_offload="cpu"), RuntimeError),
-    Refusal("torch-changed", "plan_step", plan_without_fake_groups, RuntimeError, says="fake process group"),
+    *table(
+        [
+            ("invalid-value", PLAN, plan("fdsp", 2), "fdsp.*: single, ddp, fsdp"),
+            ("invalid-value", PLAN, plan("fsdp", 0), "0 ranks"),
+            ("ranks-of-single", PLAN, plan("single", 2), "2 ranks"),
+            ("replicas-misfit", PLAN, plan("hsdp", 4, replicas=3), "3 replicas.*4 ranks"),
+        ]
+    ),
+    *table(
+        [
+            ("int8-partition", PLAN, plan("zero2", 2, momentum_dtype="int8"), "int8.*bf16"),
+            ("momentum-offload", PLAN, plan("zero2", 2, momentum_offload="cpu")),
+            ("in-process-group", PLAN, alone(lambda _: plan("ddp", 2)())),
+            ("no-distributed", PLAN, without_distributed),
+            ("torch-changed", PLAN, plan_without_fake_groups, "fake process group"),
+        ],
+        error=RuntimeError,
+    ),
 ]

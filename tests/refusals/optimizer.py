@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,9 @@ from torch.distributed.tensor import Shard as Cut
 from hf_muon import Muon, MuonOfGroups, build_optimizer, route_parameters
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from tests.optimizer.cases import REST, SHAPES, parameters, step, stepped
-from tests.refusals import Refusal
+from tests.refusals import Refusal, table
 
 NAN, INF = float("nan"), float("inf")
-
-
-def table(rows: Iterable[tuple[str, str, Callable[..., Any], str]], **common: Any) -> list[Refusal]:
-    """Return refusals of rows: the code, the entry point, an attempt, and what the text says."""
-    return [Refusal(*row[:3], says=row[3], name=str(k), **common) for k, row in enumerate(rows)]
 
 
 # --- arguments
