@@ -171,18 +171,11 @@ def single(
     fp32_sums=False,
     **options,
 ):
-    """Train in one process, with fp32 master weights, gradients in the model's dtype, and clipping before the step.
+    """Train in one process with fp32 master weights, gradients in the model's dtype, and clipping before the step.
 
-    Args:
-        last: number of steps.
-        accumulate: micro-batches of a step.
-        clipping: norm to which gradients are clipped.
-        clip_directions: whether to clip directions in place of gradients, which is wrong: a smaller learning rate.
-        moved: a seed of `tests.bounds.move`.
-        skipped: a step that is left out.
-        turns: whether micro-batches reach the branch as in `TURNS`, or never.
-        fp32_sums: whether gradients of micro-batches are added up in fp32.
-        options: of `build_model` and `optimizer_of`.
+    Micro-batches of a step are its batch, cut in `accumulate`; they reach the branch as in `TURNS`, or never. To clip
+    directions in place of gradients is wrong: it is a smaller learning rate. `moved` is a seed of `tests.bounds.move`,
+    and the step `skipped` is left out.
 
     Returns:
         what `whole_state` returns before each step and after the last one, and the losses.
@@ -343,7 +336,7 @@ def run(
 
     Args:
         rank: of this process.
-        stage: of ZeRO.
+        stage, options: of `engine_of`.
         last, first: steps.
         load: folder of a checkpoint, or None.
         saves: folders by the number of steps after which a checkpoint is written there.
@@ -351,7 +344,6 @@ def run(
         lost: what a checkpoint is to lose, "zero" or "cast": momentum, or its precision.
         skips: "overflow" and a step whose loss is infinite on rank 1, or "drop" and one whose gradients a loop drops.
         turns: as in `single`.
-        options: of `engine_of`.
 
     Returns:
         the whole state right after the load, and at the end; the losses; what the checkpoint counts; the optimizer's

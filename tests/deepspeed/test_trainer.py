@@ -223,17 +223,6 @@ def test_trainer_equals_a_loop_by_hand_and_resumes_exactly(ranks, name, how, tmp
         assert_as_by_hand(results, accumulation=how, max_grad_norm=0.05)
 
 
-@pytest.mark.extended
-def test_resume_on_another_number_of_ranks_and_in_another_stage(pools, tmp_path):
-    """Save on two ranks with two rows each and go on with four rows on one, in the order of an uninterrupted run."""
-    own = {"folder": str(tmp_path), "save_strategy": "steps", "save_steps": 3, **CLIPPED}
-    pools[2].run(train, config=config_of("zero3_offload"), **own)
-    own |= {"resume": str(tmp_path / "checkpoint-3"), "per_device_train_batch_size": 4}
-    results = pools[1].run(train, config=config_of("zero1"), **own)
-    assert len(results[0]["losses"]) == STEPS
-    assert_as_by_hand(results, max_grad_norm=0.05)
-
-
 @pytest.mark.promise("lora")
 @pytest.mark.first_tier("zero2")
 @pytest.mark.parametrize("name", ["zero2", "zero3"])

@@ -10,10 +10,14 @@ An area is a file of this folder with a list `CASES`, here one about options of 
 
     CASES = [
         Refusal("unknown-option", "build_optimizer", lambda given: build_optimizer(given, momentun=0.9), given=model),
-        Refusal("invalid-value", "MuonConfig", lambda: MuonConfig(momentum=2), says="momentum=2"),
-        Refusal("fsdp1 rival-optimizer", "hf-muon inspect", inspected, name="both"),
-        Refusal("ranks-disagree", "Muon.step on ranks", lambda pools: pools[2].run(two_rates)),
-        Refusal("no-gradients", "Muon.step", stepped_without_gradients, error=None),
+        Refusal("fsdp1 rival-optimizer", "hf-muon inspect", inspected),
+        *table(
+            [
+                ("invalid-value", "MuonConfig", lambda: MuonConfig(momentum=2), "momentum=2"),
+                ("ranks-disagree", "Muon.step on ranks", lambda pools: pools[2].run(two_rates)),
+            ]
+        ),
+        *table([("no-gradients", "Muon.step", stepped_without_gradients)], error=None),
     ]
 
 `given` makes what must not change, and `attempt` gets it by that name; other arguments of both are fixtures of pytest
