@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.pool import Pool
 
 collect_ignore_glob = [] if importlib.util.find_spec("deepspeed") else ["*.py"]
-PRELOADED = tuple(f"tests.deepspeed.{name}" for name in ("runs", "test_ulysses"))
+PRELOADED = tuple(f"tests.deepspeed.{name}" for name in ("runs", "test_trainer"))
 
 
 @pytest.fixture(scope="session")

@@ -57,23 +57,24 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Shapes that straddle partitions and sub-groups, a stack, a matrix that no batch reaches, and a buffer."""
+    """Shapes that straddle partitions and sub-groups, a stack, a branch that a batch reaches or not, and a buffer."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.experts = Experts()
-        self.unused = nn.Linear(WIDTH, 6, bias=False)
+        self.branch = nn.Linear(WIDTH, 6)
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("calls", torch.zeros(2))
 
-    def forward(self, tokens):
+    def forward(self, tokens, reached=False):
         self.calls += 1
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        x = x + F.pad(torch.tanh(self.branch(x)), (0, WIDTH - 6)) if reached else x
         return self.lm_head(self.norm(self.experts(x)))
 
 
@@ -84,12 +85,12 @@ class Wide(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11000, 24)
         self.up, self.down = nn.Linear(24, 10350, bias=False), nn.Linear(10350, 24, bias=False)
-        self.unused = nn.Linear(24, 6, bias=False)
+        self.branch = nn.Linear(24, 6, bias=False)
         self.up2, self.down2 = nn.Linear(24, 10350, bias=False), nn.Linear(10350, 24, bias=False)
         self.norm, self.lm_head = nn.LayerNorm(24), nn.Linear(24, 11000, bias=False)
         self.register_buffer("calls", torch.zeros(2))
 
-    def forward(self, tokens):
+    def forward(self, tokens, reached=False):
         self.calls += 1
         x = self.embed(tokens)
         x = x + self.down(torch.tanh(self.up(x)))
@@ -97,8 +98,20 @@ class Wide(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def loss_of(model, tokens):
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+# Whether a micro-batch of so many reaches the branch, in a step and the next ones.
+TURNS = [
+    lambda micro, count: True,
+    lambda micro, count: False,
+    lambda micro, count: micro == 0,
+    lambda micro, count: micro == count - 1,
+    lambda micro, count: micro % 2 == 0,
+    lambda micro, count: micro % 2 == 1,
+    lambda micro, count: 0 < micro < count - 1,
+]
+
+
+def loss_of(model, tokens, reached=False):
+    return F.cross_entropy(model(tokens[:, :-1], reached).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def build_model(dtype="float32", frozen=False, wide=False, tied=False, flagged=False):
@@ -147,17 +160,22 @@ def optimizer_of(model, viewed=False, scheduled=False, **options):
 
 
 @functools.lru_cache(maxsize=64)
-def single(last, accumulate=1, clipping=None, clip_directions=False, moved=None, skipped=None, **options):
-    """Train in one process, with fp32 master weights, gradients in the model's dtype, and clipping before the step.
+def single(
+    last,
+    accumulate=1,
+    clipping=None,
+    clip_directions=False,
+    moved=None,
+    skipped=None,
+    turns=False,
+    fp32_sums=False,
+    **options,
+):
+    """Train in one process with fp32 master weights, gradients in the model's dtype, and clipping before the step.
 
-    Args:
-        last: number of steps.
-        accumulate: micro-batches of a step.
-        clipping: norm to which gradients are clipped.
-        clip_directions: whether to clip directions in place of gradients, which is wrong: a smaller learning rate.
-        moved: a seed of `tests.bounds.move`.
-        skipped: a step that is left out.
-        options: of `build_model` and `optimizer_of`.
+    Micro-batches of a step are its batch, cut in `accumulate`; they reach the branch as in `TURNS`, or never. To clip
+    directions in place of gradients is wrong: it is a smaller learning rate. `moved` is a seed of `tests.bounds.move`,
+    and the step `skipped` is left out.
 
     Returns:
         what `whole_state` returns before each step and after the last one, and the losses.
@@ -180,15 +198,19 @@ def single(last, accumulate=1, clipping=None, clip_directions=False, moved=None,
     states, losses = [state()], []
     for step in range(last):
         model.zero_grad()
-        total = 0.0
+        total, sums = 0.0, {name: torch.zeros_like(exact[name]) for name in trained}
         for micro in range(accumulate):
-            loss = loss_of(model, tokens_of(step, micro, accumulate)) / accumulate
+            reached = turns and TURNS[step % len(TURNS)](micro, accumulate)
+            loss = loss_of(model, tokens_of(step, micro, accumulate), reached) / accumulate
             loss.backward()
             total += loss.item()
-        losses.append(total)
+            if fp32_sums or micro == accumulate - 1:
+                for name in trained:
+                    sums[name] += 0 if working[name].grad is None else working[name].grad.float()
+                model.zero_grad()
+        losses.append(torch.tensor(total).item())  # in fp32, as ranks exchange it
         for name in trained:
-            grad = working[name].grad
-            exact[name].grad = torch.zeros_like(exact[name]) if grad is None else grad.to(torch.float32, copy=True)
+            exact[name].grad = sums[name]
         if clipping:
             norm = torch.stack([exact[name].grad.norm() for name in trained]).norm()
             factor = 1 / max(float((norm + 1e-6) / clipping), 1.0)
@@ -228,11 +250,14 @@ def rank_of_environment():
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-def engine_of(stage, accumulate=1, clipping=None, zero_init=False, zero=None, config=None, **options):
+def engine_of(stage, accumulate=1, clipping=None, zero_init=False, zero=None, config=None, fp32_sums=False, **options):
     """Start an engine as a script does; return the engine and its optimizer."""
     rank_of_environment()
     of_model, options = split(options)
     zero = dict(zero or {})
+    if fp32_sums:  # without `reduce_scatter`, with which DeepSpeed loses some gradients of any optimizer
+        zero["reduce_scatter"] = False
+        config = {**(config or {}), "data_types": {"grad_accum_dtype": "fp32"}}
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 100)
         zero.setdefault("memory_efficient_linear", False)  # it would last for the whole process, and rounds differently
@@ -294,19 +319,31 @@ def whole_state(engine, optimizer):
     return result
 
 
-def run(rank, stage, last, first=0, load=None, saves=None, shared=True, drop=None, overflow=None, **options):
+def run(
+    rank,
+    stage,
+    last,
+    first=0,
+    load=None,
+    saves=None,
+    shared=True,
+    lost=None,
+    skips=(None, None),
+    turns=False,
+    **options,
+):
     """Train steps `first` to `last` under ZeRO.
 
     Args:
         rank: of this process.
-        stage: of ZeRO.
+        stage, options: of `engine_of`.
         last, first: steps.
         load: folder of a checkpoint, or None.
         saves: folders by the number of steps after which a checkpoint is written there.
         shared: whether all ranks have the whole batch, so that sums that DeepSpeed rounds are exact; else a shard each.
-        drop: what a checkpoint is to lose, "zero" or "cast": momentum, or its precision.
-        overflow: a step whose loss is infinite on rank 1.
-        options: of `engine_of`.
+        lost: what a checkpoint is to lose, "zero" or "cast": momentum, or its precision.
+        skips: "overflow" and a step whose loss is infinite on rank 1, or "drop" and one whose gradients a loop drops.
+        turns: as in `single`.
 
     Returns:
         the whole state right after the load, and at the end; the losses; what the checkpoint counts; the optimizer's
@@ -324,20 +361,21 @@ def run(rank, stage, last, first=0, load=None, saves=None, shared=True, drop=Non
         steps = {group["step"] for group in optimizer.param_groups}
         calls = {int(calls) // accumulate for calls in engine.module.calls}
         counts = {engine.global_steps, client["last"], *steps, *calls}
-    for state in optimizer.state.values() if drop else ():
+    for state in optimizer.state.values() if lost else ():
         if "momentum_buffer" in state:
             buffer = state["momentum_buffer"]
-            buffer.copy_(torch.zeros_like(buffer) if drop == "zero" else buffer.bfloat16())
+            buffer.copy_(torch.zeros_like(buffer) if lost == "zero" else buffer.bfloat16())
     loaded = whole_state(engine, optimizer) if load else None
     shards, shard = (1, 0) if shared else (dist.get_world_size(), rank)
     losses = []
     for step in range(first, last):
         total = 0.0
         for micro in range(accumulate):
-            loss = loss_of(engine, tokens_of(step, micro, accumulate, shard, shards))
+            reached = turns and TURNS[step % len(TURNS)](micro, accumulate)
+            loss = loss_of(engine, tokens_of(step, micro, accumulate, shard, shards), reached)
             total += loss.item() / accumulate
-            engine.backward(loss * torch.inf if step == overflow and rank == 1 else loss)
-            engine.step()
+            engine.backward(loss * torch.inf if skips == ("overflow", step) and rank == 1 else loss)
+            (engine.optimizer.zero_grad if skips == ("drop", step) else engine.step)()
         summed = torch.tensor(total)
         dist.all_reduce(summed)
         losses.append(summed.item() / dist.get_world_size())

@@ -72,7 +72,7 @@ def test_a_model_too_small_to_be_swapped_resumes_exactly(ranks, tmp_path):
     assert not any(assert_resumes(ranks, tmp_path / "checkpoint", last=4, at=2, **options)["swapped"])
 
 
-def test_swap_files_of_other_names_are_refused(ranks, tmp_path):
+def test_swap_files_of_other_names_and_weights_alone_are_refused(ranks, tmp_path):
     """Rename swap files as a process writes them that has built another model before."""
     folder = tmp_path / "checkpoint"
     ranks.run(run, last=2, saves={2: str(folder)}, **on_disk(tmp_path / "swap"))
@@ -81,3 +81,6 @@ def test_swap_files_of_other_names_are_refused(ranks, tmp_path):
     one, other = ranks.run(load_error, load=str(folder), **on_disk(tmp_path / "swap"))
     assert one == other
     assert "[swap-files-misfit]" in one
+    alone = {"arguments": {"load_optimizer_states": False}}
+    for text in ranks.run(load_error, load=str(folder), **alone, **on_disk(tmp_path / "swap")):
+        assert "[weights-alone-on-nvme]" in text

@@ -1,5 +1,9 @@
 """Training under ZeRO: given equal gradients the bits of one process, whatever the layouts that a run goes through.
 
+Gradients are the sum of the micro-batches of one step, also of a branch that some of them do not reach. LLaMA-Factory's
+stack has an older DeepSpeed, which loses gradients that later versions do not: it repeats cases with the mark
+`every_deepspeed`, and does without those that are for `LATER` versions.
+
 With a shard of the batch on each rank, sums of gradients round in another order: a run is close to one process, and it
 resumes exactly.
 """
@@ -7,18 +11,24 @@ resumes exactly.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import logging
 import math
+import pickle
 from collections import Counter
+from importlib.metadata import version
+from unittest import mock
 
 import pytest
 import torch
-from allpairspy import AllPairs
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from hf_muon import MuonConfig
+from hf_muon import Muon, MuonConfig
+from hf_muon.integrations.deepspeed.gradients import OrthogonalizedMomentum, hide_name
 from hf_muon.plan.memory import Training
 from hf_muon.plan.step_plan import plan_step
+from hf_muon.versions import is_older
 from tests.accelerated import accelerated
 from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.runs import CPU, HPZ, STAGES, assert_same, build_model, engine_of, loss_of, run, single, tokens_of
@@ -26,6 +36,8 @@ from tests.equality.counted import Counted
 from tests.rules.settings import PLAIN, TOGETHER
 
 pytestmark = pytest.mark.usefixtures("quiet")
+EVERY = pytest.mark.every_deepspeed
+LATER = pytest.mark.skipif(is_older(version("deepspeed"), "0.19"), reason="holds for later versions of DeepSpeed")
 
 SCALES = r"embed:0.5|norm:2|blocks\.1:0.25"
 BF16 = {"dtype": "bfloat16"}
@@ -36,20 +48,21 @@ LAYOUTS = {
     "1-bf16-optimizer": {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
     "2-aligned": {"stage": 2, "zero": {"parameter_alignment": True}},
     "2-buckets": {"stage": 2, "max_batch_bytes": 1125},
+    "2-cpu-overlap": {"stage": 2, "zero": {**CPU, "overlap_comm": True, "reduce_bucket_size": 300}},
+    "2-cpu-round-robin": {"stage": 2, "zero": {**CPU, "round_robin_gradients": True}},
     "2-round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
-    "2-older": {
-        "stage": 2,
-        "config": {"checkpoint": {"checkpoint_serialization": False}},
-    },  # torch cannot map its files
+    # In a format whose files torch cannot map into memory.
+    "2-older": {"stage": 2, "config": {"checkpoint": {"checkpoint_serialization": False}}},
     "3-sub-groups": {"stage": 3, "zero": {"sub_group_size": 1500}},
+    "3-cpu-sub-groups": {"stage": 3, "zero": {**CPU, "sub_group_size": 300}},
     "3-init": {"stage": 3, "zero_init": True},
+    "3-all-on-cpu": {"stage": 3, "zero_init": True, "zero": {**CPU, "offload_param": {"device": "cpu"}}},
     "3-hpz": {"stage": 3, "zero_init": True, "zero": HPZ},
     "3-hpz-cpu": {"stage": 3, "zero": {**HPZ, **CPU, "sub_group_size": 1500}},
 }
 
 # Options of a run, and the ranks and layouts that it goes through, two steps in each.
 CHAINS = {
-    "float32": ({}, "2:0 2:0 2:1 2:1-cpu 2:2-cpu 2:2-cpu 2:2 2:3 2:3 2:3-cpu"),
     "bfloat16": (BF16, "2:2-round-robin 2:3-cpu 2:3-cpu 2:1-cpu 2:0 2:3 1:1 2:3-cpu 2:1-bf16-optimizer"),
     "rules": ({**BF16, **RULES}, "2:1 2:3-cpu 2:2-cpu 2:2-cpu 2:0 2:2"),
     "ranks": ({}, "4:2-round-robin 2:3 4:3-hpz 2:1 4:0 1:2-cpu 4:3 2:0 4:3-hpz-cpu 4:3-hpz-cpu 1:3"),
@@ -59,8 +72,11 @@ CHAINS = {
     "frozen": ({"frozen": True}, "2:2 4:3-cpu 1:3 2:0 4:3 2:3-cpu 2:2-cpu"),
     "tied": ({"tied": True}, "2:3 1:1 4:3 2:3 4:0"),
     "one-matrix": ({"adamw_patterns": r"blocks|experts"}, "2:2 2:2 2:3 2:3 2:1"),  # partitions without a matrix
-    # The embedding and the head stay with AdamW, whatever DeepSpeed's flag says.
-    "flagged": ({"flagged": True}, "2:0 2:1 2:1-cpu 2:2 2:2-cpu 2:3 2:3-cpu"),
+    # The embedding and the head stay with AdamW, whatever DeepSpeed's flag says. Of four micro-batches, version 0.18.4
+    # loses the middle ones in ZeRO-2 with CPU offload.
+    "flagged": ({"flagged": True, "turns": True, "accumulate": 4}, "2:2-cpu 2:1 2:0 2:2 2:1-cpu 2:3 2:3-cpu 2:2-cpu"),
+    "branched": ({"turns": True}, "2:0 2:1-cpu 2:2 2:2-cpu-overlap 2:3 2:2-cpu-round-robin 2:3-cpu-sub-groups"),
+    "sums": ({**BF16, "turns": True, "accumulate": 4, "fp32_sums": True}, "2:2 2:2-cpu 2:2-cpu 2:2"),
     "bf16-moments": ({**BF16, **BF16_MOMENTS}, "2:3 4:2 4:2-aligned 1:0 2:2-aligned 2:3-cpu 2:0 2:2-cpu"),
 }
 
@@ -84,10 +100,10 @@ def chain(pools, name, folder):
     return path, last, expected
 
 
-@pytest.mark.promise("zero", "offload")
-@pytest.mark.first_tier("^(float32|bfloat16|rules|flagged)$")
+@pytest.mark.promise("zero", "offload", "deepspeed-gradients")
+@pytest.mark.first_tier("^(bfloat16|rules|flagged|sums)$")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.every_deepspeed if name == "flagged" else ()) for name in CHAINS]
+    "name", [pytest.param(name, marks={"flagged": EVERY, "sums": LATER}.get(name, ())) for name in CHAINS]
 )
 def test_every_layout_gives_the_bits_of_one_process_and_goes_on_from_any_other(pools, name, tmp_path):
     path, last, expected = chain(pools, name, tmp_path)
@@ -95,9 +111,9 @@ def test_every_layout_gives_the_bits_of_one_process_and_goes_on_from_any_other(p
         found = get_fp32_state_dict_from_zero_checkpoint(path)  # by zero_to_fp32.py
         for weight, state in expected["states"][last].items():
             assert torch.equal(found[weight].flatten(), state["master"])
-    if name == "float32":  # this test sees momentum that a checkpoint loses or rounds
+    if name == "flagged":  # this test sees momentum that a checkpoint loses or rounds
         for how in ("zero", "cast"):
-            options = {"first": last, "last": last + 1, "load": path, "drop": how}
+            options = {"first": last, "last": last + 1, "load": path, "lost": how}
             result = pools[2].run(run, **options, **LAYOUTS["2"])[0]
             for when, step in (("loaded", last), ("ended", last + 1)):
                 with pytest.raises(AssertionError):
@@ -115,24 +131,9 @@ def test_each_option_of_a_chain_matters(chain):
 
 # --- a shard of the batch on each rank
 
-OPTIONS_OF_ZERO = {
-    "2-scattered": {"stage": 2, "zero": {"contiguous_gradients": False}},
-    "2-small-buckets": {
-        "stage": 2,
-        "zero": {"overlap_comm": True, "reduce_bucket_size": 500, "allgather_bucket_size": 500},
-    },
-    "2-reduced": {"stage": 2, "zero": {"reduce_scatter": False}},
-    "1-round-robin-cpu": {"stage": 1, "zero": {"round_robin_gradients": True, **CPU}},
-    "3-not-prefetched": {
-        "stage": 3,
-        "zero": {"overlap_comm": True, "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0},
-    },
-    "3-reduced": {"stage": 3, "zero": {"reduce_scatter": False, "sub_group_size": 1}},
-    "3-all-on-cpu": {"stage": 3, "zero_init": True, "zero": {**CPU, "offload_param": {"device": "cpu"}}},
-}
-SHARDS = {**LAYOUTS, **OPTIONS_OF_ZERO}
-FIRST = [*((name, 4, 0.3, "float32") for name in STAGES), ("2", 1, 0.3, "bfloat16"), ("3-cpu", 1, None, "bfloat16")]
-MORE = AllPairs([list(SHARDS), [1, 4], [None, 0.3], ["float32", "bfloat16"]])
+# The options of ZeRO that `test_cells.py` draws at random are not among these.
+MORE = [(name, 4, 0.3, dtype) for name in LAYOUTS if name not in STAGES for dtype in ("float32", "bfloat16")]
+SHARDS = [*((name, 4, 0.3, "float32") for name in STAGES), ("2", 1, 0.3, "bfloat16"), ("3-cpu", 1, None, "bfloat16")]
 
 
 def tensors(result, last):
@@ -162,12 +163,15 @@ def assert_resumes(pool, folder, last=6, at=3, **options):
 @pytest.mark.promise("zero")
 @pytest.mark.parametrize(
     ("name", "accumulate", "clipping", "dtype"),
-    [*FIRST, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE if tuple(case) not in FIRST)],
+    [
+        *(pytest.param(*case, marks=EVERY if case[0] in ("2", "3") and case[1] == 4 else ()) for case in SHARDS),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE),
+    ],
 )
 def test_shards_train_as_one_process_and_resume_exactly(pools, name, accumulate, clipping, dtype, tmp_path):
     ranks = 4 if "hpz" in name else 2
-    options = {"accumulate": min(accumulate, 8 // ranks), "clipping": clipping, "dtype": dtype}
-    result = assert_resumes(pools[ranks], tmp_path, **options, **SHARDS[name])
+    options = {"accumulate": min(accumulate, 8 // ranks), "clipping": clipping, "dtype": dtype, "turns": True}
+    result = assert_resumes(pools[ranks], tmp_path, **options, **LAYOUTS[name])
     # A sum in another order is rounded to the eight bits of bf16, and orthogonalization amplifies the difference.
     assert_close(result, 6, TIMES if dtype == "float32" else 2, **options)
 
@@ -180,15 +184,25 @@ def test_a_clipped_direction_would_be_seen():
 
 # --- skipped steps, observers, and what a step costs
 
+# The step reaches the branch, and the next one does not. With the optimizer offloaded and sums in fp32, DeepSpeed
+# without hf_muon skips all later steps. On a CPU it has no fp16, and does for bf16 what it does there.
+SUMS = {"fp32_sums": True, **BF16}
+SKIPPED = [
+    *(pytest.param(cell, "overflow", BF16, marks=LATER) for cell in STAGES if cell != "0"),
+    *(pytest.param(cell, "overflow", SUMS, marks=LATER, id=f"{cell}-overflow-fp32") for cell in ("1-cpu", "2-cpu")),
+    *(pytest.param(cell, "drop", {}, marks=EVERY) for cell in ("2", "2-cpu", "3", "3-cpu")),
+]
 
-@pytest.mark.first_tier("^2$")
-@pytest.mark.parametrize("stage", ["1", "2", "2-cpu", "3", "3-cpu"])
-def test_a_step_that_overflows_leaves_everything_as_it_was(ranks, stage):
-    """Skip a step as fp16's loss scaling does. On a CPU DeepSpeed has no fp16, and does the same for bf16."""
-    expected = single(5, skipped=3, **BF16)
-    for result in ranks.run(run, last=5, overflow=3, **BF16, **STAGES[stage]):
-        assert_same(result["ended"], expected["states"][5])
-        assert result["steps"] == [4, 4, 4]
+
+@pytest.mark.first_tier("^2-(over|drop)|fp32")
+@pytest.mark.parametrize(("cell", "how", "options"), SKIPPED)
+def test_a_step_that_overflowed_or_whose_gradients_were_dropped_leaves_nothing(ranks, cell, how, options):
+    """Also skip a batch as a loop that leaves out a non-finite loss: backward, zero_grad, and the next batch."""
+    options = {"last": 7, "turns": True, **options}
+    expected = single(skipped=4, **options)["states"][7]
+    for result in ranks.run(run, skips=(how, 4), **options, **STAGES[cell]):
+        assert_same(result["ended"], expected)
+        assert result["steps"] == [6, 6, 6]
 
 
 def parameters_of(file):
@@ -259,3 +273,35 @@ def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
     """Count bytes: ZeRO-2 cuts a flat group in two and most matrices stay whole, ZeRO-3 cuts every matrix."""
     for stage, share in ((2, 0.2), (3, 0.6)):
         assert all(own["sent_bytes"] < share * own["updates"] for own in ranks.run(cost, stage=stage))
+
+
+@pytest.mark.parametrize("kind", [Muon, type("MyMuon", (Muon,), {})])
+def test_the_name_that_deepspeed_sees(kind):
+    """Hide the class name everywhere, because a later DeepSpeed may look at it in more places; it is still a Muon."""
+    optimizer = kind([torch.nn.Parameter(torch.ones(3, 4))])
+    hide_name(optimizer)
+    assert isinstance(optimizer, kind)
+    assert "muon" not in type(optimizer).__name__.lower()
+    hide_name(optimizer)
+    assert "muon" not in type(copy.deepcopy(optimizer)).__name__.lower()
+    if kind is Muon:
+        assert type(pickle.loads(pickle.dumps(optimizer))) is OrthogonalizedMomentum
+
+
+def reports(rank, **options):
+    """Return this rank's reports of a first step that does not reach all parameters."""
+    logger, lines = logging.getLogger("hf_muon"), []
+    logger.setLevel(logging.INFO)
+    keep = mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage()))
+    with keep, mock.patch.dict("os.environ", HF_MUON_STEP_REPORT="1"):
+        run(rank, last=2, viewed=True, **options)
+    logger.setLevel(logging.WARNING)
+    return [line for line in lines if line.startswith("the first step")]
+
+
+@pytest.mark.first_tier("2-cpu|^3$")
+@pytest.mark.parametrize("cell", [cell for cell in STAGES if cell != "0"])
+def test_the_report_has_an_entry_for_each_kind_of_both_halves(ranks, cell, golden):
+    (report,), others = ranks.run(reports, **STAGES[cell])
+    assert others == []  # rank 1
+    golden("deepspeed/first-step", report)

@@ -10,10 +10,14 @@ An area is a file of this folder with a list `CASES`, here one about options of 
 
     CASES = [
         Refusal("unknown-option", "build_optimizer", lambda given: build_optimizer(given, momentun=0.9), given=model),
-        Refusal("invalid-value", "MuonConfig", lambda: MuonConfig(momentum=2), says="momentum=2"),
-        Refusal("fsdp1 rival-optimizer", "hf-muon inspect", inspected, name="both"),
-        Refusal("ranks-disagree", "Muon.step on ranks", lambda pools: pools[2].run(two_rates)),
-        Refusal("no-gradients", "Muon.step", stepped_without_gradients, error=None),
+        Refusal("fsdp1 rival-optimizer", "hf-muon inspect", inspected),
+        *table(
+            [
+                ("invalid-value", "MuonConfig", lambda: MuonConfig(momentum=2), "momentum=2"),
+                ("ranks-disagree", "Muon.step on ranks", lambda pools: pools[2].run(two_rates)),
+            ]
+        ),
+        *table([("no-gradients", "Muon.step", stepped_without_gradients)], error=None),
     ]
 
 `given` makes what must not change, and `attempt` gets it by that name; other arguments of both are fixtures of pytest
@@ -21,7 +25,7 @@ An area is a file of this folder with a list `CASES`, here one about options of 
 command, the errors of all ranks. Functions that run on ranks are functions of the area's module, and compare there.
 With `error=None` nothing is raised, and the text is in the log.
 
-The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_refusals.py). `marks` of a case are marks
+The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_starting.py). `marks` of a case are marks
 of pytest. Test each refusal once for each entry point that has a way of its own to it.
 
 `not_yet.txt` has the codes that no test names. ``python -m tests.messages`` takes those out that have one by now.
@@ -32,7 +36,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +81,18 @@ class Refusal:
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.entry, self.code, self.name])).replace(" ", "_")
+
+
+def table(rows: Iterable[Sequence[Any]], **common: Any) -> list[Refusal]:
+    """Return refusals of rows: the code, the entry point, the attempt, and what the text says, which may be missing.
+
+    If `common` has an `attempt`, rows have what is given in its place.
+    """
+    own = "given" if "attempt" in common else "attempt"
+    return [
+        Refusal(code, entry, name=str(k), says="".join(says), **{own: what}, **common)
+        for k, (code, entry, what, *says) in enumerate(rows)
+    ]
 
 
 def codes_in(text: str) -> set[str]:

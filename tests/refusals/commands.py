@@ -6,11 +6,16 @@ import functools
 import io
 import json
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from hf_muon.cli.model_source import model_from
 from tests.cli.calls import call
 from tests.diagnostics.pages import FILE, write
 from tests.other_muons import gradients, moonlight_like, run
@@ -28,30 +33,44 @@ CONFIG = Qwen3Config(
 )
 
 
-def refused(code, words, files: Mapping[str, str | bytes] = {}, name=""):
-    """Return the case of a command that is called in a folder with a model and files."""
+def refused(code, words, files: Mapping[str, Any] = {}, name="", exit_code=1, says=""):
+    """Return the case of a command called in a folder with a model and files, each a text, or what makes its bytes."""
 
     def given(tmp_path):
         CONFIG.save_pretrained(tmp_path / "model")
         for file, content in files.items():
+            content = content() if callable(content) else content
             (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
         return tmp_path
 
     def attempt(given, monkeypatch):
         monkeypatch.chdir(given)
-        result = call(*words.split() if isinstance(words, str) else words, COLUMNS="300")
-        assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+        result = call(*words.split(), COLUMNS="300")
+        assert (result.exit_code, type(result.exception)) == (exit_code, SystemExit), result.output
         return result.stderr
 
-    return Refusal(code, f"hf-muon {words.split()[0]}", attempt, given=given, name=name)
+    return Refusal(code, f"hf-muon {words.split()[0]}", attempt, given=given, name=name, says=says)
 
 
 def of_file(code, text, command="inspect run.yaml", name=""):
     return refused(code, command, {"run.yaml": text}, name)
 
 
+def reading_weights(tmp_path, monkeypatch):
+    plain = Qwen3ForCausalLM.__init__
+
+    def reads(self, config):
+        plain(self, config)
+        self.lm_head.weight.tolist()
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "__init__", reads)
+    CONFIG.save_pretrained(tmp_path)
+    model_from(tmp_path)
+
+
 INSPECT = [
+    Refusal("constructor-computes", "hf-muon inspect", reading_weights),
     refused("no-such-source", "inspect nowhere"),
     refused("not-on-hub", "inspect nobody/nothing"),
     refused("no-config-json", "inspect empty", {"empty/file": ""}),
@@ -60,11 +79,6 @@ INSPECT = [
     of_file("no-model", "optim: muon"),
     of_file("no-such-source", "model_name_or_path: ./lost", name="of_a_file"),
     of_file("optim-config-in-v0", "model_name_or_path: model\noptim_config: {name: muon}"),
-    of_file("unknown-option", "model_name_or_path: model\noptim_args: ns_step=3"),
-    of_file("rival-optimizer", "model_name_or_path: model\noptim: muon\nuse_muon: true", name="muon"),
-    of_file("rival-optimizer", "model_name_or_path: model\noptim: hf_muon\nuse_muon: true", name="hf_muon"),
-    of_file("finetuning-misfit", "model_name_or_path: model\noptim: muon\nlora_target: nothing_like_it"),
-    of_file("lora-without-muon", "model_name_or_path: model\noptim: muon\nfinetuning_type: lora"),
     *(
         refused("unbuildable-model", "inspect config.json", {"config.json": text}, name)
         for name, text in (("no_json", "{"), ("empty", "{}"), ("unknown", '{"model_type": "unheard"}'))
@@ -81,7 +95,17 @@ PLAN = [
 ]
 
 TRIALS = "sweep run.yaml --rates 1e-5,1e-4 --steps 30 -- no-such-program {file}"
+# Ends the sweep as a scheduler does.
+END = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
 RUN = "model_name_or_path: model\nlearning_rate: 1.0e-4\noptim: muon\n"
+
+
+def interrupted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return call("sweep", "run.yaml", "--rates", "1e-5", "--steps", 30, "--", sys.executable, "-c", END, "{file}").stderr
+
+
 SWEEP = [
     of_file("warmup-too-long", f"{RUN}warmup_steps: 30", TRIALS),
     of_file("fixed-muon-rate", f"{RUN}optim_args: muon_lr=0.02", TRIALS),
@@ -89,24 +113,19 @@ SWEEP = [
     of_file("fsdp1", f"{RUN}fsdp: full_shard\nfsdp_config: {{version: 1}}", TRIALS),
     of_file("loss-of-reward", f"{RUN}stage: ppo", TRIALS),
     of_file("no-model", "optim: muon", TRIALS),
+    Refusal("interrupted", "hf-muon sweep", interrupted),
+    refused("no-file-placeholder", "sweep run.yaml --rates 1e-5 -- train", {"run.yaml": RUN}, exit_code=2),
 ]
 
 
-def metrics(*more):
-    """Return a file of metrics whose eighth line is another, or that is empty."""
+def metrics(line):
+    """Return what makes a file of metrics whose eighth line is another."""
 
-    def given(tmp_path):
-        write(tmp_path / "run").open("a").write("".join(f"{line}\n" for line in more))
-        return tmp_path
+    def content():
+        with tempfile.TemporaryDirectory() as folder:
+            return write(Path(folder) / "run").read_text() + f"{line}\n"
 
-    return given
-
-
-def reported(given, monkeypatch):
-    monkeypatch.chdir(given)
-    result = call("report", "run")
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
-    return result.stderr
+    return {f"run/{FILE}": content}
 
 
 REPORT = [
@@ -114,7 +133,7 @@ REPORT = [
     refused("no-metrics", "report model"),
     refused("no-watched-step", "report run", {f"run/{FILE}": ""}),
     *(
-        Refusal("bad-metrics-line", "hf-muon report", reported, given=metrics(line), says="line 8", name=name)
+        refused("bad-metrics-line", "report run", metrics(line), name, says="line 8")
         for name, line in {
             "list": "[]",
             "unknown": '{"event":"dance"}',
@@ -148,21 +167,8 @@ def pickled(content: object) -> bytes:
 
 def convert(code, content, options="", source="llamafactory-v0", model="model", name="", **files):
     """Return the case of a conversion; content is that of the source's file, or makes it."""
-
-    def given(tmp_path):
-        CONFIG.save_pretrained(tmp_path / "model")
-        (tmp_path / "state.pt").write_bytes(content() if callable(content) else content)
-        for file, text in files.items():
-            (tmp_path / file.replace("_", ".")).write_text(text)
-        return tmp_path
-
-    def attempt(given, monkeypatch):
-        monkeypatch.chdir(given)
-        result = call("convert", "state.pt", "out.pt", "--from", source, "--model", model, *options.split())
-        assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
-        return result.stderr
-
-    return Refusal(code, "hf-muon convert", attempt, given=given, name=name)
+    files = {"state.pt": content, **{file.replace("_", "."): text for file, text in files.items()}}
+    return refused(code, f"convert state.pt out.pt --from {source} --model {model} {options}", files, name)
 
 
 CONVERT = [

@@ -29,16 +29,8 @@ def case(
 ) -> Refusal:
     """Return a case in which the state of a trained optimizer is converted.
 
-    Args:
-        code: of the refusal.
-        says: what its text must have.
-        source: the format.
-        make: makes the optimizer of a model.
-        edit: changes its state; what it returns stands in its place.
-        names: makes the names that are given of the right ones.
-        target: makes the optimizer into which the state is converted.
-        other: makes the model that is given of the one that was trained.
-        name: of the case.
+    The optimizer is one that `make` makes; `edit` changes its state or returns another one, `names` the names that are
+    given, `other` the model, and `target` makes the optimizer of that model.
     """
 
     def given() -> dict[str, Any]:

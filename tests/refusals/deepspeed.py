@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed
+import pytest
 import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.integrations.deepspeed.engine import initialize, wrapping
+from hf_muon.integrations.deepspeed.engine import attach, initialize, wrapping
+from hf_muon.integrations.deepspeed.loading import Loading
 from hf_muon.integrations.deepspeed.refusals import engine_complaint
-from tests.refusals import Refusal
+from hf_muon.optimizer.partitioned import attach_partitions
+from tests.refusals import Refusal, table
+from tests.refusals.ranks import on
 
 
 def model():
@@ -45,28 +52,36 @@ def with_a_list(tmp_path):
     started(muon, tmp_path / "config.json")
 
 
-ARGUMENTS = [
-    Refusal("not-muon", "initialize", lambda: started(lambda m: torch.optim.AdamW(m.parameters())), says="AdamW"),
-    Refusal("not-muon", "initialize", lambda: started(lambda m: None), says="missing", name="none"),
-    Refusal(
-        "not-muon",
-        "initialize",
-        lambda: started(lambda m: lambda params: torch.optim.SGD(params, lr=1)),
-        says="SGD",
-        name="function",
-    ),
-    Refusal("foreign-model", "initialize", lambda: started(lambda _: muon(model())), says=r"0\.weight \(3, 4\)"),
-    Refusal(
-        "foreign-model",
-        "initialize",
-        lambda: started(with_another_head),
-        says=r"1\.weight \(2, 3\), 1\.bias \(2,\), and .*build_optimizer\(model\)",
-        name="other head",
-    ),
-    Refusal("not-a-mapping", "initialize", without_config, says="NoneType"),
-    Refusal("not-a-mapping", "initialize", lambda: started(muon, 3), says="int", name="number"),
-    Refusal("not-a-mapping", "initialize", with_a_list, says="list", name="file"),
-]
+def second_engine():
+    network = model()
+    optimizer = muon(network)
+    attach_partitions(optimizer, {})
+    initialize(model=network, optimizer=optimizer, config={})
+
+
+def given_optimizer(make):
+    return lambda: started(make)
+
+
+FUNCTION, START = lambda params: torch.optim.SGD(params, lr=1), "initialize"
+ARGUMENTS = table(
+    [
+        ("second-engine", START, second_engine),
+        ("not-muon", START, given_optimizer(lambda network: torch.optim.AdamW(network.parameters())), "AdamW"),
+        ("not-muon", START, given_optimizer(lambda _: None), "missing"),
+        ("not-muon", START, given_optimizer(lambda _: FUNCTION), "SGD"),
+        ("foreign-model", START, given_optimizer(lambda _: muon(model())), r"0\.weight \(3, 4\)"),
+        (
+            "foreign-model",
+            START,
+            given_optimizer(with_another_head),
+            r"1\.weight \(2, 3\), 1\.bias \(2,\), and .*build_optimizer\(model\)",
+        ),
+        ("not-a-mapping", START, without_config, "NoneType"),
+        ("not-a-mapping", START, lambda: started(muon, 3), "int"),
+        ("not-a-mapping", START, with_a_list, "list"),
+    ]
+)
 
 NVME = {"device": "nvme", "nvme_path": "/disk"}
 PIPELINED = {**NVME, "pipeline_read": True, "pipeline_write": True, "buffer_count": 8}
@@ -119,6 +134,56 @@ def engine(name="DeepSpeedEngine", **attributes):
     return engine_complaint(type(name, (), {"optimizer": None, **attributes})()) or ""
 
 
+def with_fault(rank: int, fault: str, stage: int) -> str:
+    """Return the error of a start, or of the first step, with a fault."""
+    from tests.deepspeed.runs import build_model, config_of, engine_of, loss_of, rank_of_environment, tokens_of
+
+    try:
+        if fault == "started without us":
+            rank_of_environment()
+            network = build_model()
+            config = config_of(stage) | {"zero_allow_untested_optimizer": True}
+            running, *_ = deepspeed.initialize(model=network, optimizer=build_optimizer(network), config=config)
+        else:
+            running, optimizer = engine_of(stage)
+        wrapper = running.optimizer
+        if fault == "swapped":
+            kind = type("DeepSpeedCPUAdam", (torch.optim.AdamW,), {})  # the real one takes minutes to compile
+            wrapper.optimizer = kind(wrapper.optimizer.param_groups[0]["params"])
+        elif fault == "subclass":
+            wrapper.__class__ = type("OtherZeroOptimizer", (type(wrapper),), {})
+        elif fault == "renamed":
+            name = "fp16_groups" if stage == 3 else "bit16_groups_flat"
+            setattr(wrapper, name + "_", wrapper.__dict__.pop(name))
+        elif fault == "moved" and rank == 1:
+            flat = next(iter(optimizer.partitioned.partitions))
+            flat.data.copy_(flat.data.roll(1))
+        if fault != "started without us":
+            attach(running, optimizer)
+        running.backward(loss_of(running, tokens_of(0)))
+        running.step()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def faults(stage, *rows):
+    return table((code, f"ZeRO-{stage}", on(with_fault, fault=fault, stage=stage), says) for code, fault, says in rows)
+
+
+LAYOUT = "unknown-zero-layout"
+KNOWN = [(LAYOUT, "subclass", "OtherZeroOptimizer"), (LAYOUT, "renamed", ""), (LAYOUT, "moved", "weight")]
+OTHERS = [("replaced-by-flat", "started without us", "initialize"), ("other-optimizer", "swapped", "DeepSpeedCPUAdam")]
+
+
+def fp16_from_zero0():
+    """Return the complaint about a layout, because DeepSpeed has fp16 on GPUs alone."""
+    loading = Loading(None, None, {"load_dir": "run", "load_optimizer_states": True, "load_module_only": False})
+    common = {"precision": "fp16", "ranks": 2, "is_swapped": False, "parameters": {}}
+    loading.source, loading.here = (SimpleNamespace(stage=stage, **common) for stage in (0, 2))
+    return list(loading._refusals())
+
+
 MEGATRON = type("Megatron", (), {"get_model_parallel_world_size": lambda self: 2})
 UNFUSED = type("FP16_UnfusedOptimizer", (), {"loss_scale": 65536})
 IN_BF16 = {"bfloat16_enabled": lambda self: True}
@@ -133,6 +198,9 @@ CASES = [
         Refusal(code, "DeepSpeed", lambda own=tuple(own): moments(*own), RuntimeError, says=own[0], name=" ".join(own))
         for code, *own in MOMENTS
     ),
+    *faults(2, *OTHERS, *KNOWN),
+    *(dataclasses.replace(case, marks=[pytest.mark.extended]) for case in faults(3, *KNOWN)),
+    Refusal("loss-scale-of-zero0", "engine.load_checkpoint", fp16_from_zero0, says="stage to 0"),
     Refusal("unsupported-engine", "attach", lambda: engine("PipelineEngine"), says="PipelineEngine"),
     Refusal("model-parallel", "attach", lambda: engine(mpu=MEGATRON())),
     Refusal("deepspeed-moe", "attach", lambda: engine(has_moe_layers=True)),

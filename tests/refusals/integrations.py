@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import HfArgumentParser, MistralConfig, Qwen3Config, Trainer, TrainingArguments
 
-from hf_muon import MuonOfGroups, _autoload
+from hf_muon import Muon, MuonOfGroups, _autoload
 from hf_muon.integrations.timm import muon_of_groups
 from hf_muon.integrations.transformers.refusals import refuse_failed_hooks, refuse_parts_of_sequences
-from hf_muon.integrations.ulysses import batches, refusals
+from hf_muon.integrations.ulysses import batches, gradients, refusals
 from tests.integrations import plain_script, trainer_runs
 from tests.integrations.trainer_runs import arguments, train
-from tests.refusals import Refusal
+from tests.refusals import Refusal, table
 from tests.rules.attention_models import make
 
 
@@ -114,77 +115,61 @@ class Bag(nn.Module):
         return {"loss": self.table(input_ids).square().mean()}
 
 
-def of_arguments(code: str, name: str = "", says: str = "", **options: Any) -> Refusal:
-    """Return the refusal of TrainingArguments, before there is a model."""
-    return Refusal(code, "TrainingArguments", lambda tmp_path: arguments(tmp_path, **options), says=says, name=name)
+def of_arguments(**options: Any) -> Any:
+    return lambda tmp_path: arguments(tmp_path, **options)
 
 
-def of_training(code: str, network: Any, says: str = "", **options: Any) -> Refusal:
-    attempt = lambda given, tmp_path: train(given, tmp_path, **options)  # noqa: E731
-    return Refusal(code, "Trainer.train", attempt, given=network, says=says)
+def of_training(**options: Any) -> Any:
+    return lambda given, tmp_path: train(given, tmp_path, **options)
 
 
-TRAINER = [
-    Refusal("fsdp1", "Trainer under accelerate launch", environment(ACCELERATE_USE_FSDP="true"), RuntimeError),
-    Refusal(
-        "fsdp1",
-        "Trainer under accelerate launch",
-        environment(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1"),
-        RuntimeError,
-        name="said",
+def create_optimizer(tmp_path: Any) -> None:
+    Trainer(make("qwen3"), arguments(tmp_path, optim_args="qk_clip=100")).create_optimizer()
+
+
+LAUNCH, ARGUMENTS, TRAINER, PARALLEL = "accelerate launch", "TrainingArguments", "Trainer", "ParallelismConfig"
+SHARED = SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=2))
+HOOKS: dict[str, dict[str, Any]] = {
+    "Ulysses": {"sp_size": 2},
+    "batches of Ulysses": {"sp_size": 2},
+    "whole states": {"fsdp": "full_shard"},
+    "callback of Trainer": {},
+}
+OLD = [
+    *(("transformers", version) for version in ("4.57.6", "5.1.0.dev0", "5.5.3")),
+    *(("accelerate", "1.10.1"), ("peft", "0.17.0")),
+]
+RUNS = [
+    *table(
+        [
+            ("fsdp1", LAUNCH, environment(ACCELERATE_USE_FSDP="true")),
+            ("fsdp1", LAUNCH, environment(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")),
+            ("fsdp1", ARGUMENTS, fsdp1_of_the_arguments),
+            ("plain-shards", TRAINER, plain_shards, " 2 ranks"),
+            ("mics", TRAINER, deepspeed),
+            ("unsupported-layout", LAUNCH, environment(ACCELERATE_USE_MEGATRON_LM="true"), "Megatron-LM"),
+            ("unsupported-layout", PARALLEL, parallel(cp_size=2), "cp_size"),
+            ("sp-without-deepspeed", PARALLEL, parallel(sp_size=2), "sp_size"),
+            ("qk-clip-under-sp", TRAINER, lambda: refuse_parts_of_sequences(SHARED, 100.0), "qk_clip=100"),
+            *(("hook-not-in-place", TRAINER, failed_hook(hook, **own), f"'{hook}'") for hook, own in HOOKS.items()),
+            *(("too-old", ARGUMENTS, old(package, version), version) for package, version in OLD),
+        ],
+        error=RuntimeError,
     ),
-    Refusal("fsdp1", "TrainingArguments.fsdp", fsdp1_of_the_arguments, RuntimeError),
-    Refusal("plain-shards", "Trainer", plain_shards, RuntimeError, says=" 2 ranks"),
-    Refusal("mics", "Trainer under DeepSpeed", deepspeed, RuntimeError),
-    Refusal(
-        "unsupported-layout",
-        "Trainer under accelerate launch",
-        environment(ACCELERATE_USE_MEGATRON_LM="true"),
-        RuntimeError,
-        says="Megatron-LM",
+    *table(
+        [
+            ("target-modules", ARGUMENTS, of_arguments(optim_target_modules=["mlp"]), "mlp"),
+            ("unknown-option", ARGUMENTS, of_arguments(optim_args="moment=0.9"), "'moment'.*'momentum'"),
+            ("unknown-option", ARGUMENTS, of_arguments(optim_args={"momentun": 0.8}), "'momentun'.*'momentum'"),
+            ("not-name-value", ARGUMENTS, of_arguments(optim_args="momentum")),
+            ("invalid-value", ARGUMENTS, of_arguments(optim_args="ns_steps=many"), "ns_steps=many"),
+            ("invalid-value", ARGUMENTS, of_arguments(optim_args="momentum=1"), "momentum=1.0"),
+            ("normalized-attention", TRAINER, create_optimizer),
+        ]
     ),
-    Refusal("unsupported-layout", "ParallelismConfig", parallel(cp_size=2), RuntimeError, says="cp_size"),
-    Refusal("sp-without-deepspeed", "ParallelismConfig", parallel(sp_size=2), RuntimeError, says="sp_size"),
-    *(
-        Refusal("hook-not-in-place", "Trainer", failed_hook(hook, **needs), RuntimeError, says=f"'{hook}'", name=hook)
-        for hook, needs in {
-            "Ulysses": {"sp_size": 2},
-            "batches of Ulysses": {"sp_size": 2},
-            "whole states": {"fsdp": "full_shard"},
-            "callback of Trainer": {},
-        }.items()
-    ),
-    *(
-        Refusal("too-old", "TrainingArguments", old(package, version), says=version, name=f"{package} {version}")
-        for package, version in (
-            ("transformers", "4.57.6"),
-            ("transformers", "5.1.0.dev0"),
-            ("transformers", "5.5.3"),
-            ("accelerate", "1.10.1"),
-            ("peft", "0.17.0"),
-        )
-    ),
-    of_arguments("target-modules", says="mlp", optim_target_modules=["mlp"]),
-    of_arguments("unknown-option", "text", "'moment'.*'momentum'", optim_args="moment=0.9"),
-    of_arguments("unknown-option", "mapping", "'momentun'.*'momentum'", optim_args={"momentun": 0.8}),
-    of_arguments("not-name-value", optim_args="momentum"),
-    of_arguments("invalid-value", "unreadable", "ns_steps=many", optim_args="ns_steps=many"),
-    of_arguments("invalid-value", "too large", "momentum=1.0", optim_args="momentum=1"),
-    of_training("lora-without-muon", lora),
-    of_training("matches-nothing", model, "'router'", optim_args="adamw_patterns=router"),
-    of_training("nothing-for-muon", Bag, "Bag"),
-    Refusal(
-        "normalized-attention",
-        "Trainer.create_optimizer",
-        lambda tmp_path: Trainer(make("qwen3"), arguments(tmp_path, optim_args="qk_clip=100")).create_optimizer(),
-    ),
-    Refusal(
-        "qk-clip-under-sp",
-        "Trainer",
-        lambda: refuse_parts_of_sequences(SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=2)), 100.0),
-        RuntimeError,
-        says="qk_clip=100",
-    ),
+    Refusal("lora-without-muon", TRAINER, of_training(), given=lora),
+    Refusal("matches-nothing", TRAINER, of_training(optim_args="adamw_patterns=router"), given=model, says="'router'"),
+    Refusal("nothing-for-muon", TRAINER, of_training(), given=Bag, says="Bag"),
 ]
 
 
@@ -217,6 +202,10 @@ def of_model(cls_to_groups: Any) -> Any:
     return attempt
 
 
+def of_class(**group: Any) -> Any:
+    return of_model(lambda cls, own, net: cls([{"params": list(net.parameters()), **group}], **own))
+
+
 def several_rates(**options: float) -> Any:
     def attempt(given: nn.Sequential) -> None:
         groups = [{"params": list(given[0].parameters()), "lr": 1e-5}, {"params": list(given[1:].parameters())}]
@@ -230,64 +219,53 @@ def twice(**names: Any) -> Any:
     return lambda given: MuonOfGroups([{"params": list(given.parameters()), **names}])
 
 
+def only_default(key: str, where: str) -> Any:
+    def attempt(given: nn.Sequential) -> None:
+        if where == "model":
+            MuonOfGroups(given.parameters(), **{key: True})
+        else:
+            MuonOfGroups([{"params": [given[0].weight], key: True}])
+
+    return attempt
+
+
+def timm_twice(given: nn.Module) -> None:
+    muon_of_groups(given.parameters(), betas=(0.9, 0.95), adamw_betas=(0.9, 0.95))
+
+
+CLASS, OF_GROUPS = "Trainer's class", "MuonOfGroups"
+DEFAULTS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
 GROUPS = [
-    Refusal("no-live-model", "Trainer's class", with_strangers, RuntimeError, says=r"1 of .*\(3, 4\)"),
-    Refusal(
-        "not-for-muon",
-        "Trainer's class",
-        of_model(lambda cls, kwargs, net: cls([{"params": list(net.parameters()), "use_muon": True}], **kwargs)),
-        given=model,
-        says="model.embed_tokens.weight",
-    ),
-    *(
-        Refusal("unknown-option", "Trainer's class", of_model(call), given=model, says="'nesterof'", name=name)
-        for name, call in {
-            "handler": lambda cls, kwargs, net: cls()(net, nesterof=True, **kwargs),
-            "class": lambda cls, kwargs, net: cls([{"params": list(net.parameters())}], nesterof=True, **kwargs),
-            "group": lambda cls, kwargs, net: cls([{"params": list(net.parameters()), "nesterof": True}], **kwargs),
-        }.items()
-    ),
-    Refusal(
-        "one-rate-for-several",
-        "MuonOfGroups",
-        several_rates(muon_lr=1e-4),
-        given=layers,
-        says=r"muon_lr=0.0001 .*1e-05, 2e-05",
-    ),
-    Refusal(
-        "one-rate-for-several", "MuonOfGroups", several_rates(muon_lr=1e-4, lr=0.0), given=layers, name="no rate at all"
-    ),
-    Refusal(
-        "one-rate-for-several",
-        "MuonOfGroups",
-        several_rates(adamw_lr=1e-4),
-        given=layers,
-        says=r"adamw_lr=0.0001 .*1e-05, none",
-        name="none",
-    ),
-    Refusal("given-twice", "MuonOfGroups", twice(betas=(0.9, 0.95), adamw_betas=(0.9, 0.95)), given=layers),
-    Refusal("given-twice", "MuonOfGroups", twice(eps=1e-8, adamw_eps=1e-8), given=layers, says="eps", name="eps"),
-    Refusal(
-        "given-twice",
-        "timm",
-        lambda given: muon_of_groups(given.parameters(), betas=(0.9, 0.95), adamw_betas=(0.9, 0.95)),
-        given=layers,
-    ),
-    *(
-        Refusal(
-            "only-default",
-            f"MuonOfGroups of a {where}",
-            lambda given, key=key, where=where: (
-                MuonOfGroups(given.parameters(), **{key: True})
-                if where == "model"
-                else MuonOfGroups([{"params": [given[0].weight], key: True}])
+    Refusal("no-live-model", CLASS, with_strangers, RuntimeError, says=r"1 of .*\(3, 4\)"),
+    *table(
+        [
+            ("not-for-muon", CLASS, of_class(use_muon=True), "model.embed_tokens.weight"),
+            ("unknown-option", CLASS, of_class(nesterof=True), "'nesterof'"),
+            ("unknown-option", CLASS, of_model(lambda cls, own, net: cls()(net, nesterof=True, **own)), "'nesterof'"),
+            (
+                "unknown-option",
+                CLASS,
+                of_model(lambda cls, own, net: cls([{"params": list(net.parameters())}], nesterof=True, **own)),
+                "'nesterof'",
             ),
-            given=layers,
-            says=f"{key}=True",
-            name=key,
-        )
-        for key in ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
-        for where in ("model", "group")
+        ],
+        given=model,
+    ),
+    *table(
+        [
+            ("one-rate-for-several", OF_GROUPS, several_rates(muon_lr=1e-4), r"muon_lr=0.0001 .*1e-05, 2e-05"),
+            ("one-rate-for-several", OF_GROUPS, several_rates(muon_lr=1e-4, lr=0.0)),
+            ("one-rate-for-several", OF_GROUPS, several_rates(adamw_lr=1e-4), r"adamw_lr=0.0001 .*1e-05, none"),
+            ("given-twice", OF_GROUPS, twice(betas=(0.9, 0.95), adamw_betas=(0.9, 0.95))),
+            ("given-twice", OF_GROUPS, twice(eps=1e-8, adamw_eps=1e-8), "eps"),
+            ("given-twice", "timm", timm_twice),
+            *(
+                ("only-default", f"{OF_GROUPS} of a {where}", only_default(key, where), f"{key}=True")
+                for key in DEFAULTS
+                for where in ("model", "group")
+            ),
+        ],
+        given=layers,
     ),
 ]
 
@@ -308,30 +286,63 @@ def gloo() -> None:
     refusals.refuse_groups_of_gloo(torch.device("cpu"), 4, 2)
 
 
-def of_model_config(code: str, config: Any, implementation: str) -> Refusal:
-    def attempt() -> list[str]:
-        return list(refusals.model_complaints(config(), implementation))
-
-    return Refusal(code, "Ulysses' model", attempt, name=f"{config().model_type} {implementation}")
+def with_layers(kind: str) -> Any:
+    return lambda: Qwen3Config(layer_types=[kind] * 32)
 
 
-def of_batch(code: str, name: str, **rows: Any) -> Refusal:
-    rows = {"input_ids": torch.zeros(2, 4, dtype=torch.long), **rows}
-    return Refusal(code, "Ulysses' batch", lambda given: batches.complete(given, "sdpa"), given=lambda: rows, name=name)
+def of_model_config(config: Any, implementation: str) -> Any:
+    return lambda: list(refusals.model_complaints(config(), implementation))
 
 
+def of_batch(**rows: Any) -> Any:
+    return lambda: {"input_ids": torch.zeros(2, 4, dtype=torch.long), **rows}
+
+
+def dividing(without: str) -> Any:
+    """Return an attempt with an engine that does not say by what it divides gradients."""
+
+    def attempt() -> None:
+        zero, engine = (SimpleNamespace(sequence_parallel_size=2) for _ in range(2))
+        vars(engine).update(optimizer=zero, zero_optimization=lambda: True, mpu=SimpleNamespace())
+        engine.mpu.initialize_sequence_parallel = None
+        del (engine if without == "engine" else zero).sequence_parallel_size
+        gradients.average_over_all_ranks(engine, Muon([layers()[0].weight]))
+
+    return attempt
+
+
+def two_muons() -> None:
+    muons = [Muon([layers()[0].weight]) for _ in range(2)]
+    Accelerator.prepare(SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED")), *muons)  # type: ignore[arg-type]
+
+
+MODEL, BATCH = "Ulysses' model", "Ulysses' batch"
 ULYSSES = [
-    Refusal("ignored-sp-size", "Ulysses", ignored_size, RuntimeError, says="PARALLELISM_CONFIG_SP_SIZE=2"),
-    Refusal("groups-of-gloo", "Ulysses", gloo, RuntimeError, says="2 and 4"),
-    of_model_config("sliding-window", lambda: MistralConfig(sliding_window=8), "sdpa"),
-    of_model_config(
-        "layers-across-ranks", lambda: Qwen3Config(layer_types=["chunked_attention"] * 32), "flash_attention_2"
+    *table(
+        [
+            ("ignored-sp-size", "Ulysses", ignored_size, "PARALLELISM_CONFIG_SP_SIZE=2"),
+            ("groups-of-gloo", "Ulysses", gloo, "2 and 4"),
+            ("several-muons", "Accelerator.prepare", two_muons, "2 Muon"),
+            ("unknown-sp-gradients", "Ulysses", dividing("engine")),
+            ("unknown-sp-gradients", "Ulysses", dividing("optimizer")),
+        ],
+        error=RuntimeError,
     ),
-    of_model_config("layers-across-ranks", lambda: Qwen3Config(layer_types=["linear_attention"] * 32), "sdpa"),
-    of_model_config("dropped-mask", Qwen3Config, "flex_attention"),
-    of_batch("packed-texts", "two texts in a row", position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])),
-    of_batch("left-padding", "padded", attention_mask=torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])),
-    of_batch("dropped-mask", "masked", attention_mask=torch.ones(1, 1, 4, 4)),
+    *table(
+        [
+            ("sliding-window", MODEL, of_model_config(lambda: MistralConfig(sliding_window=8), "sdpa")),
+            ("layers-across-ranks", MODEL, of_model_config(with_layers("chunked_attention"), "flash_attention_2")),
+            ("layers-across-ranks", MODEL, of_model_config(with_layers("linear_attention"), "sdpa")),
+            ("dropped-mask", MODEL, of_model_config(Qwen3Config, "flex_attention")),
+        ]
+    ),
+    *table(
+        [
+            ("packed-texts", BATCH, of_batch(position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]))),
+            ("left-padding", BATCH, of_batch(attention_mask=torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]))),
+            ("dropped-mask", BATCH, of_batch(attention_mask=torch.ones(1, 1, 4, 4))),
+        ],
+        attempt=lambda given: batches.complete(given, "sdpa"),
+    ),
 ]
-
-CASES = [*TRAINER, *GROUPS, *ULYSSES]
+CASES = [*RUNS, *GROUPS, *ULYSSES]

@@ -12,7 +12,7 @@ from hf_muon.integrations.llamafactory.v0 import MEGATRON, RIVALS, check_argumen
 from hf_muon.integrations.llamafactory.v1 import config_from, refuse_unsupported
 from tests.hooks import imported
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD
-from tests.refusals import Refusal
+from tests.refusals import table
 
 
 def parsed(optim: str = "muon", *, do_train: bool = True, optim_args: Any = None, **finetuning: Any) -> None:
@@ -57,54 +57,41 @@ def v1_arguments(layout: str, **options: Any) -> Any:
     return attempt
 
 
-def v1_options(code: str, says: str, **options: Any) -> Refusal:
-    attempt = lambda: config_from({"name": "muon", "lr": 1e-3, **options})  # noqa: E731
-    return Refusal(code, "v1 optim_config", attempt, says=says, name=says.partition("=")[0].strip("'"))
+def v1_options(**options: Any) -> Any:
+    return lambda: config_from({"name": "muon", "lr": 1e-3, **options})
 
 
-def v1_layout(code: str, error: type[Exception], says: str, **args: Any) -> Refusal:
-    return Refusal(
-        code, "v1 dist_config", lambda: refuse_unsupported(SimpleNamespace(**args)), error, says=says, name=says
-    )
+def v1_layout(**args: Any) -> Any:
+    return lambda: refuse_unsupported(SimpleNamespace(**args))
 
 
+V0, OPTIONS, LAYOUT = "LLaMA-Factory", "v1 optim_config", "v1 dist_config"
+NAMES = ("muon", "hf_muon")
 CASES = [
-    *(
-        Refusal(
-            "rival-optimizer",
-            "LLaMA-Factory",
-            only_with_muon(rival, name),
-            says=f"{rival}: true",
-            name=f"{rival} {name}",
-        )
-        for rival in RIVALS
-        for name in ("muon", "hf_muon")
+    *table(
+        [
+            *(("rival-optimizer", V0, only_with_muon(x, name), f"{x}: true") for x in RIVALS for name in NAMES),
+            ("lora-without-muon", V0, lora_alone, 'finetuning_type: full .* optim_args: "lora=muon"'),
+            *(
+                ("unknown-option", f"v1 {x}", v1_arguments(x, name=name, momentun=0.9), "'momentum'")
+                for x in LAYOUTS
+                for name in NAMES
+            ),
+            ("unknown-option", OPTIONS, v1_options(beta=1), "'beta'"),
+            ("unknown-option", OPTIONS, v1_options(wd=0.1, weight_decay=0.2), "'wd'"),
+            ("invalid-value", OPTIONS, v1_options(ns_steps=0), "ns_steps=0"),
+            ("invalid-value", OPTIONS, v1_options(weight_decay=-1), "weight_decay=-1"),
+            ("cp-without-fsdp2", LAYOUT, v1_layout(dist_config=None, cp_size=2), "cp_size: 2"),
+            ("cp-without-fsdp2", LAYOUT, v1_layout(dist_config={"name": "other", "cp_size": 4}), "cp_size: 4"),
+        ]
     ),
-    *(
-        Refusal(
-            "rival-trainer", "LLaMA-Factory", only_with_muon(option), RuntimeError, says=f"{variable}=1", name=option
-        )
-        for option, (variable, _) in MEGATRON.items()
+    *table(
+        [
+            *(("rival-trainer", V0, only_with_muon(x), f"{variable}=1") for x, (variable, _) in MEGATRON.items()),
+            ("hyper-parallel", V0, only_with_muon("use_hyper_parallel")),
+            ("unsupported-layout", LAYOUT, v1_layout(dist_config={"name": "deepspeed"}), "deepspeed"),
+            ("unsupported-layout", LAYOUT, v1_layout(dist_config={"name": "fsdpturbo"}, cp_size=1), "fsdpturbo"),
+        ],
+        error=RuntimeError,
     ),
-    Refusal("hyper-parallel", "LLaMA-Factory", only_with_muon("use_hyper_parallel"), RuntimeError),
-    Refusal("lora-without-muon", "LLaMA-Factory", lora_alone, says='finetuning_type: full .* optim_args: "lora=muon"'),
-    *(
-        Refusal(
-            "unknown-option",
-            f"v1 {layout}",
-            v1_arguments(layout, name=name, momentun=0.9),
-            says="'momentum'",
-            name=name,
-        )
-        for layout in LAYOUTS
-        for name in ("muon", "hf_muon")
-    ),
-    v1_options("unknown-option", "'beta'", beta=1),
-    v1_options("unknown-option", "'wd'", wd=0.1, weight_decay=0.2),
-    v1_options("invalid-value", "ns_steps=0", ns_steps=0),
-    v1_options("invalid-value", "weight_decay=-1", weight_decay=-1),
-    v1_layout("cp-without-fsdp2", ValueError, "cp_size: 2", dist_config=None, cp_size=2),
-    v1_layout("cp-without-fsdp2", ValueError, "cp_size: 4", dist_config={"name": "other", "cp_size": 4}),
-    v1_layout("unsupported-layout", RuntimeError, "deepspeed", dist_config={"name": "deepspeed"}),
-    v1_layout("unsupported-layout", RuntimeError, "fsdpturbo", dist_config={"name": "fsdpturbo"}, cp_size=1),
 ]

@@ -1,8 +1,7 @@
-"""What `orthogonalize` refuses, codes of 8 bits without their scales, and layouts that a plan cannot have."""
+"""What `orthogonalize` refuses, and layouts that a plan cannot have."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,55 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from hf_muon import Muon, MuonConfig, orthogonalize
+from hf_muon import MuonConfig, orthogonalize
 from hf_muon.plan.step_plan import plan_step
-from tests.refusals import Refusal
+from tests.refusals import Refusal, table
+from tests.refusals.optimizer import alone
 
 
 def bad(code: str, says: str, matrix: torch.Tensor | None = None, **options: Any) -> Refusal:
     given = torch.ones(3, 3) if matrix is None else matrix
     name = ", ".join(f"{key}={value}" for key, value in options.items()) or str(tuple(given.shape))
     return Refusal(code, "orthogonalize", lambda: orthogonalize(given, **options), says=says, name=name)
-
-
-def stepped(momentum_dtype: str = "int8") -> Muon:
-    """Return a Muon with the momentum of a matrix of three blocks, and of one of a part of a block."""
-    params = [nn.Parameter(torch.ones(4, 150)), nn.Parameter(torch.ones(5, 20))]
-    optimizer = Muon(params, momentum_dtype=momentum_dtype)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    return optimizer
-
-
-def loads(damage: Callable[[dict[int, dict[str, torch.Tensor]]], None]) -> Callable[[Muon], None]:
-    def load(given: Muon) -> None:
-        saved = copy.deepcopy(stepped().state_dict())
-        damage(saved["state"])
-        given.load_state_dict(saved)
-
-    return load
-
-
-def lose_a_scale(state: dict[int, dict[str, torch.Tensor]]) -> None:
-    del state[1]["momentum_scale"]
-
-
-def read_as_fp32(state: dict[int, dict[str, torch.Tensor]]) -> None:
-    """Leave what a template of fp32 would read: codes as numbers."""
-    for own in state.values():
-        own.pop("momentum_scale")
-        own["momentum_buffer"] = own["momentum_buffer"].float()
-
-
-def cut_a_scale(state: dict[int, dict[str, torch.Tensor]]) -> None:
-    state[0]["momentum_scale"] = state[0]["momentum_scale"][:, :2]
-
-
-def without_a_scale() -> Muon:
-    optimizer = stepped()
-    del optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_scale"]
-    return optimizer
 
 
 def plan(layout: str, ranks: int, **options: Any) -> Callable[[], Any]:
@@ -72,8 +32,13 @@ def plan_without_fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     plan("ddp", 2)()
 
 
+def without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    plan("ddp", 2)()
+
+
 STEP = (3.0, -3.0, 1.0)
-LOADS = "Muon.load_state_dict"
+PLAN = "plan_step"
 CASES = [
     bad("not-a-matrix", r"\(m, n\) or \(B, m, n\).*\(3,\)", torch.zeros(3)),
     bad("not-a-matrix", r"\(1, 2, 3, 4\)", torch.zeros(1, 2, 3, 4)),
@@ -90,33 +55,22 @@ CASES = [
     bad("invalid-value", "ns_steps=2.5", ns_steps=2.5),
     bad("invalid-value", "'fp8'.*auto, bf16, fp16, fp32", ns_dtype="fp8"),
     bad("fp16-on-cpu", "fp16", ns_dtype="fp16"),
-    Refusal(
-        "moments-missing",
-        LOADS,
-        loads(lose_a_scale),
-        given=stepped,
-        says="parameter 1.*momentum_scale",
-        name="one scale",
+    *table(
+        [
+            ("invalid-value", PLAN, plan("fdsp", 2), "fdsp.*: single, ddp, fsdp"),
+            ("invalid-value", PLAN, plan("fsdp", 0), "0 ranks"),
+            ("ranks-of-single", PLAN, plan("single", 2), "2 ranks"),
+            ("replicas-misfit", PLAN, plan("hsdp", 4, replicas=3), "3 replicas.*4 ranks"),
+        ]
     ),
-    *(
-        Refusal("moments-missing", LOADS, loads(read_as_fp32), given=lambda own=own: stepped(own), name=own)
-        for own in ("fp32", "int8")
+    *table(
+        [
+            ("int8-partition", PLAN, plan("zero2", 2, momentum_dtype="int8"), "int8.*bf16"),
+            ("momentum-offload", PLAN, plan("zero2", 2, momentum_offload="cpu")),
+            ("in-process-group", PLAN, alone(lambda _: plan("ddp", 2)())),
+            ("no-distributed", PLAN, without_distributed),
+            ("torch-changed", PLAN, plan_without_fake_groups, "fake process group"),
+        ],
+        error=RuntimeError,
     ),
-    Refusal("moment-shape", LOADS, loads(cut_a_scale), given=stepped, says=r"momentum_scale.*\(4, 2\)"),
-    Refusal(
-        "moments-gone",
-        "Muon.step",
-        lambda given: given.step(),
-        RuntimeError,
-        given=without_a_scale,
-        says="lacks momentum_scale",
-    ),
-    Refusal("moments-gone", "Muon.state_dict", lambda given: given.state_dict(), RuntimeError, given=without_a_scale),
-    Refusal("invalid-value", "plan_step", plan("fdsp", 2), says="fdsp.*: single, ddp, fsdp", name="layout"),
-    Refusal("invalid-value", "plan_step", plan("fsdp", 0), says="0 ranks", name="ranks"),
-    Refusal("ranks-of-single", "plan_step", plan("single", 2), says="2 ranks"),
-    Refusal("replicas-misfit", "plan_step", plan("hsdp", 4, replicas=3), says="3 replicas.*4 ranks"),
-    Refusal("int8-partition", "plan_step", plan("zero2", 2, momentum_dtype="int8"), RuntimeError, says="int8.*bf16"),
-    Refusal("momentum-offload", "plan_step", plan("zero2", 2, momentum_offload="cpu"), RuntimeError),
-    Refusal("torch-changed", "plan_step", plan_without_fake_groups, RuntimeError, says="fake process group"),
 ]

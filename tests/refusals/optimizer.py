@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,9 @@ from torch.distributed.tensor import Shard as Cut
 from hf_muon import Muon, MuonOfGroups, build_optimizer, route_parameters
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from tests.optimizer.cases import REST, SHAPES, parameters, step, stepped
-from tests.refusals import Refusal
+from tests.refusals import Refusal, table
 
 NAN, INF = float("nan"), float("inf")
-
-
-def table(rows: Iterable[tuple[str, str, Callable[..., Any], str]], **common: Any) -> list[Refusal]:
-    """Return refusals of rows: the code, the entry point, an attempt, and what the text says."""
-    return [Refusal(*row[:3], says=row[3], name=str(k), **common) for k, row in enumerate(rows)]
 
 
 # --- arguments
@@ -303,7 +298,10 @@ STEPS = [
         for k, (code, change, says) in enumerate(SPOILED)
     ),
     *table(
-        [("moments-gone", "Muon.step", lambda given: given[1].step(), "momentum_scale")],
+        [
+            ("moments-gone", "Muon.step", lambda given: given[1].step(), "momentum_scale"),
+            ("moments-gone", "Muon.state_dict", lambda given: given[1].state_dict()),
+        ],
         error=RuntimeError,
         given=lambda: spoiled(without_scales, momentum_dtype="int8"),
     ),
@@ -463,6 +461,18 @@ def code_below_the_least(state_dict: Any) -> Any:
     return state_dict
 
 
+def codes_as_numbers(state_dict: Any) -> Any:
+    """Leave what a template of fp32 would read."""
+    for own in state_dict["state"].values():
+        if own.pop("momentum_scale", None) is not None:
+            own["momentum_buffer"] = own["momentum_buffer"].float()
+    return state_dict
+
+
+def codes_into_numbers(given: Any) -> None:
+    given["stepped"][1].load_state_dict(codes_as_numbers(stepped(momentum_dtype="int8")[1].state_dict()))
+
+
 STATES = [
     *(load(code, f"{k} {path[-1]}", put(path, value), says) for k, (code, path, value, says) in enumerate(MUTATIONS)),
     *(load("not-a-state", repr(other), lambda _, other=other: other) for other in (None, 3, [], "state", {"model": 1})),
@@ -470,6 +480,9 @@ STATES = [
     load("moment-too-large", "codes", code_below_the_least, "128", momentum_dtype="int8"),
     load("negative-moment", "scales", put(SCALES, -torch.ones(8, 1)), momentum_dtype="int8"),
     load("moments-missing", "scales", put(SCALES, REMOVED), "momentum_scale", momentum_dtype="int8"),
+    load("moments-missing", "codes as numbers", codes_as_numbers, momentum_dtype="int8"),
+    load("moment-shape", "scales", put(SCALES, torch.ones(8, 2)), r"momentum_scale.*\(8, 2\)", momentum_dtype="int8"),
+    Refusal("moments-missing", "load_state_dict", codes_into_numbers, given=optimizers, name="codes into numbers"),
     *(
         of_another("foreign-state", name, lambda name=name: getattr(torch.optim, name)(parameters()), "use_muon")
         for name in ("AdamW", "SGD", "Muon")

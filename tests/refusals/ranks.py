@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from hf_muon import Muon
+from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer import prepared_steps
 from tests.equality.cells import Cell
 from tests.equality.layouts import FAULTS, Layout, layout_of
 from tests.equality.runs import VICTIM, digest, prepare, train
 from tests.optimizer.cases import gradients, parameters
 from tests.optimizer.cases import run as steps_of
-from tests.refusals import Refusal
+from tests.refusals import table
+from tests.rules.attention_models import backward, make, tokens
 
 Fault = Iterator[None]
 
@@ -109,6 +111,13 @@ def moved_weight(layout: Layout) -> Fault:
 OF_ALL = {"partial gradient": partial_gradient, "moved weight": moved_weight}
 
 
+def error_of(act: Callable[[], Any], kind: type[Exception] = RuntimeError) -> str:
+    """Return the text of an error, which there must be."""
+    with pytest.raises(kind) as error:
+        act()
+    return str(error.value)
+
+
 def step(rank: int, place: str, fault: str) -> str:
     """Return the error of the second step, which has a fault."""
     layout = layout_of(Cell(place=place), rank)
@@ -118,12 +127,8 @@ def step(rank: int, place: str, fault: str) -> str:
     if fault == "initial_lr":  # a scheduler has set it on all ranks
         layout.optimizer.param_groups[0][fault] = 0.25
     fault_of = OF_ALL.get(fault) or (OF_ONE_RANK[fault] if rank == VICTIM else lambda _: contextlib.nullcontext())
-    text = ""
     with fault_of(layout):
-        try:
-            layout.optimizer.step()
-        except RuntimeError as error:
-            text = str(error)
+        text = error_of(layout.optimizer.step)
     assert digest(layout.tensors()) == before
     return text
 
@@ -138,13 +143,10 @@ def other_parameters(rank: int, what: str) -> str:
     optimizer = Muon(groups, replicate_group=dist.group.WORLD)
     for param in params:
         param.grad = torch.ones_like(param)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        assert not optimizer.state
-        assert all(bool((param == 1).all()) for param in params)
-        return str(error)
-    return ""
+    text = error_of(optimizer.step)
+    assert not optimizer.state
+    assert all(bool((param == 1).all()) for param in params)
+    return text
 
 
 def load(rank: int, wrong: str) -> str:
@@ -169,13 +171,9 @@ def load(rank: int, wrong: str) -> str:
             optimizer.register_load_state_dict_pre_hook(lambda *_: {}["mine"])
     elif wrong == "a placement":
         moments["momentum_buffer"] = moved
-    text = ""
-    try:
-        optimizer.load_state_dict(state)
-    except KeyError as error:
-        text = f"{error} [load-hook-failed]"  # of the user's own hook
-    except ValueError as error:
-        text = str(error)
+    kind = KeyError if wrong == "a hook" and rank == VICTIM else ValueError
+    text = error_of(lambda: optimizer.load_state_dict(state), kind)
+    text += " [load-hook-failed]" if kind is KeyError else ""  # it is the error of the user's own hook
     assert all(torch.equal(value, optimizer.state[param][key].to_local()) for key, value in before.items())
     return text
 
@@ -188,20 +186,20 @@ def load_replicas(rank: int) -> str:
     saved = optimizer.state_dict()
     if rank == VICTIM:
         saved["state"][1]["row_second_moment"].fill_(torch.nan)
-    try:
-        optimizer.load_state_dict(saved)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: optimizer.load_state_dict(saved), ValueError)
 
 
 def cut_blocks(rank: int) -> str:
     """Return the error of moments in 8 bits where ranks store parts of rows."""
-    try:
-        layout_of(Cell(place="last-2", model="wide", momentum="int8"), rank)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: layout_of(Cell(place="last-2", model="wide", momentum="int8"), rank))
+
+
+def step_alone(rank: int) -> str:
+    """Return the error of `qk_clip` on ranks whose gradients nobody reduces."""
+    model = make("llama")
+    optimizer = build_optimizer(model, qk_clip=100)
+    backward(model, tokens(1))
+    return error_of(optimizer.step)
 
 
 def on(function: Any, ranks: int = 2, *, alike: bool = True, **options: Any) -> Any:
@@ -225,12 +223,7 @@ STEPS = [
     ("placed-fsdp-2", "option", "ranks-disagree", r"momentum=0\.95 in param group 0, rank 1 has momentum=0\.5"),
     ("copies-2", "initial_lr", "ranks-disagree", r"initial_lr=0\.25 in param group 0, rank 1 has initial_lr=0\.5"),
     ("copies-2", "of a rule", "ranks-disagree", r"rank 1 has of_a_rule=0\.5 in param group 0"),
-    (
-        "placed-fsdp-2",
-        "no state",
-        "moments-gone",
-        r"taken 1 steps .*\(3, 7, 5\) lacks momentum_buffer.*rank 1",
-    ),
+    ("placed-fsdp-2", "no state", "moments-gone", r"taken 1 steps .*\(3, 7, 5\) lacks momentum_buffer.*rank 1"),
     ("placed-fsdp-2", "lr", "invalid-value", "lr=None.*rank 1"),
     ("copies-2", "lr", "invalid-value", "lr=None.*rank 1"),
     ("placed-fsdp-2", "views", "", "TypeError.*rank 1"),
@@ -244,29 +237,22 @@ STEPS = [
 ]
 
 
-def of_step(place: str, fault: str, code: str, says: str) -> Refusal:
-    attempt = on(step, int(place[-1]), place=place, fault=fault)
-    return Refusal(code, "Muon.step on ranks", attempt, says=says, name=f"{place}-{fault}")
-
-
-CASES = [
-    *(of_step(*case) for case in STEPS),
-    Refusal(
-        "int8-blocks", "Muon.step on ranks", on(cut_blocks), says=r"\(7, 130\) .*Shard\(dim=1\).* 130 .* 64,.* bf16"
-    ),
-    Refusal("ranks-disagree", "Muon.step on ranks", on(other_parameters, what="more"), says="62 .*, rank 1 has 63"),
-    Refusal(
-        "ranks-disagree", "Muon.step on ranks", on(other_parameters, what="groups"), says="of 2, rank 1 .* 1 and 1"
-    ),
-    *(
-        Refusal(code, "Muon.load_state_dict on ranks", on(load, alike=alike, wrong=wrong), says=says, name=wrong)
-        for wrong, code, says, alike in [
-            ("not a mapping", "not-a-state", "None.*rank 1", True),
-            ("not finite", "moment-not-finite", "momentum_buffer.*rank 1", True),
-            ("a step", "ranks-disagree", "param group 0 after .* steps", True),
-            ("a hook", "load-hook-failed", "mine", False),
-            ("a placement", "ranks-disagree", "stored as", True),
-        ]
-    ),
-    Refusal("moment-not-finite", "Muon.load_state_dict on ranks", on(load_replicas), says="rank 1", name="replicas"),
-]
+ON, LOAD = "Muon.step on ranks", "Muon.load_state_dict on ranks"
+LOADS = {
+    "not a mapping": ("not-a-state", "None.*rank 1"),
+    "not finite": ("moment-not-finite", "momentum_buffer.*rank 1"),
+    "a step": ("ranks-disagree", "param group 0 after .* steps"),
+    "a hook": ("load-hook-failed", "mine"),
+    "a placement": ("ranks-disagree", "stored as"),
+}
+CASES = table(
+    [
+        *((code, ON, on(step, int(at[-1]), place=at, fault=fault), says) for at, fault, code, says in STEPS),
+        ("int8-blocks", ON, on(cut_blocks), r"\(7, 130\) .*Shard\(dim=1\).* 130 .* 64,.* bf16"),
+        ("logits-of-one-rank", ON, on(step_alone), "one of 2"),
+        ("ranks-disagree", ON, on(other_parameters, what="more"), "62 .*, rank 1 has 63"),
+        ("ranks-disagree", ON, on(other_parameters, what="groups"), "of 2, rank 1 .* 1 and 1"),
+        *((code, LOAD, on(load, alike=wrong != "a hook", wrong=wrong), says) for wrong, (code, says) in LOADS.items()),
+        ("moment-not-finite", LOAD, on(load_replicas), "rank 1"),
+    ]
+)

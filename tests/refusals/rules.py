@@ -18,7 +18,7 @@ from hf_muon.optim_args import parse_optim_args
 from hf_muon.rules import Option, Rule, register, registry, types
 from hf_muon.rules.normalize import SECOND_MOMENT
 from tests.optimizer.cases import SHAPES, gradients, parameters, run
-from tests.refusals import Refusal
+from tests.refusals import Refusal, table
 from tests.rules import others
 from tests.rules.attention_models import backward, make, tokens
 from tests.rules.test_scales import net
@@ -74,12 +74,12 @@ def in_evaluation() -> Any:
     return optimizer
 
 
-def forward_with_a_mask(given: Any) -> None:
+def forward(given: Any) -> None:
     given(input_ids=tokens(1), labels=tokens(1))
 
 
 def masked() -> nn.Module:
-    model = make("llama", "flex_attention")
+    model = make("llama", "flex_attention")  # whose forward pass makes a mask
     build_optimizer(model, qk_clip=100)
     return model
 
@@ -88,35 +88,66 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
+class Attention(nn.Module):
+    """An attention that transformers does not compute."""
+
+    head_dim = 4
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_module(name, nn.Linear(8, 8))
+
+
+def of_attention(*names: str) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleDict({"attention": Attention(*names), "mlp": nn.Linear(8, 8)})
+
+
+def without_keys(given: nn.Module) -> None:
+    groups = [{"params": [(n, p) for n, p in given.named_parameters() if "k_proj" not in n], "qk_clip": 100.0}]
+    MuonOfGroups(groups, model=given)
+
+
+def other_heads() -> nn.Module:
+    """Return a model that gets twice as many query heads behind the optimizer's back."""
+    model = make("llama")
+    build_optimizer(model, qk_clip=100)
+    model.model.layers[0].self_attn.q_proj = nn.Linear(32, 64)
+    return model
+
+
+BUILD, STEP = "build_optimizer", "Muon.step"
 QK_CLIP = [
-    Refusal(
-        "normalized-attention", "build_optimizer", built, given=lambda: make("qwen3"), says="1 more .*q_norm, k_norm"
+    *table(
+        [
+            ("unknown-attention", BUILD, of_attention("q_proj")),
+            ("unknown-attention", BUILD, of_attention("q_proj", "query", "k_proj")),
+            ("unmeasured-attention", BUILD, of_attention("q_proj", "k_proj")),
+            ("normalized-attention", BUILD, lambda: make("qwen3"), "1 more .*q_norm, k_norm"),
+            ("frozen-attention", BUILD, frozen_in_part, r"layers\.0"),
+        ],
+        attempt=built,
     ),
-    Refusal("frozen-attention", "build_optimizer", partial(built, options={"lora": "muon"}), given=lora, name="lora"),
-    Refusal("frozen-attention", "build_optimizer", built, given=frozen_in_part, says=r"layers\.0", name="in part"),
-    Refusal("no-attention", "build_optimizer", partial(built, options={"muon_patterns": "0.weight"}), given=two_layers),
-    Refusal("options-within-attention", "MuonOfGroups", two_thresholds, given=lambda: make("llama"), says="qk_clip"),
-    *(
-        Refusal(code, "Muon.step", lambda given: given.step(), RuntimeError, given, name=given.__name__)
-        for code, given in [
-            ("model-needed", without_model),
-            ("model-needed", a_copy),
-            ("no-forward-pass", in_evaluation),
-        ]
+    Refusal("frozen-attention", BUILD, partial(built, options={"lora": "muon"}), given=lora),
+    Refusal("no-attention", BUILD, partial(built, options={"muon_patterns": "0.weight"}), given=two_layers),
+    *table(
+        [
+            ("weights-without-group", "MuonOfGroups", without_keys, "k_proj"),
+            ("options-within-attention", "MuonOfGroups", two_thresholds, "qk_clip"),
+        ],
+        given=lambda: make("llama"),
     ),
-    Refusal(
-        "unreadable-mask", "a forward pass", forward_with_a_mask, RuntimeError, masked, "flex_attention", marks=COMPILES
+    *table(
+        [
+            ("model-needed", STEP, without_model),
+            ("model-needed", STEP, a_copy),
+            ("no-forward-pass", STEP, in_evaluation),
+        ],
+        attempt=lambda given: given.step(),
+        error=RuntimeError,
     ),
-    *(
-        Refusal(
-            "invalid-value",
-            "Muon",
-            lambda value=value: Muon([nn.Parameter(torch.ones(2, 2))], qk_clip=value),
-            says="qk_clip=",
-            name=f"qk_clip={value}",
-        )
-        for value in (0, -1, "100", True, float("nan"))
-    ),
+    Refusal("heads-misfit", "a forward pass", forward, RuntimeError, other_heads, "8 query .* make 4"),
+    Refusal("unreadable-mask", "a forward pass", forward, RuntimeError, masked, "flex_attention", marks=COMPILES),
 ]
 
 # --- factors of the learning rate, views
@@ -128,6 +159,14 @@ def over(**group: Any) -> Callable[[], Any]:
 
 def one(shape: tuple[int, ...], *views: Any) -> Callable[[], Any]:
     return lambda: Muon([{"params": [nn.Parameter(torch.zeros(shape))], "views": list(views)}])
+
+
+def muon(**options: Any) -> Callable[[], Any]:
+    return lambda: Muon(parameters(), **options)
+
+
+def with_scales(scales: str) -> Callable[[Any], Any]:
+    return lambda given: build_optimizer(given, lr_scales=scales)
 
 
 def without_embedding() -> nn.Module:
@@ -153,47 +192,34 @@ WRONG_VIEWS = [
     *("row 3", "transposed 3", "rows 2x", "rows 3 ", "transposed, transposed", "rows 2*3*4", "columns (3", "rows 3+2"),
 ]
 LISTS = [
-    Refusal("not-one-for-each", "Muon", over(lr_factors=[1.0]), says="1 of 6", name="lr_factors"),
-    Refusal("not-one-for-each", "Muon", over(lr_factors=[-1.0] * 6), name="negative lr_factors"),
-    Refusal("not-one-for-each", "Muon", over(lr_factors=0.5), says=r"0\.5", name="a number of lr_factors"),
-    Refusal("not-one-for-each", "Muon", one((2, 2), "", ""), says="views: 2 of 1", name="views"),
-    *(Refusal("not-a-matrix", "Muon", one((6, 4), view), says="parameter 0", name=view) for view in WRONG_VIEWS),
-    Refusal("not-a-matrix", "Muon", one((6, 4, 2, 2), "rows 6"), says="rows 6", name="view"),
-    *(
-        Refusal(
-            "invalid-value",
-            "MuonConfig",
-            lambda value=value: MuonConfig(lr_scales=value),
-            says="lr_scales=",
-            name=f"lr_scales={value}",
-        )
-        for value in WRONG_SCALES
-    ),
-    *(
-        Refusal(
-            code,
-            "build_optimizer",
-            lambda given, scales=scales: build_optimizer(given, lr_scales=scales),
-            given=given,
-            says=says,
-            name=scales,
-        )
-        for code, given, scales, says in [
-            ("matches-nothing", net, "embedding:2", "Names look like embed_tokens"),
-            ("shadowed-pattern", net, "proj:2|0.proj:3", "'0.proj'"),
-            ("matches-nothing", without_embedding, "embed:2", "only embed_tokens.weight"),
+    *table(
+        [
+            ("not-one-for-each", "Muon", over(lr_factors=[1.0]), "1 of 6"),
+            ("not-one-for-each", "Muon", over(lr_factors=[-1.0] * 6)),
+            ("not-one-for-each", "Muon", over(lr_factors=0.5), r"0\.5"),
+            ("not-one-for-each", "Muon", one((2, 2), "", ""), "views: 2 of 1"),
+            *(("not-a-matrix", "Muon", one((6, 4), view), "parameter 0") for view in WRONG_VIEWS),
+            *(("invalid-value", "Muon", muon(qk_clip=x), "qk_clip=") for x in (0, -1, "100", True, float("nan"))),
+            ("not-a-matrix", "Muon", one((6, 4, 2, 2), "rows 6"), "rows 6"),
+            *(("invalid-value", "MuonConfig", partial(MuonConfig, lr_scales=x), "lr_scales=") for x in WRONG_SCALES),
         ]
     ),
+    *table(
+        [
+            ("matches-nothing", BUILD, with_scales("embedding:2"), "Names look like embed_tokens"),
+            ("shadowed-pattern", BUILD, with_scales("proj:2|0.proj:3"), "'0.proj'"),
+        ],
+        given=net,
+    ),
+    Refusal("matches-nothing", BUILD, with_scales("embed:2"), given=without_embedding, says="only embed_tokens.weight"),
 ]
 
 # --- rules of others, and state of rules
 
 
-def registered_as(changes: Mapping[str, Any] = MappingProxyType({})) -> None:
-    options = {"another": Option(types.flag(), False, "", scope="group")}
-    register(
-        Rule(**{"name": "another", "options": options, "is_on": bool, "direction": others.rows_normalized, **changes})
-    )
+def registered_as(**changes: Any) -> Callable[[], None]:
+    own = {**option("another", scope="group"), "name": "another", "is_on": bool, "direction": others.rows_normalized}
+    return lambda: register(Rule(**{**own, **changes}))
 
 
 def rules() -> dict[str, Any]:
@@ -214,12 +240,12 @@ def entry_point_that_is_gone(monkeypatch: Any) -> None:
         registry.load_entry_points.cache_clear()
 
 
-def of_others(attempt: Callable[[], Any]) -> Callable[[], None]:
-    def attempted() -> None:
+def of_others(function: Callable[[Any], Any], value: Any) -> Callable[[], None]:
+    def attempt() -> None:
         with others.registered():
-            attempt()
+            function(value)
 
-    return attempted
+    return attempt
 
 
 def trained() -> SimpleNamespace:
@@ -230,78 +256,84 @@ def trained() -> SimpleNamespace:
     return SimpleNamespace(weights=weights, optimizer=optimizer)
 
 
-def loaded(given: SimpleNamespace, change: Callable[[Any], Any]) -> None:
-    saved = copy.deepcopy(trained().optimizer.state_dict())
-    change(saved["state"][1])
-    given.optimizer.load_state_dict(saved)
+def loaded(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def attempt(given: SimpleNamespace) -> None:
+        saved = copy.deepcopy(trained().optimizer.state_dict())
+        change(saved["state"][1])
+        given.optimizer.load_state_dict(saved)
+
+    return attempt
 
 
-def stepped(change: Callable[[Any], Any]) -> None:
-    made = trained()
-    before = [weight.detach().clone() for weight in made.weights]
-    change(made.optimizer.state[made.weights[1]])
-    try:
-        made.optimizer.step()
-    finally:
-        assert all(map(torch.equal, made.weights, before))
+def stepped(change: Callable[[Any], Any]) -> Callable[[], None]:
+    def attempt() -> None:
+        made = trained()
+        before = [weight.detach().clone() for weight in made.weights]
+        change(made.optimizer.state[made.weights[1]])
+        try:
+            made.optimizer.step()
+        finally:
+            assert all(map(torch.equal, made.weights, before))
+
+    return attempt
 
 
-def below_the_start_of_a_schedule(given: Any) -> None:
-    given.load_state_dict(Muon(parameters(), momentum=0.5).state_dict())
+def two_decays() -> None:
+    with others.registered():
+        register(Rule(name="another", is_on=bool, apply=others.pulled, decays=True, **option("another", scope="group")))
+        Muon(parameters(), weight_decay_mode="cautious", another=True)
 
 
 LOST: Callable[[Any], Any] = lambda state: state.pop(SECOND_MOMENT)  # noqa: E731
 SMALL: Callable[[Any], Any] = lambda state: state.update({SECOND_MOMENT: torch.zeros(5)})  # noqa: E731
+OPTIONS, REGISTER, LOAD = "MuonConfig.from_mapping", "register", "Muon.load_state_dict"
 RULES = [
-    *(
-        Refusal(code, "register", partial(registered_as, changes=changes), given=rules, says=says, name=says)
-        for code, says, changes in [
-            ("name-taken", "rule 'normalize'", {"name": "normalize"}),
-            ("name-taken", "option 'lr'", option("lr", scope="group")),
-            ("name-taken", "state 'momentum_buffer'", {"state": {"momentum_buffer": "row"}}),
-            ("name-taken", "state 'update'", {"state": {"update": "row"}}),  # update_rms is measured already
-            ("rule-without-function", "another", {"direction": None}),
-            ("rule-scope", "option 'new'", option("new")),
+    *table(
+        [
+            ("name-taken", REGISTER, registered_as(name="normalize"), "rule 'normalize'"),
+            ("name-taken", REGISTER, registered_as(**option("lr", scope="group")), "option 'lr'"),
+            ("name-taken", REGISTER, registered_as(state={"momentum_buffer": "row"}), "state 'momentum_buffer'"),
+            (
+                "name-taken",
+                REGISTER,
+                registered_as(state={"update": "row"}),
+                "state 'update'",
+            ),  # metrics have update_rms
+            ("rule-without-function", REGISTER, registered_as(direction=None), "another"),
+            ("rule-scope", REGISTER, registered_as(**option("new")), "option 'new'"),
+        ],
+        given=rules,
+    ),
+    *table(
+        [
+            ("two-weight-decays", "Muon", two_decays, "another"),
+            ("not-a-rule", REGISTER, lambda: register("normuon"), "normuon"),
+            ("invalid-value", OPTIONS, of_others(MuonConfig.from_mapping, {"their_beta": "2"}), r"their_beta=2\.0"),
+            ("unknown-option", "optim_args", of_others(parse_optim_args, "their_betas=0.5"), "'their_beta'"),
+            ("momentum-below-warmup", "Muon", muon(momentum=0.8, momentum_warmup=3), r"0\.85"),
         ]
     ),
-    Refusal("not-a-rule", "register", lambda: register("normuon"), says="normuon"),
-    Refusal("rule-not-loaded", "MuonConfig.from_mapping", entry_point_that_is_gone, RuntimeError, says="others:GONE"),
-    Refusal(
-        "invalid-value",
-        "MuonConfig.from_mapping",
-        of_others(lambda: MuonConfig.from_mapping({"their_beta": "2"})),
-        says=r"their_beta=2\.0",
-        name="rules of others",
+    *table(
+        [
+            ("moments-missing", LOAD, loaded(LOST), SECOND_MOMENT),
+            ("moment-shape", LOAD, loaded(SMALL), SECOND_MOMENT),
+            ("moment-not-finite", LOAD, loaded(lambda state: state[SECOND_MOMENT].fill_(torch.nan)), SECOND_MOMENT),
+            ("negative-moment", LOAD, loaded(lambda state: state[SECOND_MOMENT].neg_()), SECOND_MOMENT),
+        ],
+        given=trained,
     ),
-    Refusal(
-        "unknown-option",
-        "optim_args",
-        of_others(lambda: parse_optim_args("their_betas=0.5")),
-        says="'their_beta'",
-        name="rules of others",
-    ),
-    *(
-        Refusal(
-            code, "Muon.load_state_dict", partial(loaded, change=change), given=trained, says=SECOND_MOMENT, name=code
-        )
-        for code, change in [
-            ("moments-missing", LOST),
-            ("moment-shape", SMALL),
-            ("moment-not-finite", lambda state: state[SECOND_MOMENT].fill_(torch.nan)),
-            ("negative-moment", lambda state: state[SECOND_MOMENT].neg_()),
-        ]
-    ),
-    *(
-        Refusal("rule-state-gone", "Muon.step", partial(stepped, change), RuntimeError, says=SECOND_MOMENT, name=name)
-        for name, change in [("gone", LOST), ("resized", SMALL)]
-    ),
-    Refusal(
-        "momentum-below-warmup", "Muon", lambda: Muon(parameters(), momentum=0.8, momentum_warmup=3), says=r"0\.85"
+    *table(
+        [
+            ("rule-not-loaded", OPTIONS, entry_point_that_is_gone, "others:GONE"),
+            ("rule-state-gone", STEP, stepped(LOST), SECOND_MOMENT),
+            ("rule-state-gone", STEP, stepped(SMALL), SECOND_MOMENT),
+        ],
+        error=RuntimeError,
     ),
     Refusal(
         "momentum-below-warmup",
-        "Muon.load_state_dict",
-        below_the_start_of_a_schedule,
+        LOAD,
+        lambda given: given.load_state_dict(Muon(parameters(), momentum=0.5).state_dict()),
         given=lambda: Muon(parameters(), momentum_warmup=3),
         says="param group 0",
     ),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from transformers import Qwen3Config
 
 from tests.cli.calls import call
 from tests.refusals import Refusal
+from tests.refusals.commands import CONFIG
 
-SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 FSDP1 = {"fsdp": True, "fsdp_config": {"version": 1}}
 SP = {"parallelism_config": {"sp_size": 2}}
@@ -29,6 +28,9 @@ FILES: list[tuple[dict[str, Any], str, str]] = [
     ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "int8-partition", "adamw_state_dtype=int8"),
     ({"deepspeed": ZERO3, "optim_args": "momentum_offload=cpu"}, "momentum-offload", ""),
     ({"use_muon": True}, "rival-optimizer", "use_muon"),
+    ({"use_muon": True, "optim": "hf_muon"}, "rival-optimizer", "use_muon"),
+    ({"finetuning_type": "lora"}, "lora-without-muon", ""),
+    ({"lora_target": "nothing_like_it"}, "finetuning-misfit", ""),
     ({"use_galore": True}, "rival-optimizer", "use_galore"),
     ({"use_hyper_parallel": True}, "hyper-parallel", ""),
     (FSDP1, "fsdp1", ""),
@@ -54,21 +56,6 @@ FILES_V1: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def written(keys: dict[str, Any], model: str = "model_name_or_path") -> Callable[[Path], Path]:
-    """Return what writes a training file beside the configuration of a small Qwen3, and returns their folder."""
-
-    def given(tmp_path: Path) -> Path:
-        names: dict[str, Any] = (
-            {"optim": "muon"} if model == "model_name_or_path" else {"optim_config": {"name": "muon"}}
-        )
-        config = Qwen3Config(**SIZES, num_attention_heads=2, num_key_value_heads=1, architectures=["Qwen3ForCausalLM"])
-        config.save_pretrained(tmp_path)
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump({model: str(tmp_path), **names, **keys}))
-        return tmp_path
-
-    return given
-
-
 def inspected(given: Path) -> str:
     """Return what a command writes to stderr; its JSON has the same reasons, and the environment stays."""
     environment = dict(os.environ)
@@ -79,18 +66,24 @@ def inspected(given: Path) -> str:
     return result.stderr
 
 
+def of(*row: Any, v1: bool = False) -> Refusal:
+    """Return the case of a training file beside the configuration of a small Qwen3."""
+    keys, code, says = row
+
+    def given(tmp_path: Path) -> Path:
+        CONFIG.save_pretrained(tmp_path)
+        own = {"model": str(tmp_path), "optim_config": {"name": "muon"}}
+        own = own if v1 else {"model_name_or_path": str(tmp_path), "optim": "muon"}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**own, **keys}))
+        return tmp_path
+
+    return Refusal(code, "hf-muon inspect", inspected, given=given, says=says, name="v1" if v1 else "")
+
+
 def with_megatron(given: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("USE_MCA", "1")
     return inspected(given)
 
 
-CASES = [
-    *(Refusal(code, "hf-muon inspect", inspected, given=written(keys), says=says) for keys, code, says in FILES),
-    *(
-        Refusal(code, "hf-muon inspect", inspected, given=written(keys, "model"), says=says, name="v1")
-        for keys, code, says in FILES_V1
-    ),
-    Refusal(
-        "rival-trainer", "hf-muon inspect", with_megatron, given=written({"finetuning_type": "full"}), says="USE_MCA"
-    ),
-]
+MEGATRON = dataclasses.replace(of({"finetuning_type": "full"}, "rival-trainer", "USE_MCA"), attempt=with_megatron)
+CASES = [*(of(*row) for row in FILES), *(of(*row, v1=True) for row in FILES_V1), MEGATRON]

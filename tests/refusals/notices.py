@@ -1,0 +1,111 @@
+"""What is only warned of: the run goes on, in a way that its user may not expect."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_muon import Muon, build_optimizer
+from hf_muon.integrations.transformers import refusals
+from hf_muon.integrations.transformers.callback import MuonCallback
+from hf_muon.math import compiler
+from hf_muon.math.compiler import Readiness
+from hf_muon.optimizer import compilation
+from hf_muon.optimizer.sharded_checkpoints import loading_from
+from tests.optimizer.cases import gradients, parameters, run, stepped
+from tests.refusals import Refusal, table
+from tests.rules.test_scales import net
+
+
+def scaled(scales: str) -> Muon:
+    return build_optimizer(net(), lr_scales=scales)
+
+
+def other_rules() -> None:
+    weights = parameters()
+    saved = Muon(weights)
+    run(saved, weights, gradients(steps=1))
+    Muon(parameters(), normalize="rows").load_state_dict(saved.state_dict())
+
+
+def without_an_option() -> None:
+    optimizer = stepped()[1]
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["nesterov"]
+    optimizer.load_state_dict(state)
+
+
+def without_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model = nn.Linear(6, 4)
+    optimizer = build_optimizer(
+        model, muon_patterns="weight", diagnostics_every=1, diagnostics_file=str(tmp_path / "file" / "metrics.jsonl")
+    )
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+
+
+def shards_of_nothing(tmp_path: Path) -> None:
+    with loading_from(stepped()[1], tmp_path):
+        pass
+
+
+def sharded_by_an_old_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = SimpleNamespace(state_dict_type="SHARDED_STATE_DICT")
+    monkeypatch.setattr(refusals, "accelerator_state", lambda: SimpleNamespace(fsdp_plugin=plugin))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.12.0")
+    refusals.warn_of_shards()
+
+
+def begun_without_moments() -> None:
+    args, state = SimpleNamespace(optim="muon"), SimpleNamespace(global_step=2)
+    MuonCallback().on_train_begin(args, state, None, optimizer=Muon(parameters()))
+
+
+def compiled(decision: bool | None, act: Callable[[], Any]) -> Callable[..., None]:
+    """Return an attempt in a process that has decided whether functions are compiled, and cannot compile them now."""
+
+    def attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compiler, "_decision", decision)
+        monkeypatch.setattr(compiler, "_why_not", lambda *_: "there is no compiler")
+        act()
+
+    return attempt
+
+
+def compile_here() -> None:
+    compiler.readiness({torch.device("cpu"): [torch.float32]})
+
+
+def cannot() -> None:
+    compilation.decide([Readiness.CANNOT], Readiness.CANNOT, "there is no compiler", list, list)
+
+
+def other_scales() -> None:
+    scaled("embed:0.25").load_state_dict(scaled("embed:2").state_dict())
+
+
+LOAD, STEP = "load_state_dict", "Muon.step"
+CASES = [
+    *table(
+        [
+            ("lr-scales-of-run", LOAD, other_scales, "lr x 0.25, there 2"),
+            ("rules-of-run", LOAD, other_rules, "normalize"),
+            ("options-of-run", LOAD, without_an_option, "nesterov"),
+            ("metrics-not-written", STEP, without_a_folder, "metrics.jsonl"),
+            ("unreadable-shards", "loading_from", shards_of_nothing, "metadata"),
+            ("shards-not-loadable", "Trainer", sharded_by_an_old_accelerate, r"1\.12\.0"),
+            ("no-optimizer-state", "Trainer", begun_without_moments, "optimizer.pt"),
+            ("not-compiled", STEP, compiled(None, cannot), "no compiler"),
+        ],
+        error=None,
+    ),
+    Refusal("not-compilable", STEP, compiled(True, compile_here), RuntimeError, says="cpu: there is no compiler"),
+]
