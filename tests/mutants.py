@@ -5,18 +5,16 @@ a loop has no iterations), or the loss of a call whose result nobody uses. For e
 code, the same for the same seed, runs the tests of the first tier on each mutant until one fails, and prints:
 
     killed    and the test that failed: as it should be
-    survived  No test protects the behaviour of that line, or the change has no effect that a user could see, such as a
-              bound that is never reached or a faster way to the same result. Read the line and decide. The first kind
-              deserves a test that compares with something simpler; the second often shows code that could be deleted.
+    survived  No test protects the behaviour of that line, which deserves a test that compares with something simpler;
+              or the change has no effect that a user could see, and the code could often be deleted.
     timeout   The tests took three times as long as without a mutant, as when ranks wait for each other: as killed.
     gone      The line that `--replay` looks for is no longer there.
 
-`--out FILE` adds a JSON line to a file for each mutant; started again with the file, the tool goes on. `--replay FILE`
-takes the mutants of such a file, which it finds by file, operator and line, instead of drawing any: it asks the tests
-of another commit about the same mutants; tests/mutants.jsonl has some of commit 1a451fe. Everything happens in a
-temporary worktree of `--commit`. The checkout is not touched, and what is not committed is not tested. Before the first
-mutant of a room its tests have to pass, so that a test with a clock, which fails on a busy machine, is not taken for
-one that kills.
+`--out FILE` adds a JSON line for each mutant; started again with the file, the tool goes on. `--replay FILE` takes the
+mutants of such a file, found by file, operator and line, instead of drawing any: it asks the tests of another commit
+about the same ones; tests/mutants.jsonl has some of commit 1a451fe. Everything happens in a temporary worktree of
+`--commit`; what is not committed is not tested. A room's tests have to pass before its first mutant, so that a test
+that fails on a busy machine is not taken for one that kills.
 """
 
 from __future__ import annotations
@@ -49,12 +47,12 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOMS = {
-    "math": ("tests/math", "tests/optimizer", "tests/refusals"),
-    "storage": ("tests/storage", "tests/distributed", "tests/equality", "tests/refusals"),
-    "distributed": ("tests/storage", "tests/distributed", "tests/equality", "tests/refusals"),
-    "optimizer": ("tests/optimizer", "tests/distributed", "tests/equality", "tests/refusals"),
-    "rules": ("tests/rules", "tests/equality", "tests/refusals"),
-    "routing": ("tests/routing", "tests/rules", "tests/refusals"),
+    "math": ("math", "optimizer", "refusals"),
+    "storage": ("storage", "distributed", "equality", "refusals"),
+    "distributed": ("storage", "distributed", "equality", "refusals"),
+    "optimizer": ("optimizer", "distributed", "equality", "refusals"),
+    "rules": ("rules", "equality", "refusals"),
+    "routing": ("routing", "rules", "refusals"),
 }
 FIRST_TIER = '-m "not gpu and not extended"'  # for pytest
 # Arithmetic stays arithmetic: an error of types is killed by any test that runs the line.
@@ -260,7 +258,8 @@ def main() -> None:
 
     with worktree(options.commit) as root:
         for room in rooms:
-            paths = [path for path in options.tests or ROOMS[room] if (root / path).exists()]
+            paths = options.tests or [f"tests/{folder}" for folder in ROOMS[room]]
+            paths = [path for path in paths if (root / path).exists()]
             which = [*shlex.split(options.only), *paths]
             mutants = [old for old in replayed if old["room"] == room and old["result"] != "clean"]
             if not options.replay:

@@ -204,83 +204,64 @@ class StandIn(torch.Tensor):
         return self.inner.tolist()
 
 
+_BLOCKING = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+
+
+def _tensors(values):
+    return [value for value in tree_leaves(values) if torch.is_tensor(value)]
+
+
+def _nbytes(tensors):
+    return sum(t.numel() * t.dtype.itemsize for t in tensors)
+
+
 def _dispatched(func, args, kwargs):
     """Compute on the CPU, and note the operation on the device."""
-    device_in, device_out = False, False
-    wrappers = {}
+    wrappers = {id(t.inner): t for t in _tensors((args, kwargs)) if isinstance(t, StandIn)}
 
     def unwrapped(value):
-        nonlocal device_in, device_out
-        if isinstance(value, StandIn):
-            device_in = True
-            wrappers[id(value.inner)] = value
-            return value.inner
         if isinstance(value, torch.device) and value.type == "standin":
-            device_out = True
             return torch.device("cpu")
-        return value
+        return value.inner if isinstance(value, StandIn) else value
 
-    asks_for_cpu = isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "cpu"
     inner_args, inner_kwargs = tree_map(unwrapped, list(args)), tree_map(unwrapped, kwargs)
-    name = func._schema.name
-    mutated = {
-        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
-    }
-    by_name = {a.name: value for a, value in zip(func._schema.arguments, inner_args, strict=False)} | inner_kwargs
-    writes = [t for key in mutated for t in tree_leaves(by_name.get(key)) if torch.is_tensor(t)]
-    reads = [t for value in by_name.values() for t in tree_leaves(value) if torch.is_tensor(t)]
-    before = {id(t) for t in reads}
-    storages = {t.untyped_storage()._cdata for t in reads}
+    name, arguments = func._schema.name, func._schema.arguments
+    by_name = {a.name: value for a, value in zip(arguments, inner_args, strict=False)} | inner_kwargs
+    writes = _tensors([by_name.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write])
+    reads = _tensors(by_name)
+    before, storages = {id(t) for t in reads}, {t.untyped_storage()._cdata for t in reads}
     result = func(*inner_args, **inner_kwargs)
-    outputs = [t for t in tree_leaves(result) if torch.is_tensor(t)]
+    outputs = _tensors(result)
     is_view = bool(outputs) and not writes and all(t.untyped_storage()._cdata in storages for t in outputs)
-    to_cpu = device_in and asks_for_cpu
+    to_cpu = bool(wrappers) and isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "cpu"
     on_host = name == "aten::copy_" and not isinstance(args[0], StandIn)
     if on_host or to_cpu:
-        DEVICE.copied["out"] += sum(t.numel() * t.dtype.itemsize for t in outputs)
-    elif name in ("aten::copy_", "aten::_to_copy") and not isinstance(
-        args[-1 if name == "aten::copy_" else 0], StandIn
-    ):
-        source = args[1] if name == "aten::copy_" else args[0]
-        if torch.is_tensor(source) and not isinstance(source, StandIn):
-            DEVICE.copied["in"] += source.numel() * source.dtype.itemsize
+        DEVICE.copied["out"] += _nbytes(outputs)
+    elif name in ("aten::copy_", "aten::_to_copy"):
+        source = args[1 if name == "aten::copy_" else 0]
+        DEVICE.copied["in"] += 0 if isinstance(source, StandIn) else _nbytes(_tensors([source]))
     if not is_view:
-        blocks = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
         crosses = any(
-            not isinstance(t, StandIn) and t.device.type == "cpu" and t.ndim
-            for t in tree_leaves((args, kwargs))
-            if torch.is_tensor(t)
+            not isinstance(t, StandIn) and t.device.type == "cpu" and t.ndim for t in _tensors((args, kwargs))
         )
-        blocks = (blocks and (crosses or to_cpu)) or name in (
-            "aten::_local_scalar_dense",
-            "aten::equal",
-            "aten::nonzero",
-        )
+        at_once = kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2])
+        blocks = (not at_once and (crosses or to_cpu)) or name in _BLOCKING
         DEVICE.run(name, reads, [*writes, *(t for t in outputs if id(t) not in before)], blocks)
     if to_cpu or on_host:
         return args[0] if on_host else result
-
-    def wrapped(value):
-        return wrappers[id(value)] if id(value) in wrappers else StandIn(value)
-
-    return tree_map(lambda value: wrapped(value) if torch.is_tensor(value) else value, result)
-
-
-def _created(func, *args, **kwargs):
-    return _dispatched(func, args, kwargs)
+    wrappers |= {id(t): StandIn(t) for t in outputs if id(t) not in wrappers}
+    return tree_map(lambda value: wrappers[id(value)] if torch.is_tensor(value) else value, result)
 
 
 _library = torch.library.Library("_", "IMPL")
-_library.fallback(_created, "PrivateUse1")
+_library.fallback(lambda func, *args, **kwargs: _dispatched(func, args, kwargs), "PrivateUse1")
 
 
 class HostAccesses(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes what the host does with its own tensors, so that races with copies are accesses."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        leaves = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+        leaves, name = _tensors((args, kwargs)), func._schema.name
         if not any(isinstance(t, StandIn) for t in leaves):
-            writes = func._schema.name.endswith("_")
-            DEVICE.run_on_host(func._schema.name, leaves, leaves[:1] if writes else [])
-        return func(*args, **kwargs)
+            DEVICE.run_on_host(name, leaves, leaves[:1] if name.endswith("_") else [])
+        return func(*args, **kwargs or {})

@@ -1,4 +1,4 @@
-"""Which room may import what, and what importing the package imports."""
+"""Which room may import what, what importing the package imports, and that its deprecation warnings are errors."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def test_every_room_is_in_the_list():
     assert there - {"__init__"} == LEVEL.keys()
 
 
-@pytest.mark.parametrize("room", LEVEL)
-def test_imports_go_downward(room):
-    for path in files(room):
+def test_imports_go_downward():
+    for room, path in [(name, path) for name in LEVEL for path in files(name)]:
         for imported in imports(path.read_text(encoding="utf-8")):
             top, *rest = imported.split(".")
             if top == "hf_muon" and rest:
@@ -95,3 +94,16 @@ def test_public_names():
     assert set(hf_muon.__all__) <= set(dir(hf_muon))
     with pytest.raises(AttributeError, match=r"'Moon' \[unknown-name\]"):
         _ = hf_muon.Moon
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+def test_only_warnings_of_our_code_are_errors_here_and_in_processes_that_tests_start(category):
+    code = f"import warnings; warnings.warn('old', {category.__name__})"
+    with pytest.raises(category):
+        exec(code, {"__name__": "hf_muon.math.gram"})
+    with pytest.warns(category):
+        exec(code, {"__name__": "torch.optim"})
+    here = f"exec({code!r}, {{'__name__': 'torch.optim'}}); print('no error')"
+    there = f"exec({code!r}, {{'__name__': 'hf_muon.build'}})"
+    process = subprocess.run([sys.executable, "-c", f"{here}\n{there}"], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (1, "no error\n"), process.stderr

@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 RUN = """
 import os, signal, sys, tempfile
 from multiprocessing import util
@@ -19,38 +17,26 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the bac
 use_own_folder()
 tempfile.mkdtemp()
 util.get_temp_dir()  # which multiprocessing deletes itself
-{ending}
 """
 
 
-def run(folder, ending):
-    """Return the exit code of a run that makes a folder for temporary files in another one, and what it printed."""
+def test_a_run_leaves_nothing_unless_it_is_killed_and_the_next_deletes_that(tmp_path):
+    assert Path(tempfile.gettempdir()).name.startswith("hf_muon_tests_")  # of this run
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    environment |= {"TMPDIR": str(folder), "PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.run(
-        [sys.executable, "-c", RUN.format(ending=ending)], env=environment, capture_output=True, text=True, check=False
-    )
-    return process.returncode, process.stderr.replace("KeyboardInterrupt", "")
+    environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
 
+    def run(ending, code, left=()):
+        """Run something with its own folder; expect an exit code, and what stands in the folder afterwards."""
+        process = subprocess.run([sys.executable, "-c", RUN + ending], env=environment, capture_output=True, text=True)
+        assert process.returncode == code, process.stderr
+        assert "Error" not in process.stderr.replace("KeyboardInterrupt", "")
+        assert left is None or list(tmp_path.iterdir()) == list(left)
 
-@pytest.mark.parametrize(
-    ("ending", "code"), [("", 0), ("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT)]
-)
-def test_a_run_leaves_nothing(ending, code, tmp_path):
-    exit_code, printed = run(tmp_path, ending)
-    assert exit_code == code
-    assert "Error" not in printed
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_run_has_left_goes_with_the_next_and_what_runs_stays(tmp_path):
-    assert run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")[0] == -signal.SIGKILL
+    run("", 0)
+    run("sys.exit(1)", 1)
+    run("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT)
+    run("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, left=None)
     assert [len(list(folder.iterdir())) for folder in tmp_path.iterdir()] == [2]
-    live = tmp_path / f"hf_muon_tests_{os.getpid()}"
+    live = tmp_path / f"hf_muon_tests_{os.getpid()}"  # of a run that goes on
     live.mkdir()
-    run(tmp_path, "")
-    assert list(tmp_path.iterdir()) == [live]
-
-
-def test_this_run_has_a_folder_of_its_own():
-    assert Path(tempfile.gettempdir()).name.startswith("hf_muon_tests_")
+    run("", 0, left=[live])

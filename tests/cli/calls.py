@@ -12,7 +12,7 @@ from hf_muon.cli.app import app
 
 def call(*arguments, **environment):
     env = {"HF_HUB_OFFLINE": "1", **environment}
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env, input="y\n")
 
 
 def report_of(*arguments):

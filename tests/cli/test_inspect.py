@@ -1,4 +1,4 @@
-"""`hf-muon inspect` on checkpoints, training files, adapters and model cards."""
+"""`hf-muon inspect` on checkpoints, training files, adapters, model cards, and models with code of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
+from accelerate.state import PartialState
 from transformers import Qwen3ForCausalLM
 
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.model_source import known_configs, model_from, read_source
-from tests.cli.calls import report_of, training_yaml, transcript
+from hf_muon.routing.model_facts import text_config_of
+from tests.cli.calls import call, report_of, training_yaml, transcript
+from tests.refusals import codes_in
 
 YAMLS = sorted((Path(__file__).parents[2] / "examples" / "yaml").glob("*.yaml"))
 WEIGHTS = {
@@ -92,11 +96,6 @@ def test_training_yamls(small, tmp_path, golden):
     golden("cli/examples", "\n".join(lines))
 
 
-def test_weights_are_not_needed(small, tmp_path):
-    (tmp_path / "config.json").write_text((small[1] / "config.json").read_text())
-    assert all(p.is_meta for p in read_source(str(tmp_path)).model.parameters())
-
-
 @pytest.mark.parametrize("read", [lambda t: t.sum().item(), lambda t: bool(t.any()), lambda t: t.tolist()])
 def test_a_constructor_that_reads_weights_allocates_nothing(small, monkeypatch, read):
     built, plain = [], Qwen3ForCausalLM.__init__
@@ -129,7 +128,9 @@ def test_options_of_the_run_and_of_the_command_line(small, tmp_path):
     [("t5", "T5ForConditionalGeneration"), ("whisper", "WhisperForConditionalGeneration"), ("vit", "ViTModel")],
 )
 def test_a_configuration_that_names_no_class(tmp_path, kind, model_class):
-    assert type(model_from(config_json(tmp_path, model_type=kind))).__name__ == model_class
+    model = model_from(config_json(tmp_path, model_type=kind))
+    assert type(model).__name__ == model_class
+    assert all(param.is_meta for param in model.parameters())
 
 
 def test_cards_have_as_many_weights_as_the_published_models():
@@ -139,3 +140,96 @@ def test_cards_have_as_many_weights_as_the_published_models():
         assert all(param.is_meta for param in params), card
         found[card] = sum(param.numel() for param in params)
     assert {card: found[card] for card in WEIGHTS} == WEIGHTS
+
+
+def test_a_checkpoint_that_a_run_may_dequantize(small, tmp_path):
+    config = json.loads((small[1] / "config.json").read_text())
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = config_json(tmp_path / "quantized", **config, quantization_config=quantized)
+    expected = report_of("inspect", small[1])["muon"]
+    for source in (folder, training_yaml(tmp_path, folder)):
+        report = report_of("inspect", source)
+        assert report["muon"] == expected
+        assert any("the checkpoint is quantized, and this table is" in note for note in report["notes"])
+    lora = training_yaml(tmp_path, folder, finetuning_type="lora", optim_args="lora=muon")
+    report = report_of("inspect", lora)
+    assert (report["muon"]["parameters"], report["notes"]) == (2 * 6 * 7, [])
+
+
+@pytest.mark.parametrize("name", ["Musicgen", "MusicgenMelody"])
+def test_a_model_with_two_text_configurations(tmp_path, name):
+    """Read a model with a text encoder and a decoder, between which transformers does not choose."""
+    text = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 2}
+    decoder = {"vocab_size": 60, "hidden_size": 16, "ffn_dim": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio = {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_size": 8}
+    parts = {"text_encoder": {"model_type": "t5", **text}, "audio_encoder": audio, "decoder": decoder}
+    config = getattr(transformers, f"{name}Config")(**parts, architectures=[f"{name}ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    assert report_of("inspect", tmp_path)["muon"]["weights"] > 0
+    assert report_of("plan", tmp_path, "--layout", "fsdp", "--ranks", 2)
+    assert text_config_of(config) is config.decoder
+
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"deepspeed": ZERO3},
+        {"deepspeed": {**ZERO3, "optimizer": {}}, "optim": None},
+        {"fsdp": True, "fsdp_config": {"version": 2}},
+        {"parallelism_config": {"sp_size": 2}, "deepspeed": ZERO3},
+        {"bf16": True, "tf32": True, "learning_rate": "1e-5", "learning_rate_of_mine": 3, "report_to": "wandb"},
+        {"optim": "galore_adamw", "optim_target_modules": ["mlp"], "optim_args": "rank=8"},
+    ],
+)
+def test_what_a_run_of_several_ranks_or_of_another_optimizer_has_is_not_refused(small, tmp_path, monkeypatch, keys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "USE_MCA": "1"}.items():
+        monkeypatch.setenv(name, value)
+    state = dict(PartialState._shared_state)
+    result = call("inspect", training_yaml(tmp_path, small[1], **keys))
+    assert result.exit_code == 0, result.stderr
+    assert PartialState._shared_state == state
+
+
+def test_the_table_stands_above_the_reasons_and_of_another_optimizer_they_are_notes(small, tmp_path):
+    result = call("inspect", training_yaml(tmp_path, small[1], use_muon=True))
+    assert "mlp.up_proj.weight " in result.stdout
+    assert result.stderr.count("\n  - ") == 1
+    other = training_yaml(tmp_path, small[1], optim="adamw_torch", use_muon=True, optim_args="rank=8")
+    result = call("inspect", other)
+    assert result.exit_code == 0, result.stderr
+    assert "[rival-optimizer]" in result.stdout
+
+
+REMOTE = """
+from transformers import PretrainedConfig, PreTrainedModel
+from torch import nn
+
+class NetConfig(PretrainedConfig):
+    model_type = "net_of_mine"
+
+class Net(PreTrainedModel):
+    config_class = NetConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = nn.Linear(6, 4)
+        self.post_init()
+"""
+
+
+def test_remote_code_runs_with_the_option_alone_and_nothing_is_asked(tmp_path, monkeypatch):
+    """Answer yes to each question, in case there is one."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    own = {"AutoConfig": "net.NetConfig", "AutoModelForCausalLM": "net.Net"}
+    folder = config_json(tmp_path / "remote", model_type="net_of_mine", architectures=["Net"], auto_map=own)
+    (folder / "net.py").write_text("raise SystemExit('it has run')")
+    for command in ("inspect", "plan"):
+        result = call(command, folder)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "--trust-remote-code" in result.stderr
+        assert codes_in(result.stderr) == {"unbuildable-model"}
+    (folder / "net.py").write_text(REMOTE)
+    report = report_of("inspect", folder, "--trust-remote-code")
+    assert (report["model"], report["muon"]) == ("Net", {"parameters": 1, "weights": 24})

@@ -94,9 +94,12 @@ def test_weights_are_planned_in_the_dtype_in_which_the_run_stores_them(small, tm
         assert report_of("plan", source, "--layout", layout, "--ranks", ranks)["dtype"] == dtype
 
 
-def test_a_known_model_by_its_name_on_the_hub(monkeypatch):
+def test_a_known_model_by_its_name_on_the_hub_and_wrong_numbers(monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)  # nothing is fetched
     assert model_from("Qwen/Qwen3-0.6B").config.hidden_size == known_configs()["qwen3-0.6b"]["hidden_size"]
+    for option, number in (("--batch-size", "0"), ("--sequence-length", "-1"), ("--memory", "0")):
+        result = call("plan", "qwen3-0.6b", option, number)
+        assert (result.exit_code, option in result.stderr) == (2, True)
 
 
 @pytest.mark.extended
@@ -107,10 +110,3 @@ def test_a_trillion_weights_on_a_thousand_ranks():
     assert sum(report["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
     state = 4 * report["muon_weights"] + 8 * report["adamw_weights"]
     assert sum(report["state_bytes"]) == pytest.approx(state, rel=1e-3)
-
-
-@pytest.mark.parametrize("words", [["--batch-size", "0"], ["--sequence-length", "-1"], ["--memory", "0"]])
-def test_numbers_that_are_not_above_zero_are_wrong_usage(words):
-    result = call("plan", "qwen3-0.6b", *words)
-    assert result.exit_code == 2
-    assert words[0] in result.stderr

@@ -42,15 +42,9 @@ folder.mkdir(parents=True)
 (folder / "model.safetensors").write_text("weights")
 (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
 """
-SETTINGS = {
-    "model_name_or_path": "qwen3-0.6b",
-    "learning_rate": 1e-4,
-    "optim": "muon",
-    "optim_args": "momentum=0.9",
-    "save_steps": 5,
-    "logging_steps": 10,
-    "push_to_hub": True,
-}
+SETTINGS = {"model_name_or_path": "qwen3-0.6b", "learning_rate": 1e-4, "optim": "muon", "optim_args": "momentum=0.9"}
+OTHERS = {"save_steps": 5, "logging_steps": 10, "push_to_hub": True}
+RATES = ("--rates", "1e-5,1e-4,1e-3")
 
 
 @pytest.fixture
@@ -63,19 +57,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(folder, **changes):
-    settings = {key: value for key, value in {**SETTINGS, **changes}.items() if value is not None}
-    (folder / "run.json").write_text(json.dumps(settings))
-
-
-RATES = ("--rates", "1e-5,1e-4,1e-3")
-
-
-def arguments(*options):
-    return ["sweep", "run.json", "--steps", "30", *options, "--", sys.executable, "-S", "program.py", "{file}"]
+    (folder / "run.json").write_text(json.dumps({**SETTINGS, **OTHERS, **changes}))
 
 
 def sweep(*options, **environment):
-    return call(*arguments(*options), COLUMNS="300", **environment)
+    words = ["--steps", "30", *options, "--", sys.executable, "-S", "program.py", "{file}"]
+    return call("sweep", "run.json", *words, COLUMNS="300", **environment)
 
 
 def starts():
@@ -83,12 +70,9 @@ def starts():
 
 
 def results(folder):
-    """Return what a sweep has kept of each trial, without its time and the folder's name."""
-    found = {}
-    for file in sorted(folder.glob("*/result.json")):
-        result = json.loads(file.read_text())
-        found[result["rate"]] = (result["losses"], result["eval_loss"])
-    return found
+    """Return the losses of each trial that ended."""
+    found = (json.loads(file.read_text()) for file in sorted(folder.glob("*/result.json")))
+    return {result["rate"]: (result["losses"], result["eval_loss"]) for result in found}
 
 
 @pytest.mark.promise("sweep")
@@ -112,47 +96,36 @@ def test_the_rate_with_the_lowest_loss(folder, golden):
 
 def test_a_trial_is_the_users_file_with_few_changes(folder):
     write(folder, resume_from_checkpoint="out/checkpoint-4")
-    assert sweep(*RATES).exit_code == 0
+    assert sweep("--rates", "1e-3").exit_code == 0
     trial = folder / "run_sweep" / "0.001"
     assert json.loads((trial / "run.json").read_text()) == {
-        "model_name_or_path": "qwen3-0.6b",
+        **SETTINGS,
         "learning_rate": 1e-3,
-        "optim": "muon",
-        "optim_args": "momentum=0.9",
+        "max_steps": 30,
+        "output_dir": str(trial / "output"),
         "logging_steps": 1,
         "logging_strategy": "steps",
         "logging_nan_inf_filter": False,
-        "push_to_hub": False,
-        "max_steps": 30,
-        "output_dir": str(trial / "output"),
+        "report_to": "none",
         "save_strategy": "steps",
         "save_steps": 30,
         "save_only_model": True,
         "load_best_model_at_end": False,
-        "report_to": "none",
+        "push_to_hub": False,
     }
     left = [path.name for path in (trial / "output").rglob("*") if path.is_file()]
     assert left == ["trainer_state.json"]
-
-
-def test_llamafactory_v1():
-    settings = {"model": "m", "optim_config": {"name": "muon", "momentum": 0.9, "lr": 1e-5}}
+    v1 = {"model": "m", "optim_config": {"name": "muon", "momentum": 0.9, "lr": 1e-5}}
     changed = {"learning_rate": 1e-3, "max_steps": 9, "output_dir": "out", "logging_steps": 1}
     config = {"name": "muon", "momentum": 0.9, "lr": 1e-3}
-    assert trial_settings(settings, 1e-3, 9, Path("out")) == {"model": "m", **changed, "optim_config": config}
+    assert trial_settings(v1, 1e-3, 9, Path("out")) == {"model": "m", **changed, "optim_config": config}
 
 
-def test_evaluation_decides_if_the_run_evaluates(folder):
-    write(folder, eval_strategy="epoch")
-    assert "Lowest evaluation loss: 4 at learning_rate 3e-4;" in sweep("--rates", "1e-4,3e-4,1e-3").output
-
-
-def test_yaml(folder):
-    (folder / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
-    program = PROGRAM.replace("json.loads(pathlib", "__import__('yaml').safe_load(pathlib")
-    (folder / "program.py").write_text(program)
-    words = ["sweep", "run.yaml", "--rates", "1e-4", "--steps", "30", "--", sys.executable, "program.py", "{file}"]
-    assert call(*words).exit_code == 0
+def test_evaluation_decides_if_the_run_evaluates_and_a_file_may_be_yaml(folder):
+    (folder / "run.yaml").write_text(yaml.safe_dump({**SETTINGS, "eval_strategy": "epoch"}))
+    (folder / "program.py").write_text(PROGRAM.replace("json.loads(pathlib", "__import__('yaml').safe_load(pathlib"))
+    words = ["--rates", "1e-4,3e-4,1e-3", "--steps", "30", "--", sys.executable, "program.py", "{file}"]
+    assert "Lowest evaluation loss: 4 at learning_rate 3e-4;" in call("sweep", "run.yaml", *words, COLUMNS="300").output
 
 
 def test_losses_of_each_kind_of_file(tmp_path):
@@ -169,44 +142,34 @@ def test_losses_of_each_kind_of_file(tmp_path):
 @pytest.mark.promise("sweep")
 def test_an_interrupted_sweep_ends_as_an_uninterrupted_one(folder):
     sweep(*RATES, "--out", "whole")
-    whole = results(folder / "whole")
     (folder / "starts").unlink()
     result = sweep(*RATES, "--out", "parts", END="0.001")
     assert (result.exit_code, type(result.exception)) == (1, SystemExit)
     assert "interrupted. Run the same command again to continue" in result.stderr
     assert sorted(results(folder / "parts")) == [1e-5, 1e-4]
     assert "1e-4: ended before, in parts/1e-4" in sweep(*RATES, "--out", "parts").output
-    assert results(folder / "parts") == whole
+    assert results(folder / "parts") == results(folder / "whole")
     assert starts() == ["1e-05", "0.0001", "0.001", "0.001"]
 
 
-def test_a_finished_sweep_takes_further_rates_and_a_change_starts_anew(folder):
-    sweep(*RATES)
-    assert sweep(*RATES).exit_code == 0
-    assert len(starts()) == 3
-    sweep("--rates", "1e-4,3e-4")
-    assert starts()[3:] == ["0.0003"]
+def test_a_sweep_runs_what_it_has_not(folder):
+    """Run a trial that has failed, no rate twice, further rates, and all of them after a change of the file."""
+    result = sweep(*RATES, FAIL="0.001")
+    assert (result.exit_code, "exit status 1" in result.output) == (0, True)
+    for words, expected in (RATES, ["0.001"]), (RATES, []), (("--rates", "1e-4,3e-4"), ["0.0003"]):
+        (folder / "starts").write_text("")
+        assert sweep(*words).exit_code == 0
+        assert starts() == expected
     write(folder, weight_decay=0.1)
     sweep("--rates", "1e-4,3e-4")
-    assert starts()[4:] == ["0.0001", "0.0003"]
+    assert starts()[1:] == ["0.0001", "0.0003"]
 
 
-def test_a_failed_trial_is_run_again(folder):
-    result = sweep(*RATES, FAIL="0.001")
-    assert result.exit_code == 0
-    assert "exit status 1" in result.output
-    sweep(*RATES)
-    assert starts()[3:] == ["0.001"]
-
-
-def test_a_command_that_fails_at_the_lowest_rate_ends_the_sweep(folder):
+def test_a_command_that_fails_at_the_lowest_rate_ends_the_sweep_and_losses_that_are_all_nan_an_error(folder):
     result = sweep(*RATES, FAIL="1e-05")
     assert (result.exit_code, len(starts())) == (1, 1)
     assert "exit status 1: see run_sweep/1e-5/output.log [command-fails]" in result.stderr
     assert "out of memory" in (folder / "run_sweep" / "1e-5" / "output.log").read_text()
-
-
-def test_no_trial_finishes(folder):
     result = sweep("--rates", "1e-2,2e-2")
     assert result.exit_code == 1
     assert "No trial ended with a finite loss" in result.output

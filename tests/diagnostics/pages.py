@@ -16,22 +16,6 @@ PARAMETERS = [
 ]
 
 
-TITLES = [
-    "Loss",
-    "Learning rates",
-    "Gradient norm",
-    "Time share of the optimizer",
-    "Relative update by kind",
-    "Relative update by layer and kind",
-    "Relative update of AdamW",
-    "RMS of weights by kind",
-    "Update RMS by kind",
-    "Momentum by kind",
-    "Orthogonality error by kind",
-    "Stable rank by kind",
-]
-
-
 def step_line(step, scale=1.0):
     values = [scale * (1 + i) / 10 for i in range(len(NAMES))]
     return {
@@ -68,14 +52,17 @@ START = {
 
 
 def write(folder, steps=(10, 20, 30), extra=(), start=START, scale=1.0):
+    """Write a file of metrics, with a loss of each step."""
     lines = [start]
     for step in steps:
-        log = {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0}
-        lines += [step_line(step, scale), log]
+        lines += [step_line(step, scale), {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0}]
+    return write_lines(folder, [*lines, *extra])
+
+
+def write_lines(folder, lines):
     folder.mkdir(exist_ok=True)
-    file = folder / FILE
-    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *extra]))
-    return file
+    (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / FILE
 
 
 def report(*arguments):

@@ -68,8 +68,6 @@ def test_tokens_are_the_texts_and_the_tokenizer_has_seen_the_training_part_alone
 
 
 def test_passages_of_documentation_and_of_code():
-    source = (
-        b'"""First.\n\nSecond\nparagraph."""\n\nX = 1  # no\n\ndef f(a):\n    """Third."""\n    # no\n    return a\n'
-    )
+    source = b'"""First.\n\nSecond\nparagraph."""\n\nX = 1  # no\n\ndef f(a):\n    """Third."""\n    return a\n'
     assert list(DOMAINS["docs"].passages(source)) == ["First.", "Second\nparagraph.", "Third."]
     assert list(DOMAINS["code"].passages(source)) == ["def f(a):\n    return a"]

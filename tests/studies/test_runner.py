@@ -31,6 +31,14 @@ def repeated(path):
     return rows
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the CSV file of the small study, run without an interruption."""
+    out = tmp_path_factory.mktemp("whole")
+    assert run(out, 2)
+    return out / "quick.csv"
+
+
 @pytest.fixture
 def kill(tmp_path, monkeypatch):
     """Return a function that has a signal sent in the midst of a trial; see quick_trial.py."""
@@ -68,9 +76,8 @@ def test_rows_that_exist_are_not_trained_again_and_a_trial_that_is_killed_is(who
     assert again == [min(rows)]
 
 
-def test_grids_extend_until_the_best_is_inside_and_trials_are_equal(whole):
-    rows = read_rows(whole)
-    study = Study("quick", CONTENT)
+def test_grids_extend_until_the_best_is_inside_and_no_tuning_sees_the_test_part_or_a_final_seed(whole):
+    study, rows = Study("quick", CONTENT), read_rows(whole)
     for cell in study.cells:
         by_side = searches(study, cell, rows)
         assert len({one.count for one in by_side.values()}) == 1
@@ -79,13 +86,9 @@ def test_grids_extend_until_the_best_is_inside_and_trials_are_equal(whole):
             best = one.best.values["learning_rate"]
             assert rates[0] < best < rates[-1]
             assert 0.7 < best / BEST[side] < 1.4
-
-
-def test_no_tuning_trial_sees_the_test_part_or_a_final_seed(whole):
-    rows = read_rows(whole).values()
-    assert {(row["kind"], row["part"]) for row in rows} == {(TUNE, "validation"), (FINAL, "test")}
-    assert {row["seed"] for row in rows if row["kind"] == FINAL} == {"1", "2"}
-    assert {row["seed"] for row in rows if row["kind"] == TUNE} == {"0", "100", "200"}
+    assert {(row["kind"], row["part"]) for row in rows.values()} == {(TUNE, "validation"), (FINAL, "test")}
+    seeds = {kind: {row["seed"] for row in rows.values() if row["kind"] == kind} for kind in (FINAL, TUNE)}
+    assert seeds == {FINAL: {"1", "2"}, TUNE: {"0", "100", "200"}}
 
 
 def test_rows_name_the_source_of_the_optimizer(whole, tmp_path):
@@ -100,19 +103,18 @@ def test_rows_name_the_source_of_the_optimizer(whole, tmp_path):
     assert found[2] == found[3]
 
 
-def test_rows_of_other_settings_are_refused(whole, tmp_path):
-    write_rows(tmp_path / "quick.csv", read_rows(whole).values())
+def test_rows_of_other_settings_are_refused_and_failed_trials_stop_the_study(whole, tmp_path):
+    file = tmp_path / "quick.csv"
+    write_rows(file, read_rows(whole).values())
     with pytest.raises(ValueError, match=r"short/adamw.* other settings than the YAML file has"):
         run(tmp_path, 1, training={"warmup": 0.2})
-
-
-def test_failed_trials_stop_the_study_and_are_in_the_file(tmp_path):
+    file.unlink()
     sides = {"muon": {"optim": "muon", "tune": {"learning_rate": {"start": 4.0, "factor": 2}}}}
     with pytest.raises(RuntimeError, match=r"2 trials failed, the last one with .*no such rate"):
         run(tmp_path, 1, sides=sides)
-    assert {row["status"] for row in read_rows(tmp_path / "quick.csv").values()} == {FAILED}
-    assert drop_failed(tmp_path / "quick.csv") == 2
-    assert not read_rows(tmp_path / "quick.csv")
+    assert {row["status"] for row in read_rows(file).values()} == {FAILED}
+    assert drop_failed(file) == 2
+    assert not read_rows(file)
 
 
 @pytest.mark.slow

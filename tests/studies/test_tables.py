@@ -1,6 +1,6 @@
 """Tables say what the rows say, and no more.
 
-test_results.py compares the tables of real studies; here are cases that they do not have, and known answers.
+test_results.py compares the tables and pictures of real studies; here are cases that they lack, and known answers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from statistics import NormalDist
 
 import pytest
 
-from evidence.agenda import wanted
 from evidence.budgets import fewer_tokens
 from evidence.conclusions import verdict
-from evidence.forgetting import forgetting_panels
 from evidence.results import COLUMNS
-from evidence.significance import Difference, incomplete_beta, paired, smallest_shown, speed_up, step_of, student_tails
+from evidence.significance import Difference, paired, smallest_shown, student_tails
 from evidence.study import Study
-from evidence.tables import finals_table, pictures
+from evidence.tables import finals_table
 from tests.studies.quick_study import CONTENT
 
 
@@ -54,6 +52,25 @@ SHORT = [
 ]
 
 
+# By mean, deviation, p and pairs.
+VERDICTS = {
+    (-0.5, 0.1, 0.001, 3): "lower loss",
+    (0.5, 0.1, 0.001, 3): "higher loss",
+    (-0.5, 0.1, 0.02, 3): "no difference shown",
+    (-0.5, 0.1, 0.001, 2): "nothing yet: 2 seeds",
+    (0.0, 0.1, 1.0, 3): "no difference shown",
+    (0.0, 0.0, 1.0, 3): "equal",
+}
+FEWER = {
+    (4.0, 3.0, 2.0): "4.00x",
+    (4.5, 3.5, 2.5): "2.00x",
+    (2.9, 2.8, 2.7): "more than 16.00x",
+    (5.5, 4.5, 3.5): "0.50x",
+    (6.0, 5.7, 5.5): "less than 0.06x",
+    (5.0, 4.0, 3.0): "1.00x",
+}
+
+
 def test_final_trials(golden):
     """AdamW's 4.1 is halfway between Muon's 4.6 at step 50 and 3.6 at step 100: 1.33 times fewer steps."""
     study = Study("quick", CONTENT)
@@ -69,73 +86,24 @@ def test_final_trials(golden):
     golden("studies/finals", "\n".join(tables))
 
 
-@pytest.mark.parametrize(
-    ("mean", "deviation", "p", "pairs", "text"),
-    [
-        (-0.5, 0.1, 0.001, 3, "lower loss"),
-        (0.5, 0.1, 0.001, 3, "higher loss"),
-        (-0.5, 0.1, 0.02, 3, "no difference shown"),
-        (-0.5, 0.1, 0.001, 2, "nothing yet: 2 seeds"),
-        (0.0, 0.1, 1.0, 3, "no difference shown"),
-        (0.0, 0.0, 1.0, 3, "equal"),
-    ],
-)
-def test_verdicts(mean, deviation, p, pairs, text):
-    assert verdict(Difference(mean, deviation, p, pairs)) == text
-
-
-@pytest.mark.parametrize(
-    ("losses", "text"),
-    [
-        ((4.0, 3.0, 2.0), "4.00x"),
-        ((4.5, 3.5, 2.5), "2.00x"),
-        ((2.9, 2.8, 2.7), "more than 16.00x"),
-        ((5.5, 4.5, 3.5), "0.50x"),
-        ((6.0, 5.7, 5.5), "less than 0.06x"),
-        ((5.0, 4.0, 3.0), "1.00x"),
-    ],
-)
-def test_fewer_tokens(losses, text):
+def test_verdicts_and_how_many_fewer_tokens():
     """Compare with losses that fall by 1 with each fourfold budget."""
+    assert {found: verdict(Difference(*found)) for found in VERDICTS} == VERDICTS
     budgets = (1.0, 4.0, 16.0)
-    assert fewer_tokens(*(dict(zip(budgets, own, strict=True)) for own in (losses, (5.0, 4.0, 3.0)))) == text
+    theirs = dict(zip(budgets, (5.0, 4.0, 3.0), strict=True))
+    assert {own: fewer_tokens(dict(zip(budgets, own, strict=True)), theirs) for own in FEWER} == FEWER
 
 
-def test_forgetting_is_drawn_for_all_rates_that_were_tried():
-    study = Study("quick", {**CONTENT, "seeds": [], "tune": {"seed": 0, "repeats": 1}})
-    rows, expected = {}, {}
-    while (trial := next(wanted(study, rows), None)) is not None:
-        rate = trial.values["learning_rate"]
-        loss = round(3 + 0.1 * math.log2(rate / 0.01) ** 2, 5)
-        old = {"other_loss": str(3 + rate + trial.seed), "other_loss_before": str(3 + trial.seed)}
-        rows[trial.id] = row(trial.cell, trial.side, trial.seed, loss, id=trial.id, kind="tune", **old)
-        expected.setdefault((trial.cell, trial.side), {})[round(rate, 6)] = pytest.approx(loss)
-    panels = forgetting_panels(study, rows)
-    assert expected == {
-        (cell, side): {round(x, 6): y for x, y in points.items()}
-        for cell, panel in panels.items()
-        for side, points in panel.items()
-    }
-    assert "quick-forgetting" in pictures(study, rows)
-
-
-@pytest.mark.parametrize(("t", "freedom"), list(itertools.product((0.1, 1.0, 4.0), (1.5, 4, 30))))
-def test_tails_of_student_are_the_integral_of_its_density(t, freedom):
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    points = [t * i / 20_000 for i in range(20_001)]
-    density = [scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in points]
-    integral = sum((a + b) / 2 for a, b in itertools.pairwise(density)) * t / 20_000
-    assert student_tails(t, freedom) == pytest.approx(1 - 2 * integral, abs=1e-8)
-
-
-def test_the_smallest_difference_that_would_be_shown():
-    """Take two degrees of freedom, where t = 9.925 leaves 1 % in the tails."""
-    assert smallest_shown(Difference(0.01, 0.1, 0.8, 3)) == pytest.approx(9.92484 * 0.1 / math.sqrt(3), rel=1e-5)
-
-
-def test_many_degrees_of_freedom_are_normal():
+def test_tails_of_student_are_the_integral_of_its_density():
+    for t, freedom in itertools.product((0.1, 1.0, 4.0), (1.5, 4, 30)):
+        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+        points = [t * i / 20_000 for i in range(20_001)]
+        density = [scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in points]
+        integral = sum((a + b) / 2 for a, b in itertools.pairwise(density)) * t / 20_000
+        assert student_tails(t, freedom) == pytest.approx(1 - 2 * integral, abs=1e-8)
     assert student_tails(1.96, 1e6) == pytest.approx(2 * NormalDist().cdf(-1.96), abs=1e-6)
-    assert incomplete_beta(0.3, 1, 1) == pytest.approx(0.3)
+    # The smallest difference that would be shown: two degrees of freedom, where t = 9.925 leaves 1 % in the tails.
+    assert smallest_shown(Difference(0.01, 0.1, 0.8, 3)) == pytest.approx(9.92484 * 0.1 / math.sqrt(3), rel=1e-5)
 
 
 def test_pairs_of_a_worked_example():
@@ -149,9 +117,3 @@ def test_pairs_of_a_worked_example():
     assert paired(b, b) == (0.0, 0.0, 1.0, 4)
     with pytest.raises(ValueError, match="no seed in common"):
         paired({"7": 1.0}, b)
-
-
-def test_steps_to_a_loss():
-    curve, slow = {10: 5.0, 20: 4.0, 30: 3.5}, {10: 6.0, 20: 5.0, 30: 4.0}
-    assert [step_of(curve, loss) for loss in (4.5, 3.0, 6.0)] == [15, None, 10]
-    assert (speed_up([curve], [slow]), speed_up([slow], [curve])) == (30 / 20, 20 / 30)

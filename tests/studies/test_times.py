@@ -64,14 +64,10 @@ def test_sides_take_turns_and_first_steps_do_not_count(pipe):
     os.close(pipe[1])
 
 
-def test_a_side_that_fails_is_named(pipe):
+def test_a_side_that_fails_or_never_ends_a_step_is_named(pipe, monkeypatch):
     sides = {name: {"name": name, "to": pipe[1], "fails": fails} for name, fails in (("a", 9), ("b", 3))}
     with pytest.raises(RuntimeError, match="b has ended after 2 of 4 steps"):
         steps_of(sides, None, turns=4, warm_up=1)
-    os.close(pipe[1])
-
-
-def test_a_step_that_never_ends_is_named(pipe, monkeypatch):
     monkeypatch.setattr(evidence.time_steps, "LONGEST", 0)
     monkeypatch.setattr(Stub, "train", lambda stub: signal.pause())
     with pytest.raises(RuntimeError, match="a takes more than 0 seconds for a step"):
@@ -129,7 +125,4 @@ def test_a_process_that_fails_is_named_and_a_study_without_final_trials_has_no_t
         measure(study, tmp_path, program, None)
     measure(Study("quick", {**CONTENT, "seeds": []}), tmp_path, program, None)
     assert not (tmp_path / FILE).is_file()
-
-
-def test_the_middle_turn_decides():
-    assert quicker([1.0, 1.0, 1.0], [2.0, 9.0, 1.0]) == 2.0
+    assert quicker([1.0, 1.0, 1.0], [2.0, 9.0, 1.0]) == 2.0  # the middle turn decides
