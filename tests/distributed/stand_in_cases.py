@@ -18,7 +18,7 @@ from hf_muon.storage import host, tensors, transport
 from tests.accelerated import uncomputed
 
 tensors._KNOWN_CLASSES["StandIn"] = "tests.stand_in"
-MATRICES, SHAPE = 4, (256, 320)  # just large enough to be offloaded
+MATRICES, SHAPE = 16, (256, 320)
 CHUNK = 2**15  # elements of a chunk of AdamW's
 
 
@@ -52,9 +52,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(300, 256)
-        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in [SHAPE, SHAPE[::-1]] * (MATRICES // 2))
-        self.lm_head = nn.Linear(256, 300)
+        self.embed = nn.Embedding(600, 256)
+        self.layers = nn.ModuleList(nn.Linear(*SHAPE) for _ in range(MATRICES // 2))
+        self.back = nn.ModuleList(nn.Linear(*SHAPE[::-1]) for _ in range(MATRICES // 2))
+        self.lm_head = nn.Linear(256, 600)
 
 
 def on_stand_in(model):
