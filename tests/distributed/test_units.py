@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.units import assign_owners, make_units
+from hf_muon.distributed.schedule import OwnedUnit, Schedule
+from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
 from hf_muon.storage.regions import regions
 
 
@@ -138,3 +139,24 @@ def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ran
     rounds = exchange.rounds(frozenset(range(len(shapes))))
     span = sum(max(loads(*zip(*each.units, strict=True), ranks)) for each in rounds)
     assert span <= slack * max(loads(*zip(*exchange.schedule.owned, strict=True), ranks))
+
+
+def cost_of(placement, ranks, owners):
+    """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
+    stored = regions((4, 6), (ranks,), [placement])
+    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),)), owner) for k, owner in enumerate(owners)]
+    holdings = Holdings(dict.fromkeys(range(len(owners)), stored), ranks)
+    return Schedule(owned, holdings, 0, torch.float32, 2**20).cost(lambda unit: unit.numel, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])
+def test_the_cost_of_a_step(placement, sent):
+    """Expect half of a matrix to go to its owner in fp32, and half of the other's direction to return in bf16."""
+    cost = cost_of(placement, 2, (0, 1))
+    assert (cost.flops, cost.sent_bytes, cost.unit_bytes) == ([24, 24], [sent, sent], 24 * 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_an_owner_holds_directions_for_all_ranks_once(ranks):
+    # The update, as it is computed and as it has arrived; directions, here and on their way, of two rounds.
+    assert cost_of(Replicate(), ranks, (0,)).in_flight_bytes == 24 * (4 + 4) + 2 * 24 * (4 + 4)
