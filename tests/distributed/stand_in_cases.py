@@ -6,6 +6,7 @@ Functions import `tests.stand_in`, which registers a device: a process that coll
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,16 +18,8 @@ from hf_muon.storage import host, tensors, transport
 from tests.accelerated import uncomputed
 
 tensors._KNOWN_CLASSES["StandIn"] = "tests.stand_in"
-
-
-@contextlib.contextmanager
-def replaced(module, name, value):
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+MATRICES, SHAPE = 16, (256, 320)
+CHUNK = 2**15  # elements of a chunk of AdamW's
 
 
 @contextlib.contextmanager
@@ -45,9 +38,9 @@ def on_device(backends=("cpu", "standin"), as_host=False):
     stand_in.DEVICE.reset()
     hosts = {"cpu", "standin"} if as_host else {"cpu"}
     with (
-        replaced(host, "SMALLEST", 0),
-        replaced(elementwise, "_HOSTS", hosts),
-        replaced(newton_schulz, "_WITH_FP64", set() if as_host else {"standin"}),
+        mock.patch.object(host, "SMALLEST", 0),
+        mock.patch.object(elementwise, "_HOSTS", hosts),
+        mock.patch.object(newton_schulz, "_WITH_FP64", set() if as_host else {"standin"}),
         stand_in.HostAccesses(),
     ):
         yield stand_in.DEVICE
@@ -60,8 +53,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(600, 256)
-        self.layers = nn.ModuleList(nn.Linear(256, 320) for _ in range(8))
-        self.back = nn.ModuleList(nn.Linear(320, 256) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(*SHAPE) for _ in range(MATRICES // 2))
+        self.back = nn.ModuleList(nn.Linear(*SHAPE[::-1]) for _ in range(MATRICES // 2))
         self.lm_head = nn.Linear(256, 600)
 
 
@@ -73,12 +66,11 @@ def on_stand_in(model):
     return model
 
 
-def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chunk=2**15, compiles=False, **options):
+def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chunk=CHUNK, compiles=False, **options):
     """Step a model on the device; return weights, the optimizer's state dict, and what the device has noted.
 
     Args:
         broken: a method of `transport._Streams` that does nothing.
-        chunk: elements of a chunk of AdamW's.
         compiles: whether elementwise functions have no temporary tensors, as where they are compiled; nor results here.
     """
     from tests import stand_in
@@ -91,15 +83,14 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
             param.data.copy_(weight)
         optimizer.load_state_dict(states)
     device = stand_in.DEVICE
-    stack = contextlib.ExitStack()
-    with stack:
-        stack.enter_context(replaced(rounding, "_CHUNK", chunk))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(rounding, "_CHUNK", chunk))
         if compiles:
             stack.enter_context(uncomputed())
-            stack.enter_context(replaced(newton_schulz, "_WITH_FP64", {"standin"}))
+            stack.enter_context(mock.patch.object(newton_schulz, "_WITH_FP64", {"standin"}))
         stack.enter_context(stand_in.HostAccesses())
         if broken:
-            stack.enter_context(replaced(transport._Streams, broken, unordered(broken)))
+            stack.enter_context(mock.patch.object(transport._Streams, broken, unordered(broken)))
         for step in range(first, first + steps):
             generator = torch.Generator().manual_seed(step)
             for param in model.parameters():
@@ -147,7 +138,7 @@ def unordered(name):
 
 
 def failing(rank):
-    """Let a step fail while copies are under way; return whether the host has waited for them."""
+    """Let a step fail while copies are under way; return the races of the host with them."""
     from tests import stand_in
 
     model = on_stand_in(Net())
@@ -160,12 +151,10 @@ def failing(rank):
 
     device = stand_in.DEVICE
     device.reset()
-    with replaced(newton_schulz.Orthogonalizer, "__call__", fail), stand_in.HostAccesses():
-        try:
+    with mock.patch.object(newton_schulz.Orthogonalizer, "__call__", fail), stand_in.HostAccesses():
+        with contextlib.suppress(MemoryError):
             optimizer.step()
-        except MemoryError:
-            for own in optimizer.state.values():
-                for value in own.values():
-                    value.sum()
-            return device.races
-    return ["no failure"]
+            return ["no failure"]
+        for value in (value for own in optimizer.state.values() for value in own.values()):
+            value.sum()
+    return device.races

@@ -1,7 +1,11 @@
-"""Reports before a step go between exactly the ranks that shared parameters connect, however groups overlap."""
+"""Reports before a step go between exactly the ranks that shared parameters connect, however groups overlap.
+
+Ranks import functions by name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import defaultdict
@@ -10,29 +14,40 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
+from hf_muon import Muon
 from hf_muon.distributed import agreement
 from hf_muon.distributed import groups as groups_module
 from hf_muon.distributed.select import comm_device
-from tests.distributed.agreement_cases import idle, own_experts, pipeline, pipeline_under
+from tests.distributed.cases import make, whole_state
 from tests.distributed.pool import Pool
+from tests.equality.counted import Counted
+from tests.equality.placed import stored
 
 LONGEST = 20  # seconds that a thread waits for the others of a group
+WORLD = 8
+
+
+class Group:
+    def __init__(self, name):
+        self.group_name = name
 
 
 class Ranks:
     """Ranks as threads of this process; their groups wait for all members, as collectives do."""
 
-    def __init__(self, world, groups):
-        self.world = world
-        self.members = {SimpleGroup(name): list(ranks) for name, ranks in groups.items()}
+    def __init__(self, groups):
+        self.members = {Group(str(i)): sorted(ranks) for i, ranks in enumerate(groups)}
         self.rank = threading.local()
         self.barriers = {group: threading.Barrier(len(ranks)) for group, ranks in self.members.items()}
         self.reports = defaultdict(dict)
-        self.rounds = 0
-        self.get_world_size = lambda: world
+        self.get_world_size = lambda: WORLD
         self.get_rank = lambda: self.rank.number
         self.get_process_group_ranks = self.members.__getitem__
 
@@ -44,70 +59,123 @@ class Ranks:
         self.barriers[group].wait(LONGEST)
         return gathered
 
-    def run(self, function):
-        results, threads = {}, []
+    def connected(self):
+        """Return what each rank that is in a group learns; ranks do not name their groups in the same order."""
+        results = {}
 
         def act(number):
             self.rank.number = number
-            results[number] = function([g for g, ranks in self.members.items() if number in ranks])
+            own = [group for group, ranks in self.members.items() if number in ranks]
+            results[number] = groups_module.connected(own[::-1] if number % 2 else own)
 
-        for number in range(self.world):
-            threads.append(threading.Thread(target=act, args=(number,), daemon=True))
-            threads[-1].start()
+        threads = [threading.Thread(target=act, args=(number,), daemon=True) for number in range(WORLD)]
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join(2 * LONGEST)
         return results
 
 
-class SimpleGroup:
-    def __init__(self, name):
-        self.group_name = name
-
-
-def components(world, groups):
-    """Return the connected ranks of every rank, by merging sets of ranks."""
-    sets = [{rank} for rank in range(world)]
-    for ranks in groups.values():
+def components(groups):
+    """Return the connected ranks of every rank, by merging sets of ranks; none for a rank without a group."""
+    sets = [{rank} for rank in range(WORLD)]
+    for ranks in groups:
         joined = set(ranks).union(*(some for some in sets if some & set(ranks)))
         sets = [some for some in sets if not some & joined] + [joined]
-    return {rank: sorted(next(some for some in sets if rank in some)) for rank in range(world)}
+    grouped = set().union(*groups)
+    return {
+        rank: sorted(next(some for some in sets if rank in some)) if rank in grouped else [] for rank in range(WORLD)
+    }
 
 
-CHAIN = {str(i): (i, i + 1) for i in range(7)}
-RING = {**CHAIN, "7": (0, 7)}
-PIPELINE = {str(ranks): ranks for ranks in [(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7)]}
-TWICE = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (2, 3)}
-
-
-def check(monkeypatch, world, groups):
-    ranks = Ranks(world, groups)
-    with monkeypatch.context() as patch:
-        patch.setattr(groups_module, "dist", ranks)
-        patch.setattr(groups_module, "gather", ranks.gather)
-        results = ranks.run(lambda own: groups_module.connected(own[::-1] if ranks.rank.number % 2 else own))
-    expected = components(world, groups)
-    alone = {rank for rank in range(world) if not any(rank in members for members in groups.values())}
-    assert results == {rank: expected[rank] if rank not in alone else [] for rank in range(world)}
-
-
-@pytest.mark.parametrize("groups", [CHAIN, RING, PIPELINE, TWICE], ids=["chain", "ring", "pipeline", "twice"])
-def test_ranks_learn_whom_they_are_connected_with(monkeypatch, groups):
-    check(monkeypatch, 8, groups)
+CHAIN = [{i, i + 1} for i in range(7)]
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.sets(st.integers(0, 6), min_size=1), max_size=6))
-def test_any_groups(groups):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        check(monkeypatch, 7, {f"{i}": tuple(sorted(ranks)) for i, ranks in enumerate(groups)})
+@given(st.lists(st.sets(st.integers(0, WORLD - 1), min_size=1), max_size=6))
+@example(CHAIN)
+@example([*CHAIN, {0, 7}])
+@example([{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6}, {5, 7}])  # pipeline stages
+@example([{0, 1, 2}, {0, 1, 2}, {2, 3}])
+def test_ranks_learn_whom_they_are_connected_with(groups):
+    ranks = Ranks(groups)
+    with mock.patch.multiple(groups_module, dist=ranks, gather=ranks.gather):
+        assert ranks.connected() == components(groups)
 
 
-def test_bits_are_packed_and_unpacked():
-    for count in (0, 1, 61, 62, 63, 130):
-        bits = [bool(bit) for bit in torch.randint(2, (count,)).tolist()]
-        packed = agreement.pack_bits(bits)
-        assert agreement.unpack_bits(packed, count) == bits
-        assert all(0 <= number < 2**62 for number in packed)
+@pytest.mark.parametrize("count", [0, 1, 61, 62, 63, 130])
+def test_bits_are_packed_and_unpacked(count):
+    bits = [bool(bit) for bit in torch.randint(2, (count,)).tolist()]
+    packed = agreement.pack_bits(bits)
+    assert agreement.unpack_bits(packed, count) == bits
+    assert all(0 <= number < 2**62 for number in packed)
+
+
+@contextlib.contextmanager
+def naming(scheme):
+    """Have torch name groups as before 2.14 (`joined`), since then (`asked`), or in an `other` way."""
+    c10d = dist.distributed_c10d
+
+    def hashed(ranks):
+        world = c10d._world
+        return f"{list(ranks)} {world.group_count if scheme == 'asked' else len(world.pg_names)}"
+
+    def name_of(ranks, use_hashed_name):
+        hashes = hashed if scheme == "other" else c10d._hash_ranks_to_str
+        name = hashes(ranks) if use_hashed_name else str(c10d._world.group_count)
+        c10d._world.group_count += scheme == "asked" or not use_hashed_name
+        return name
+
+    with mock.patch.multiple(c10d, _hash_ranks_to_str=hashed, _process_group_name=name_of):
+        yield
+
+
+def pipeline_under(rank, scheme, meshed=True):
+    """Return what `pipeline` returns, or its error, after which all ranks create groups with one another."""
+    with naming(scheme), mock.patch.multiple(groups_module, _groups={}, _roots={}):
+        try:
+            return pipeline(rank, meshed)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            dist.barrier(dist.new_group())
+
+
+def pipeline(rank, meshed, steps=2):
+    """Step a stage with data and tensor parallelism beside stages of one rank, and each stage in a single process.
+
+    Args:
+        rank: the rank of this process.
+        meshed: whether all four ranks of the first stage store a part of one matrix.
+        steps: number of steps.
+    """
+    others = range(4, dist.get_world_size())
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    dist.new_group([0, *others])  # tied embeddings: some ranks are in more groups than others
+    shapes = [(7, 6), (9, 5), (6, 10), (4,)] if rank < 4 else [(5, 3), (7, 2)]
+
+    def put(tensor, i):
+        if rank >= 4 or i in (1, 3) or (i == 2 and not meshed):
+            return tensor.clone()
+        return stored(tensor, *((mesh["tp"], [Shard(0)]) if i == 0 else (mesh, [Shard(0), Shard(1)])))
+
+    results = []
+    for single in (False, True):
+        place = (lambda tensor, i: tensor.clone()) if single else put
+        params = [nn.Parameter(place(w, i)) for i, w in enumerate(make(shapes, 0))]
+        groups = [{"params": [p for p in params if p.ndim == 2]}]
+        groups += [{"params": [p for p in params if p.ndim == 1], "use_muon": False}]
+        shared = mesh["dp"].get_group() if rank < 4 and not single else None
+        optimizer = Muon(groups, ns_dtype="fp32", replicate_group=shared)
+        for step in range(steps):
+            for i, (param, grad) in enumerate(zip(params, make(shapes, step + 1), strict=True)):
+                param.grad = place(grad, i)
+            with Counted() as counted:
+                optimizer.step()
+        if not single:
+            words = counted.words
+        results.append(whole_state(params, optimizer))
+    return results, words
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +186,16 @@ def five():
 
 
 @pytest.mark.promise("pipeline")
-@pytest.mark.parametrize("meshed", [False, True])
-def test_stages_of_a_pipeline_step_by_themselves(five, meshed):
-    """Overlap data and tensor parallel groups in one stage; the other stage has other parameters and sends nothing."""
-    for rank, ((results, single), words) in enumerate(five.run(pipeline, meshed=meshed)):
+@pytest.mark.parametrize(("scheme", "meshed"), [(None, False), (None, True), ("joined", True), ("asked", True)])
+def test_stages_of_a_pipeline_step_by_themselves(five, scheme, meshed):
+    """Overlap data and tensor parallel groups in one stage; the other stage has other parameters and sends nothing.
+
+    However torch names groups.
+    """
+    results = five.run(pipeline_under, scheme=scheme) if scheme else five.run(pipeline, meshed=meshed)
+    for rank, ((mine, single), words) in enumerate(results):
         assert words == (rank < 4)
-        for mine, expected in zip(itertools.chain(*results), itertools.chain(*single), strict=True):
-            assert torch.equal(mine, expected)
-
-
-@pytest.mark.parametrize("scheme", ["joined", "asked"])
-def test_stages_step_however_torch_names_groups(five, scheme):
-    for (results, single), _ in five.run(pipeline_under, scheme=scheme):
-        for mine, expected in zip(itertools.chain(*results), itertools.chain(*single), strict=True):
-            assert torch.equal(mine, expected)
+        assert all(map(torch.equal, itertools.chain(*mine), itertools.chain(*single)))
 
 
 def test_a_torch_that_names_groups_in_another_way_is_refused(five):
@@ -158,23 +222,24 @@ def test_a_rank_talks_over_the_device_of_its_parameters(types, home, expected):
         assert comm_device(group, torch.device(home), torch.device("cuda", 0)).type == torch.device(expected).type
 
 
-def test_texts_of_any_length_travel(five):
-    assert five.run(texts) == [TEXTS] * 5
+def own_experts(rank, use_muon):
+    """Step an expert that no other rank holds; return counts of steps, and whether it is as if stepped alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    shared = nn.Parameter(stored(torch.ones(6, 5), mesh, [Shard(0)]))
+    expert, alone = (nn.Parameter(torch.full((4, 3), float(rank))) for _ in range(2))
 
+    def over(own, *others):
+        return Muon([*({"params": [p]} for p in others), {"params": [own], "use_muon": use_muon}], ns_dtype="fp32")
 
-TEXTS = [["a line", "\u00e9 \ud800"], [], ["long" * 1000, "b"], [""], ["\n "]]
-
-
-def texts(rank):
-    """Exchange texts without `all_gather_object`, which gathers over the current device."""
-    import torch.distributed as dist
-
-    with mock.patch.object(dist, "all_gather_object"):
-        return agreement.exchange_texts(dist.group.WORLD, torch.device("cpu"), TEXTS[rank])
-
-
-def test_a_group_without_gradients_sends_nothing(pools):
-    assert pools[2].run(idle, layout="fsdp") == [(0, 0, 0, True)] * 2
+    optimizer, reference = over(expert, shared), over(alone)
+    for number in range(3):
+        shared.grad = torch.ones_like(shared)
+        for param in (expert, alone):  # the expert of rank 1 saw no token in the first step
+            param.grad = None if rank == 1 and number == 0 else torch.full((4, 3), 1.0 + number)
+        optimizer.step()
+        reference.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return [group["step"] for group in optimizer.param_groups], torch.equal(expert, alone)
 
 
 @pytest.mark.parametrize("use_muon", [True, False])

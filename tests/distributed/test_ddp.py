@@ -1,31 +1,109 @@
-"""Ranks of DistributedDataParallel share the steps that it has reduced, however the optimizer was made."""
+"""Ranks of DistributedDataParallel share the steps that it has reduced, however the optimizer was made.
+
+Ranks import `loop` and `two_models` by name.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import importlib.util
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.distributed import ddp
-from tests.distributed.ddp_cases import loop, two_models
+from tests.integrations.accelerate_cases import batches, counted, network, shared_steps
 
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32"}
 ORDERS = ["ddp given", "ddp first", "optimizer first", "groups"]
 STEPS = 6
 
 
+def own_gradients(_, bucket):
+    """Leave each rank its own gradients, as a communication hook; DDP refuses annotations that are texts."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def group_of(rank, alone):
+    """Return a `replicate_group` of this rank alone, which steps by the gradients that it finds, or none."""
+    return [dist.new_group([other]) for other in range(dist.get_world_size())][rank] if alone else None
+
+
+def made(order, **options):
+    """Return a wrapped model and its optimizer, made in an order; "ddp given" is given to `build_optimizer`."""
+    bare, options = network(), {**OPTIONS, **options}
+    if order == "optimizer first":
+        optimizer = build_optimizer(bare, **options)
+        return DistributedDataParallel(bare), optimizer
+    model = DistributedDataParallel(bare)
+    if order == "groups":
+        return model, MuonOfGroups(bare.parameters(), **options)
+    return model, build_optimizer(model if order == "ddp given" else bare, **options)
+
+
+def loop(rank, order, way="plain", alone=False):
+    """Train; return weights, how many matrices this rank orthogonalized in each step, and whether ranks shared it.
+
+    Args:
+        rank: of this process.
+        order: as of `made`.
+        way: "plain"; "accumulating" (two parts, the first in `no_sync`); "no_sync" around all but the step;
+            "once" (the second step in `no_sync`); "closure"; "hook" or "known hook" of communication; "join"
+            (rank 1 has one batch less); "outside" (a parameter that the model does not have); "twice" (a second wrapper
+            of the model), "copied" (another wrapper of a copy of the model).
+        alone: as of `group_of`.
+    """
+    model, optimizer = made(order, replicate_group=group_of(rank, alone))
+    if way == "outside":
+        optimizer.add_param_group({"params": [("outside", nn.Parameter(torch.ones(3)))], "use_muon": False})
+    elif way in ("hook", "known hook"):
+        model.register_comm_hook(None, own_gradients if way == "hook" else fp16_compress_hook)
+    bare = copy.deepcopy(model.module) if way == "copied" else model.module
+    other = DistributedDataParallel(bare) if way in ("twice", "copied") else model
+    other.require_backward_grad_sync = way != "copied"
+
+    def gradients(rows, step):
+        optimizer.zero_grad()
+        parts = rows.chunk(2) if way == "accumulating" else (rows,)
+        for i, part in enumerate(parts):
+            local = way == "no_sync" or i < len(parts) - 1 or (way == "once" and step == 1)
+            with model.no_sync() if local else contextlib.nullcontext():
+                nn.functional.cross_entropy(model(part).flatten(0, 1), part.flatten()).backward()
+
+    own_batches = [*batches(), *batches()][rank if way == "join" else 0 :]
+    work = []
+    joining = model.join() if way == "join" else contextlib.nullcontext()
+    with counted() as counts, shared_steps() as shared, joining:
+        for step, batch in enumerate(own_batches):
+            rows = batch.chunk(dist.get_world_size())[rank]
+            before = sum(counts)
+            if way == "closure":
+                optimizer.step(lambda rows=rows, step=step: gradients(rows, step))
+            else:
+                gradients(rows, step)
+                optimizer.step()
+            work.append(sum(counts) - before)
+    return [param.detach().clone() for param in model.parameters()], work, shared
+
+
 def run(pools, **case):
-    """Run a case, and the same where each rank steps by the gradients that it finds; their weights must be equal."""
+    """Return what ranks return, where weights must be as if each stepped by its gradients, and the work of a step."""
     alone, results = pools[2].run(loop, alone=True, **case), pools[2].run(loop, **case)
     for own, other in zip(results, alone, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(own["weights"], other["weights"], strict=True))
-    return results, alone[0]["work"][0]
+        assert all(map(torch.equal, own[0], other[0]))
+    return results, alone[0][1][0]
 
 
 @pytest.mark.parametrize(
@@ -41,39 +119,61 @@ def run(pools, **case):
 )
 def test_steps_that_ddp_has_reduced_are_shared(pools, order, way):
     results, whole = run(pools, order=order, way=way)
-    assert [result["shared"] for result in results] == [[True] * STEPS] * 2
-    for work in zip(*(result["work"] for result in results), strict=True):
-        assert sum(work) == whole
-        assert min(work) > 0
-    assert all(torch.equal(a, b) for a, b in zip(*(result["weights"] for result in results), strict=True))
+    (weights, work, shared), (others, its_work, its_shared) = results
+    assert shared == its_shared == [True] * STEPS
+    for one, other in zip(work, its_work, strict=True):
+        assert one + other == whole
+        assert min(one, other) > 0
+    assert all(map(torch.equal, weights, others))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_step_in_no_sync_and_those_after_it_are_each_ranks_own(pools, order):
     """Ranks that have moments of their own cannot take one rank's directions any more."""
     results, whole = run(pools, order=order, way="once")
-    for result in results:
-        assert result["shared"] == [True, *[False] * (STEPS - 1)]
-        assert result["work"][0] < whole
-        assert result["work"][1:] == [whole] * (STEPS - 1)
-    assert not torch.equal(results[0]["weights"][1], results[1]["weights"][1])
+    for _, work, shared in results:
+        assert shared == [True, *[False] * (STEPS - 1)]
+        assert work[0] < whole
+        assert work[1:] == [whole] * (STEPS - 1)
+    assert not torch.equal(results[0][0][1], results[1][0][1])
 
 
 @pytest.mark.parametrize("way", ["no_sync", "hook", "join", "outside"])
 def test_other_steps_are_not_shared(pools, way):
     results, whole = run(pools, order="ddp given", way=way)
-    for result in results:
-        assert not any(result["shared"])
-        assert set(result["work"]) == {whole}
+    for _, work, shared in results:
+        assert not any(shared)
+        assert set(work) == {whole}
 
 
-def test_two_models_with_an_optimizer_each_or_with_one(pools):
-    for optimizers in (2, 1):
-        results = pools[2].run(two_models, optimizers=optimizers)
-        alone = pools[2].run(two_models, optimizers=optimizers, alone=True)
-        assert {step for _, shared in results for step in shared} == {optimizers == 2}
-        for weights, _ in results:
-            assert all(torch.equal(a, b) for a, b in zip(weights, alone[0][0], strict=True))
+def two_models(rank, optimizers, alone=False):
+    """Step two wrapped models with an optimizer each, or with one; return the weights and whether steps were shared."""
+    group = group_of(rank, alone)
+    models = [DistributedDataParallel(network()), DistributedDataParallel(network())]
+    own = models if optimizers == 2 else [nn.ModuleList(models)]
+    steps = [build_optimizer(model, replicate_group=group, **OPTIONS).step for model in own]
+    with shared_steps() as shared:
+        for batch in batches():
+            rows = batch.chunk(dist.get_world_size())[rank]
+            logits = models[0](rows) + models[1](rows.flip(0))
+            nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+            for step in steps:
+                step()
+            for model in models:
+                model.zero_grad()
+    return [param.detach().clone() for model in models for param in model.parameters()], shared
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_two_models_with_an_optimizer_each_or_with_one(pools, optimizers):
+    results = pools[2].run(two_models, optimizers=optimizers)
+    alone = pools[2].run(two_models, optimizers=optimizers, alone=True)
+    for weights, shared in results:
+        assert set(shared) == {optimizers == 2}
+        assert all(map(torch.equal, weights, alone[0][0]))
+
+
+# --- which wrapper holds an optimizer's parameters
 
 
 @pytest.fixture
@@ -84,24 +184,19 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_wrappers_from_before_the_import_are_found(alone):
+def test_wrappers_from_before_the_import_are_found(alone, monkeypatch):
     class Odd:
         @property
         def __class__(self):
             raise ReferenceError
 
     bare, odd = nn.Linear(3, 3), Odd()
-    hooks = dict(torch_module._global_module_registration_hooks)
-    torch_module._global_module_registration_hooks.clear()
-    try:
-        wrapper = DistributedDataParallel(bare)
-        assert ddp.Replicas().of_step(list(bare.parameters())) is None
-        spec = importlib.util.spec_from_file_location("fresh_ddp", ddp.__file__)
-        fresh = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fresh)
-    finally:
-        torch_module._global_module_registration_hooks.clear()
-        torch_module._global_module_registration_hooks.update(hooks)
+    monkeypatch.setattr(torch_module, "_global_module_registration_hooks", OrderedDict())
+    wrapper = DistributedDataParallel(bare)
+    assert ddp.Replicas().of_step(list(bare.parameters())) is None
+    spec = importlib.util.spec_from_file_location("fresh_ddp", ddp.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
     assert fresh.Replicas().of_step(list(bare.parameters())) is wrapper.process_group
     assert type(odd) is Odd
 
@@ -109,6 +204,10 @@ def test_wrappers_from_before_the_import_are_found(alone):
 def test_a_wrapper_is_neither_kept_alive_nor_asked_after_its_process_group(alone):
     bare = nn.Linear(3, 3)
     replicas, params = ddp.Replicas(), list(bare.parameters())
+    failed = DistributedDataParallel.__new__(DistributedDataParallel)  # its `__init__` has raised an error
+    nn.Module.__init__(failed)
+    failed.process_group, failed.module = dist.group.WORLD, bare
+    assert replicas.of_step(params) is None
     wrapper = DistributedDataParallel(bare)
     assert replicas.of_step(params) is wrapper.process_group
     dist.destroy_process_group()
@@ -121,12 +220,3 @@ def test_a_wrapper_is_neither_kept_alive_nor_asked_after_its_process_group(alone
     del wrapper
     gc.collect()
     assert of() is None
-
-
-def test_a_wrapper_that_could_not_be_made_is_none(alone):
-    bare = nn.Linear(3, 3)
-    failed = DistributedDataParallel.__new__(DistributedDataParallel)
-    nn.Module.__init__(failed)
-    failed.process_group = dist.group.WORLD
-    failed.module = bare
-    assert ddp.Replicas().of_step(list(bare.parameters())) is None

@@ -1,7 +1,6 @@
 """On a GPU all ranks together orthogonalize the batches of one process, in every layout: counted, on the meta device.
 
-Products round differently in batches of other sizes, so this is what equal bits rest on. And while they do so, the next
-updates travel. Nothing is computed here: the
+Products round differently in batches of other sizes, so this is what equal bits rest on. Nothing is computed here: the
 step's own code runs for every rank of a fake process group, with real models, and Newton-Schulz notes what it is given.
 """
 
@@ -24,9 +23,9 @@ from hf_muon import build_optimizer
 from hf_muon.diagnostics import watch
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.optimizer import watching
-from tests.distributed.work_cases import logged
+from tests.distributed.test_work import assert_overlap, logged
 
-DENSE, EXPERTS, LLAMA = "Qwen3-0.6B", "Qwen3-30B-A3B, 2 layers", "Llama-3.1-8B"
+DENSE, SMALL, EXPERTS, LLAMA = "Qwen3-0.6B", "Qwen3-0.6B, 2 layers", "Qwen3-30B-A3B, 2 layers", "Llama-3.1-8B"
 LAYOUTS = ["DDP", "FSDP2", "HSDP", "FSDP2 and TP", "ZeRO-1 or 2", "ZeRO-3"]
 OPTIONS = {
     "plain": {},
@@ -82,20 +81,15 @@ def calls(model, layout, ranks, options):
     return sum((calls_of_rank(model, layout, ranks, rank, options) for rank in range(ranks)), Counter())
 
 
+@pytest.mark.first_tier("FSDP2-2$|ZeRO")
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("layout", ["FSDP2", "HSDP", "ZeRO-3"])
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])
 def test_the_next_updates_travel_while_batches_are_orthogonalized(model, layout, ranks):
     with logged(Exchange) as log:
         calls_of_rank(model, layout, ranks, 0, {"lr": 1e-3, "ns_dtype": "fp16"})
-    last = {call: i for i, call in enumerate(log)}
-    rounds = 1 + max(k for _, k in log)
-    gathered = [k for what, k in log if what == "gather" and k]
-    assert len(gathered) > 1 or ranks == 8 or layout == "HSDP"
-    for k in gathered:  # others need no data of other ranks
-        assert last["gather", k] < last["orthogonalize", k - 1]
-    for k in range(rounds - 1):
-        assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
+    assert_overlap(log)
+    assert len([k for what, k in log if what == "gather" and k]) > 1 or ranks == 8 or layout == "HSDP"
 
 
 @functools.cache
@@ -103,18 +97,9 @@ def of_one_process(model, ns_dtype):
     return calls(model, "one process", 1, {"ns_dtype": ns_dtype})
 
 
-def check(model, layout, ranks, name):
-    """Compare a layout with one process. A rank of ZeRO-3 steps all that it stores at once."""
-    options = OPTIONS[name]
-    expected = of_one_process(model, options.get("ns_dtype", "fp16"))
-    assert all(overwrite and is_aligned for *_, overwrite, is_aligned in expected)
-    with mock.patch.object(fake_layouts, "SUB_GROUP", 10**10):
-        assert calls(model, layout, ranks, options) == expected
-
-
 FIRST = [
     *((DENSE, "one process", 1, name) for name in ("watched", "rule", "offload")),
-    *((DENSE, layout, 2, "plain") for layout in LAYOUTS),
+    *((DENSE if layout == "FSDP2" else SMALL, layout, 2, "plain") for layout in LAYOUTS),
     (EXPERTS, "FSDP2", 2, "watched rule"),
     (LLAMA, "FSDP2", 2, "fp32 products"),
 ]
@@ -133,18 +118,21 @@ CASES = [(model, layout, 1 if layout == "one process" else ranks, name) for layo
 )
 def test_all_ranks_together_orthogonalize_what_one_process_does(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # into which metrics are written
-    check(*case)
-
-
-def matrices(calls):
-    """Return how many matrices of each shape are orthogonalized."""
-    return sum((Counter({shape[1:]: count * shape[0]}) for (shape, *_), count in calls.items()), Counter())
+    model, layout, ranks, name = case
+    expected = of_one_process(model, OPTIONS[name].get("ns_dtype", "fp16"))
+    assert all(overwrite and is_aligned for *_, overwrite, is_aligned in expected)
+    monkeypatch.setattr(fake_layouts, "SUB_GROUP", 10**10)  # a rank of ZeRO-3 steps all that it stores at once
+    assert calls(model, layout, ranks, OPTIONS[name]) == expected
 
 
 @pytest.mark.extended
 def test_sub_groups_of_zero_3_have_batches_of_their_own_unless_each_matrix_has_one():
     whole, cut = (calls(LLAMA, *layout, {}) for layout in (("one process", 1), ("ZeRO-3", 2)))
     assert whole != cut
-    assert matrices(whole) == matrices(cut)
+    one, other = (
+        Counter(shape[1:] for (shape, *_), count in each.items() for _ in range(count * shape[0]))
+        for each in (whole, cut)
+    )
+    assert one == other
     alone = {"max_batch_bytes": 1}
     assert calls(LLAMA, "one process", 1, alone) == calls(LLAMA, "ZeRO-3", 2, alone)

@@ -1,4 +1,7 @@
-"""PyTorch's own cases for `torch.distributed.checkpoint.state_dict`, with `Muon` instead of Adam."""
+"""What `torch.distributed.checkpoint.state_dict` does that no cell of `tests.equality` has: cases of torch's own tests.
+
+Cells show that every layout resumes exactly in every form. Ranks import the functions of this file by name.
+"""
 
 from __future__ import annotations
 
@@ -6,116 +9,246 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.distributed import lacking_cases
-from tests.distributed import state_dict_cases as cases
+from hf_muon import Muon, build_optimizer
+from tests.distributed.lacking_cases import without
+from tests.equality.placed import whole
 
-LAYOUTS = [
-    ("single", 1),
-    *((layout, 2) for layout in ("ddp", "replicate", "fsdp", "fsdp-keep", "compiled", "checkpointed", "tp")),
-    ("hsdp", 4),
-]
+WIDTH = 10
+FORMS = {
+    "sharded": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "whole": {"full_state_dict": True},
+    "whole flat": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+    "broadcast": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "broadcast flat": {"full_state_dict": True, "broadcast_from_rank0": True, "flatten_optimizer_state_dict": True},
+}
 
 
-WHAT_LACKS = [
-    ("two.down.weight momentum_buffer", r"two.down.weight \(10, 14\) lacks \['momentum_buffer'\]"),
-    ("shift exp_avg_sq", r"shift \(10,\) lacks \['exp_avg_sq'\]"),
-    ("shift step", r"shift \(10,\) lacks \['step'\]"),
-    ("two.down.weight", r"two.down.weight \(10, 14\) lacks \['momentum_buffer'\]"),
-]
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 14), nn.LayerNorm(14), nn.Linear(14, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Model(nn.Module):
+    """A model with nested modules, a parameter of its own, and an embedding that may be its output head, too."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table, self.one, self.two = nn.Embedding(23, WIDTH), Block(), Block()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.head = nn.Linear(WIDTH, 23, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.two(self.one(self.table(tokens).sum(1)) + self.shift))
+
+
+def wrapped(model, layout):
+    if layout == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if layout == "replicate":
+        return replicate(model)
+    if layout == "checkpointed":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    if layout != "single":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in (model.one, model.two):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return torch.compile(model, backend="eager") if layout == "compiled" else model
+
+
+def groups_of(model, case):
+    """Return param groups with learning rates of their own, one of them empty in one case."""
+    params = dict(model.named_parameters())
+    one, two = params["one.up.weight"], params["one.down.weight"]
+    if case == "an empty group":
+        return [{"params": [one, two]}, {"params": [], "lr": 0.2}]
+    return [{"params": [one]}, {"params": [two], "lr": 0.2}]
+
+
+def started(layout, case=""):
+    torch.manual_seed(0)
+    model = Model(tied=case == "tied")
+    if case == "frozen":
+        model.one.requires_grad_(False)
+    model = wrapped(model, layout)
+    return model, optimizer_of(model, case)
+
+
+def optimizer_of(model, case=""):
+    if "group" in case:
+        return Muon(groups_of(model, case), lr=0.1, ns_dtype="fp32")
+    optimizer = build_optimizer(model, lr=1e-2, ns_dtype="fp32")
+    for group in optimizer.param_groups if case == "lr as a tensor" else ():
+        group["lr"] = torch.tensor(1e-2)  # torch then loads the options of groups one by one
+    return optimizer
+
+
+def train(model, optimizer, steps=2, seed=0):
+    """Step on batches that are equal on all ranks, and drop the gradients."""
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(seed + step)
+        model(torch.randint(23, (8, 3), generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts(state, where=""):
+    """Return what a state dict has by its path, tensors whole and as lists of numbers, to compare with another one."""
+    if isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {path: value for key, own in items for path, value in parts(own, f"{where}/{key}").items()}
+    return {where: (str(state.dtype), whole(state).tolist()) if isinstance(state, torch.Tensor) else state}
+
+
+def differing(one, other):
+    """Return the paths at which two states differ."""
+    return sorted(path for path in {**one, **other} if path not in one or one[path] != other.get(path))
+
+
+def round_trip(rank, layout, form, case="", lacks=(), steps=0, strict=True):
+    """Load what was saved into a new optimizer; return the error, or the differences from the one that was saved.
+
+    Args:
+        rank: of this process.
+        layout: of the model.
+        form: of `FORMS`.
+        case: of the model or its optimizer.
+        lacks: what to remove from the state.
+        steps: that the new optimizer has taken before.
+        strict: of torch's options.
+    """
+    model, optimizer = started(layout, case)
+    if case == "scheduled":
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.95**epoch)
+    train(model, optimizer)
+    expected = parts(optimizer.state_dict())
+    saves = {key: value for key, value in FORMS[form].items() if not key.startswith("broadcast")}
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**saves))
+    without(state, lacks, "flat" in form)
+    fresh = optimizer_of(model, case)
+    train(model, fresh, steps, seed=7)
+    if case == "frozen by now":
+        model.two.down.weight.requires_grad_(False)
+    mine = {} if "broadcast" in form and rank else state
+    reads = {key: value for key, value in FORMS[form].items() if not lacks or not key.startswith("flatten")}
+    try:
+        set_optimizer_state_dict(model, fresh, mine, options=StateDictOptions(strict=strict, **reads))
+    except (RuntimeError, ValueError, AssertionError, KeyError) as error:
+        return str(error)
+    if case == "frozen by now":
+        assert not model.two.down.weight.requires_grad
+        assert model.two.up.weight.requires_grad
+    if case == "scheduled" and rank == 0:  # torch gives only rank 0 the values of the groups
+        assert {group["initial_lr"] for group in fresh.param_groups} == {1e-2}
+    differences = differing(expected, parts(fresh.state_dict()))
+    return [path for path in differences if case != "scheduled" or "initial_lr" not in path]
+
+
+def everywhere(pools, layout, function=round_trip, **options):
+    if layout == "single":
+        return [function(0, layout=layout, **options)]
+    return pools[2].run(function, layout=layout, **options)
+
+
+@pytest.mark.first_tier(
+    "stepped-(fsdp-(tied|frozen|scheduled|.*group.*broadcast)|compiled.*flat|checkpointed.*sharded)"
+)
+@pytest.mark.parametrize(
+    ("layout", "case", "form"),
+    [
+        *((layout, "", form) for layout in ("replicate", "compiled", "checkpointed") for form in ("sharded", "flat")),
+        *(("fsdp", "tied", form) for form in ("sharded", "flat")),
+        *((layout, "frozen", "sharded") for layout in ("ddp", "fsdp")),
+        *((layout, "", "broadcast") for layout in ("ddp", "fsdp")),
+        ("fsdp", "scheduled", "broadcast"),
+        *(
+            ("fsdp", case, form)
+            for case in ("two groups", "an empty group", "frozen by now")
+            for form in ("sharded", "whole", "broadcast")
+        ),
+    ],
+    ids=lambda value: value or "plain",
+)
+@pytest.mark.parametrize("steps", [0, 2], ids=["new", "stepped"])
+def test_what_is_loaded_is_what_was_saved(pools, layout, case, form, steps):
+    assert everywhere(pools, layout, case=case, form=form, steps=steps) == [[], []]
+
+
+WHAT_LACKS = {
+    "two.down.weight momentum_buffer": r"two.down.weight \(10, 14\) lacks \['momentum_buffer'\]",
+    "shift exp_avg_sq": r"shift \(10,\) lacks \['exp_avg_sq'\]",
+    "shift step": r"shift \(10,\) lacks \['step'\]",
+    "two.down.weight": r"two.down.weight \(10, 14\) lacks \['momentum_buffer'\]",
+}
 """What a whole state lacks, and what the error must say."""
 
 
-@pytest.fixture
-def run(pools):
-    def run(function, ranks, **options):
-        return [function(0, **options)] if ranks == 1 else pools[ranks].run(function, **options)
-
-    return run
-
-
-@pytest.mark.first_tier("(single-1|ddp-2|tp-2|compiled-2)-nested|(fsdp-2|hsdp-4)-flattened")
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
-def test_save_and_load(run, layout, ranks, flatten):
-    for wrong, twice in run(cases.save_and_load, ranks, layout=layout, flatten=flatten):
-        assert wrong == []
-        assert twice == [True] * 4
-
-
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-def test_tied_weights(run, flatten):
-    for wrong, twice in run(cases.save_and_load, 2, layout="fsdp", tied=True, flatten=flatten):
-        assert wrong == []
-        assert twice == [True] * 4
-
-
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_frozen_parameters_are_left_out(run, layout):
-    for wrong, _ in run(cases.save_and_load, 2, layout=layout, frozen=True):
-        assert wrong == []
-
-
-@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("hsdp", 4)])
-def test_broadcast_from_rank_0(run, layout, ranks):
-    assert run(cases.from_one_layout, ranks, layout=layout) == [(True, True)] * ranks
-
-
-def test_initial_lr_comes_along(run):
-    before, after = run(cases.scheduled, 2, layout="fsdp")[0]  # torch gives only rank 0 the values of the groups
-    assert not any(before)
-    assert set(after) == {1e-2}
-
-
-@pytest.mark.parametrize(("full", "broadcast"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("empty", [False, True], ids=["two", "one-empty"])
-def test_param_groups(run, empty, full, broadcast):
-    options = {"layout": "tp", "empty": empty, "full": full, "broadcast": broadcast}
-    assert run(cases.groups_of_their_own, 2, **options) == [True, True]
-
-
-@pytest.mark.first_tier("^(all-single|broadcast-fsdp)-nested|broadcast-fsdp-flattened-shift step")
-@pytest.mark.parametrize(("lacks", "error"), WHAT_LACKS, ids=[lacks for lacks, _ in WHAT_LACKS])
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize("case", ["all-single", "all-ddp", "all-fsdp", "broadcast-ddp", "broadcast-fsdp"])
-def test_whole_states_that_lack_moments_are_refused(run, case, flatten, lacks, error):
+@pytest.mark.first_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-shift step")
+@pytest.mark.parametrize("lacks", WHAT_LACKS)
+@pytest.mark.parametrize("form", ["whole", "whole flat", "broadcast", "broadcast flat"])
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
+def test_whole_states_that_lack_moments_are_refused(pools, layout, form, lacks):
     """Expect an error, and not the moments of the optimizer that loads: zeros, or those of other steps."""
-    readers, layout = case.split("-")
-    options = {"layout": layout, "names": [lacks], "flatten": flatten, "broadcast": readers == "broadcast"}
+    if layout == "single" and "broadcast" in form:
+        pytest.skip("a single process has nobody to tell")
     for steps in (0, 2):
-        results = run(lacking_cases.load_without, 1 if layout == "single" else 2, steps=steps, **options)
-        assert len({message for message, _ in results}) == 1
-        assert re.search(rf"{error} \[moments-missing\]", results[0][0])
+        first, *others = everywhere(pools, layout, form=form, lacks=[lacks], steps=steps)
+        assert re.search(rf"{WHAT_LACKS[lacks]} \[moments-missing\]", first)
+        assert others in ([], [first])
 
 
-def test_no_option_of_torch_loads_a_state_that_lacks_moments(run):
-    options = {"layout": "fsdp", "names": ["two.down.weight"], "broadcast": True, "strict": False}
-    for message, _ in run(lacking_cases.load_without, 2, **options):
-        assert re.search(r"two.down.weight.*\[moments-missing\]", message)
+def test_no_option_of_torch_loads_a_state_that_lacks_moments(pools):
+    for text in everywhere(pools, "fsdp", form="broadcast", lacks=["two.down.weight"], strict=False):
+        assert re.search(r"two.down.weight.*\[moments-missing\]", text)
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
-def test_whole_states_without_counts_of_groups_take_those_of_adamw(run, tensor_lr):
+@pytest.mark.parametrize("case", ["", "lr as a tensor"], ids=["number", "tensor"])
+def test_whole_states_without_counts_of_groups_take_those_of_adamw(pools, case):
     """Load as the oldest format, which has none: those of the optimizer that loads have nothing to do with it."""
-    options = {"layout": "fsdp", "names": ["groups step"], "broadcast": True, "tensor_lr": tensor_lr}
     for steps in (0, 2):
-        for message, states in run(lacking_cases.load_without, 2, steps=steps, **options):
-            assert message is None
-            assert cases.differences(*states, torch.equal) == []
+        results = everywhere(pools, "fsdp", form="broadcast", lacks=["groups step"], case=case, steps=steps)
+        assert results == [[], []]
 
 
-def test_whole_states_of_another_optimizer_are_refused(run):
-    options = {"layout": "fsdp", "names": ["groups use_muon"], "broadcast": True}
-    for message, _ in run(lacking_cases.load_without, 2, **options):
-        assert "[foreign-state]" in message
+def test_whole_states_of_another_optimizer_are_refused(pools):
+    for text in everywhere(pools, "fsdp", form="broadcast", lacks=["groups use_muon"]):
+        assert "[foreign-state]" in text
 
 
-@pytest.mark.parametrize(("full", "broadcast"), [(False, False), (True, False), (True, True)])
-def test_moments_of_parameters_that_are_frozen_by_now_are_loaded(run, full, broadcast):
-    results = run(lacking_cases.load_after_freezing, 2, full=full, broadcast=broadcast)
-    assert results == [([], (False, True))] * 2
+def loads_nothing(rank, layout, form):
+    """Return the differences from an optimizer that loads nothing, after training, of one that loads no moments."""
+    results = []
+    for loads in (False, True):
+        model, optimizer = started(layout)
+        if loads:
+            options = StateDictOptions(**FORMS[form])
+            groups = get_optimizer_state_dict(model, optimizer_of(model), options=options)["param_groups"]
+            state = {} if "broadcast" in form and rank else {"state": {}, "param_groups": groups}
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+        train(model, optimizer)
+        results.append(parts(optimizer.state_dict()))
+    return differing(*results)
 
 
-@pytest.mark.parametrize("broadcast", [False, True], ids=["all", "broadcast"])
-def test_a_whole_state_of_no_steps_needs_no_moments(run, broadcast):
-    assert run(lacking_cases.load_before_the_first_step, 2, broadcast=broadcast) == [[], []]
+@pytest.mark.parametrize("form", ["whole", "broadcast"])
+def test_a_whole_state_of_no_steps_needs_no_moments(pools, form):
+    assert everywhere(pools, "fsdp", loads_nothing, form=form) == [[], []]

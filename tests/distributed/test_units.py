@@ -1,18 +1,17 @@
+"""How the matrices of real models are shared out: balance, what travels, and what is orthogonalized at a time."""
+
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils.flop_counter import FlopCounterMode
 
+from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.holdings import Holdings
+from hf_muon.distributed.schedule import OwnedUnit, Schedule
 from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
-from hf_muon.math.cost import segments
-from hf_muon.math.newton_schulz import newton_schulz
 from hf_muon.storage.regions import regions
 
 
@@ -29,88 +28,6 @@ def qwen3_235b_a22b():
     return [*attention, (experts, 2 * inner, width), (experts, width, inner)] * 94
 
 
-def units_of(shapes):
-    return make_units(shapes, [None] * len(shapes))
-
-
-def loads(units, owners, ranks):
-    load = [0] * ranks
-    for unit, owner in zip(units, owners, strict=True):
-        load[owner] += unit.cost
-    return load
-
-
-def lower_bound(units, ranks):
-    """Return the least possible makespan: an even share of the work, or the largest unit."""
-    return max(sum(unit.cost for unit in units) / ranks, max(unit.cost for unit in units))
-
-
-def holders_of(units, shapes, ranks, placement):
-    where = {shape: regions(shape, (ranks,), [placement]) for shape in set(shapes)}
-    holdings = Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
-    return [holdings.pattern(unit).holders for unit in units]
-
-
-def assert_in_one_unit_with_its_likes(units, shapes, kinds):
-    """Check that every matrix is in one unit, whose matrices have its shape and kind."""
-    matrices = Counter()
-    for unit in units:
-        assert len({kinds[param] for param, _, _ in unit.ranges}) == 1
-        for param, start, stop in unit.ranges:
-            assert tuple(shapes[param][-2:]) == unit.shape
-            matrices.update((param, k) for k in range(start, stop))
-    assert matrices == Counter(
-        (i, k)
-        for i, shape in enumerate(shapes)
-        if torch.Size(shape).numel()
-        for k in range(shape[0] if len(shape) == 3 else 1)
-    )
-
-
-class TestUnits:
-    @given(
-        st.lists(
-            st.sampled_from([(4, 6), (6, 4), (3, 4, 6), (1, 9), (0, 5), (2, 0, 3), (7, 9, 1), (2048, 2048)]),
-            max_size=40,
-        ),
-        st.data(),
-    )
-    def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
-        kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
-        assert_in_one_unit_with_its_likes(make_units(shapes, kinds), shapes, kinds)
-
-    def test_small_matrices_of_a_shape_stay_together_as_long_as_there_is_enough_to_share_out(self):
-        assert [unit.count for unit in units_of([(16, 16)] * 80)] == [10] * 8
-        assert [unit.count for unit in units_of([(16, 16)] * 5)] == [1] * 5
-
-    def test_large_matrices_stand_alone(self):
-        assert all(unit.count == 1 for unit in units_of([(4096, 4096)] * 100))
-
-    def test_a_stack_is_cut_where_a_unit_is_full(self):
-        assert units_of([(12, 4, 4), (12, 4, 4)]) == [
-            Unit((4, 4), (MatrixRange(param, k, k + 3),)) for param in (0, 1) for k in range(0, 12, 3)
-        ]
-
-    def test_what_a_kind_is_cut_into_does_not_depend_on_the_other_kinds_order(self):
-        shapes = [(8, 8)] * 32
-        apart = make_units(shapes, ["a"] * 16 + ["b"] * 16)
-        mixed = make_units(shapes, ["a", "b"] * 16)
-        assert [unit.count for unit in apart] == [unit.count for unit in mixed]
-
-    def test_only_keeps_the_ranges_of_active_parameters(self):
-        unit = Unit((2, 3), (MatrixRange(0, 0, 4), MatrixRange(1, 0, 1), MatrixRange(5, 2, 3)))
-        assert unit.only({0, 5}) == Unit((2, 3), (MatrixRange(0, 0, 4), MatrixRange(5, 2, 3)))
-        assert unit.only(set()).ranges == ()
-        assert unit.only({0, 1, 5}) == unit
-
-    def test_cost_is_in_proportion_to_the_products(self):
-        for shape in [(24, 40), (40, 24), (32, 32), (4, 100), (64, 90), (64, 100), (200, 70)]:
-            lengths = segments(shape, 5, torch.float16)
-            with FlopCounterMode(display=False) as counter:
-                newton_schulz(torch.randn(2, *shape), ((1.0, 1.0, 1.0),) * 5, torch.float32, lengths=lengths)
-            assert counter.get_total_flops() == Unit(shape, (MatrixRange(0, 0, 2),)).cost
-
-
 def qwen3_06b():
     """Return the shapes of Qwen3-0.6B (Qwen3 Technical Report, table 1)."""
     return [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)] * 28
@@ -122,128 +39,124 @@ def qwen3_30b_a3b(layers=48):
     return [*attention, *[(128, 768, 2048)] * 2, (128, 2048, 768)] * layers
 
 
-def units_by_work(shapes, **options):
-    return make_units(shapes, [None] * len(shapes), [True] * len(shapes), **options)
+def units_of(shapes, accelerated=False, **options):
+    return make_units(shapes, [None] * len(shapes), [accelerated] * len(shapes), **options)
 
 
-class TestUnitsByWork:
-    @given(
-        st.lists(
-            st.sampled_from([(4, 6), (6, 4), (3, 4, 6), (8, 64, 30), (0, 5), (1024, 1024), (128, 768, 2048)]),
-            max_size=30,
-        ),
-        st.data(),
-    )
-    def test_every_matrix_is_in_one_unit_with_its_likes(self, shapes, data):
-        kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(shapes), max_size=len(shapes)))
-        here = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
-        kinds = list(zip(kinds, here, strict=True))
-        assert_in_one_unit_with_its_likes(make_units(shapes, kinds, here), shapes, kinds)
-
-    def test_a_unit_fills_the_device_several_times_over(self):
-        for unit in units_by_work(qwen3_06b()):
-            assert 800 <= unit.count * 64 <= 2048  # tiles of 128 x 128 in a Gram matrix
-        for unit in units_by_work(qwen3_30b_a3b()):
-            tiles = (min(unit.shape) // 128) ** 2
-            assert 256 <= unit.count * tiles <= 2048
-
-    def test_a_unit_fits_into_its_memory(self):
-        for shapes in (qwen3_06b(), qwen3_30b_a3b(2)):
-            for unit in units_by_work(shapes, max_batch_bytes=2**26):
-                assert unit.count == 1 or unit.numel * 6 <= 2**26
-
-    def test_units_of_a_shape_are_about_equally_large(self):
-        counts = {}
-        for unit in units_by_work(qwen3_06b()):
-            counts.setdefault(unit.shape, []).append(unit.count)
-        assert all(max(of_shape) - min(of_shape) <= 1 for of_shape in counts.values())
-
-    def test_large_matrices_stand_alone(self):
-        assert all(unit.count == 1 for unit in units_by_work([(8192, 28672)] * 20))
-
-    @pytest.mark.parametrize("ranks", [8, 16, 64])
-    def test_experts_that_ranks_store_whole_do_not_travel(self, ranks):
-        shapes = qwen3_30b_a3b()
-        units = units_by_work(shapes)
-        holders = holders_of(units, shapes, ranks, Shard(0))
-        owners = assign_owners(units, ranks, holders)
-        of_experts = [min(unit.shape) == 768 for unit in units]
-        stayed = [owner in holding for owner, holding in zip(owners, holders, strict=True)]
-        assert all(stay for stay, experts in zip(stayed, of_experts, strict=True) if experts)
-
-    @pytest.mark.parametrize(
-        ("model", "ranks", "bound"),
-        [
-            (qwen3_06b, 2, 1.1),
-            (qwen3_06b, 8, 1.4),
-            (qwen3_30b_a3b, 8, 1.05),
-            (qwen3_30b_a3b, 64, 1.1),
-            (qwen3_235b_a22b, 64, 1.05),
-            (llama_70b, 8, 1.05),
-            (llama_70b, 64, 1.05),
-        ],
-    )
-    def test_the_busiest_rank_over_the_mean(self, model, ranks, bound):
-        units = units_by_work(model())
-        load = loads(units, assign_owners(units, ranks), ranks)
-        assert max(load) * ranks <= bound * sum(load)
+def loads(units, owners, ranks):
+    load = [0] * ranks
+    for unit, owner in zip(units, owners, strict=True):
+        load[owner] += unit.cost
+    return load
 
 
-class TestOwners:
-    @pytest.mark.first_tier("-64|-8$")
-    @pytest.mark.parametrize("ranks", [8, 64, 256, 1024])
-    @pytest.mark.parametrize("model", [llama_70b, qwen3_235b_a22b])
-    def test_no_rank_has_more_than_five_percent_over_the_least_possible(self, model, ranks):
-        shapes = model()
-        units = units_of(shapes)
-        for holders in ((), holders_of(units, shapes, ranks, Shard(0))):
-            makespan = max(loads(units, assign_owners(units, ranks, holders), ranks))
-            least = lower_bound(units, ranks)
-            if (model, ranks) == (llama_70b, 256):
-                # 240 large matrices and 160 of 3/8 their cost: some rank owns one of each, or four of the small ones.
-                costs = sorted({unit.cost for unit in units})
-                least = min(costs[-1] + costs[-2], 4 * costs[-2])
-            assert makespan <= 1.05 * least
+def holdings_of(shapes, ranks):
+    where = {shape: regions(shape, (ranks,), [Shard(0)]) for shape in set(shapes)}
+    return Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
 
-    @given(
-        st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=60),
-        st.integers(1, 12),
-    )
-    def test_what_a_rank_has_over_an_even_share_is_less_than_a_unit(self, shapes, ranks):
-        units = units_of(shapes)
-        load = loads(units, assign_owners(units, ranks), ranks)
-        if units:
-            largest = max(unit.cost for unit in units)
-            assert max(load) <= sum(load) / ranks + (1 - 1 / ranks) * largest + 1e-6 * largest
 
-    def test_a_unit_that_one_rank_stores_stays_there(self):
-        units = units_of([(64, 64)] * 6)
-        holders = [(2,), (1,), (2,), (0,), (1,), (0,)]
-        assert assign_owners(units, 3, holders) == [2, 1, 2, 0, 1, 0]
+@pytest.mark.parametrize(
+    ("shapes", "counts"),
+    [
+        ([(16, 16)] * 80, [10] * 8),
+        ([(16, 16)] * 5, [1] * 5),
+        ([(12, 4, 4)] * 2, [3] * 8),
+        ([(4096, 4096)] * 100, [1] * 100),
+    ],
+    ids=["many small", "few small", "stacks", "large"],
+)
+def test_small_matrices_stay_together_as_long_as_there_is_enough_to_share_out(shapes, counts):
+    assert [unit.count for unit in units_of(shapes)] == counts
 
-    def test_a_rank_that_stores_everything_does_not_do_everything(self):
-        units = units_of([(64, 64)] * 8)
-        owners = assign_owners(units, 4, [(3,)] * 8)
-        assert sorted(Counter(owners).items()) == [(rank, 2) for rank in range(4)]
 
-    def test_that_all_ranks_store_a_unit_says_nothing(self):
-        units = units_of([(64, 64)] * 8)
-        everywhere = [tuple(range(4))] * 8
-        assert assign_owners(units, 4, everywhere) == assign_owners(units, 4)
+def test_units_fill_an_accelerator_several_times_over_and_fit_into_its_memory():
+    counts = {}
+    for unit in units_of(qwen3_06b(), True):
+        assert 800 <= unit.count * 64 <= 2048  # tiles of 128 x 128 in a Gram matrix
+        counts.setdefault(unit.shape, []).append(unit.count)
+    assert all(max(of_shape) - min(of_shape) <= 1 for of_shape in counts.values())
+    for unit in units_of(qwen3_30b_a3b(), True):
+        assert 256 <= unit.count * (min(unit.shape) // 128) ** 2 <= 2048
+    assert all(unit.count == 1 for unit in units_of([(8192, 28672)] * 20, True))
+    for shapes in (qwen3_06b(), qwen3_30b_a3b(2)):
+        for unit in units_of(shapes, True, max_batch_bytes=2**26):
+            assert unit.count == 1 or unit.numel * 6 <= 2**26
 
-    def test_experts_stored_whole_do_not_travel(self):
-        shapes = qwen3_235b_a22b()
-        units = units_of(shapes)
-        holders = holders_of(units, shapes, 64, Shard(0))
-        owners = assign_owners(units, 64, holders)
-        stayed = sum(owner in holding for owner, holding in zip(owners, holders, strict=True))
-        assert stayed == sum(map(bool, holders)) == 94 * 2 * 128
 
-    def test_replicas_share_what_all_of_them_store(self):
-        shapes = [(64, 64)] * 8
-        units = units_of(shapes)
-        owners = assign_owners(units, 4, holders_of(units, shapes, 4, Replicate()))
-        assert sorted(Counter(owners).values()) == [2, 2, 2, 2]
+# A model, whether it is on accelerators, ranks, and the most work of a rank over the mean or the largest unit.
+BALANCE = [
+    *((llama_70b, False, ranks, 1.05) for ranks in (8, 64, 256, 1024)),
+    *((qwen3_235b_a22b, False, ranks, 1.05) for ranks in (8, 64, 256, 1024)),
+    (qwen3_06b, True, 2, 1.1),
+    (qwen3_06b, True, 8, 1.4),
+    (qwen3_30b_a3b, True, 8, 1.05),
+    (qwen3_30b_a3b, True, 16, 1.05),
+    (qwen3_30b_a3b, True, 64, 1.1),
+    (qwen3_235b_a22b, True, 64, 1.05),
+    (llama_70b, True, 8, 1.05),
+    (llama_70b, True, 64, 1.05),
+]
 
-    def test_nothing_to_own(self):
-        assert assign_owners([], 4) == []
+
+@pytest.mark.first_tier("llama_70b-False-(8|64)-|qwen3_06b|qwen3_30b_a3b-True-8-")
+@pytest.mark.parametrize(("model", "accelerated", "ranks", "bound"), BALANCE)
+def test_ranks_have_about_the_same_work_and_what_one_stores_whole_stays_there(model, accelerated, ranks, bound):
+    shapes = model()
+    units = units_of(shapes, accelerated)
+    costs = sorted({unit.cost for unit in units})
+    least = sum(unit.cost for unit in units) / ranks
+    if not accelerated:
+        least = max(least, costs[-1])
+    if (model, ranks) == (llama_70b, 256):
+        # 240 large matrices and 160 of 3/8 their cost: some rank owns one of each, or four of the small ones.
+        least = min(costs[-1] + costs[-2], 4 * costs[-2])
+    assert max(loads(units, assign_owners(units, ranks), ranks)) <= bound * least
+    holdings = holdings_of(shapes, ranks)
+    holders = [holdings.pattern(unit).holders for unit in units]
+    owners = assign_owners(units, ranks, holders)
+    assert accelerated or max(loads(units, owners, ranks)) <= bound * least
+    if model.__name__.startswith("qwen3_") and model is not qwen3_06b and ranks <= 64:
+        stays = [owner in holding for owner, holding in zip(owners, holders, strict=True) if holding]
+        assert all(stays)
+        assert len(stays) >= sum(unit.shape == shapes[-1][-2:] for unit in units)
+
+
+def test_a_unit_that_one_rank_stores_stays_there_as_long_as_others_have_their_share():
+    units = units_of([(64, 64)] * 6)
+    assert assign_owners(units, 3, [(2,), (1,), (2,), (0,), (1,), (0,)]) == [2, 1, 2, 0, 1, 0]
+    units = units_of([(64, 64)] * 8)
+    for holders in ([(3,)] * 8, [(0, 1, 2, 3)] * 8, ()):  # that all ranks store a unit says nothing
+        assert Counter(assign_owners(units, 4, holders)) == dict.fromkeys(range(4), 2)
+    assert assign_owners([], 4) == []
+
+
+@pytest.mark.first_tier("llama")
+@pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
+def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ranks, slack):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 5)
+    shapes, cpu = model(), torch.device("cpu")
+    exchange = Exchange(None, units_of(shapes), holdings_of(shapes, ranks), torch.float32, cpu, cpu, 2**28)
+    rounds = exchange.rounds(frozenset(range(len(shapes))))
+    span = sum(max(loads(*zip(*each.units, strict=True), ranks)) for each in rounds)
+    assert span <= slack * max(loads(*zip(*exchange.schedule.owned, strict=True), ranks))
+
+
+def cost_of(placement, ranks, owners):
+    """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
+    stored = regions((4, 6), (ranks,), [placement])
+    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),)), owner) for k, owner in enumerate(owners)]
+    holdings = Holdings(dict.fromkeys(range(len(owners)), stored), ranks)
+    return Schedule(owned, holdings, 0, torch.float32, 2**20).cost(lambda unit: unit.numel, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])
+def test_the_cost_of_a_step(placement, sent):
+    """Expect half of a matrix to go to its owner in fp32, and half of the other's direction to return in bf16."""
+    cost = cost_of(placement, 2, (0, 1))
+    assert (cost.flops, cost.sent_bytes, cost.unit_bytes) == ([24, 24], [sent, sent], 24 * 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_an_owner_holds_directions_for_all_ranks_once(ranks):
+    # The update, as it is computed and as it has arrived; directions, here and on their way, of two rounds.
+    assert cost_of(Replicate(), ranks, (0,)).in_flight_bytes == 24 * (4 + 4) + 2 * 24 * (4 + 4)

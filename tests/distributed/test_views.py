@@ -11,7 +11,6 @@ from torch import nn
 from hf_muon import Muon
 from hf_muon.distributed.executor import Piece
 from hf_muon.distributed.holdings import BatchBox
-from hf_muon.storage.blocks import Blocks, Cut
 from hf_muon.storage.partitions import partition_bounds
 from hf_muon.storage.regions import FlatRegion, part_regions
 from hf_muon.storage.views import parse
@@ -92,14 +91,6 @@ def test_a_view_gives_what_its_matrices_give_as_separate_parameters(adjust_lr_fn
             assert torch.equal(mine, other.state[part]["momentum_buffer"])
 
 
-def test_views_are_text():
-    assert parse("").shapes((3, 4)) == [(3, 4)]
-    assert parse("transposed, columns 2*(1+1)").shapes((5, 3, 4)) == [(5, 3, 2), (5, 3, 2)]
-    assert parse("rows 2x(2+1)").shapes((6, 4)) == [(2, 4), (1, 4), (2, 4), (1, 4)]
-    assert parse("flat, rows 3x2").shapes((6, 5, 2)) == [(2, 10)] * 3
-    assert parse("rows 4*(2)").parts == (Blocks(0, 2, 4, 2),)
-
-
 @pytest.mark.parametrize(
     ("there", "here", "says"),
     [
@@ -120,13 +111,6 @@ def test_views_are_saved_and_the_runs_own_ones_stay(there, here, says, tmp_path,
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["views"] == here
     assert says in caplog.text and "[views-of-run]" in caplog.text if says else not caplog.records
-
-
-def test_cuts_of_flat_slices():
-    cut = Cut(Blocks(1, 1, 3, 2), 2, (2, 2, 7))
-    flat = torch.arange(28)
-    assert torch.equal(cut.of(flat), flat.view(2, 2, 7)[:, :, 1:6:2].unsqueeze(-1))
-    assert cut.shape_of((28,)) == (2, 2, 3, 1)
 
 
 def test_flat_slices_hold_their_parts():

@@ -1,45 +1,102 @@
-"""Ranks share the work and send nothing twice: the tests count, and do not time."""
+"""Ranks share the work, and send nothing twice nor too late: counts, not times. Ranks import functions by name."""
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+from weakref import WeakSet
+
 import pytest
+import torch
+import torch.distributed as dist
 
+from hf_muon.distributed import transfers
+from hf_muon.distributed.exchange import Exchange
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
-from tests.distributed.work_cases import all_to_alls, counted_step, events
+from tests.accelerated import accelerated
+from tests.distributed.cases import make, muon_over, placed
+from tests.equality.counted import Counted
+
+LAYER = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32), "gate": (88, 32), "up": (88, 32), "down": (32, 88)}
+DEEP = [shape for _ in range(24) for shape in LAYER.values()]
+# The part of all updates that a rank sends: to owners, and back.
+MOST = {
+    ("ddp", 2): 1 / 2,
+    ("ddp", 4): 3 / 4,
+    ("fsdp", 2): 1 / 2,
+    ("fsdp", 4): 2 * 3 / 16,
+    ("fsdp-tp", 4): 2 * 3 / 16,
+    ("hsdp", 4): (2 + 1 - 2 / 2) / 4,
+}
+
+
+def with_gradients(shapes, layout, **options):
+    put, params = placed(make(shapes, 0), layout)
+    for param, grad in zip(params, make(shapes, 1), strict=True):
+        param.grad = put(grad)
+    return muon_over(params, len(params), layout, **options)
+
+
+def counted_step(rank, layout, shapes=DEEP, **options):
+    """Return the FLOPs, bytes and collectives of a step, and the calls of its exchange."""
+    optimizer = with_gradients(shapes, layout, **options)
+    with logged(Exchange) as log, Counted() as counted:
+        optimizer.step()
+    return {name: getattr(counted, name) for name in ("flops", "bytes", "calls", "words")} | {"log": log}
+
+
+@contextlib.contextmanager
+def logged(exchange):
+    """Note the calls of an exchange: what it does, and the number of the round.
+
+    It gathers updates, or moves momentum where each owner has them; it orthogonalizes, returns directions, and waits
+    for them.
+    """
+    log, places = [], {}
+    names = {"_gather": "gather", "_orthogonalize": "orthogonalize", "_return": "return", "_complete": "complete"}
+
+    def noted(name):
+        original = getattr(exchange, name)
+
+        def call(self, part, *args):
+            if not places:
+                for k, each in enumerate(self._planned[1]):
+                    places.update(dict.fromkeys([each, *each.returns], k))
+            sends = getattr(part, "gathers", True) or name != "_gather"
+            log.append((names[name] if sends else "move", places[part]))
+            return original(self, part, *args)
+
+        return call
+
+    with mock.patch.multiple(exchange, **{name: noted(name) for name in names}):
+        yield log
+
+
+def assert_overlap(log):
+    """Check the order of rounds: gather the next, orthogonalize this one, send it back, complete the one before."""
+    last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
+    rounds = 1 + max(k for _, k in log)
+    for k in range(rounds - 1):
+        if ("gather", k + 1) in last:  # others need no data of other ranks
+            assert last["gather", k + 1] < last["orthogonalize", k]
+        assert last["orthogonalize", k] < last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
+    return rounds
 
 
 @pytest.mark.promise("shared-work")
-@pytest.mark.parametrize(
-    ("layout", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp-tp", 4)]
-)
-def test_newton_schulz_is_shared(pools, layout, ranks):
+@pytest.mark.parametrize(("layout", "ranks"), MOST)
+def test_work_is_shared_and_nothing_is_sent_twice(pools, layout, ranks):
     single = counted_step(0, "single")["flops"]
-    counts = pools[ranks].run(counted_step, layout=layout)
-    assert sum(count["flops"] for count in counts) == single
-    for count in counts:
-        assert abs(count["flops"] * ranks / single - 1) < 0.1
-
-
-@pytest.mark.promise("shared-work")
-@pytest.mark.parametrize(
-    ("layout", "ranks", "most"),
-    [
-        ("ddp", 2, 1 / 2),
-        ("ddp", 4, 3 / 4),
-        ("fsdp", 2, 1 / 2),
-        ("fsdp", 4, 2 * 3 / 16),
-        ("fsdp-tp", 4, 2 * 3 / 16),
-        ("hsdp", 4, (2 + 1 - 2 / 2) / 4),
-    ],
-)
-def test_bytes_and_collectives(pools, layout, ranks, most):
     for max_batch_bytes in (MAX_BATCH_BYTES, 9 * 2**14):
         counts = pools[ranks].run(counted_step, layout=layout, max_batch_bytes=max_batch_bytes)
+        assert sum(count["flops"] for count in counts) == single
         for count in counts:
-            assert count["bytes"] <= 1.02 * most * count["updates"]
-            assert count["calls"] == count["returns"] + (0 if layout == "ddp" else count["rounds"])
+            assert abs(count["flops"] * ranks / single - 1) < 0.1
+            assert count["bytes"] <= 1.02 * MOST[layout, ranks] * 4 * sum(m * n for m, n in DEEP)
+            assert count["calls"] == sum(what in ("gather", "return") for what, _ in count["log"])
             assert count["words"] == 1
-        assert (counts[0]["rounds"] > 3) == (max_batch_bytes == 9 * 2**14)
+        rounds = 1 + counts[0]["log"][-1][1]
+        assert (rounds > 3) == (max_batch_bytes == 9 * 2**14)
 
 
 def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
@@ -48,20 +105,13 @@ def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
     assert counts[0]["flops"] == counts[1]["flops"]
 
 
-def test_rounds_overlap_within_the_bound(pools):
-    for log in pools[2].run(events, layout="fsdp", max_batch_bytes=9 * 2**15):
-        last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
-        count = 1 + max(k for _, k in log)
-        assert count > 4
-        for k in range(count - 1):
-            # In order: gather the next round, orthogonalize this one, send it back, complete the previous one.
-            assert last["gather", k + 1] < last["orthogonalize", k] < last["return", k]
-            assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
-
-
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
-def test_rounds_beyond_the_bound_do_not_overlap(pools, layout):
-    for log in pools[2].run(events, layout=layout, max_batch_bytes=1):
+def test_rounds_overlap_within_the_bound(pools, layout):
+    bound = 9 * 2 ** (15 if layout == "fsdp" else 14)
+    for count in pools[2].run(counted_step, layout=layout, max_batch_bytes=bound):
+        assert assert_overlap(count["log"]) > 4
+    for count in pools[2].run(counted_step, layout=layout, max_batch_bytes=1):
+        log = count["log"]
         rounds = [[what for what, k in log if k == which] for which in range(log[-1][1] + 1)]
         assert [what for each in rounds for what in each] == [what for what, _ in log]
         for each in rounds:
@@ -69,21 +119,48 @@ def test_rounds_beyond_the_bound_do_not_overlap(pools, layout):
             assert sorted(each[2:]) == ["complete", "complete", "return", "return"]  # of one owner after the other
 
 
-def test_directions_of_copies_travel_while_the_next_round_is_orthogonalized(pools):
-    for log in pools[2].run(events, layout="ddp", max_batch_bytes=9 * 2**14):
-        last = {call: i for i, call in enumerate(log)}  # of a few returns of a round
-        count = 1 + max(k for _, k in log)
-        assert count > 4
-        for k in range(count - 1):
-            assert last["return", k] < last["orthogonalize", k + 1] < last["complete", k]
+def idle(rank):
+    """Count collectives and states of a step without gradients, and of one with those of AdamW alone."""
+    _, params = placed(make([(7, 5), (10, 16), (9,)], 0), "fsdp")
+    optimizer = muon_over(params, 2, "fsdp")
+    with Counted() as nothing:
+        optimizer.step()
+    before = len(optimizer.state)
+    params[-1].grad = torch.ones_like(params[-1])
+    with Counted() as vectors:
+        optimizer.step()
+    return nothing.calls, vectors.calls, before, len(optimizer.state)
+
+
+def test_a_group_without_gradients_sends_nothing(pools):
+    assert pools[2].run(idle) == [(0, 0, 0, 3)] * 2
+
+
+def all_to_alls(rank, layout):
+    """Return the elements and the process group of each all-to-all of two optimizers' steps, as on an accelerator."""
+    calls, original = [], dist.all_to_all_single
+
+    def noted(received, send, *args, group, **kwargs):
+        calls.append((send.numel(), group.group_name))
+        return original(received, send, *args, group=group, **kwargs)
+
+    with (
+        accelerated(),
+        mock.patch.object(dist, "all_to_all_single", noted),
+        mock.patch.object(transfers, "_connected", WeakSet()),
+    ):
+        for _ in range(2):
+            optimizer = with_gradients([(8, 6)] * 3, layout)
+            optimizer.step()
+            optimizer.step()
+    return calls
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("hsdp", 4)])
 def test_ranks_connect_before_their_first_exchange_once_for_a_group(pools, layout, ranks):
     """Expect one element for each rank first, as on an accelerator, then updates and directions."""
     for calls in pools[ranks].run(all_to_alls, layout=layout):
-        groups = list(dict.fromkeys(name for _, name in calls))
-        for name in groups:
+        for name in {name for _, name in calls}:
             sizes = [size for size, own in calls if own == name]
             assert sizes[0] == ranks
             assert ranks not in sizes[1:]

@@ -55,14 +55,7 @@ TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def wrap(model, layout, layers=None, plan=TP_PLAN):
-    """Return the model in a layout, the number of ranks that share a batch, and this rank's index among them.
-
-    Args:
-        model: of any class.
-        layout: "single", "ddp", "fsdp", "fsdp-keep", "hsdp", "tp" or "fsdp-tp".
-        layers: of the model; its blocks by default.
-        plan: of tensor parallelism in a layer.
-    """
+    """Return the model in a layout, the number of ranks that share a batch, and this rank's index among them."""
     layers = model.blocks if layers is None else layers
     if layout == "single":
         return model, 1, 0
@@ -112,29 +105,24 @@ def clip(params, limit):
             param.grad.mul_(limit / max(norm.item(), limit))
 
 
-def train(
-    rank, layout, last=10, dtype="float32", accumulate=1, clipping=None, frozen=False, moved=None, folder="", **options
-):
-    """Train for some steps; return losses, and full parameters and states by name.
+def train(rank, layout, last=10, accumulate=1, clipping=None, moved=None, folder="", **options):
+    """Train for some steps; return losses, and whole weights and moments by name. A block and a norm are frozen.
 
     Args:
         rank: of this process.
         layout: as of `wrap`.
         last: number of steps.
-        dtype: of weights.
         accumulate: batches of a step and rank.
         clipping: norm to which gradients are clipped.
-        frozen: whether a block and a norm are frozen.
         moved: a seed of `tests.bounds.move`.
         folder: for a file of metrics of this rank.
         options: of the optimizer.
     """
     torch.manual_seed(0)
-    model = Model().to(getattr(torch, dtype))
+    model = Model()
     move(model, moved)
-    if frozen:
-        model.blocks[0].requires_grad_(False)
-        model.norm.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.norm.requires_grad_(False)
     model, shards, place = wrap(model, layout)
     if folder:
         options = {"diagnostics_every": 2, "diagnostics_file": f"{folder}/{rank}.jsonl", **options}
@@ -151,7 +139,7 @@ def train(
         for k in range(accumulate):
             tokens = batches(step)[place * size + k * micro : place * size + (k + 1) * micro]
             logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / accumulate
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / accumulate
             loss.backward()
             total += loss.detach()
         if shards > 1:
@@ -161,10 +149,9 @@ def train(
         if clipping:
             clip(list(model.parameters()), clipping)
         optimizer.step()
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    results = {
-        name: {"weight": whole(param), **{key: whole(value) for key, value in optimizer.state[param].items()}}
-        for name, param in zip(names, params, strict=True)
-    }
-    return {"losses": losses, "states": results}
+    results = {"losses": torch.tensor(losses)}
+    for group in optimizer.param_groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            own = {"weight": param, **optimizer.state[param]}
+            results |= {f"{name} {key}": whole(value) for key, value in own.items()}
+    return results

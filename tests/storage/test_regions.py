@@ -1,4 +1,4 @@
-"""Which elements lie where: index arithmetic beside torch's own, and beside an enumeration of all elements."""
+"""Which elements lie where, compared with torch's own arithmetic and an enumeration; factors of learning rates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hf_muon.storage.factors import KEY, factors_of, list_complaint, with_texts
 from hf_muon.storage.partitions import Division, partition_bounds
 from hf_muon.storage.regions import FlatRegion, Region, chunk, length, regions, take, whole
 
@@ -42,24 +43,17 @@ def test_regions_are_where_torch_puts_them_and_hold_everything_once_for_each_rep
     assert held == sorted(list(itertools.product(*map(range, shape))) * replicas)
 
 
-def test_a_strided_shard_leaves_room_for_a_later_axis():
-    """Cut rows as FSDP2 over tensor parallel does: by the second axis, and each chunk by the first."""
-    of_mesh = regions((11, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
-    assert [region.dims[0] for region in of_mesh] == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
-
-
-def test_strided_alone_holds_several_ranges():
-    of_mesh = regions((8, 3), (2,), (_StridedShard(0, split_factor=2),))
-    assert [region.dims[0] for region in of_mesh] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
-    assert of_mesh[0].numel == 12
-
-
 def test_ranges():
+    """Strided shards hold several ranges, and leave room for a later axis, as with FSDP2 over tensor parallel."""
+    (first, second), later = (
+        [region.dims[0] for region in regions(shape, mesh, (_StridedShard(0, split_factor=2), *more))]
+        for shape, mesh, more in (((8, 3), (2,), ()), ((11, 3), (2, 2), (Shard(0),)))
+    )
+    assert (first, second) == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    assert later == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
     ranges = ((2, 5), (7, 9))
     assert length(ranges) == 5
-    assert take(ranges, 1, 4) == ((3, 5), (7, 8))
-    assert take(ranges, 4, 9) == ((8, 9),)
-    assert take(ranges, 5, 9) == ()
+    assert [take(ranges, *span) for span in ((1, 4), (4, 9), (5, 9))] == [((3, 5), (7, 8)), ((8, 9),), ()]
     assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
     assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))
 
@@ -111,3 +105,27 @@ def test_every_element_of_equal_parts_is_held_once(numel, size, offset, start, d
         for element in range(begin, end)
     }
     assert overlaps == {element: expected[element] for element in range(first, last)}
+
+
+# --- factors of the learning rate: lists in param groups, and texts in their place in state dicts
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=5))
+def test_a_text_stands_for_its_list_in_state_dicts_alone(factors):
+    count = len(factors)
+    group = {"params": list(range(count)), KEY: factors}
+    (saved,) = with_texts({"param_groups": [group]})["param_groups"]
+    assert factors_of(saved) == factors_of(group) == factors
+    assert list_complaint(saved[KEY]) is list_complaint(factors) is list_complaint(factors, count) is None
+    assert list_complaint(saved[KEY], count) is not None
+    assert list_complaint(factors, count + 1) is not None
+
+
+@pytest.mark.parametrize("wrong", ["a|b", "0.5|-1.0", [0.5, -1], [True], [math.inf], [math.nan], 3])
+def test_factors_are_finite_numbers_of_at_least_zero(wrong):
+    assert list_complaint(wrong) is not None
+
+
+def test_no_list_is_a_factor_of_one_for_each_parameter():
+    assert list_complaint(None) is list_complaint(None, 3) is None
+    assert factors_of({"params": [0, 1, 2]}) == [1.0] * 3
