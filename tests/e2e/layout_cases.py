@@ -32,6 +32,7 @@ NATIVE = TRANSFORMERS >= (5, 20)  # from_pretrained(distributed_config=...)
 newest = pytest.mark.newest
 needs_parallelism = (newest, pytest.mark.skipif(not PARALLELISM, reason="accelerate 1.12 has a ParallelismConfig"))
 loads_shards = (newest, pytest.mark.skipif(not LOADS_SHARDS, reason="accelerate 1.13 loads sharded moments"))
+ddp_resumes = (newest, pytest.mark.skipif(not DDP_RESUMES, reason="this Trainer cannot resume DDP on a CPU"))
 needs_native = (newest, pytest.mark.skipif(not NATIVE, reason="transformers has no DistributedConfig for training"))
 
 
@@ -41,7 +42,8 @@ class Start:
 
     `resumes`: the run saves, and is resumed as NAME_resumed by a model that starts from other random weights.
     `controls`: it runs as NAME_moved_0 and _1 from weights moved by one unit in the last place.
-    `source`: the start from whose checkpoint it resumes. `environment`: as `accelerate launch` sets it.
+    `source`: the start from whose checkpoint it resumes; `drop`: without moments.
+    `environment`: as `accelerate launch` sets it.
     """
 
     ranks: int = 2
@@ -51,6 +53,7 @@ class Start:
     resumes: bool = False
     controls: bool = False
     source: str = ""
+    drop: bool = False
     load: dict[str, Any] | None = None
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -61,12 +64,11 @@ class Start:
         # An adapter's checkpoint is the adapter alone.
         other = base | {"model": self.model | {"lora_seed" if self.model.get("lora") else "seed": 3}}
         if self.source:
-            return [other | {"resume": f"{self.source}/checkpoint-{worker.SAVE_STEP}"}]
+            return [other | {"resume": f"{self.source}/checkpoint-{worker.SAVE_STEP}", "drop": self.drop}]
         cases = [base]
         if self.resumes:
             resumed = other | {"resume": f"{name}/checkpoint-{worker.SAVE_STEP}"}
             cases += [resumed | {"name": f"{name}_resumed"}]
-            cases += [resumed | {"name": f"{name}_dropped", "drop": True}]
         if self.controls:
             moved = [base | {"model": self.model | {"moved": seed}, "arguments": self.arguments} for seed in (0, 1)]
             cases += [case | {"name": f"{name}_moved_{seed}"} for seed, case in enumerate(moved)]
@@ -147,6 +149,8 @@ STARTS = {
     "native_fsdp_tp": Start(4, model=EVEN, load={"fsdp_size": 2, "tp_size": 2}),
     "hsdp": Start(4, "fsdp2", resumes=True, environment=HSDP),
     "hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, resumes=True, environment=HSDP),
+    "ddp_dropped": Start(source="ddp", drop=True),
+    "fsdp_dropped": Start(2, "fsdp2", source="fsdp", drop=True),
     "two_to_one": Start(1, source="fsdp"),
     "two_to_four": Start(4, "fsdp2", source="fsdp"),
     "two_to_four_sharded": Start(4, "fsdp2", arguments=SHARDED, source="fsdp_sharded"),

@@ -231,7 +231,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = network(**case.get("model", {}))
     if "load" in case:
         model = sharded_while_loading(model, folder / "initial", case["load"])
-    callbacks = [DropMoments()] if "drop" in case else []
+    callbacks = [DropMoments()] if case.get("drop") else []
     trainer = InOrder(model, args, train_dataset=rows(), callbacks=callbacks)
     with shared_steps() as shared:
         trainer.train(resume_from_checkpoint=case.get("resume") and str(folder / case["resume"]))
