@@ -189,14 +189,23 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def accelerate_variables(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the environment variables that `accelerate launch` sets for a config file, by its own functions."""
+def accelerate_file(name: str, processes: int, folder: Path) -> Path:
+    """Write an example's config file of accelerate for processes of this machine."""
+    config = read_yaml(YAML / name) | {"num_machines": 1, "num_processes": processes, "mixed_precision": "no"}
+    if sizes := config.get("parallelism_config"):
+        assert sizes["parallelism_config_dp_replicate_size"] == 2
+        sizes["parallelism_config_dp_shard_size"] = 2
+    path = folder / name
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def accelerate_variables(name: str, processes: int, folder: Path) -> dict[str, str]:
+    """Return the environment variables that `accelerate launch` sets for an example, by its own functions."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
-    words = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    words = ["--config_file", str(accelerate_file(name, processes, folder)), "--main_process_port", "0", "script.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     variables = {k: v for k, v in prepare_multi_gpu_env(arguments).items() if os.environ.get(k) != v}
     assert variables["ACCELERATE_USE_FSDP"] == "true"
@@ -220,13 +229,13 @@ LLAMAFACTORY_V1_ULYSSES = ("llamafactory_v1_qwen3_ulysses.yaml", "llamafactory_v
 TRL = {stage: f"trl_qwen3_{stage}.yaml" for stage in ("sft", "dpo", "grpo")}
 TRAINER = "trainer_qwen3_pretrain.yaml"
 TRAINER_FSDP2 = "trainer_qwen3_fsdp2.yaml"
-ACCELERATE = ("accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml")
+ACCELERATE_FSDP2, ACCELERATE_HSDP = "accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml"
 DEEPSPEED = {  # test_deepspeed.py runs those of trainer, and those of llamafactory differ in nothing else
     f"{framework}_qwen3_{layout}.yaml"
     for framework in ("llamafactory", "trainer")
     for layout in ("zero2", "zero3", "zero3_offload", "zero3_nvme")
 }
-ULYSSES = "trainer_qwen3_ulysses.yaml"  # tests/deepspeed/test_run_ulysses.py runs this
+ULYSSES = "trainer_qwen3_ulysses.yaml"  # tests/deepspeed/test_ulysses.py runs this
 
 ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
 ALL_OTHERS = {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.bounds import beyond_rounding
 from tests.e2e import layouts_worker as worker
-from tests.e2e.harness import ROOT, accelerate_variables, server
+from tests.e2e.harness import ACCELERATE_FSDP2, ACCELERATE_HSDP, ROOT, accelerate_variables, server
 
 Result = dict[str, Any]
 
@@ -43,7 +43,7 @@ class Start:
     `resumes`: the run saves, and is resumed as NAME_resumed by a model that starts from other random weights.
     `controls`: it runs as NAME_moved_0 and _1 from weights moved by one unit in the last place.
     `source`: the start from whose checkpoint it resumes; `drop`: without moments.
-    `environment`: as `accelerate launch` sets it.
+    `config`: the example from whose content `accelerate launch` sets the environment.
     """
 
     ranks: int = 2
@@ -55,7 +55,7 @@ class Start:
     source: str = ""
     drop: bool = False
     load: dict[str, Any] | None = None
-    environment: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
 
     def cases(self, name: str) -> list[dict[str, Any]]:
         saves = {"save_strategy": "steps", "save_steps": worker.SAVE_STEP} if self.resumes else {}
@@ -75,29 +75,6 @@ class Start:
         return cases
 
 
-HSDP = {
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-}
-LAUNCH = {  # a config file of `accelerate launch` sets FSDP2, and the training arguments do not
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "num_processes": 2,
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "rdzv_backend": "static",
-    "use_cpu": False,  # with true, `accelerate launch` starts one process; the training arguments set use_cpu
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_offload_params": False,
-    },
-}
 EVEN = {"even": True}
 SHARDED = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 SETTINGS = {"cpu_ram_efficient_loading": True, "reshard_after_forward": False, "activation_checkpointing": True}
@@ -141,20 +118,20 @@ STARTS = {
     "offload": Start(
         2, "fsdp2", arguments={"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": True}}, resumes=True
     ),
-    "launched": Start(resumes=True, environment=LAUNCH),
+    "launched": Start(resumes=True, config=ACCELERATE_FSDP2),
     "tp": Start(model=EVEN, arguments={"parallelism": {"tp_size": 2}}, load={"tp_plan": "auto"}),
     "native_fsdp": Start(load={"fsdp_size": 2}),
     "native_tp": Start(model=EVEN, load={"tp_size": 2}),
     "native_hsdp": Start(4, load={"fsdp_size": 2, "dp_replicate_size": 2}),
     "native_fsdp_tp": Start(4, model=EVEN, load={"fsdp_size": 2, "tp_size": 2}),
-    "hsdp": Start(4, "fsdp2", resumes=True, environment=HSDP),
-    "hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, resumes=True, environment=HSDP),
+    "hsdp": Start(4, resumes=True, config=ACCELERATE_HSDP),
+    "hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, resumes=True, config=ACCELERATE_HSDP),
     "ddp_dropped": Start(source="ddp", drop=True),
     "fsdp_dropped": Start(2, "fsdp2", source="fsdp", drop=True),
     "two_to_one": Start(1, source="fsdp"),
     "two_to_four": Start(4, "fsdp2", source="fsdp"),
     "two_to_four_sharded": Start(4, "fsdp2", arguments=SHARDED, source="fsdp_sharded"),
-    "two_to_hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, source="fsdp_sharded", environment=HSDP),
+    "two_to_hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, source="fsdp_sharded", config=ACCELERATE_HSDP),
     "hsdp_to_two_sharded": Start(2, "fsdp2", arguments=SHARDED, source="hsdp_sharded"),
 }
 
@@ -182,9 +159,7 @@ class Runs:
             shutil.copytree(self.folder / start.source / copy.name, copy, dirs_exist_ok=True)
             (copy / "pytorch_model_fsdp.bin").unlink()
             (copy / "optimizer.bin").rename(copy / "optimizer.pt")
-        variables = start.environment
-        if "fsdp_config" in variables:
-            variables = accelerate_variables(variables, self.folder)
+        variables = accelerate_variables(start.config, start.ranks, self.folder) if start.config else {}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         words = [worker.__file__, self.folder, self.write(name)]
         variables = variables | {"PYTHONPATH": path}

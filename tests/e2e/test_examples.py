@@ -15,7 +15,8 @@ from hf_muon.integrations.llamafactory.v1 import config_from
 from hf_muon.optim_args import parse_optim_args
 from tests import fixtures_text
 from tests.e2e.harness import (
-    ACCELERATE,
+    ACCELERATE_FSDP2,
+    ACCELERATE_HSDP,
     DEEPSPEED,
     LLAMAFACTORY_FSDP2,
     LLAMAFACTORY_PRETRAIN,
@@ -40,8 +41,8 @@ PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / 
 
 
 def test_no_example_is_left_out():
-    here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, *TRL.values(), *ACCELERATE}
-    here |= {TRAINER, TRAINER_FSDP2}
+    here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, *TRL.values()}
+    here |= {TRAINER, TRAINER_FSDP2, ACCELERATE_FSDP2, ACCELERATE_HSDP}
     here |= {LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2, *LLAMAFACTORY_V1_ULYSSES}
     here |= DEEPSPEED | {ULYSSES}
     assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}

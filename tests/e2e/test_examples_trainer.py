@@ -15,7 +15,7 @@ import torch
 
 from tests import fixtures_text
 from tests.e2e.harness import (
-    ACCELERATE,
+    ACCELERATE_FSDP2,
     ALL_MATRICES,
     ALL_OTHERS,
     BIN,
@@ -27,7 +27,7 @@ from tests.e2e.harness import (
     TRAINER_FSDP2,
     TRL,
     YAML,
-    accelerate_variables,
+    accelerate_file,
     assert_close,
     assert_resumed,
     assert_routed,
@@ -87,43 +87,25 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path)
 
 @pytest.mark.newest
 @pytest.mark.extended
-@pytest.mark.skipif(
-    ACCELERATE_VERSION < (1, 13), reason="no HSDP here, and transformers takes no state_dict_type from fsdp_config"
-)
-def test_fsdp2_and_hsdp_equal_one_process(tiny_model, rounding, tmp_path):
-    """Run the Trainer's own FSDP2 on two processes, and on four what accelerate's config files set; one is launched."""
+@pytest.mark.skipif(ACCELERATE_VERSION < (1, 13), reason="transformers takes no state_dict_type from fsdp_config")
+def test_two_processes_with_fsdp2_equal_one(tiny_model, rounding, tmp_path):
+    """Run Trainer's own FSDP2, and `accelerate launch` itself; `test_trainer_layouts.py` has its settings, and HSDP."""
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
     common = TINY | {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl", "from_scratch": False}
     common |= {"weight_decay": 0.1, "gradient_checkpointing": False, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
-    for name, ranks, path in (
-        ("one", 1, TRAINER),
-        ("fsdp2", 2, TRAINER_FSDP2),
-        ("launched", 2, TRAINER),
-        *((name, 4, TRAINER) for name in ACCELERATE),
-    ):
+    for name, ranks, path in (("one", 1, TRAINER), ("fsdp2", 2, TRAINER_FSDP2), ("launched", 2, TRAINER)):
         changes = common | {"output_dir": tmp_path / name, "per_device_train_batch_size": 4 // ranks}
         words = [CPU_FSDP, TRAIN, YAML / path, *options(changes)]
         if name == "launched":
-            file = tmp_path / "config.json"
-            file.write_text(json.dumps(accelerate_config(ACCELERATE[0], 2)), encoding="utf-8")
+            file = accelerate_file(ACCELERATE_FSDP2, 2, tmp_path)
             launcher = [BIN / "accelerate", "launch", "--config_file", file, "--main_process_port", 0]
             printed = run([*launcher, *words], cwd=tmp_path)
         else:
-            variables = accelerate_variables(accelerate_config(name, 4), tmp_path) if name in ACCELERATE else {}
-            printed = server.run(words[name == "one" :], cwd=tmp_path, ranks=ranks, **variables)
+            printed = server.run(words[name == "one" :], cwd=tmp_path, ranks=ranks)
         assert printed.count("which parameter goes where") == 1, "rank 0 alone logs the routes"
         sharded = (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists()
         assert sharded is (ranks > 1), f"{name} was not sharded"
         assert_close(weights(tmp_path / name), weights(tmp_path / "one"), weights(tiny_model), rounding)
-
-
-def accelerate_config(name, processes):
-    """Return an accelerate config file for processes of this machine."""
-    config = read_yaml(YAML / name) | {"num_machines": 1, "num_processes": processes, "mixed_precision": "no"}
-    if sizes := config.get("parallelism_config"):
-        assert sizes["parallelism_config_dp_replicate_size"] == 2
-        sizes["parallelism_config_dp_shard_size"] = 2
-    return config
 
 
 FSDP2 = {

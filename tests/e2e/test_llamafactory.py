@@ -75,13 +75,13 @@ class Factory:
 
 
 @pytest.fixture(scope="module")
-def factory(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactory_data: Path) -> Factory:
+def factory(tmp_path_factory, tiny_model, llamafactory_data):
     factory = Factory(tmp_path_factory.mktemp("factory"), tiny_model, llamafactory_data)
     factory.pretrain("one")
     return factory
 
 
-def test_pretraining_is_routed_and_equals_a_plain_loop(factory: Factory, rounding: dict[str, float]) -> None:
+def test_pretraining_is_routed_and_equals_a_plain_loop(factory, rounding):
     from transformers import AutoModelForCausalLM
 
     saved = assert_routed(factory.folder / "one" / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
@@ -97,7 +97,7 @@ def test_pretraining_is_routed_and_equals_a_plain_loop(factory: Factory, roundin
 
 
 @pytest.mark.promise("exact-resume")
-def test_resumed_run_equals_the_uninterrupted_one(factory: Factory) -> None:
+def test_resumed_run_equals_the_uninterrupted_one(factory):
     checkpoint = interrupt(factory.folder / "one", after=2, destination=factory.folder / "resumed")
     factory.pretrain("resumed", resume_from_checkpoint=checkpoint)
     assert_resumed(factory.folder / "resumed" / "checkpoint-4", factory.folder / "one" / "checkpoint-4")
@@ -105,7 +105,7 @@ def test_resumed_run_equals_the_uninterrupted_one(factory: Factory) -> None:
 
 @pytest.mark.promise("ddp", "fsdp2", "llamafactory")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_two_processes_agree_with_one(layout: str, factory: Factory, rounding: dict[str, float]) -> None:
+def test_two_processes_agree_with_one(layout, factory, rounding):
     example = read_yaml(YAML / LLAMAFACTORY_FSDP2)
     changes = {key: example[key] for key in ("fsdp", "fsdp_config")} if layout == "fsdp2" else {}
     printed = factory.pretrain(layout, ranks=2, **changes)
@@ -136,7 +136,7 @@ SFT = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", SFT)
-def test_sft_is_routed(kind: str, factory: Factory) -> None:
+def test_sft_is_routed(kind, factory):
     name = f"llamafactory_qwen3_{kind}_sft.yaml"
     factory.train(kind, name, **LLAMAFACTORY_SFT[name])
     muon, adamw = SFT[kind]
@@ -145,7 +145,7 @@ def test_sft_is_routed(kind: str, factory: Factory) -> None:
 
 
 @pytest.mark.extended
-def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
+def test_lora_plus_gives_the_b_factors_their_own_rate(factory):
     factory.train("lora_plus", "llamafactory_qwen3_lora_sft.yaml", loraplus_lr_ratio=4.0, learning_rate=1e-3)
     checkpoint = factory.folder / "lora_plus" / "checkpoint-3"
     saved = assert_routed(checkpoint, muon=SFT["lora"][0], adamw=set(), steps=3)
@@ -165,7 +165,7 @@ def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
         ("llamafactory_qwen3_lora_sft.yaml", {"optim_args": ""}, "[lora-without-muon]"),
     ],
 )
-def test_refused_before_the_model_is_loaded(example: str, changes: dict[str, Any], code: str, factory: Factory) -> None:
+def test_refused_before_the_model_is_loaded(example, changes, code, factory):
     printed = factory.train("refused", example, fails=True, **changes)
     assert code in printed
     assert "Loading weights" not in printed  # the arguments suffice
@@ -195,7 +195,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.promise("refused-layouts")
-def test_megatron_is_refused(tmp_path: Path) -> None:
+def test_megatron_is_refused(tmp_path):
     printed = llamafactory_server.run_code(MEGATRON, tmp_path, cwd=tmp_path, USE_MCA="1")
     assert "[rival-trainer]" in printed
 
@@ -230,7 +230,7 @@ torch.save(optimizer.state_dict(), sys.argv[2] + "/optimizer.pt")
 
 
 @pytest.mark.extended
-def test_ppo_gets_our_optimizer(tiny_model: Path, tmp_path: Path) -> None:
+def test_ppo_gets_our_optimizer(tiny_model, tmp_path):
     llamafactory_server.run_code(PPO, tiny_model, tmp_path, cwd=tmp_path)
     inner = "pretrained_model."
     saved = assert_routed(

@@ -103,7 +103,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactory_data: Path) -> Runs:
+def runs(tmp_path_factory, tiny_model, llamafactory_data):
     """Start one process, and two for all other runs but that with Ulysses, whose mesh is another one."""
     runs = Runs(tmp_path_factory.mktemp("v1"), tiny_model, llamafactory_data)
     runs.printed[1] = runs.start(runs.straight_and_resumed("one", LLAMAFACTORY_V1), 1)
@@ -117,12 +117,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactor
 
 @pytest.mark.promise("llamafactory-v1")
 @pytest.mark.parametrize("name", [DDP, FSDP2])
-def test_two_processes_agree_with_one(name: str, runs: Runs, rounding: dict[str, float]) -> None:
+def test_two_processes_agree_with_one(name, runs, rounding):
     assert_close(runs.weights(name), runs.weights("one"), weights(runs.model), rounding)
 
 
 @pytest.mark.promise("llamafactory-v1-ulysses")
-def test_cp_on_two_ranks_equals_cp_off(runs: Runs) -> None:
+def test_cp_on_two_ranks_equals_cp_off(runs):
     """LLaMA-Factory's own Ulysses needs CUDA and flash-attn, for which the worker stands in."""
     example = LLAMAFACTORY_V1_ULYSSES[v1_has_top_level_keys()]
     settings = runs.settings("ulysses", example, flash_attn="sdpa", save_steps=None)
@@ -137,12 +137,12 @@ def test_cp_on_two_ranks_equals_cp_off(runs: Runs) -> None:
     assert distance(runs.weights("ulysses"), runs.weights("one"), weights(runs.model)) < 1e-4
 
 
-def test_parameters_on_the_cpu_change_nothing(runs: Runs) -> None:
+def test_parameters_on_the_cpu_change_nothing(runs):
     torch.testing.assert_close(runs.weights("offload"), runs.weights(FSDP2), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["one", DDP, FSDP2])
-def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
+def test_everything_reached_the_optimizer(name, runs):
     saved = runs.optimizer(name)
     groups = {(group["use_muon"], group["weight_decay"]): group for group in saved["param_groups"]}
     assert set(groups) == {(True, 0.1), (False, 0.1), (False, 0.0)}
@@ -155,7 +155,7 @@ def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
 
 @pytest.mark.promise("llamafactory-v1")
 @pytest.mark.parametrize("name", ["one", DDP, FSDP2])
-def test_resumed_run_equals_the_uninterrupted_one(name: str, runs: Runs) -> None:
+def test_resumed_run_equals_the_uninterrupted_one(name, runs):
     """Compare weights, moments and param groups bit for bit."""
     assert [runs.printed[ranks].count("Resumed from checkpoint: step=2") for ranks in (1, 2)] == [2, 4]
     torch.testing.assert_close(runs.weights(f"{name}_resumed"), runs.weights(name), rtol=0, atol=0)
@@ -168,7 +168,7 @@ def test_resumed_run_equals_the_uninterrupted_one(name: str, runs: Runs) -> None
     assert distance(runs.weights(f"{name}_dropped"), runs.weights(name), weights(runs.model)) > 1e-2
 
 
-def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
+def test_one_report_of_the_first_step_for_each_run(runs):
     reports = runs.printed[2].split("the first step of Muon, as rank 0 sees it (2 processes, gloo):")[1:]
     assert len(reports) == 7, "rank 0 logs one for each run"
     stored = {
@@ -191,14 +191,14 @@ def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
         assert "AdamW on the local part" in report[report.index("model.norm.weight") :].splitlines()[3]
 
 
-def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> None:
+def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs):
     expected = 7 if v1_has_top_level_keys() else 0  # LLaMA-Factory 0.9.5 has no muon
     assert runs.printed[2].count("this LLaMA-Factory has a Muon of that name, too") == expected
     assert "already registered" not in runs.printed[2]
 
 
 @pytest.mark.extended
-def test_the_command_starts_ranks_that_train_the_same(runs: Runs) -> None:
+def test_the_command_starts_ranks_that_train_the_same(runs):
     path = runs.folder / "command.yaml"
     path.write_text(json.dumps(runs.settings("command", LLAMAFACTORY_V1_FSDP2, micro_batch_size=1)), encoding="utf-8")
     launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port(), "USE_V1": "1"}
@@ -208,7 +208,7 @@ def test_the_command_starts_ranks_that_train_the_same(runs: Runs) -> None:
     torch.testing.assert_close(runs.weights("command"), runs.weights(FSDP2), rtol=0, atol=0)
 
 
-def test_refused_before_the_model_is_loaded(runs: Runs) -> None:
+def test_refused_before_the_model_is_loaded(runs):
     changes = {"dist_config": {"name": "other", "cp_size": 2}, "model": "no_model_is_here"}
     path = runs.folder / "bad.yaml"
     path.write_text(json.dumps(runs.settings("bad", LLAMAFACTORY_V1, **changes)), encoding="utf-8")
@@ -218,7 +218,7 @@ def test_refused_before_the_model_is_loaded(runs: Runs) -> None:
 
 
 @pytest.mark.extended
-def test_ulysses_files_differ_in_the_place_of_their_keys_alone(tmp_path: Path) -> None:
+def test_ulysses_files_differ_in_the_place_of_their_keys_alone(tmp_path):
     inside, top_level = (read_yaml(YAML / name) for name in LLAMAFACTORY_V1_ULYSSES)
     moved = {key: inside["dist_config"].pop(key) for key in ("cp_mode", "cp_size")}
     assert inside | moved == top_level
@@ -232,7 +232,7 @@ def test_ulysses_files_differ_in_the_place_of_their_keys_alone(tmp_path: Path) -
 # --- the installed LLaMA-Factory
 
 
-def test_the_installed_llamafactory_is_one_of_the_two_layouts(tmp_path: Path) -> None:
+def test_the_installed_llamafactory_is_one_of_the_two_layouts(tmp_path):
     code = f"""
 import dataclasses, importlib.util, json
 parents = [name for name in {[OLD, NEW]!r} if importlib.util.find_spec(name.rpartition(".")[0])]
@@ -252,7 +252,7 @@ print(json.dumps([spec, fields, states, type(module.OptimizerPlugin._registry["m
     assert ("cp_size" in fields, entry) == {OLD: (False, "dict"), NEW: (True, "function")}[layouts[0]]
 
 
-def test_a_checkpoint_of_fsdp2_loads_with_a_rule_switched_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_fsdp2_loads_with_a_rule_switched_on(tmp_path):
     """Compare with the whole state; LLaMA-Factory's own functions save and load, in one process."""
     fsdp2 = importlib.import_module("llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
     model = Net()

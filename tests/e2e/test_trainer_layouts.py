@@ -36,24 +36,24 @@ TENSOR_PARALLEL = {PLAIN, FSDP2, FSDP2.replace("0", "1", 1)}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("layouts"))
 
 
-def test_one_process_learns_and_resumes(runs: Runs) -> None:
+def test_one_process_learns_and_resumes(runs):
     losses = runs("one")["losses"]
     assert losses[worker.STEPS] < 0.95 * losses[1]
     assert_resumes("one", runs)
 
 
-def assert_resumes(name: str, runs: Runs) -> None:
+def assert_resumes(name, runs):
     assert_identical(runs(f"{name}_resumed"), runs(name))
 
 
 @newest
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
-def test_that_comparison_fails_without_the_moments(name: str, runs: Runs) -> None:
+def test_that_comparison_fails_without_the_moments(name, runs):
     dropped, straight = runs(f"{name}_dropped"), runs(name)
     with pytest.raises(AssertionError):
         assert_identical(dropped, straight)
@@ -77,7 +77,7 @@ def test_that_comparison_fails_without_the_moments(name: str, runs: Runs) -> Non
         pytest.param("native_fsdp_tp", "MULTI_CPU", set(), marks=needs_native),
     ],
 )
-def test_layout_equals_one_process_and_resumes(name: str, kind: str, storage: set[str], runs: Runs) -> None:
+def test_layout_equals_one_process_and_resumes(name, kind, storage, runs):
     result = runs(name)
     assert result["type"] == kind
     assert not storage or result["stored"] == storage, "the run did not have this layout"
@@ -91,7 +91,7 @@ def test_layout_equals_one_process_and_resumes(name: str, kind: str, storage: se
 @pytest.mark.extended
 @pytest.mark.parametrize("option", ["together", pytest.param("lora", marks=loads_shards)])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_options_equal_one_process_and_resume(layout: str, option: str, runs: Runs) -> None:
+def test_options_equal_one_process_and_resume(layout, option, runs):
     name = f"{layout}_{option}"
     assert_same_run(name, f"one_{option}", runs)
     if STARTS[name].resumes:
@@ -99,7 +99,7 @@ def test_options_equal_one_process_and_resume(layout: str, option: str, runs: Ru
 
 
 @pytest.mark.promise("momentum-offload")
-def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(runs: Runs) -> None:
+def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(runs):
     assert runs("offload")["offload"] == "CPUOffloadPolicy"
     assert_identical(runs("offload"), runs("fsdp"))
     assert_resumes("offload", runs)
@@ -107,7 +107,7 @@ def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(runs: Runs) -> No
 
 @newest
 @pytest.mark.extended
-def test_further_fsdp_settings_change_nothing(runs: Runs) -> None:
+def test_further_fsdp_settings_change_nothing(runs):
     assert_identical(runs("fsdp_settings"), runs("fsdp"))
 
 
@@ -121,13 +121,13 @@ def test_further_fsdp_settings_change_nothing(runs: Runs) -> None:
         *(pytest.param(x, marks=needs_parallelism) for x in ("two_to_hsdp_sharded", "hsdp_to_two_sharded")),
     ],
 )
-def test_resumed_run_on_another_number_of_processes(name: str, runs: Runs) -> None:
+def test_resumed_run_on_another_number_of_processes(name, runs):
     assert_same_run(name, "one", runs)
 
 
 @pytest.mark.extended
 @pytest.mark.llamafactory  # whose stack has such an accelerate
-def test_moments_that_accelerate_forgets_are_missed(runs: Runs) -> None:
+def test_moments_that_accelerate_forgets_are_missed(runs):
     printed = runs.start("fsdp_forgotten", fails=True)
     assert "This optimizer state cannot be loaded, and nothing was changed" in printed
     assert "moments are missing" in printed
@@ -146,9 +146,7 @@ def test_moments_that_accelerate_forgets_are_missed(runs: Runs) -> None:
         ("fsdp_bf16_weights", "one_bf16_rounded", torch.float32),
     ],
 )
-def test_bf16_agrees_within_its_rounding_and_resumes(
-    name: str, reference: str, stored: torch.dtype, runs: Runs
-) -> None:
+def test_bf16_agrees_within_its_rounding_and_resumes(name, reference, stored, runs):
     """Bound the distance by that of bf16 from fp32: layouts round gradients differently, Newton-Schulz amplifies it."""
     result, expected = runs(name), runs(reference)
     assert result["agree"]
@@ -162,7 +160,7 @@ def test_bf16_agrees_within_its_rounding_and_resumes(
         assert_resumes(name, runs)
 
 
-def test_fp16_skips_a_step_on_all_ranks(runs: Runs) -> None:
+def test_fp16_skips_a_step_on_all_ranks(runs):
     steps = runs("fp16")["steps"]
     assert all(step["agree"] for step in steps)
     assert [step["moved"] for step in steps] == [1, 1, 0, 1]
@@ -171,7 +169,7 @@ def test_fp16_skips_a_step_on_all_ranks(runs: Runs) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_equal_one(runs: Runs) -> None:
+def test_two_gpus_equal_one(runs):
     """Run on NCCL in place of gloo, with separate streams for FSDP2 and for the exchange of matrices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     for name, more in (("one", {}), ("ddp", {}), ("fsdp", {}), ("fsdp_sharded", {}), ("fsdp_settings", {"fp16": True})):
