@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from tests.chaos.faults import Fault
-from tests.chaos.ranks import RANKS, run
+from tests.chaos.ranks import RANKS, Fault, run
 
 pytestmark = pytest.mark.slow
 
@@ -23,29 +22,25 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def straight():
-    """Return uninterrupted runs of six steps, by layout."""
-    return {layout: run(layout, last=6)[0] for layout in LAYOUTS}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Return checkpoints of the same runs after four steps, by layout."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+def straight(tmp_path_factory):
+    """Return, by layout, the results of uninterrupted runs of six steps, and checkpoints of the same after four."""
+    runs = {}
     for layout, how in LAYOUTS.items():
-        assert all(isinstance(result, dict) for result in run(layout, last=4, save=str(folder / layout), **how))
-    return {layout: str(folder / layout) for layout in LAYOUTS}
+        good = str(tmp_path_factory.mktemp("checkpoints") / layout)
+        assert all(isinstance(result, dict) for result in run(layout, last=4, save=good, **how))
+        runs[layout] = run(layout, last=6), good
+    return runs
 
 
 @pytest.mark.first_tier("killed-step-ddp|killed-save-fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "phase"), CASES)
-def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints, layout, kind, phase, tmp_path):
+def test_the_others_end_and_the_checkpoint_before_resumes(straight, layout, kind, phase, tmp_path):
     """Expect every rank but a stopped one to end by itself: `run` kills what hangs, and says so."""
-    how, good = LAYOUTS[layout], checkpoints[layout]
+    expected, good = straight[layout]
     # In DDP rank 0 alone writes the checkpoint.
     victim = 0 if (layout, phase) == ("ddp", "save") else 1
-    options = {"first": 4, "last": 6, "load": good, **how}
+    options = {"first": 4, "last": 6, "load": good, **LAYOUTS[layout]}
     results = run(layout, Fault(kind, phase, victim), timeout=GROUP_TIMEOUT, save=str(tmp_path / "6"), **options)
     signs = {"killed": "SIGKILL", "stopped": "stopped", "out of memory": "memory", "disk full": "No space left"}
     assert signs[kind] in results[victim]
@@ -53,7 +48,7 @@ def test_the_others_end_and_the_checkpoint_before_resumes(straight, checkpoints,
     if phase == "save":  # no later run takes the half-written files for a checkpoint
         broken = run(layout, timeout=GROUP_TIMEOUT, **{**options, "load": str(tmp_path / "6")})
         assert all(isinstance(result, str) and "Traceback" in result for result in broken)
-    assert run(layout, **options) == [straight[layout]] * RANKS
+    assert run(layout, **options) == expected[:1] * RANKS
 
 
 FEW = settings(max_examples=3, stateful_step_count=6, deadline=None, suppress_health_check=list(HealthCheck))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 
-from tests.e2e.example_files import several
-from tests.e2e.harness import ROOT, YAML, assert_close, python, read_yaml, weights
+from tests.e2e.harness import ROOT, YAML, assert_close, read_yaml, weights
 
 JSON = ROOT / "examples" / "deepspeed"
-ON_CPU = str(ROOT / "tests" / "e2e" / "cpu_deepspeed")  # its sitecustomize.py lets DeepSpeed run on CPU and gloo
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 CHANGES = {
     "max_steps": 3,
@@ -33,17 +30,6 @@ def example_run(name, folder, config):
     path = folder / name
     path.write_text(json.dumps(everything), encoding="utf-8")  # JSON is YAML
     return path, settings
-
-
-def on_cpu():
-    """Return the environment variables of a run with DeepSpeed."""
-    return {"PYTHONPATH": os.pathsep.join([ON_CPU, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def run_together(runs, folder):
-    """Run scripts one after the other in the same two ranks; return the folder."""
-    python(*TORCHRUN, *several(runs, folder), cwd=folder, **on_cpu())
-    return folder
 
 
 def assert_same(output, alone, start, rounding):

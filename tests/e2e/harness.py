@@ -34,19 +34,14 @@ PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 BIN = Path(sys.executable).parent
 SERVER = Path(__file__).with_name("server.py")
 STARTUP = ROOT / "tests" / "startup"  # what processes of tests do first
-CPU_RANKS = ROOT / "tests" / "e2e" / "cpu_ranks"  # lets ranks on gloo end without aborting, which torchrun starts
-CPU_V1 = ROOT / "tests" / "e2e" / "cpu_v1"  # lets LLaMA-Factory v1 run in several processes on a CPU
+CPU_RANKS = ROOT / "tests" / "e2e" / "cpu_ranks"  # lets ranks that torchrun starts run on CPU and gloo
 TIMEOUT = 600.0  # a process takes seconds, but the machine may be busy
 MARK = "e2e_mark"
+Weights = Mapping[str, Tensor]
 
 
 def environment_of(path: Path | None = None, **variables: str) -> dict[str, str]:
-    """Return the environment of a user's process: `optim: muon` is autoloaded, and nothing is downloaded.
-
-    Args:
-        path: a folder to put in front of PYTHONPATH, in place of `STARTUP`.
-        variables: further variables.
-    """
+    """Return a user's environment: `optim: muon` is autoloaded, nothing downloaded; `path` precedes PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_MUON", "PYTEST"))}
     folders = [str(path or STARTUP), *filter(None, [environment.get("PYTHONPATH")])]
     return environment | {
@@ -65,15 +60,7 @@ def environment_of(path: Path | None = None, **variables: str) -> dict[str, str]
 def run(
     command: Sequence[object], *, cwd: Path, fails: bool = False, path: Path | None = None, **variables: str
 ) -> str:
-    """Run a process as a user would, outside the checkout; return what it prints.
-
-    Args:
-        command: the words of the command.
-        cwd: the working directory.
-        fails: whether the process must fail; otherwise it must succeed.
-        path: a folder to put in front of PYTHONPATH, in place of `CPU_RANKS`.
-        variables: environment variables.
-    """
+    """Run a process as a user would, outside the checkout, that must succeed or fail; return what it prints."""
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -93,28 +80,14 @@ def run(
 
 
 class Server:
-    """A process of `server.py`, which starts with the first run and ends with this process.
-
-    Args:
-        modules: what it imports for all runs.
-        variables: its environment variables while it imports.
-    """
+    """A process of `server.py`, which imports modules for all runs, from the first one to the end of this process."""
 
     def __init__(self, *modules: str, **variables: str) -> None:
         self.modules = modules
         self.variables = variables
         self.process: subprocess.Popen[str] | None = None
 
-    def run(
-        self,
-        words: Sequence[object],
-        *,
-        cwd: Path,
-        ranks: int = 1,
-        fails: bool = False,
-        path: Path | None = None,
-        **variables: str,
-    ) -> str:
+    def run(self, words, *, cwd: Path, ranks: int = 1, fails: bool = False, **variables: str) -> str:
         """Run a script with arguments in forked processes, as torchrun would start its ranks; else as `run` does."""
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
@@ -126,18 +99,10 @@ class Server:
                 start_new_session=True,
             )
             atexit.register(self.close)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "output"
-            order = {
-                "words": [str(word) for word in words],
-                "ranks": ranks,
-                "cwd": str(cwd),
-                "environment": environment_of(path, **variables),
-                "output": str(output),
-            }
-            self.process.stdin.write(json.dumps(order) + "\n")
+            order = {"words": [*map(str, words)], "ranks": ranks, "environment": environment_of(**variables)}
+            self.process.stdin.write(json.dumps(order | {"cwd": str(cwd), "output": str(output)}) + "\n")
             self.process.stdin.flush()
             if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
                 self.close()
@@ -181,14 +146,8 @@ def _shown(command: Sequence[object], code: int, output: str) -> str:
     ending = f"ended with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = output.splitlines()
     symptoms = [line[:300] for line in lines if _SYMPTOMS.search(line)]
-    return "\n".join(
-        [
-            f"{' '.join(map(str, command))}\n{ending}",
-            *symptoms[:30],
-            "--- the end of what it printed",
-            output[-6000:],
-        ]
-    )
+    end = ["--- the end of what it printed", output[-6000:]]
+    return "\n".join([f"{' '.join(map(str, command))}\n{ending}", *symptoms[:30], *end])
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -201,16 +160,6 @@ def python(*arguments: object, cwd: Path, fails: bool = False, **variables: str)
     return run([sys.executable, *arguments], cwd=cwd, fails=fails, **variables)
 
 
-def llamafactory(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False, **variables: str) -> str:
-    """Run ``llamafactory-cli train x.yaml key=value ...``."""
-    return run([BIN / "llamafactory-cli", "train", path, *overrides(settings)], cwd=cwd, fails=fails, **variables)
-
-
-def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as ``key=value``."""
-    return [f"{key}={_text(value)}" for key, value in settings.items()]
-
-
 def v1_has_top_level_keys() -> bool:
     """Return whether LLaMA-Factory is newer than 0.9.5, with cp_size at the top level and its own muon."""
     return (llamafactory_launcher().parent / "v1" / "plugins" / "trainer_plugins" / "optimizers").is_dir()
@@ -218,25 +167,13 @@ def v1_has_top_level_keys() -> bool:
 
 def llamafactory_launcher() -> Path:
     """Return the script that `llamafactory-cli train` gives to torchrun."""
-    spec = importlib.util.find_spec("llamafactory")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).with_name("launcher.py")
-
-
-def llamafactory_v1(path: Path, settings: Mapping[str, Any], *, cwd: Path, fails: bool = False) -> str:
-    """Run ``USE_V1=1 llamafactory-cli sft x.yaml key=value ...`` in a forked process."""
-    words = [BIN / "llamafactory-cli", "sft", path, *overrides(settings)]
-    return llamafactory_server.run(words, cwd=cwd, fails=fails, path=CPU_V1, USE_V1="1")
+    return Path(importlib.util.find_spec("llamafactory").origin).with_name("launcher.py")
 
 
 def options(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as ``--key value``."""
-    return [part for key, value in settings.items() for part in (f"--{key}", _text(value))]
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    texts = {k: json.dumps(v) if v is None or isinstance(v, bool) else str(v) for k, v in settings.items()}
+    return [part for key, text in texts.items() for part in (f"--{key}", text)]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -252,18 +189,59 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def accelerate_variables(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the environment variables that `accelerate launch` sets for a config file, by its own functions."""
+def accelerate_file(name: str, processes: int, folder: Path) -> Path:
+    """Write an example's config file of accelerate for processes of this machine."""
+    config = read_yaml(YAML / name) | {"num_machines": 1, "num_processes": processes, "mixed_precision": "no"}
+    if sizes := config.get("parallelism_config"):
+        assert sizes["parallelism_config_dp_replicate_size"] == 2
+        sizes["parallelism_config_dp_shard_size"] = 2
+    path = folder / name
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def accelerate_variables(name: str, processes: int, folder: Path) -> dict[str, str]:
+    """Return the environment variables that `accelerate launch` sets for an example, by its own functions."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
-    words = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    words = ["--config_file", str(accelerate_file(name, processes, folder)), "--main_process_port", "0", "script.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     variables = {k: v for k, v in prepare_multi_gpu_env(arguments).items() if os.environ.get(k) != v}
     assert variables["ACCELERATE_USE_FSDP"] == "true"
     return variables
+
+
+# --- the example files, what runs them, and the parameters that they give to Muon and to AdamW
+
+TRAIN = ROOT / "examples" / "train.py"
+CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on a CPU
+
+LLAMAFACTORY_SFT = {  # with the settings that make each of them small
+    "llamafactory_qwen3_full_sft.yaml": {},
+    "llamafactory_qwen3_freeze_sft.yaml": {"freeze_trainable_layers": 1},
+    "llamafactory_qwen3_lora_sft.yaml": {},
+}
+LLAMAFACTORY_PRETRAIN = "llamafactory_qwen3_pretrain.yaml"
+LLAMAFACTORY_FSDP2 = "llamafactory_qwen3_fsdp2.yaml"
+LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2 = "llamafactory_v1_qwen3_sft.yaml", "llamafactory_v1_qwen3_fsdp2.yaml"
+LLAMAFACTORY_V1_ULYSSES = ("llamafactory_v1_qwen3_ulysses.yaml", "llamafactory_v1_qwen3_ulysses_top_level.yaml")
+TRL = {stage: f"trl_qwen3_{stage}.yaml" for stage in ("sft", "dpo", "grpo")}
+TRAINER = "trainer_qwen3_pretrain.yaml"
+TRAINER_FSDP2 = "trainer_qwen3_fsdp2.yaml"
+ACCELERATE_FSDP2, ACCELERATE_HSDP = "accelerate_qwen3_fsdp2.yaml", "accelerate_qwen3_hsdp.yaml"
+DEEPSPEED = {  # test_deepspeed.py runs those of trainer, and those of llamafactory differ in nothing else
+    f"{framework}_qwen3_{layout}.yaml"
+    for framework in ("llamafactory", "trainer")
+    for layout in ("zero2", "zero3", "zero3_offload", "zero3_nvme")
+}
+ULYSSES = "trainer_qwen3_ulysses.yaml"  # tests/deepspeed/test_ulysses.py runs this
+
+ALL_MATRICES = {f"{name}.weight" for name in fixtures_text.qwen3_matrices()}
+ALL_OTHERS = {
+    *(f"{name}.weight" for name in fixtures_text.qwen3_norms()),
+    *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+}
 
 
 # --- settings that make an example small
@@ -286,7 +264,7 @@ def llamafactory_settings(model: Path, data: Path, output: Path, dataset: str) -
     }
 
 
-TINY = {
+TINY = {  # settings that make a run of examples/train.py small
     "block_size": 64,
     "eval_fraction": 0.1,
     "max_steps": 3,
@@ -299,7 +277,6 @@ TINY = {
     "bf16": False,
     "use_cpu": True,
 }
-"""Settings that make a run of examples/train.py small."""
 
 
 # --- saved files
@@ -354,7 +331,7 @@ def assert_routed(checkpoint: Path, *, muon: set[str], adamw: set[str], steps: i
     return saved
 
 
-def distance(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+def distance(result: Weights, expected: Weights, start: Weights) -> float:
     """Return the distance of two runs' weights relative to the distance from the start, the largest of all weights."""
     assert result.keys() == expected.keys()
     assert all(not torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
@@ -364,12 +341,7 @@ def distance(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], start
 
 
 def rounding_of_runs(model_folder: Path, **settings: Any) -> dict[str, float]:
-    """Return how far rounding moves the weights of a run: the plain loop from weights moved by one bit.
-
-    Args:
-        model_folder: the folder of the model.
-        settings: settings that differ from those of the usual runs.
-    """
+    """Return how far rounding moves the weights of a run with these settings: a plain loop from moved weights."""
     from transformers import AutoModelForCausalLM
 
     usual = {"max_steps": 4, "learning_rate": 0.001, "weight_decay": 0.1, "adam_beta2": 0.999, "max_grad_norm": 1.0}
@@ -384,19 +356,14 @@ def rounding_of_runs(model_folder: Path, **settings: Any) -> dict[str, float]:
     return bounds.rounding(expected, controls)
 
 
-def assert_close(
-    weights_after: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    start: Mapping[str, Tensor],
-    rounding: dict[str, float],
-) -> None:
+def assert_close(result: Weights, expected: Weights, start: Weights, rounding: dict[str, float]) -> None:
     """Check that two runs have ended at the same weights, up to rounding.
 
     Norm weights start at 1 and move by 1e-3, so that one unit in the last place of a norm weight is 3e-5 of its way.
     """
     assert all(not torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
     # Half the usual bound: the runs start from the same weights, and one unit in the last place is much for norms.
-    assert not bounds.beyond(weights_after, expected, rounding, bounds.TIMES / 2)
+    assert not bounds.beyond(result, expected, rounding, bounds.TIMES / 2)
 
 
 def interrupt(output: Path, *, after: int, destination: Path) -> Path:
@@ -416,14 +383,10 @@ def assert_resumed(checkpoint: Path, straight: Path) -> None:
     """Check that an interrupted and resumed run is bit-identical to the uninterrupted one."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     assert any(MARK in entry for entry in state["log_history"]), "the run was not resumed"
-    here, expected = weights(checkpoint), weights(straight)
-    assert here.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(here[name], expected[name])] == []
-    saved, saved_straight = Saved.of(checkpoint), Saved.of(straight)
-    assert saved.groups == saved_straight.groups
-    assert saved.state.keys() == saved_straight.state.keys()
-    for name, state in saved_straight.state.items():
-        assert [key for key in state if not torch.equal(saved.state[name][key], state[key])] == [], name
+    torch.testing.assert_close(weights(checkpoint), weights(straight), rtol=0, atol=0)
+    saved, expected = Saved.of(checkpoint), Saved.of(straight)
+    assert saved.groups == expected.groups
+    torch.testing.assert_close(saved.state, expected.state, rtol=0, atol=0)
 
 
 # --- the plain loop to compare with

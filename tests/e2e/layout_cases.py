@@ -1,18 +1,25 @@
-"""Cases of `layouts_worker`, by the start of processes (the stage) that runs them.
-
-A stage is a function here and a method of `layout_stages.Stages`.
-"""
+"""Trainer in every layout: starts of `layouts_worker`, which run when a test first asks for a result; comparisons."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from tests.bounds import beyond_rounding
 from tests.e2e import layouts_worker as worker
+from tests.e2e.harness import ACCELERATE_FSDP2, ACCELERATE_HSDP, ROOT, accelerate_variables, server
 
-Case = dict[str, Any]
+Result = dict[str, Any]
 
 ACCELERATE = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 TRANSFORMERS = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
@@ -28,153 +35,188 @@ loads_shards = (newest, pytest.mark.skipif(not LOADS_SHARDS, reason="accelerate 
 ddp_resumes = (newest, pytest.mark.skipif(not DDP_RESUMES, reason="this Trainer cannot resume DDP on a CPU"))
 needs_native = (newest, pytest.mark.skipif(not NATIVE, reason="transformers has no DistributedConfig for training"))
 
-SAVE = {"save_strategy": "steps", "save_steps": worker.SAVE_STEP}
+
+@dataclass(frozen=True)
+class Start:
+    """A start of ranks: a run of `layouts_worker`, and what the same ranks run after it.
+
+    `resumes`: the run saves, and is resumed as NAME_resumed by a model that starts from other random weights.
+    `controls`: it runs as NAME_moved_0 and _1 from weights moved by one unit in the last place.
+    `source`: the start from whose checkpoint it resumes; `drop`: without moments.
+    `config`: the example from whose content `accelerate launch` sets the environment.
+    """
+
+    ranks: int = 2
+    layout: str = "plain"
+    model: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = False
+    controls: bool = False
+    source: str = ""
+    drop: bool = False
+    load: dict[str, Any] | None = None
+    config: str = ""
+
+    def cases(self, name: str) -> list[dict[str, Any]]:
+        saves = {"save_strategy": "steps", "save_steps": worker.SAVE_STEP} if self.resumes else {}
+        base = {"name": name, "layout": self.layout, "model": self.model, "arguments": self.arguments | saves}
+        base |= {"load": self.load} if self.load else {}
+        # An adapter's checkpoint is the adapter alone.
+        other = base | {"model": self.model | {"lora_seed" if self.model.get("lora") else "seed": 3}}
+        if self.source:
+            return [other | {"resume": f"{self.source}/checkpoint-{worker.SAVE_STEP}", "drop": self.drop}]
+        cases = [base]
+        if self.resumes:
+            resumed = other | {"resume": f"{name}/checkpoint-{worker.SAVE_STEP}"}
+            cases += [resumed | {"name": f"{name}_resumed"}]
+        if self.controls:
+            moved = [base | {"model": self.model | {"moved": seed}, "arguments": self.arguments} for seed in (0, 1)]
+            cases += [case | {"name": f"{name}_moved_{seed}"} for seed, case in enumerate(moved)]
+        return cases
+
+
+EVEN = {"even": True}
 SHARDED = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-HSDP = {
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-}
-COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-
-OPTIONS: dict[str, Case] = {
-    "accumulation": {"arguments": {"gradient_accumulation_steps": 2}},
-    "frozen": {"model": {"frozen": True}},
-    "tied": {"model": {"tied": True}},
-    "fused": {"model": {"fused": True}},
-    "lora": {"model": {"lora": True}, "arguments": {"optim_args": "ns_dtype=fp32,lora=muon", "max_grad_norm": 0.05}},
-    "compile": {"arguments": COMPILE},
-    "checkpointing": {"arguments": {"gradient_checkpointing": True}},
-    "bf16": {"arguments": {"bf16": True}},
-    # Layouts round gradients differently, and weights that are rounded at random then draw other bits.
-    "bf16_weights": {
-        "model": {"bf16": "stored"},
-        "arguments": {"bf16": True, "optim_args": "ns_dtype=fp32,weight_rounding=nearest"},
-    },
-}
-
-
 SETTINGS = {"cpu_ram_efficient_loading": True, "reshard_after_forward": False, "activation_checkpointing": True}
-WITH_DDP = ("accumulation", "tied", "fused", "lora", "bf16", "bf16_weights")
-
-
-def case(name: str, layout: str = "plain", **keys: Any) -> Case:
-    """Return a case of the worker."""
-    return {"name": name, "layout": layout, **keys}
-
-
-def resumed(original: Case, *, name: str | None = None, source: str | None = None, **changes: Any) -> Case:
-    """Return the case resumed from its checkpoint, with a model that starts from other random weights."""
-    checkpoint = f"{source or original['name']}/checkpoint-{worker.SAVE_STEP}"
-    model = original.get("model", {})
-    model = model | ({"lora_seed": 3} if model.get("lora") else {"seed": 3})  # an adapter's checkpoint is the adapter
-    return original | {"name": name or f"{original['name']}_resumed", "resume": checkpoint, "model": model} | changes
-
-
-def moved(original: Case, seed: int) -> Case:
-    """Return the case with weights moved by one unit in the last place: a control for the effect of rounding."""
-    name, model = f"{original['name']}_moved_{seed}", original.get("model", {}) | {"moved": seed}
-    arguments = original.get("arguments", {}) | {"save_strategy": "no"}
-    return original | {"name": name, "model": model, "arguments": arguments}
-
-
-def one() -> list[Case]:
-    """Return the references, in one process."""
-    base = case("one", arguments=SAVE)
-    even = case("one_even", model={"even": True})
-    options = [
-        case(f"one_{name}", **keys) for name, keys in OPTIONS.items() if name not in ("compile", "checkpointing")
-    ]
-    exact = [base, even, *(item for item in options if "bf16" not in item["name"])]
-    rounded = case("one_bf16_rounded", model={"bf16": "rounded"}, arguments={"bf16": True})
-    return [base, resumed(base), even, *options, rounded, *(moved(item, seed) for item in exact for seed in (0, 1))]
-
-
-def two() -> list[Case]:
-    ddp, fsdp = case("ddp", arguments=SAVE), case("fsdp", "fsdp2", arguments=SAVE)
-    sharded = case("fsdp_sharded", "fsdp2", arguments=SAVE | SHARDED)
-    lora = case("fsdp_lora", "fsdp2", **OPTIONS["lora"])
-    lora["arguments"] = lora["arguments"] | SAVE | SHARDED
-    cases = [ddp, fsdp, sharded, lora]
-    cases += [resumed(straight) for straight in (ddp, fsdp, sharded, lora)]
-    cases += [resumed(x, name=f"{x['name']}_dropped", fault="drop_moments") for x in (ddp, fsdp)]
-    cases += [case(f"ddp_{name}", **keys) for name, keys in OPTIONS.items() if name in WITH_DDP]
-    cases += [case(f"fsdp_{name}", "fsdp2", **keys) for name, keys in OPTIONS.items() if name != "lora"]
-    cases += [case("fsdp_settings", "fsdp2", arguments={"fsdp_config": SETTINGS})]
-    offload = {"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": True}}
-    offloaded = case("offload", "fsdp2", arguments=SAVE | offload)
-    cases += [case("fp16", "fp16"), offloaded, resumed(offloaded)]
-    poisoned: Case = {"fault": "poison_one_rank", "arguments": {"max_grad_norm": 0.0}}
-    cases += [case("ddp_poisoned", **poisoned), case("fsdp_poisoned", "fsdp2", **poisoned)]
-    if PARALLELISM:
-        tensor_parallel = {"arguments": {"parallelism": {"tp_size": 2}}, "load": {"tp_plan": "auto"}}
-        cases += [case("tp", model={"even": True}, **tensor_parallel)]
-    if NATIVE:
-        cases += [case("native_fsdp", load={"fsdp_size": 2})]
-        cases += [case("native_tp", model={"even": True}, load={"tp_size": 2})]
-    return cases
-
-
-def four() -> list[Case]:
-    hsdp = case("hsdp", "fsdp2", arguments=SAVE, environment=HSDP)
-    hsdp_sharded = case("hsdp_sharded", "fsdp2", arguments=SAVE | SHARDED, environment=HSDP)
-    fsdp = case("four_fsdp", "fsdp2", arguments=SAVE)
-    sharded = case("four_fsdp_sharded", "fsdp2", arguments=SAVE | SHARDED)
-    cases = [case("four_ddp"), fsdp, sharded]
-    cases += [
-        resumed(fsdp, name="two_to_four", source="fsdp"),
-        resumed(sharded, name="two_to_four_sharded", source="fsdp_sharded"),
-    ]
-    if PARALLELISM:
-        sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
-        cases += [hsdp, hsdp_sharded, resumed(hsdp), case("hsdp_arguments", "fsdp2", arguments={"parallelism": sizes})]
-        cases += [resumed(hsdp_sharded, name="two_to_hsdp_sharded", source="fsdp_sharded")]
-    if NATIVE:
-        cases += [
-            case("native_hsdp", load={"fsdp_size": 2, "dp_replicate_size": 2}),
-            case("native_fsdp_tp", model={"even": True}, load={"fsdp_size": 2, "tp_size": 2}),
-        ]
-    return cases
-
-
-def launched() -> list[Case]:
-    """Return the cases of `accelerate launch`: its config file sets FSDP2, the training arguments do not."""
-    sharded = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-    base = case("launched", arguments=SAVE)
-    return [
-        base,
-        resumed(base),
-        resumed(base, name="four_to_two", source="four_fsdp"),
-        resumed(base, name="four_to_two_sharded", source="four_fsdp_sharded", environment=sharded),
-        *(
-            [resumed(base, name="hsdp_to_two_sharded", source="hsdp_sharded", environment=sharded)]
-            if PARALLELISM
-            else []
-        ),
-    ]
-
-
-def alone() -> list[Case]:
-    """Return a run of one process that resumes from a checkpoint of FSDP2."""
-    return [resumed(case("one"), name="two_to_one", source="fsdp_for_one")]
-
-
-STAGE_OF = {
-    case["name"]: stage
-    for stage, cases in {
-        "one": one,
-        "two": two,
-        "four": four,
-        "launched": launched,
-        "alone": alone,
-    }.items()
-    for case in cases()
+# What wraps modules or parameters, or changes when they step, all at once: `fused` is a Phi-3.
+TOGETHER: dict[str, Any] = {"model": {"tied": True, "fused": True, "frozen": True}}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+WRAPPED = {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True}
+LORA: dict[str, Any] = {
+    "model": {"lora": True},
+    "arguments": {"optim_args": "ns_dtype=fp32,lora=muon", "max_grad_norm": 0.05},
+}
+BF16 = {"bf16": True}
+# Layouts round gradients differently, and weights that are rounded at random then draw other bits.
+BF16_WEIGHTS: dict[str, Any] = {
+    "model": {"bf16": "stored"},
+    "arguments": BF16 | {"optim_args": "ns_dtype=fp32,weight_rounding=nearest"},
 }
 
-# The cases that tests of the first tier need; there the processes of a stage run no other case.
-FIRST = {
-    *("one", "one_resumed", "one_moved_0", "one_moved_1", "one_even", "one_even_moved_0", "one_even_moved_1"),
-    *("ddp", "ddp_resumed", "fsdp", "fsdp_resumed", "fsdp_sharded", "fsdp_sharded_resumed", "fsdp_poisoned"),
-    *("fp16", "offload", "offload_resumed", "tp", "native_tp"),
-    *("hsdp", "hsdp_resumed", "two_to_four_sharded", "launched", "launched_resumed"),
+STARTS = {
+    "one": Start(1, resumes=True, controls=True),
+    "one_even": Start(1, model=EVEN, controls=True),
+    "one_together": Start(1, **TOGETHER, arguments=ACCUMULATED, controls=True),
+    "one_lora": Start(1, **LORA, controls=True),
+    "one_bf16": Start(1, arguments=BF16),
+    "one_bf16_rounded": Start(1, model={"bf16": "rounded"}, arguments=BF16),
+    "one_bf16_weights": Start(1, **BF16_WEIGHTS),
+    "ddp": Start(resumes=DDP_RESUMES),
+    "ddp_together": Start(**TOGETHER, arguments=ACCUMULATED),
+    "ddp_lora": Start(**LORA),
+    "ddp_bf16": Start(arguments=BF16),
+    "ddp_bf16_weights": Start(**BF16_WEIGHTS),
+    "fsdp": Start(2, "fsdp2", resumes=True),
+    "fsdp_sharded": Start(2, "fsdp2", arguments=SHARDED, resumes=LOADS_SHARDS),
+    "fsdp_forgotten": Start(2, "fsdp2", arguments=SHARDED, resumes=True),
+    "fsdp_together": Start(2, "fsdp2", **TOGETHER, arguments=ACCUMULATED | WRAPPED),
+    "fsdp_lora": Start(2, "fsdp2", LORA["model"], LORA["arguments"] | SHARDED, resumes=LOADS_SHARDS),
+    "fsdp_settings": Start(2, "fsdp2", arguments={"fsdp_config": SETTINGS}),
+    "fsdp_bf16": Start(2, "fsdp2", arguments=BF16, resumes=True),
+    "fsdp_bf16_weights": Start(2, "fsdp2", **BF16_WEIGHTS),
+    "fp16": Start(2, "fp16"),
+    "offload": Start(
+        2, "fsdp2", arguments={"fsdp": "full_shard offload", "fsdp_config": {"cpu_offload": True}}, resumes=True
+    ),
+    "launched": Start(resumes=True, config=ACCELERATE_FSDP2),
+    "tp": Start(model=EVEN, arguments={"parallelism": {"tp_size": 2}}, load={"tp_plan": "auto"}),
+    "native_fsdp": Start(load={"fsdp_size": 2}),
+    "native_tp": Start(model=EVEN, load={"tp_size": 2}),
+    "native_hsdp": Start(4, load={"fsdp_size": 2, "dp_replicate_size": 2}),
+    "native_fsdp_tp": Start(4, model=EVEN, load={"fsdp_size": 2, "tp_size": 2}),
+    "hsdp": Start(4, resumes=True, config=ACCELERATE_HSDP),
+    "hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, resumes=True, config=ACCELERATE_HSDP),
+    "ddp_dropped": Start(source="ddp", drop=True),
+    "fsdp_dropped": Start(2, "fsdp2", source="fsdp", drop=True),
+    "two_to_one": Start(1, source="fsdp"),
+    "two_to_four": Start(4, "fsdp2", source="fsdp"),
+    "two_to_four_sharded": Start(4, "fsdp2", arguments=SHARDED, source="fsdp_sharded"),
+    "two_to_hsdp_sharded": Start(4, "fsdp2", arguments=SHARDED, source="fsdp_sharded", config=ACCELERATE_HSDP),
+    "hsdp_to_two_sharded": Start(2, "fsdp2", arguments=SHARDED, source="hsdp_sharded"),
 }
+
+
+class Runs:
+    """Results by name of a run; its start, and the one from whose checkpoint it resumes, run when they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> Result:
+        path = self.folder / f"{name}.pt"
+        if not path.exists():
+            self.start(next(start for start in (name, name.rpartition("_")[0], name[:-8]) if start in STARTS))
+        result: Result = torch.load(path, weights_only=False, map_location="cpu")
+        return result
+
+    def start(self, name: str, *, fails: bool = False) -> str:
+        """Start ranks and return what they print."""
+        start = STARTS[name]
+        if start.source:
+            self(start.source)
+        if name == "two_to_one":  # in one process Trainer reads model.safetensors, which FSDP2 has written too
+            copy = self.folder / "one_of_two" / f"checkpoint-{worker.SAVE_STEP}"
+            shutil.copytree(self.folder / start.source / copy.name, copy, dirs_exist_ok=True)
+            (copy / "pytorch_model_fsdp.bin").unlink()
+            (copy / "optimizer.bin").rename(copy / "optimizer.pt")
+        variables = accelerate_variables(start.config, start.ranks, self.folder) if start.config else {}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        words = [worker.__file__, self.folder, self.write(name)]
+        variables = variables | {"PYTHONPATH": path}
+        return server.run(words, cwd=self.folder, ranks=start.ranks, fails=fails, **variables)
+
+    def write(self, name: str, **arguments: Any) -> Path:
+        """Write the cases of a start, with further arguments."""
+        cases = STARTS[name].cases(name)
+        if name == "two_to_one":
+            cases[0]["resume"] = cases[0]["resume"].replace("fsdp", "one_of_two")
+        cases = [case | {"arguments": case["arguments"] | arguments} for case in cases]
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps(cases), encoding="utf-8")
+        return path
+
+
+def start_of(**options: Any) -> dict[str, Tensor]:
+    """Return the weights from which a run starts."""
+    return {worker.clean(name): p.detach().clone() for name, p in worker.network(**options).named_parameters()}
+
+
+def distance(result: Result, expected: Result, start: Mapping[str, Tensor]) -> float:
+    """Return the distance of two runs' weights relative to the distance from the start, the largest of all weights."""
+    a, b = result["weights"], expected["weights"]
+    trained = {name.partition(":")[0] for name in expected["state"]}
+    assert all(not torch.equal(b[name], start[name]) for name in trained), "a parameter did not move"
+    assert all(torch.equal(a[name], start[name]) for name in start.keys() - trained), "a frozen parameter moved"
+    return max(float((a[name] - b[name]).norm() / (b[name] - start[name]).norm()) for name in trained)
+
+
+def groups(result: Result) -> list[dict[str, Any]]:
+    """Return the param groups with tuples as lists, which a full state dict makes of them."""
+    return [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items()} for group in result["groups"]]
+
+
+def numbers(result: Result) -> dict[str, Tensor]:
+    """Return losses, gradient norms, weights and moments by name."""
+    logs = {f"{key} {list(result[key])}": torch.tensor(list(result[key].values())) for key in ("losses", "grad_norms")}
+    return {**logs, **result["weights"], **result["state"]}
+
+
+def assert_same_run(name: str, reference: str, runs: Runs) -> None:
+    """Compare weights, moments, losses, gradient norms and groups, up to the rounding of another order of sums."""
+    result, expected = runs(name), runs(reference)
+    assert result["agree"], "ranks hold different weights or moments"
+    assert min(expected["grad_norms"].values()) > expected["max_grad_norm"], "clipping was not active"
+    start = start_of(**STARTS[reference].model)
+    assert distance(result, expected, start) < torch.inf, "a frozen parameter moved, or a trained one did not"
+    controls = [numbers(runs(f"{reference}_moved_{seed}")) for seed in (0, 1)]
+    assert not beyond_rounding(numbers(result), numbers(expected), controls)
+    assert groups(result) == groups(expected)
+
+
+def assert_identical(result: Result, expected: Result) -> None:
+    """Compare weights, moments and losses of all steps bit for bit; the log of a checkpoint has those before it."""
+    assert result["agree"]
+    for key in ("weights", "state"):
+        torch.testing.assert_close(result[key], expected[key], rtol=0, atol=0)
+    assert result["losses"] == expected["losses"]
+    assert groups(result) == groups(expected)

@@ -1,35 +1,26 @@
-"""Run many small Trainer runs in one start of processes; `layout_cases` lists them and tests compare their results.
+"""Run Trainer one or more times in the same ranks; `layout_cases` lists the runs and tests compare their results.
 
-Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun or `accelerate launch`.
-
-Each case is a mapping:
+Usage: layouts_worker.py FOLDER CASES.json, alone or under torchrun. Each case is a mapping:
     name: of the file `FOLDER/name.pt` with the results, and of the folder of checkpoints
     layout: plain (one process or DDP, unless the environment asks for FSDP2) | fsdp2 | fp16 (`fp16_by_hand`)
-    environment: environment variables, as `accelerate launch` sets them
     model: options of `network`
     load: how transformers shards the model while it loads: options of DistributedConfig, or `tp_plan`
     arguments: of TrainingArguments, and `parallelism`, of ParallelismConfig; GLOBAL_BATCH sets the batch size
     resume: a checkpoint to resume from
-    fault: one of FAULTS
-    alone: whether an error, which only some ranks raise, ends all processes
-
-An error ends its case, and its text is the result.
+    drop: whether to zero all moments before training
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
@@ -147,19 +138,6 @@ class DropMoments(TrainerCallback):
                     moments[key].zero_()
 
 
-class PoisonOneRank(TrainerCallback):
-    """Puts NaN into the last rank's shard of one gradient in the third step."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
-            for name, parameter in kwargs["model"].named_parameters():
-                if name.endswith("layers.1.mlp.up_proj.weight"):
-                    getattr(parameter.grad, "_local_tensor", parameter.grad)[0, 0] = float("nan")
-
-
-FAULTS = {"drop_moments": DropMoments, "poison_one_rank": PoisonOneRank}
-
-
 def arguments_of(case: dict[str, Any], folder: Path) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     options = ARGUMENTS | case.get("arguments", {})
@@ -219,18 +197,18 @@ def fp16_by_hand() -> dict[str, Any]:
 
     from hf_muon import build_optimizer
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dist.init_process_group("gloo")
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+    }
     model = network()
-    half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=half)
-    fully_shard(model, mesh=mesh, mp_policy=half)
+    for module in (*model.model.layers, model):
+        fully_shard(module, **options)
     optimizer = build_optimizer(model, lr=0.01, ns_dtype="fp32")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1000)
-    examples = rows()
     steps = []
-    for step in range(4):
-        row = examples[step * dist.get_world_size() + dist.get_rank()]
+    for step, row in enumerate(rows()[dist.get_rank() :: dist.get_world_size()][:4]):
         before = {name: whole(p) for name, p in model.named_parameters()}
         scaler.scale(model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss).backward()
         if step == 2 and dist.get_rank() == 1:
@@ -241,8 +219,8 @@ def fp16_by_hand() -> dict[str, Any]:
         scaler.update()
         optimizer.zero_grad()
         after = {name: whole(p) for name, p in model.named_parameters()}
-        moved = [name for name in before if not torch.equal(before[name], after[name])]
-        steps.append({"moved": len(moved), "of": len(before), "scale": scaler.get_scale(), "agree": agree(after)})
+        moved = [not torch.equal(before[name], after[name]) for name in before]
+        steps.append({"moved": sum(moved) / len(moved), "scale": scaler.get_scale(), "agree": agree(after)})
     return {"steps": steps}
 
 
@@ -253,7 +231,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = network(**case.get("model", {}))
     if "load" in case:
         model = sharded_while_loading(model, folder / "initial", case["load"])
-    callbacks = [FAULTS[case["fault"]]()] if "fault" in case else []
+    callbacks = [DropMoments()] if case.get("drop") else []
     trainer = InOrder(model, args, train_dataset=rows(), callbacks=callbacks)
     with shared_steps() as shared:
         trainer.train(resume_from_checkpoint=case.get("resume") and str(folder / case["resume"]))
@@ -264,8 +242,8 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     """Return weights, moments and logs of a finished run; every rank takes part."""
     wrapped = trainer.model_wrapped
     parameters = {clean(name): p for name, p in wrapped.named_parameters()}
+    names = {p: name for name, p in parameters.items()}
     optimizer = trainer.optimizer.optimizer
-    names = {p: clean(name) for name, p in wrapped.named_parameters()}
     state = {
         f"{names[p]}:{key}": whole(value)
         for group in optimizer.param_groups
@@ -281,12 +259,8 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
         "grad_norms": {entry["step"]: entry["grad_norm"] for entry in history if "grad_norm" in entry},
         "groups": [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups],
-        "stored": {
-            clean(name): f"{type(p.data).__name__} {getattr(p, 'placements', '')} {p.dtype}"
-            for name, p in wrapped.named_parameters()
-        },
+        "stored": {f"{type(p.data).__name__} {getattr(p, 'placements', '')} {p.dtype}" for p in parameters.values()},
         "max_grad_norm": trainer.args.max_grad_norm,
-        "wrapper": type(wrapped).__name__,
         "type": str(trainer.accelerator.distributed_type.value),
         "offload": type(getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)).__name__,
     }
@@ -295,29 +269,11 @@ def describe(trainer: Trainer) -> dict[str, Any]:
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     cpu_fsdp.open_fsdp()
-    environment = dict(os.environ)
-    gc.freeze()  # at the end of each run accelerate collects garbage, also among what was imported
     for case in cases:
-        try:
-            os.environ.update(case.get("environment", {}))
-            result = run(case, folder)
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            if case.get("alone"):
-                raise
-            result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            # If only some ranks raise it, the others abort soon, and no other output has the cause.
-            print(
-                f"rank {os.environ.get('RANK', '0')}, case {case['name']}:",
-                result["traceback"],
-                file=sys.stderr,
-                flush=True,
-            )
+        result = run(case, folder)
         if os.environ.get("RANK", "0") == "0":
             torch.save(result, folder / f"{case['name']}.pt")
         cpu_fsdp.forget_accelerator()
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
     cpu_fsdp.end()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import fixtures_text
-from tests.e2e.deepspeed_runs import CHANGES, JSON, TORCHRUN, assert_same, example_run, on_cpu, run_together
+from tests.e2e.deepspeed_runs import CHANGES, JSON, TORCHRUN, assert_same, example_run
 from tests.e2e.harness import (
     PLAIN_LOOP,
     ROOT,
@@ -67,24 +67,14 @@ def alone(tiny_model, texts, tmp_path_factory):
     return folder / "out"
 
 
-@pytest.fixture(scope="module")
-def together(tiny_model, texts, tmp_path_factory):
-    """Run every example but that of the first tier, which has processes of its own."""
-    folder = tmp_path_factory.mktemp("together")
-    names = [name for name in EXAMPLES if name != "zero3" and (name != "zero3_nvme" or HAS_ASYNC_IO)]
-    return run_together([words(name, tiny_model, texts, folder / name) for name in names], folder)
-
-
 @pytest.mark.promise("zero")
 @pytest.mark.first_tier("^zero3$")
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_trainer(name, tiny_model, texts, alone, rounding, request, tmp_path):
+def test_trainer(name, tiny_model, texts, alone, rounding, tmp_path):
     if name == "zero3_nvme" and not HAS_ASYNC_IO:
         pytest.skip("DeepSpeed's async_io is not compiled")
-    if name == "zero3":
-        python(*TORCHRUN, *words(name, tiny_model, texts, tmp_path / name), cwd=tmp_path, **on_cpu())
-    folder = tmp_path if name == "zero3" else request.getfixturevalue("together")
-    assert_same(folder / name / "out", alone, tiny_model, rounding)
+    python(*TORCHRUN, *words(name, tiny_model, texts, tmp_path / name), cwd=tmp_path)
+    assert_same(tmp_path / name / "out", alone, tiny_model, rounding)
 
 
 @pytest.mark.extended
@@ -96,7 +86,7 @@ def test_plain_loop(tiny_model, rounding, tmp_path):
         ("resumed", ("--steps", 3, "--resume", tmp_path / "half" / "checkpoint")),
     ):
         words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / folder, *more)
-        python(*TORCHRUN, PLAIN_LOOP, *words, cwd=tmp_path, **variables, **on_cpu())
+        python(*TORCHRUN, PLAIN_LOOP, *words, cwd=tmp_path, **variables)
     words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / "one", "--steps", 3)
     python(PLAIN_LOOP, *words, cwd=tmp_path, ACCELERATE_USE_CPU="true")
     assert_close(weights(tmp_path / "resumed"), weights(tmp_path / "one"), weights(tiny_model), rounding)

@@ -97,10 +97,10 @@ def test_a_failure_shows_the_end_of_the_log(tmp_path, end):
     assert result.returncode == 1
     assert "failed, messages in runs/muon/output.log" in result.stdout
     assert "failed with exit status " in result.stderr
-    assert "The end of runs/muon/output.log:" in result.stderr
-    assert "many messages" in result.stderr
-    assert ("no memory left" in result.stderr) == ("memory" in end)
-    assert "Traceback" not in result.stderr.partition("The end of")[2].replace("no memory left", "")
+    log = result.stderr.partition("The end of runs/muon/output.log:")[2]
+    assert "many messages" in log
+    assert ("no memory left" in log) == ("memory" in end)
+    assert "Traceback" not in log
 
 
 def test_a_run_without_an_evaluation_is_no_success(tmp_path):

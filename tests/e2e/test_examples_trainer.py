@@ -1,7 +1,4 @@
-"""The examples of the Trainer and of a plain loop, run as they are but for a tiny model, tiny data and few steps.
-
-`examples/train.py` is also tested for the settings and data that it refuses.
-"""
+"""The examples of Trainer, a plain loop and TRL, run as they are but for a tiny model, tiny data and few steps."""
 
 from __future__ import annotations
 
@@ -12,28 +9,25 @@ import math
 import statistics
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from tests import fixtures_text
-from tests.e2e.example_files import (
-    ACCELERATE,
+from tests.e2e.harness import (
+    ACCELERATE_FSDP2,
     ALL_MATRICES,
     ALL_OTHERS,
+    BIN,
     CPU_FSDP,
+    PLAIN_LOOP,
+    TINY,
     TRAIN,
     TRAINER,
     TRAINER_FSDP2,
-)
-from tests.e2e.harness import (
-    BIN,
-    PLAIN_LOOP,
-    TINY,
+    TRL,
     YAML,
-    accelerate_variables,
+    accelerate_file,
     assert_close,
     assert_resumed,
     assert_routed,
@@ -48,42 +42,33 @@ from tests.e2e.harness import (
     weights,
 )
 
+pytestmark = pytest.mark.slow
+
 ACCELERATE_VERSION = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 
 
-@pytest.mark.slow
-def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, rounding: dict[str, float], tmp_path: Path) -> None:
+def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    texts = fixtures_text.texts(20)
     data = tmp_path / "data"
     data.mkdir()
-    (data / "a.txt").write_text(fixtures_text.texts()[0], encoding="utf-8")
-    fixtures_text.write_jsonl(data / "b.jsonl", [{"text": text} for text in fixtures_text.texts()[1:9]])
-    (data / "c.json").write_text(json.dumps([{"text": t} for t in fixtures_text.texts()[9:20]]), encoding="utf-8")
-    changes = {
-        "model_name_or_path": tiny_model,
-        "data_path": data,
-        "output_dir": tmp_path / "out",
-        "block_size": 64,
-        "eval_fraction": 0.1,
-        "max_steps": 4,
-        "save_steps": 2,
-        "eval_steps": 2,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "warmup_steps": 1,
-        "learning_rate": 0.001,
-        "optim_args": "ns_dtype=fp32",
-        "train_sampling_strategy": "sequential",  # the loop goes through the data in order
-        "bf16": False,
-        "use_cpu": True,
-    }
-    server.run([TRAIN, YAML / TRAINER, *options(changes)], cwd=tmp_path)
-    straight = tmp_path / "out" / "checkpoint-4"
+    (data / "a.txt").write_text(texts[0], encoding="utf-8")
+    fixtures_text.write_jsonl(data / "b.jsonl", [{"text": text} for text in texts[1:9]])
+    (data / "c.json").write_text(json.dumps([{"text": text} for text in texts[9:]]), encoding="utf-8")
+    changes = TINY | {"model_name_or_path": tiny_model, "data_path": data, "max_steps": 4, "save_steps": 2}
+    changes |= {"eval_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+    def train(name):
+        words = options(changes | {"output_dir": tmp_path / name})
+        server.run([TRAIN, YAML / TRAINER, *words], cwd=tmp_path)
+        return tmp_path / name / "checkpoint-4"
+
+    straight = train("out")
     assert_routed(straight, muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
 
     settings = read_yaml(YAML / TRAINER) | changes
-    blocks = blocks_of(fixtures_text.texts(20), tiny_model, settings["block_size"])
+    blocks = blocks_of(texts, tiny_model, settings["block_size"])
     held_out = round(len(blocks) * 0.1)
     torch.manual_seed(settings["seed"])
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
@@ -97,59 +82,31 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model: Path, rounding: dic
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
 
     interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
-    changes["output_dir"] = tmp_path / "resumed"
-    server.run([TRAIN, YAML / TRAINER, *options(changes)], cwd=tmp_path)
-    assert_resumed(tmp_path / "resumed" / "checkpoint-4", straight)
+    assert_resumed(train("resumed"), straight)
 
 
 @pytest.mark.newest
 @pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.skipif(
-    ACCELERATE_VERSION < (1, 13), reason="no HSDP here, and transformers takes no state_dict_type from fsdp_config"
-)
-def test_fsdp2_and_hsdp_equal_one_process(tiny_model: Path, rounding: dict[str, float], tmp_path: Path) -> None:
-    """Run the Trainer's own FSDP2 on two processes, and on four what accelerate's config files set; one is launched."""
+@pytest.mark.skipif(ACCELERATE_VERSION < (1, 13), reason="transformers takes no state_dict_type from fsdp_config")
+def test_two_processes_with_fsdp2_equal_one(tiny_model, rounding, tmp_path):
+    """Run Trainer's own FSDP2, and `accelerate launch` itself; `test_trainer_layouts.py` has its settings, and HSDP."""
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
-    inputs = {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl"}
-    results = {}
-    for name, ranks, path in (
-        ("one", 1, TRAINER),
-        ("fsdp2", 2, TRAINER_FSDP2),
-        ("launched", 2, TRAINER),
-        *((name, 4, TRAINER) for name in ACCELERATE),
-    ):
-        output = tmp_path / name
-        changes = TINY | inputs | {"output_dir": output, "per_device_train_batch_size": 4 // ranks}
-        changes |= {"from_scratch": False, "weight_decay": 0.1, "gradient_checkpointing": False}
-        changes |= {"adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
+    common = TINY | {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl", "from_scratch": False}
+    common |= {"weight_decay": 0.1, "gradient_checkpointing": False, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
+    for name, ranks, path in (("one", 1, TRAINER), ("fsdp2", 2, TRAINER_FSDP2), ("launched", 2, TRAINER)):
+        changes = common | {"output_dir": tmp_path / name, "per_device_train_batch_size": 4 // ranks}
         words = [CPU_FSDP, TRAIN, YAML / path, *options(changes)]
         if name == "launched":
-            file = tmp_path / "config.json"
-            file.write_text(json.dumps(accelerate_config(ACCELERATE[0], 2)), encoding="utf-8")
+            file = accelerate_file(ACCELERATE_FSDP2, 2, tmp_path)
             launcher = [BIN / "accelerate", "launch", "--config_file", file, "--main_process_port", 0]
             printed = run([*launcher, *words], cwd=tmp_path)
         else:
-            variables = accelerate_variables(accelerate_config(name, 4), tmp_path) if name in ACCELERATE else {}
-            printed = server.run(words[name == "one" :], cwd=tmp_path, ranks=ranks, **variables)
+            printed = server.run(words[name == "one" :], cwd=tmp_path, ranks=ranks)
         assert printed.count("which parameter goes where") == 1, "rank 0 alone logs the routes"
-        assert (output / "checkpoint-3" / "optimizer.bin").exists() is (ranks > 1), f"{name} was not sharded"
-        results[name] = weights(output)
-    start = weights(tiny_model)
-    for name in results:
-        assert_close(results[name], results["one"], start, rounding)
+        sharded = (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists()
+        assert sharded is (ranks > 1), f"{name} was not sharded"
+        assert_close(weights(tmp_path / name), weights(tmp_path / "one"), weights(tiny_model), rounding)
 
-
-def accelerate_config(name: str, processes: int) -> dict[str, Any]:
-    """Return an accelerate config file for processes of this machine."""
-    config = read_yaml(YAML / name) | {"num_machines": 1, "num_processes": processes, "mixed_precision": "no"}
-    if sizes := config.get("parallelism_config"):
-        assert sizes["parallelism_config_dp_replicate_size"] == 2
-        sizes["parallelism_config_dp_shard_size"] = 2
-    return config
-
-
-# --- the plain loop, and a sweep
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -162,11 +119,7 @@ LAUNCHES = {"one": (1, {}), "ddp": (2, {}), "fsdp2": (2, FSDP2)}
 
 
 @pytest.mark.extended
-@pytest.mark.slow
-def test_the_plain_loop_equals_one_process_and_resumes(
-    tiny_model: Path, rounding: dict[str, float], tmp_path: Path
-) -> None:
-    results = {}
+def test_the_plain_loop_equals_one_process_and_resumes(tiny_model, rounding, tmp_path):
     for name, (ranks, variables) in LAUNCHES.items():
         if name == "fsdp2" and ACCELERATE_VERSION < (1, 13):
             continue
@@ -181,117 +134,75 @@ def test_the_plain_loop_equals_one_process_and_resumes(
             assert printed.count("which parameter goes where") == 1
             assert printed.count("step 2 loss") == (folder != "resumed")
             assert printed.count("step 3 loss") == (folder != "half")
-        results[name], resumed = (weights(tmp_path / name / folder) for folder in ("straight", "resumed"))
-        assert all(torch.equal(value, resumed[key]) for key, value in results[name].items())
-    for result in results.values():
-        assert_close(result, results["one"], weights(tiny_model), rounding)
+        straight, resumed, one = (
+            weights(tmp_path / f) for f in (f"{name}/straight", f"{name}/resumed", "one/straight")
+        )
+        torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
+        assert_close(straight, one, weights(tiny_model), rounding)
 
 
 @pytest.mark.newest
-@pytest.mark.slow
 @pytest.mark.extended
-def test_a_sweep_of_the_trainer_script(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.txt").write_text("\n".join(fixtures_text.texts()[:9]), encoding="utf-8")
-    settings = (
-        read_yaml(YAML / TRAINER)
-        | TINY
-        | {
-            "model_name_or_path": str(tiny_model),
-            "data_path": str(tmp_path / "data"),
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 2,
-            "max_steps": 500,
-        }
-    )
-    (tmp_path / "run.json").write_text(json.dumps(settings))
+def test_a_sweep_of_the_trainer_script(tiny_model, tmp_path):
+    """Compare a trial with the same run by hand, whose checkpoint holds the losses."""
+    fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(9)])
+    settings = read_yaml(YAML / TRAINER) | TINY | {"per_device_train_batch_size": 2, "max_steps": 500}
+    settings |= {"model_name_or_path": str(tiny_model), "data_path": str(tmp_path / "data.jsonl")}
+    hand = {"learning_rate": 3e-3, "max_steps": 10, "save_steps": 10, "logging_steps": 1, "eval_steps": 10}
+    for name, changes in (("run", {}), ("hand", hand)):
+        content = settings | {"output_dir": str(tmp_path / name)} | changes
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     command = [BIN / "hf-muon", "sweep", "run.json", "--steps", "10", "--rates", "1e-4,3e-3"]
     output = run([*command, "--", sys.executable, TRAIN, "{file}"], cwd=tmp_path)
     assert "Lowest evaluation loss: " in output
     assert " at learning_rate 0.003" in output
-
-    # The same by hand, with a checkpoint, whose state holds the losses.
-    by_hand = settings | {
-        "learning_rate": 3e-3,
-        "max_steps": 10,
-        "save_steps": 10,
-        "logging_steps": 1,
-        "eval_steps": 10,
-        "output_dir": str(tmp_path / "hand"),
-    }
-    (tmp_path / "hand.yaml").write_text(json.dumps(by_hand))
-    server.run([TRAIN, "hand.yaml"], cwd=tmp_path)
-    state = json.loads((tmp_path / "hand" / "checkpoint-10" / "trainer_state.json").read_text())
+    server.run([TRAIN, "hand.json"], cwd=tmp_path)
+    log = json.loads((tmp_path / "hand" / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
     trial = json.loads((tmp_path / "run_sweep" / "0.003" / "result.json").read_text())
-    assert trial["losses"] == {str(line["step"]): line["loss"] for line in state["log_history"] if "loss" in line}
-    assert trial["eval_loss"] == statistics.fmean(
-        line["eval_loss"] for line in state["log_history"] if "eval_loss" in line
-    )
+    assert trial["losses"] == {str(line["step"]): line["loss"] for line in log if "loss" in line}
+    assert trial["eval_loss"] == statistics.fmean(line["eval_loss"] for line in log if "eval_loss" in line)
     assert not list((tmp_path / "run_sweep").rglob("*.safetensors"))
 
 
-# --- what the script refuses
+# Version 1 is the first that imports under transformers 5; `make test-versions` has older ones, too.
+is_older = int(importlib.metadata.version("trl").partition(".")[0]) < 1 if importlib.util.find_spec("trl") else True
+
+REWARD = "def different_letters(completions, **_):\n    return [float(len(set(str(text)))) for text in completions]\n"
+SMALLER = {  # settings of a stage that make its run small
+    "sft": {},
+    "dpo": {"max_length": 64},
+    "grpo": {
+        "reward_funcs": "rewards.different_letters",
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 8,
+    },
+}
 
 
-@pytest.fixture(scope="module")
-def train_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_train", TRAIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("content", "message", "words"),
-    [
-        (None, "settings.yaml is not a file", []),
-        ("just text", "does not hold keys and values", []),
-        ("data_path: x", "model_name_or_path is missing", []),
-        ("model_name_or_path: x", "data_path is missing", []),
-        ("optimm: muon\noptim: muon", "unknown keys optimm", []),
-        ("{model_name_or_path: x, data_path: x, eval_fraction: 1}", "eval_fraction between 0 and 1", []),
-        ("{model_name_or_path: x, data_path: x}", "block_size must be at least 2", ["--block_size", "1"]),
-    ],
-)
-def test_trainer_script_refuses_settings(
-    content: str | None,
-    message: str,
-    words: list[str],
-    train_script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)  # TrainingArguments may create its output folder
-    if content is not None:
-        (tmp_path / "settings.yaml").write_text(content, encoding="utf-8")
-    with pytest.raises(SystemExit, match=message):
-        train_script.parse_arguments([str(tmp_path / "settings.yaml"), *words])
-    with pytest.raises(SystemExit, match="usage"):
-        train_script.parse_arguments(["--optim", "muon"])
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (None, "does not exist"),
-        ({}, "0 texts with 0 tokens"),
-        ({"a.txt": " \n"}, "0 texts with 0 tokens"),
-        ({"a.txt": "short"}, "1 texts with . tokens; two examples"),
-        ({"a.jsonl": '{"content": "x"}\n'}, "a.jsonl has no 'text'; see text_column"),
-        ({"a.json": '{"text": "x"}'}, "a.json has no 'text'"),
-    ],
-)
-def test_trainer_script_refuses_data(
-    files: dict[str, str] | None, message: str, train_script: ModuleType, tmp_path: Path
-) -> None:
-    data = tmp_path / "data"
-    if files is not None:
-        data.mkdir()
-        for name, content in files.items():
-            (data / name).write_text(content, encoding="utf-8")
-    script = train_script.ScriptArguments(data_path=str(data), block_size=64)
-    with pytest.raises(SystemExit, match=message):
-        train_script.make_examples(script, fixtures_text.build_tokenizer())
+@pytest.mark.newest
+@pytest.mark.skipif(is_older, reason="trl >= 1 is not installed")
+@pytest.mark.promise("trl")
+@pytest.mark.first_tier("sft")
+@pytest.mark.parametrize("stage", TRL)
+def test_trl(stage, tiny_model, tmp_path):
+    write = fixtures_text.write_messages if stage == "sft" else fixtures_text.write_preferences
+    (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
+    settings = {
+        "model_name_or_path": tiny_model,
+        "dataset_name": write(tmp_path / "data"),
+        "output_dir": tmp_path / "out",
+        "max_steps": 2,
+        "gradient_accumulation_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+        **SMALLER[stage],
+    }
+    words = ["--config", YAML / TRL[stage], *options(settings)]
+    if stage == "dpo":
+        run([BIN / "trl", stage, *words], cwd=tmp_path)  # the command, which launches the script
+    else:
+        package = importlib.util.find_spec("trl").origin
+        server.run([Path(package).parent / "scripts" / f"{stage}.py", *words], cwd=tmp_path)
+    saved = assert_routed(tmp_path / "out" / "checkpoint-2", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=2)
+    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / TRL[stage])["learning_rate"]}

@@ -1,148 +1,175 @@
-"""`optim: muon` in LLaMA-Factory as users start it: `llamafactory-cli train`, in one process and in two."""
+"""`optim: muon` in LLaMA-Factory: its examples, run as they are but for a tiny model, tiny data, few steps and the CPU.
+
+`test_llamafactory_deepspeed.py` runs the command itself, in one process and with torchrun.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import fixtures_text
-from tests.e2e.example_files import ALL_MATRICES, ALL_OTHERS
 from tests.e2e.harness import (
+    ALL_MATRICES,
+    ALL_OTHERS,
     BIN,
+    CPU_FSDP,
+    LLAMAFACTORY_FSDP2,
+    LLAMAFACTORY_PRETRAIN,
+    LLAMAFACTORY_SFT,
+    YAML,
     assert_close,
     assert_resumed,
     assert_routed,
+    blocks_of,
     interrupt,
     llamafactory_launcher,
     llamafactory_server,
+    llamafactory_settings,
+    plain_loop,
+    read_yaml,
     weights,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 
-BASE = {
-    "do_train": True,
-    "optim": "muon",
-    "learning_rate": 1e-3,
-    "weight_decay": 0.1,
-    "template": "qwen3_nothink",
-    "cutoff_len": 64,
-    "max_steps": 4,
-    "per_device_train_batch_size": 2,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 1,
-    "logging_steps": 1,
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-}
-PRETRAIN = {
-    "stage": "pt",
-    "finetuning_type": "full",
-    "dataset": "tiny_pt",
-    "packing": True,
-    "optim_args": "ns_dtype=fp32",  # in bf16 the rounding of products would hide the order of a sum
-    "save_steps": 2,
-}
-LORA = {
-    "stage": "sft",
-    "finetuning_type": "lora",
-    "lora_rank": 4,
-    "lora_target": "q_proj,v_proj",
-    "dataset": "tiny_sft",
-}
-
 
 class Factory:
-    """Runs LLaMA-Factory on the tiny model, with a YAML file written from settings."""
+    """Runs LLaMA-Factory on the tiny model, with an example and settings that make it small."""
 
     def __init__(self, folder: Path, model: Path, data: Path) -> None:
-        self.folder = folder
-        self.inputs = {"model_name_or_path": model, "dataset_dir": data}
+        self.folder, self.model, self.data = folder, model, data
 
-    def train(self, name: str, settings: dict[str, Any], *, fails: bool = False, ranks: int = 1) -> tuple[Path, str]:
-        """Train and return the output folder and what the processes printed; `test_examples_llamafactory` launches."""
-        output = self.folder / name
-        everything = self.inputs | BASE | settings | {"output_dir": output}
+    def settings(self, name: str, example: str, changes: dict[str, Any]) -> dict[str, Any]:
+        dataset = "tiny_pt" if example == LLAMAFACTORY_PRETRAIN else "tiny_sft"
+        tiny = llamafactory_settings(self.model, self.data, self.folder / name, dataset)
+        return read_yaml(YAML / example) | tiny | changes
+
+    def train(self, name: str, example: str, *, ranks: int = 1, fails: bool = False, **changes: Any) -> str:
+        """Train into the folder of this name; return what the processes print."""
+        settings = self.settings(name, example, changes)
         file = self.folder / f"{name}.yaml"
-        file.write_text("".join(f"{key}: {value}\n" for key, value in everything.items()), encoding="utf-8")
+        file.write_text(json.dumps(settings, default=str), encoding="utf-8")
         words = [BIN / "llamafactory-cli", "train", file] if ranks == 1 else [llamafactory_launcher(), file]
-        return output, llamafactory_server.run(words, cwd=self.folder, fails=fails, ranks=ranks)
+        words = [CPU_FSDP, *words] if "fsdp" in settings else words
+        full = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+        return llamafactory_server.run(words, cwd=self.folder, fails=fails, ranks=ranks, **full)
+
+    def pretrain(self, name: str, *, ranks: int = 1, **changes: Any) -> str:
+        """Pretrain for four steps in the order of the texts, with four blocks a step."""
+        changes = {
+            "optim_args": "ns_dtype=fp32",  # in bf16 the rounding of products would hide the order of a sum
+            "disable_shuffling": True,
+            "warmup_steps": 1,
+            "learning_rate": 0.001,
+            "max_steps": 4,
+            "save_steps": 2,
+            "per_device_train_batch_size": 4 // ranks,
+            **changes,
+        }
+        return self.train(name, LLAMAFACTORY_PRETRAIN, ranks=ranks, **changes)
 
 
 @pytest.fixture(scope="module")
-def factory(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactory_data: Path) -> Factory:
-    return Factory(tmp_path_factory.mktemp("factory"), tiny_model, llamafactory_data)
+def factory(tmp_path_factory, tiny_model, llamafactory_data):
+    factory = Factory(tmp_path_factory.mktemp("factory"), tiny_model, llamafactory_data)
+    factory.pretrain("one")
+    return factory
 
 
-@pytest.fixture(scope="module")
-def straight(factory: Factory) -> Path:
-    """Pretrain for four steps in one process, with two blocks a step in LLaMA-Factory's shuffled order."""
-    return factory.train("straight", PRETRAIN)[0]
+def test_pretraining_is_routed_and_equals_a_plain_loop(factory, rounding):
+    from transformers import AutoModelForCausalLM
 
-
-def test_full_pretraining_is_routed(straight: Path) -> None:
-    saved = assert_routed(straight / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
+    saved = assert_routed(factory.folder / "one" / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
     decay = {(group["use_muon"], group["weight_decay"]): group["param_names"] for group in saved.groups}
-    assert set(decay) == {(True, 0.1), (False, 0.1), (False, 0.0)}
-    assert set(decay[False, 0.1]) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert set(decay) == {(True, 0.01), (False, 0.01), (False, 0.0)}
+    assert set(decay[False, 0.01]) == {"model.embed_tokens.weight", "lm_head.weight"}
+
+    settings = json.loads((factory.folder / "one.yaml").read_text(encoding="utf-8"))
+    blocks = blocks_of(fixtures_text.texts(), factory.model, settings["cutoff_len"] - 1)  # as it packs texts
+    model = AutoModelForCausalLM.from_pretrained(factory.model, dtype=torch.float32)
+    plain_loop(model, blocks, 4, settings)
+    assert_close(weights(factory.folder / "one"), model.state_dict(), weights(factory.model), rounding)
 
 
 @pytest.mark.promise("exact-resume")
-def test_resumed_run_equals_the_uninterrupted_one(factory: Factory, straight: Path) -> None:
-    checkpoint = interrupt(straight, after=2, destination=factory.folder / "resumed")
-    output, _ = factory.train("resumed", PRETRAIN | {"resume_from_checkpoint": checkpoint})
-    assert_resumed(output / "checkpoint-4", straight / "checkpoint-4")
+def test_resumed_run_equals_the_uninterrupted_one(factory):
+    checkpoint = interrupt(factory.folder / "one", after=2, destination=factory.folder / "resumed")
+    factory.pretrain("resumed", resume_from_checkpoint=checkpoint)
+    assert_resumed(factory.folder / "resumed" / "checkpoint-4", factory.folder / "one" / "checkpoint-4")
 
 
-@pytest.mark.promise("ddp", "llamafactory")
-def test_two_processes_agree_with_one(
-    factory: Factory, straight: Path, tiny_model: Path, rounding: dict[str, float]
-) -> None:
-    output, printed = factory.train("two", PRETRAIN | {"per_device_train_batch_size": 1}, ranks=2)
+@pytest.mark.promise("ddp", "fsdp2", "llamafactory")
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_two_processes_agree_with_one(layout, factory, rounding):
+    example = read_yaml(YAML / LLAMAFACTORY_FSDP2)
+    changes = {key: example[key] for key in ("fsdp", "fsdp_config")} if layout == "fsdp2" else {}
+    printed = factory.pretrain(layout, ranks=2, **changes)
     assert "world size: 2" in printed
     assert printed.count("which parameter goes where") == 1
-    assert_routed(output / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
-    assert_close(weights(output), weights(straight), weights(tiny_model), rounding)
+    if layout == "fsdp2":
+        assert (factory.folder / layout / "checkpoint-4" / "optimizer.bin").exists(), "the run was not sharded"
+    else:
+        assert_routed(factory.folder / layout / "checkpoint-4", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=4)
+    assert_close(weights(factory.folder / layout), weights(factory.folder / "one"), weights(factory.model), rounding)
+
+
+def factors(modules: set[str], factor: str) -> set[str]:
+    """Return the names of LoRA's factors A or B."""
+    return {f"base_model.model.{name}.lora_{factor}.default.weight" for name in modules}
+
+
+MATRICES = fixtures_text.qwen3_matrices()
+SFT = {
+    "full": (ALL_MATRICES, ALL_OTHERS),
+    "freeze": (
+        {f"{name}.weight" for name in fixtures_text.qwen3_matrices([1])},
+        {f"{name}.weight" for name in fixtures_text.qwen3_norms([1])},
+    ),
+    "lora": (factors(MATRICES, "A") | factors(MATRICES, "B"), set()),
+}
 
 
 @pytest.mark.extended
-def test_lora_plus_gives_the_b_factors_their_own_rate(factory: Factory) -> None:
-    settings = LORA | {"optim_args": "lora=muon", "loraplus_lr_ratio": 4.0, "save_steps": 3}
-    output, _ = factory.train("lora_plus", settings)
-    factors = {
-        factor: {
-            f"base_model.model.model.layers.{layer}.self_attn.{x}_proj.lora_{factor}.default.weight"
-            for layer in range(fixtures_text.LAYERS)
-            for x in "qv"
-        }
-        for factor in "AB"
-    }
-    saved = assert_routed(output / "checkpoint-3", muon=factors["A"] | factors["B"], adamw=set(), steps=3)
-    rates = {name: group["initial_lr"] for group in saved.groups for name in group["param_names"]}
-    assert {rates[name] for name in factors["A"]} == {1e-3}
-    assert {rates[name] for name in factors["B"]} == {4e-3}
+@pytest.mark.parametrize("kind", SFT)
+def test_sft_is_routed(kind, factory):
+    name = f"llamafactory_qwen3_{kind}_sft.yaml"
+    factory.train(kind, name, **LLAMAFACTORY_SFT[name])
+    muon, adamw = SFT[kind]
+    saved = assert_routed(factory.folder / kind / "checkpoint-3", muon=muon, adamw=adamw, steps=3)
+    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / name)["learning_rate"]}
+
+
+@pytest.mark.extended
+def test_lora_plus_gives_the_b_factors_their_own_rate(factory):
+    factory.train("lora_plus", "llamafactory_qwen3_lora_sft.yaml", loraplus_lr_ratio=4.0, learning_rate=1e-3)
+    checkpoint = factory.folder / "lora_plus" / "checkpoint-3"
+    saved = assert_routed(checkpoint, muon=SFT["lora"][0], adamw=set(), steps=3)
+    rates = {(name, group["initial_lr"]) for group in saved.groups for name in group["param_names"]}
+    assert rates == {(n, r) for f, r in (("A", 1e-3), ("B", 4e-3)) for n in factors(MATRICES, f)}
     scheduled = {name: group["lr"] for group in saved.groups for name in group["param_names"]}
-    assert {scheduled[name] for name in factors["B"]} == {4 * scheduled[name] for name in factors["A"]}
-    assert 0 < min(scheduled.values()) < 1e-3
+    assert {scheduled[n] for n in factors(MATRICES, "B")} == {4 * scheduled[n] for n in factors(MATRICES, "A")}
 
 
-# --- refusals
+# --- refusals, whose texts `tests/refusals` has: here they come before a model is loaded
 
 
-def test_a_rival_is_refused_before_the_model_is_loaded(factory: Factory) -> None:
-    settings = PRETRAIN | {"use_muon": True, "model_name_or_path": factory.folder / "no_model_is_here"}
-    _, printed = factory.train("rival", settings, fails=True)
-    assert "[rival-optimizer]" in printed
-
-
-def test_lora_without_anything_for_muon_is_refused(factory: Factory) -> None:
-    output, printed = factory.train("lora_adamw", LORA, fails=True)
-    assert "[lora-without-muon]" in printed
+@pytest.mark.parametrize(
+    ("example", "changes", "code"),
+    [
+        (LLAMAFACTORY_PRETRAIN, {"use_muon": True, "model_name_or_path": "no_model_is_here"}, "[rival-optimizer]"),
+        ("llamafactory_qwen3_lora_sft.yaml", {"optim_args": ""}, "[lora-without-muon]"),
+    ],
+)
+def test_refused_before_the_model_is_loaded(example, changes, code, factory):
+    printed = factory.train("refused", example, fails=True, **changes)
+    assert code in printed
     assert "Loading weights" not in printed  # the arguments suffice
-    assert not list(output.glob("checkpoint-*"))
+    assert not list((factory.folder / "refused").glob("checkpoint-*"))
 
 
 # A stand-in for mcore_adapter, of which LLaMA-Factory's parser needs one name.
@@ -168,12 +195,10 @@ except RuntimeError as error:
 
 
 @pytest.mark.promise("refused-layouts")
-def test_megatron_is_refused(tmp_path: Path) -> None:
+def test_megatron_is_refused(tmp_path):
     printed = llamafactory_server.run_code(MEGATRON, tmp_path, cwd=tmp_path, USE_MCA="1")
     assert "[rival-trainer]" in printed
 
-
-# --- PPO, which builds its optimizer from param groups
 
 PPO = """
 import sys
@@ -205,7 +230,7 @@ torch.save(optimizer.state_dict(), sys.argv[2] + "/optimizer.pt")
 
 
 @pytest.mark.extended
-def test_ppo_gets_our_optimizer(tiny_model: Path, tmp_path: Path) -> None:
+def test_ppo_gets_our_optimizer(tiny_model, tmp_path):
     llamafactory_server.run_code(PPO, tiny_model, tmp_path, cwd=tmp_path)
     inner = "pretrained_model."
     saved = assert_routed(

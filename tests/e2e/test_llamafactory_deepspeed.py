@@ -1,24 +1,15 @@
-"""LLaMA-Factory with DeepSpeed as users start it, with the examples' configs and LLaMA-Factory's own."""
+"""`llamafactory-cli train` in one process, and in two with DeepSpeed and LLaMA-Factory's own configs."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.deepspeed_runs import CHANGES, JSON, assert_same, example_run, on_cpu, run_together
-from tests.e2e.harness import free_port, llamafactory, llamafactory_settings, overrides, rounding_of_runs
+from tests.e2e.deepspeed_runs import CHANGES, assert_same, example_run
+from tests.e2e.harness import BIN, free_port, llamafactory_settings, read_yaml, rounding_of_runs, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
-
-# The example that a config goes with; configs z3 and z3_offload are LLaMA-Factory's.
-OF_EXAMPLE = {
-    **{name: name for name in ("zero2", "zero3", "zero3_offload")},
-    "z3": "zero3",
-    "z3_offload": "zero3_offload",
-}
 
 
 def llamafactory_config(name):
@@ -47,59 +38,34 @@ def llamafactory_config(name):
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny_model, llamafactory_data):
-    return tiny_model, llamafactory_data
-
-
-@pytest.fixture(scope="module")
 def rounding(tiny_model):
     return rounding_of_runs(tiny_model, **CHANGES)
 
 
-def prepare(name, example, inputs, folder):
-    """Return the file and the settings of an example's run with a config of this name; without DeepSpeed for None."""
+def train(name, model, data, folder, **launch):
+    """Run the command with an example and a config of LLaMA-Factory's, or without DeepSpeed; return its output."""
     config = None
-    if name in OF_EXAMPLE.values():
-        config = JSON / f"{name}.json"
-    elif name is not None:
-        config = folder.with_name(f"ds_{name}_config.json")
+    if name != "alone":
+        config = folder / f"ds_{name}_config.json"
         config.write_text(json.dumps(llamafactory_config(name)), encoding="utf-8")
-    path, changes = example_run(f"llamafactory_qwen3_{example}.yaml", folder, config)
-    tiny = llamafactory_settings(*inputs, folder / "out", "tiny_sft") | {"disable_shuffling": True}
-    del tiny["use_cpu"]
-    return path, tiny | changes
-
-
-@pytest.fixture(scope="module")
-def alone(inputs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    llamafactory(*prepare(None, "zero2", inputs, folder), cwd=folder)
+    example = "llamafactory_qwen3_zero2.yaml"  # the others name another config, and are the same in everything else
+    path, changes = example_run(example, folder, config)
+    settings = llamafactory_settings(model, data, folder / "out", "tiny_sft") | {"disable_shuffling": True}
+    del settings["use_cpu"]
+    path.write_text(json.dumps(read_yaml(path) | settings | changes, default=str), encoding="utf-8")
+    run([BIN / "llamafactory-cli", "train", path], cwd=folder, **launch)
     return folder / "out"
 
 
-def test_command(inputs, alone, rounding, tmp_path):
-    """Run `llamafactory-cli train` with an example and LLaMA-Factory's own config."""
-    path, settings = prepare("z2", "zero2", inputs, tmp_path / "z2")
-    launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()}
-    llamafactory(path, settings, cwd=tmp_path, **on_cpu(), **launch)
-    assert_same(tmp_path / "z2" / "out", alone, inputs[0], rounding)
-
-
 @pytest.fixture(scope="module")
-def together(inputs, tmp_path_factory):
-    """Run the script that `llamafactory-cli train` starts, with each config."""
-    folder, runs = tmp_path_factory.mktemp("together"), []
-    package = importlib.util.find_spec("llamafactory")
-    assert package is not None
-    assert package.origin is not None
-    for name, example in OF_EXAMPLE.items():
-        path, settings = prepare(name, example, inputs, folder / name)
-        runs.append([Path(package.origin).with_name("launcher.py"), path, *overrides(settings)])
-    return run_together(runs, folder)
+def alone(tiny_model, llamafactory_data, tmp_path_factory):
+    return train("alone", tiny_model, llamafactory_data, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", OF_EXAMPLE)
-def test_configs(name, inputs, alone, together, rounding):
-    """Train with the examples' configs and with LLaMA-Factory's own, as `llamafactory-cli train` does."""
-    assert_same(together / name / "out", alone, inputs[0], rounding)
+@pytest.mark.promise("llamafactory")
+@pytest.mark.first_tier("^z2$")
+@pytest.mark.parametrize("name", ["z2", "z3", "z3_offload"])
+def test_command(name, tiny_model, llamafactory_data, alone, rounding, tmp_path):
+    launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()}
+    output = train(name, tiny_model, llamafactory_data, tmp_path, **launch)
+    assert_same(output, alone, tiny_model, rounding)

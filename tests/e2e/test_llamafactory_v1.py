@@ -1,4 +1,7 @@
-"""`optim_config: {name: muon}` in the real LLaMA-Factory v1: in one process, and in two with DDP and with FSDP2."""
+"""`optim_config: {name: muon}` in the real LLaMA-Factory v1: in one process, and in two with DDP, FSDP2 and Ulysses.
+
+The runs are those of the examples, with a tiny model, tiny data and few steps.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,20 @@ from torch import Tensor
 from hf_muon import build_optimizer
 from hf_muon.rules.normalize import SECOND_MOMENT
 from tests import fixtures_text
-from tests.e2e.example_files import ALL_MATRICES
 from tests.e2e.harness import (
-    CPU_V1,
+    ALL_MATRICES,
+    BIN,
+    LLAMAFACTORY_V1,
+    LLAMAFACTORY_V1_FSDP2,
+    LLAMAFACTORY_V1_ULYSSES,
     ROOT,
+    YAML,
     assert_close,
     distance,
+    free_port,
     llamafactory_server,
-    llamafactory_v1,
+    read_yaml,
+    run,
     v1_has_top_level_keys,
     weights,
 )
@@ -34,33 +43,53 @@ DDP, FSDP2 = "ddp", "fsdp2"
 
 
 class Runs:
-    """Folders of finished runs, their common settings, and the output of the two ranks."""
+    """Folders of finished runs, their common settings, and what the ranks of each start printed."""
 
     def __init__(self, folder: Path, model: Path, data: Path) -> None:
         self.folder, self.model = folder, model
+        self.printed: dict[int, str] = {}
         self.shared: dict[str, Any] = {
             "model": str(model),
             "train_dataset": str(fixtures_text.write_v1_data(folder, data)),
             "cutoff_len": 64,
+            "micro_batch_size": 2,  # that of two processes together
             "learning_rate": 1e-3,
             "max_steps": 4,
             "save_steps": 2,
+            "max_grad_norm": 0.5,  # clips every step
+            "logging_steps": 1,
             "bf16": False,
             "batching_workers": 0,
+            "resume_from_checkpoint": None,
             # In bf16 the rounding of products would hide the order of a sum.
             "optim_config": {"name": "muon", "weight_decay": 0.1, "ns_dtype": "fp32"},
         }
-        self.printed = ""
+
+    def settings(self, name: str, example: str, **changes: Any) -> dict[str, Any]:
+        return read_yaml(YAML / example) | self.shared | {"output_dir": str(self.folder / name)} | changes
+
+    def straight_and_resumed(self, name: str, example: str, **changes: Any) -> dict[str, dict[str, Any]]:
+        """Return a run, the same resumed from its checkpoint, and the same resumed without momentum."""
+        resume = changes | {"resume_from_checkpoint": str(self.folder / name / "checkpoint-2")}
+        return {
+            name: self.settings(name, example, **changes),
+            f"{name}_resumed": self.settings(f"{name}_resumed", example, **resume),
+            f"{name}_dropped": self.settings(f"{name}_dropped", example, **resume, drop_momentum=True),
+        }
+
+    def start(self, cases: dict[str, dict[str, Any]], ranks: int) -> str:
+        path = self.folder / f"{next(iter(cases))}.json"
+        path.write_text(json.dumps(cases), encoding="utf-8")
+        diagnostics = {"LLAMAFACTORY_MUON_DIAG": "1"}
+        return llamafactory_server.run([WORKER, path], cwd=self.folder, ranks=ranks, **diagnostics)
 
     def weights(self, name: str) -> dict[str, Tensor]:
         return weights(self.folder / name)
 
-    def yaml(self, name: str, changes: dict[str, Any]) -> Path:
-        """Write the YAML file of a run in one process, whose batch is that of two processes together."""
-        settings = self.shared | {"micro_batch_size": 2, "output_dir": str(self.folder / name)} | changes
-        path = self.folder / f"{name}.yaml"
-        path.write_text(json.dumps(settings), encoding="utf-8")
-        return path
+    def record(self, name: str) -> dict[str, Any]:
+        """Return the losses and the first gradients of a run, and the shapes over which Ulysses attended."""
+        record: dict[str, Any] = torch.load(self.folder / name / "record.pt", weights_only=True)
+        return record
 
     def optimizer(self, name: str) -> dict[str, Any]:
         """Return the optimizer state of the last checkpoint, keyed by position, or by name under FSDP2."""
@@ -74,42 +103,46 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llamafactory_data: Path) -> Runs:
-    """Run one process from the command line, and all other runs one after the other in two ranks."""
+def runs(tmp_path_factory, tiny_model, llamafactory_data):
+    """Start one process, and two for all other runs but that with Ulysses, whose mesh is another one."""
     runs = Runs(tmp_path_factory.mktemp("v1"), tiny_model, llamafactory_data)
-    llamafactory_v1(runs.yaml("one", {}), {}, cwd=runs.folder)
-    cases: dict[str, dict[str, Any]] = {}
-    for name in (DDP, FSDP2):
-        layout = {"micro_batch_size": 1} | ({"dist_config": {"name": "fsdp2"}} if name == FSDP2 else {})
-        resume = {"resume_from_checkpoint": str(runs.folder / name / "checkpoint-2")}
-        for case, changes in (
-            (name, {}),
-            (f"{name}_resumed", resume),
-            (f"{name}_dropped", resume | {"drop_momentum": True}),
-        ):
-            cases[case] = runs.shared | layout | changes | {"output_dir": str(runs.folder / case)}
+    runs.printed[1] = runs.start(runs.straight_and_resumed("one", LLAMAFACTORY_V1), 1)
+    cases = runs.straight_and_resumed(DDP, LLAMAFACTORY_V1, micro_batch_size=1)
+    cases |= runs.straight_and_resumed(FSDP2, LLAMAFACTORY_V1_FSDP2, micro_batch_size=1)
     offload = {"name": "fsdp2", "offload_params": True, "pin_memory": False}
     cases["offload"] = cases[FSDP2] | {"dist_config": offload, "output_dir": str(runs.folder / "offload")}
-    (runs.folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    words = [WORKER, runs.folder / "cases.json"]
-    runs.printed = llamafactory_server.run(words, cwd=runs.folder, ranks=2, path=CPU_V1, LLAMAFACTORY_MUON_DIAG="1")
+    runs.printed[2] = runs.start(cases, 2)
     return runs
 
 
 @pytest.mark.promise("llamafactory-v1")
 @pytest.mark.parametrize("name", [DDP, FSDP2])
-def test_two_processes_agree_with_one(name: str, runs: Runs, rounding: dict[str, float]) -> None:
+def test_two_processes_agree_with_one(name, runs, rounding):
     assert_close(runs.weights(name), runs.weights("one"), weights(runs.model), rounding)
 
 
-def test_parameters_on_the_cpu_change_nothing(runs: Runs) -> None:
-    offloaded, expected = runs.weights("offload"), runs.weights(FSDP2)
-    assert offloaded.keys() == expected.keys()
-    assert all(torch.equal(offloaded[name], weight) for name, weight in expected.items())
+@pytest.mark.promise("llamafactory-v1-ulysses")
+def test_cp_on_two_ranks_equals_cp_off(runs):
+    """LLaMA-Factory's own Ulysses needs CUDA and flash-attn, for which the worker stands in."""
+    example = LLAMAFACTORY_V1_ULYSSES[v1_has_top_level_keys()]
+    settings = runs.settings("ulysses", example, flash_attn="sdpa", save_steps=None)
+    runs.start({"ulysses": settings}, 2)
+    on, off = runs.record("ulysses"), runs.record("one")
+    assert on["attended"] == {(64, 2, 1)}, "whole sequences, and half of the 4 query and 2 key heads"
+    assert off["attended"] == set()
+    assert on["losses"] == pytest.approx(off["losses"], rel=1e-6)
+    assert on["gradients"].keys() == off["gradients"].keys()
+    for name, gradient in off["gradients"].items():
+        assert (on["gradients"][name] - gradient).norm() < 1e-5 * gradient.norm(), name
+    assert distance(runs.weights("ulysses"), runs.weights("one"), weights(runs.model)) < 1e-4
+
+
+def test_parameters_on_the_cpu_change_nothing(runs):
+    torch.testing.assert_close(runs.weights("offload"), runs.weights(FSDP2), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["one", DDP, FSDP2])
-def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
+def test_everything_reached_the_optimizer(name, runs):
     saved = runs.optimizer(name)
     groups = {(group["use_muon"], group["weight_decay"]): group for group in saved["param_groups"]}
     assert set(groups) == {(True, 0.1), (False, 0.1), (False, 0.0)}
@@ -121,38 +154,22 @@ def test_everything_reached_the_optimizer(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.promise("llamafactory-v1")
-@pytest.mark.parametrize("name", [DDP, FSDP2])
-def test_resumed_run_equals_the_uninterrupted_one(name: str, runs: Runs) -> None:
-    assert runs.printed.count("Resumed from checkpoint: step=2") == 4
-    assert_equal(runs, name, f"{name}_resumed")
+@pytest.mark.parametrize("name", ["one", DDP, FSDP2])
+def test_resumed_run_equals_the_uninterrupted_one(name, runs):
+    """Compare weights, moments and param groups bit for bit."""
+    assert [runs.printed[ranks].count("Resumed from checkpoint: step=2") for ranks in (1, 2)] == [2, 4]
+    torch.testing.assert_close(runs.weights(f"{name}_resumed"), runs.weights(name), rtol=0, atol=0)
+    there, here = runs.optimizer(name), runs.optimizer(f"{name}_resumed")
+    for group in (*here["param_groups"], *there["param_groups"]):
+        group.pop("differentiable", None)  # torch adds this key to loaded groups
+    assert here["param_groups"] == there["param_groups"]
+    torch.testing.assert_close(here["state"], there["state"], rtol=0, atol=0)
     # A run that resumes without momentum differs; otherwise the comparison above would show nothing.
     assert distance(runs.weights(f"{name}_dropped"), runs.weights(name), weights(runs.model)) > 1e-2
 
 
-@pytest.mark.extended
-def test_resumed_run_equals_the_uninterrupted_one_in_one_process(runs: Runs) -> None:
-    path = runs.yaml("one_resumed", {"resume_from_checkpoint": str(runs.folder / "one" / "checkpoint-2")})
-    printed = llamafactory_v1(path, {}, cwd=runs.folder)
-    assert "Resumed from checkpoint: step=2" in printed
-    assert "the first step of Muon" not in printed
-    assert_equal(runs, "one", "one_resumed")
-
-
-def assert_equal(runs: Runs, straight: str, resumed: str) -> None:
-    """Compare weights, moments and param groups of two runs bit for bit."""
-    expected, weights_resumed = runs.weights(straight), runs.weights(resumed)
-    assert [name for name in expected if not torch.equal(weights_resumed[name], expected[name])] == []
-    there, here = runs.optimizer(straight), runs.optimizer(resumed)
-    for group in (*here["param_groups"], *there["param_groups"]):
-        group.pop("differentiable", None)  # torch adds this key to loaded groups
-    assert here["param_groups"] == there["param_groups"]
-    assert here["state"].keys() == there["state"].keys()
-    for name, state in there["state"].items():
-        assert [key for key in state if not torch.equal(here["state"][name][key], state[key])] == [], name
-
-
-def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
-    reports = runs.printed.split("the first step of Muon, as rank 0 sees it (2 processes, gloo):")[1:]
+def test_one_report_of_the_first_step_for_each_run(runs):
+    reports = runs.printed[2].split("the first step of Muon, as rank 0 sees it (2 processes, gloo):")[1:]
     assert len(reports) == 7, "rank 0 logs one for each run"
     stored = {
         DDP: ["parameter  Parameter (80, 32), float32, cpu", "gradient   Tensor (80, 32), float32, cpu"],
@@ -174,21 +191,48 @@ def test_one_report_of_the_first_step_for_each_run(runs: Runs) -> None:
         assert "AdamW on the local part" in report[report.index("model.norm.weight") :].splitlines()[3]
 
 
-def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs: Runs) -> None:
+def test_their_own_muon_is_replaced_with_one_line_for_each_run(runs):
     expected = 7 if v1_has_top_level_keys() else 0  # LLaMA-Factory 0.9.5 has no muon
-    assert runs.printed.count("this LLaMA-Factory has a Muon of that name, too") == expected
-    assert "already registered" not in runs.printed
+    assert runs.printed[2].count("this LLaMA-Factory has a Muon of that name, too") == expected
+    assert "already registered" not in runs.printed[2]
 
 
-def test_refused_before_the_model_is_loaded(runs: Runs) -> None:
-    path = runs.yaml("bad", {"dist_config": {"name": "other", "cp_size": 2}, "model": "no_model_is_here"})
-    assert "[cp-without-fsdp2]" in llamafactory_v1(path, {}, cwd=runs.folder, fails=True)
+@pytest.mark.extended
+def test_the_command_starts_ranks_that_train_the_same(runs):
+    path = runs.folder / "command.yaml"
+    path.write_text(json.dumps(runs.settings("command", LLAMAFACTORY_V1_FSDP2, micro_batch_size=1)), encoding="utf-8")
+    launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port(), "USE_V1": "1"}
+    printed = run([BIN / "llamafactory-cli", "sft", path], cwd=runs.folder, **launch)
+    assert printed.count("which parameter goes where") == 1
+    assert "2 distributed tasks" in printed
+    torch.testing.assert_close(runs.weights("command"), runs.weights(FSDP2), rtol=0, atol=0)
+
+
+def test_refused_before_the_model_is_loaded(runs):
+    changes = {"dist_config": {"name": "other", "cp_size": 2}, "model": "no_model_is_here"}
+    path = runs.folder / "bad.yaml"
+    path.write_text(json.dumps(runs.settings("bad", LLAMAFACTORY_V1, **changes)), encoding="utf-8")
+    words = [BIN / "llamafactory-cli", "sft", path]
+    printed = llamafactory_server.run(words, cwd=runs.folder, fails=True, USE_V1="1")
+    assert "[cp-without-fsdp2]" in printed
+
+
+@pytest.mark.extended
+def test_ulysses_files_differ_in_the_place_of_their_keys_alone(tmp_path):
+    inside, top_level = (read_yaml(YAML / name) for name in LLAMAFACTORY_V1_ULYSSES)
+    moved = {key: inside["dist_config"].pop(key) for key in ("cp_mode", "cp_size")}
+    assert inside | moved == top_level
+    assert moved == {"cp_mode": "ulysses", "cp_size": 2}
+    if not v1_has_top_level_keys():
+        code = "from llamafactory.v1.config import get_args; get_args()"
+        path = YAML / LLAMAFACTORY_V1_ULYSSES[1]
+        assert "cp_mode" in llamafactory_server.run_code(code, path, cwd=tmp_path, fails=True)
 
 
 # --- the installed LLaMA-Factory
 
 
-def test_the_installed_llamafactory_is_one_of_the_two_layouts(tmp_path: Path) -> None:
+def test_the_installed_llamafactory_is_one_of_the_two_layouts(tmp_path):
     code = f"""
 import dataclasses, importlib.util, json
 parents = [name for name in {[OLD, NEW]!r} if importlib.util.find_spec(name.rpartition(".")[0])]
@@ -208,7 +252,7 @@ print(json.dumps([spec, fields, states, type(module.OptimizerPlugin._registry["m
     assert ("cp_size" in fields, entry) == {OLD: (False, "dict"), NEW: (True, "function")}[layouts[0]]
 
 
-def test_a_checkpoint_of_fsdp2_loads_with_a_rule_switched_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_fsdp2_loads_with_a_rule_switched_on(tmp_path):
     """Compare with the whole state; LLaMA-Factory's own functions save and load, in one process."""
     fsdp2 = importlib.import_module("llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
     model = Net()
