@@ -88,6 +88,19 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
+def without_reduction(rank: int) -> str:
+    """Return the error of a step in which no wrapper has reduced gradients."""
+    model = nn.parallel.DistributedDataParallel(make("llama"))
+    optimizer = build_optimizer(model, qk_clip=100)
+    with model.no_sync():
+        backward(model, tokens(rank))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 QK_CLIP = [
     Refusal(
         "normalized-attention", "build_optimizer", built, given=lambda: make("qwen3"), says="1 more .*q_norm, k_norm"
@@ -107,6 +120,7 @@ QK_CLIP = [
     Refusal(
         "unreadable-mask", "a forward pass", forward_with_a_mask, RuntimeError, masked, "flex_attention", marks=COMPILES
     ),
+    Refusal("logits-of-one-rank", "Muon.step on ranks", lambda pools: pools[2].run(without_reduction), says="one of 2"),
     *(
         Refusal(
             "invalid-value",
@@ -214,6 +228,13 @@ def entry_point_that_is_gone(monkeypatch: Any) -> None:
         registry.load_entry_points.cache_clear()
 
 
+def two_decays() -> None:
+    with others.registered():
+        registered_as({"decays": True, "is_on": lambda options: options["another"]})
+        Muon(parameters(), another=True)  # alone it is right
+        Muon(parameters(), another=True, weight_decay_mode="cautious")
+
+
 def of_others(attempt: Callable[[], Any]) -> Callable[[], None]:
     def attempted() -> None:
         with others.registered():
@@ -264,6 +285,7 @@ RULES = [
             ("rule-scope", "option 'new'", option("new")),
         ]
     ),
+    Refusal("two-weight-decays", "Muon", two_decays, says="weight_decay_mode and another"),
     Refusal("not-a-rule", "register", lambda: register("normuon"), says="normuon"),
     Refusal("rule-not-loaded", "MuonConfig.from_mapping", entry_point_that_is_gone, RuntimeError, says="others:GONE"),
     Refusal(

@@ -60,7 +60,8 @@ class Slow:
         self.unclear = [torch.zeros_like(weight, dtype=torch.bool) for weight in self.weights]
         self.state = [collections.defaultdict(float) for _ in trained]
         self.options, self.number = options, 0
-        self.steps = resolve(options["ns_coefficients"]) if "ns_coefficients" in options else resolve("polar_express", 5)
+        own = options.get("ns_coefficients")
+        self.steps = resolve(own) if own else resolve("polar_express", 5)
 
     @torch.no_grad()
     def step(self, ids, grads, lr, weight_decay):

@@ -16,7 +16,8 @@ from tests.rules.slow import Slow, gradients, make
 
 LR, DECAY, STEPS = 0.02, 0.5, 10
 OPTIONS = {
-    **{"momentum_schedule": {"momentum_warmup": 2}, "normalize": {"normalize": "rows"}},
+    "momentum_schedule": {"momentum_warmup": 2},
+    "normalize": {"normalize": "rows"},
     "cautious": {"weight_decay_mode": "cautious"},
     "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
     "update_rms": {"update_rms": 0.3},
