@@ -183,10 +183,10 @@ def test_names_are_those_of_the_model_in_every_layout(pools, layout, ranks):
     assert all(own == expected for own in pools[ranks].run(training.factors, layout=layout, **options))
 
 
-def test_metrics_have_the_real_rates():
+def test_metrics_have_the_real_rates(tmp_path):
     def relative(**options):
         model = net()
-        optimizer = build_optimizer(model, diagnostics_every=1, **options)
+        optimizer = build_optimizer(model, diagnostics_every=1, diagnostics_file=str(tmp_path / "x"), **options)
         model(torch.arange(8)).square().mean().backward()
         optimizer.step()
         return optimizer.metrics.pop_summary()["muon/relative_update"]
