@@ -180,9 +180,8 @@ def build(name: str) -> torch.nn.Module | None:
     return model
 
 
-def table(name: str) -> str:
+def table(name: str, model: torch.nn.Module | None) -> str:
     """Return the table of an architecture: parameters folded over layers, with their shapes, reasons and views."""
-    model = build(name)
     if model is None:
         return "not in this version of transformers\n"
     routes = route_parameters(model)

@@ -27,7 +27,7 @@ from tests.cuda.fake_step import CUDA, Call, functions
 SUMS = {"sum_squares", "invert"}
 """Functions that sum rows, for which kernels have an order of their own."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ELEMENTS, _BLOCKS = 1501, 41  # of several blocks of a kernel, the last of which is not full
+_ELEMENTS, _BLOCKS = 1501, 11  # of several blocks of a kernel, the last of which is not full
 
 
 def main() -> None:

@@ -1,10 +1,17 @@
-"""Whole steps run on CUDA tensors that do not exist, with the operators and dtypes that CUDA is known to have."""
+"""Whole steps run on CUDA tensors that do not exist, with the operators and dtypes that CUDA is known to have.
+
+And how often a process compiles their functions: for sizes, and for several cards.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cuda.fake_step import STEPS, asked_of, calls
+from hf_muon.math import compiler
+from tests.cuda import compilation, fake_gpu
+from tests.cuda.fake_step import CUDA, STEPS, asked_of, calls, functions
 
 # Fake tensors do not know the dtypes of CUDA's kernels. These were read in torch's dispatch, with their dtypes; what is
 # new here needs reading.
@@ -55,3 +62,44 @@ def test_a_step(name):
 
 def test_steps_call_every_function():
     assert [name for name, own in calls().items() if not own] == []
+
+
+# --- compilations
+
+
+MOST = 4
+"""Compilations of a call on a card: sizes that 16 divides, others, one element, and more than 2**31 elements."""
+SIZES = [1000, 64, 4096, 1, 2, 15, 16, 17, 1023, 2**20 + 1, 155582464, 2**31 - 64, 2**31 + 64, 2**32]
+
+
+def compilations(call, sizes, devices):
+    """Return for which sizes and devices something was compiled, of which each is called in turn."""
+    function, options = functions()[call.function], dict(call.options)
+    at = []
+    with compilation.nothing_compiled(), compilation.writing() as written, FakeTensorMode(allow_non_fake_inputs=True):
+        for device in devices:
+            for size in sizes:
+                before = len(written.modules)
+                tensors = call.tensors(size, device)
+                compiler.call(function.plain, tensors, options, function.row)
+                at += [(str(device), size)] * (len(written.modules) - before)
+    return at
+
+
+@pytest.mark.first_tier("^(apply|invert|move_codes)$")
+@pytest.mark.parametrize("name", functions())
+def test_sizes_share_few_compilations(name):
+    with fake_gpu.card(90):
+        at = compilations(calls()[name][0], SIZES, [CUDA])
+    assert len(at) <= MOST, f"compiled anew at {at}"
+
+
+@pytest.mark.extended
+def test_each_card_of_a_process_has_its_own():
+    """Torch gives up on a function that it compiles too often: nothing may be shared by more cards than it allows."""
+    cards = [torch.device("cuda", index) for index in range(8)]
+    with fake_gpu.card(90, count=len(cards)):
+        at = compilations(calls()["apply"][0], [1024, 1023, 1], cards)
+    counts = {str(card): [device for device, _ in at].count(str(card)) for card in cards}
+    assert max(counts.values()) <= MOST, f"compiled anew at {at}"
+    assert min(counts.values()) >= 1

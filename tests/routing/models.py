@@ -19,7 +19,6 @@ TINY = {
     "vocab_size": 64,
 }
 QWEN3 = TINY | {"head_dim": 8}
-MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "decoder_sparse_step": 1}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
 ATTENTION = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
 MLP = [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]

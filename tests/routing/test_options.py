@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import transformers
 from torch import nn
@@ -16,13 +17,16 @@ def test_names_that_only_look_like_lora():
     assert muon_names(model) == {"floral.weight", "exploration.weight"}
 
 
+def adapted(config=None, base=None, **options):
+    """Return a small model with adapters, of LoRA on one projection unless a configuration is given."""
+    base = base or transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
+    return peft.get_peft_model(base, config or peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **options}))
+
+
 class TestLora:
     @pytest.fixture
     def model(self):
-        import peft
-
-        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
-        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"]))
+        return adapted(target_modules=["q_proj", "v_proj", "embed_tokens"])
 
     def test_factors_go_to_adamw(self, model):
         assert muon_names(model) == set()
@@ -33,19 +37,13 @@ class TestLora:
         assert len(routed) == 8
         assert all("q_proj.lora_" in name or "v_proj.lora_" in name for name in routed)
 
-    @pytest.mark.parametrize("rank", [2, 64], ids=["number of labels", "vocabulary"])
-    def test_a_rank_that_equals_a_size_in_the_configuration(self, rank):
-        """Route factors alike at a rank of 2, the usual number of labels, of the vocabulary, and of neither."""
-        import peft
-
-        routes = []
-        for r in (rank, 4):
-            config = transformers.Qwen3Config(**{**TINY, "vocab_size": 64}, head_dim=8)
-            lora = peft.LoraConfig(r=r, target_modules=["q_proj", "v_proj"])
-            model = peft.get_peft_model(transformers.Qwen3ForCausalLM(config), lora)
-            routes.append(muon_names(model, lora="muon"))
-        assert routes[0] == routes[1]
-        assert len(routes[0]) == 8
+    def test_a_rank_that_equals_a_size_in_the_configuration(self):
+        """Route factors alike at a rank of 2, the usual number of labels, of 64, the vocabulary, and of neither."""
+        labels, vocabulary, other = (
+            muon_names(adapted(r=r, target_modules=["q_proj", "v_proj"]), lora="muon") for r in (2, 64, 4)
+        )
+        assert labels == vocabulary == other
+        assert len(other) == 8
 
     def test_one_factor_of_two(self, model):
         both, one = muon_names(model, lora="muon"), muon_names(model, lora="muon_b")
@@ -62,29 +60,18 @@ class TestLora:
         assert not is_lora_b(f"model.{name}".replace("lora_up", "lora_down").replace("_B", "_A").replace("_b.", "_a."))
 
     def test_modules_to_save(self):
-        import peft
+        assert any("lm_head" in name for name in reasons(adapted(modules_to_save=["lm_head"]), lora="muon"))
 
-        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-        adamw_reasons = reasons(peft.get_peft_model(base, config), lora="muon")
-        assert any("lm_head" in name for name in adamw_reasons)
-
-    @pytest.mark.parametrize("model_class", ["Qwen3ForSequenceClassification", "LlamaForSequenceClassification"])
-    def test_label_head_inside_peft(self, model_class):
-        import peft
-
-        config = getattr(transformers, model_class.replace("ForSequenceClassification", "Config"))(**TINY, num_labels=5)
-        config.pad_token_id = 0
-        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
-        model = peft.get_peft_model(getattr(transformers, model_class)(config), lora)
+    @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+    def test_label_head_inside_peft(self, family):
+        config = getattr(transformers, f"{family}Config")(**TINY, num_labels=5, pad_token_id=0)
+        base = getattr(transformers, f"{family}ForSequenceClassification")(config)
+        model = adapted(base=base, task_type="SEQ_CLS")
         assert muon_names(model) == set()
         assert any("score" in name and reason == "head" for name, reason in reasons(model).items())
 
     def test_other_adapters(self):
-        import peft
-
-        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=8))
-        model = peft.get_peft_model(base, peft.LoHaConfig(r=4, target_modules=["q_proj"]))
+        model = adapted(peft.LoHaConfig(r=4, target_modules=["q_proj"]))
         assert muon_names(model) == set()
         assert "adapter factor (muon_patterns opts in)" in reasons(model).values()
 

@@ -229,6 +229,11 @@ MODELS = {
         "heads.up",
         "heads.sides",
     ),
+    "a head before a square matrix": (
+        lambda: after_an_encoder(sides=linear(4, 1024), square=linear(1024, 1024)),
+        "heads.square",
+        "heads.sides",
+    ),
     # A module named "value" is a projection only beside a key.
     "values and advantages of an agent": (
         lambda: after_an_encoder(value=linear(51, 1024), q=linear(18, 1024)),
@@ -251,12 +256,13 @@ def test_models(case):
 
 @pytest.mark.parametrize("names", [("wq", "wk", "wv", "wo"), tuple(f"{x}_proj" for x in "qkvo"), tuple("abcd")])
 @pytest.mark.parametrize("layers", [("layer1", "layer2"), ("block_1", "block_2"), ("block",), ("body",)])
-def test_keys_and_values_of_few_heads_are_no_output(names, layers):
-    """Try layers of any name, and one that a model might call in a loop."""
+@pytest.mark.parametrize("inner", [1024, 512])
+def test_keys_and_values_of_few_heads_are_no_output(names, layers, inner):
+    """Try layers of any name, and one that a model might call in a loop; `inner` is all heads of queries."""
 
     def attention():
-        rows = (1024, 64, 64, 1024)
-        return nn.ModuleDict({name: linear(row, 1024) for name, row in zip(names, rows, strict=True)})
+        sizes = ((inner, 1024), (64, 1024), (64, 1024), (1024, inner))
+        return nn.ModuleDict({name: linear(*size) for name, size in zip(names, sizes, strict=True)})
 
     with torch.device("meta"):
         own = {layer: nn.ModuleDict({"attn": attention(), "mlp": mlp(1024, 2048, 1024)}) for layer in layers}

@@ -7,38 +7,14 @@ import contextlib
 import torch
 import transformers
 
-VOCABULARY = 64
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-_MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 10,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 8,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
-}
-_GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-}
+VOCABULARY, LENGTH = 64, 64
+_COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_COMMON |= {"num_attention_heads": 4, "max_position_embeddings": LENGTH}
+_MLA = {"num_key_value_heads": 4, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+_MLA |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_MLA |= {"first_k_dense_replace": 2}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+_GPT2 |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 MODELS = {

@@ -1,18 +1,23 @@
-"""`qk_clip` on models of transformers: what is measured, which rows are rescaled, and what is refused."""
+"""`qk_clip` on models of transformers: what is measured, and which rows are rescaled, in one process and on ranks."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.transformers import attention
 from hf_muon.rules.heads import Heads
 from hf_muon.rules.qk_clip import rescaling
+from tests.distributed.training import wrap
+from tests.equality.placed import whole
 from tests.rules.attention_models import MODELS, backward, enlarge, make, tokens
+from tests.rules.settings import TOGETHER
 
 CLIPPED = [name for name in MODELS if name != "qwen3"]
 THRESHOLD = 100.0
@@ -149,38 +154,28 @@ def test_half_weights_are_rescaled_in_fp32_and_other_rows_keep_their_bits(dtype)
         assert torch.equal(param, expected), name
 
 
-def test_a_resumed_run_takes_the_same_steps(tmp_path):
-    def run(first, last, load=None, save=None):
+def test_a_resumed_run_takes_the_same_steps():
+    def run(first, last, saved=None):
         model = make("deepseek")
         enlarge(model, "deepseek", 0, 1, 1e3)
         optimizer = build_optimizer(model, lr=1e-2, qk_clip=0.5)
-        if load:
-            model.load_state_dict(load["model"])
-            optimizer.load_state_dict(load["optimizer"])
+        for loads, state in zip((model, optimizer), saved or (), strict=False):
+            loads.load_state_dict(state)
         for step in range(first, last):
             optimizer.zero_grad()
-            model(input_ids=tokens(step), labels=tokens(step)).loss.backward()
+            backward(model, tokens(step))
             optimizer.step()
-        if save:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, save)
-        return weights_of(model)
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    straight = run(0, 4)
-    run(0, 2, save=tmp_path / "half.pt")
-    resumed = run(2, 4, load=torch.load(tmp_path / "half.pt", weights_only=True))
+    straight, resumed = run(0, 4)[0], run(2, 4, run(0, 2))[0]
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def test_off_hooks_nothing():
-    before = dict(attention._recorders)
-    model = make("llama")
-    optimizer = build_optimizer(model)
+    before, model = dict(attention._recorders), make("llama")
+    build_optimizer(model)
     assert dict(attention._recorders) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    backward(model, tokens(1))
-    assert optimizer.head_rules._known is None
-    optimizer.step()
-    assert optimizer.head_rules._logits is None
 
 
 def test_groups_find_the_model_that_holds_them_and_models_that_normalize_are_measured():
@@ -189,3 +184,99 @@ def test_groups_find_the_model_that_holds_them_and_models_that_normalize_are_mea
     backward(model, tokens(1))
     assert len(measured(optimizer)) == 2
     build_optimizer(make("qwen3"), qk_clip="inf")
+
+
+# --- on ranks: the largest logits of all of them, and the rows of one process
+
+
+TP_PLAN = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
+
+
+def clipped(rank, layout, name="llama", steps=3, lr=0.0, accumulate=1, evaluating=(), **options):
+    """Train, and return the whole weights and the logits of each step; one head begins far beyond the threshold.
+
+    Args:
+        rank: of this process.
+        layout: as of `wrap`; with `fsdp-swapped` the optimizer is built before the model is sharded.
+        name: of the model.
+        steps: number of steps.
+        lr: learning rate.
+        accumulate: batches of a step and rank.
+        evaluating: ranks whose model is in evaluation mode, so that they measure nothing.
+        **options: of the optimizer.
+    """
+    model = make(name)
+    enlarge(model, name, 1, 2, 1e5)
+    options = {"lr": lr, "ns_dtype": "fp32", "qk_clip": 2.0, **options}
+    optimizer = build_optimizer(model, **options) if layout == "fsdp-swapped" else None
+    layers = model.transformer.h if name == "gpt2" else model.model.layers
+    model, shards, place = wrap(model, layout.removesuffix("-swapped"), layers, TP_PLAN)
+    model.train(rank not in evaluating)
+    optimizer = optimizer or build_optimizer(model, **options)
+    params = dict(model.named_parameters())
+    for group in optimizer.param_groups if layout == "fsdp-swapped" else ():  # as accelerate does
+        group["params"] = [params[n] for n in group["param_names"]]
+    logits, finish = [], optimizer.head_rules.finish
+
+    def keep(*args, **kwargs):
+        logits.append(finish(*args, **kwargs))
+        return logits[-1]
+
+    optimizer.head_rules.finish = keep
+    for step in range(steps):
+        optimizer.zero_grad()
+        ids = tokens(step, batch=12)
+        for part in ids.view(shards, accumulate, -1, ids.shape[-1])[place]:
+            (model(input_ids=part, labels=part).loss / accumulate).backward()
+        optimizer.step()
+    return {n.removeprefix("module."): whole(p) for n, p in params.items()}, logits
+
+
+def assert_like_one_process(results, expected, rtol=1e-5):
+    weights, logits = expected
+    for rank_weights, rank_logits in results:
+        for (largest, count), (own, own_count) in zip(logits, rank_logits, strict=True):
+            assert own == pytest.approx(largest, rel=rtol)
+            assert own_count == count
+        for name, weight in weights.items():
+            bound = rtol * float(weight.abs().max()) + 1e-9
+            assert float((rank_weights[name] - weight).abs().max()) <= bound, name
+            assert torch.equal(rank_weights[name], results[0][0][name]), f"ranks differ in {name}"
+
+
+# Three ranks cut heads.
+LAYOUTS = [("ddp", 2, "llama"), ("ddp", 2, "gpt2"), ("fsdp", 2, "llama"), ("fsdp", 3, "gpt2"), ("fsdp", 3, "deepseek")]
+SWAPPED = [("fsdp-swapped", 2, "llama")]
+MODEL_PARALLEL = [("tp", 2, "llama"), ("fsdp-tp", 4, "llama")]
+
+
+@pytest.mark.promise("qk-clip")
+@pytest.mark.parametrize(("layout", "ranks", "name"), LAYOUTS + SWAPPED + MODEL_PARALLEL)
+def test_every_layout_rescales_as_one_process_does(pools, layout, ranks, name):
+    expected = clipped(0, "single", name)
+    first = expected[1][0]
+    assert first[1] >= 1
+    assert max(first[0].values()) > 100
+    results = pools[ranks].run(clipped, layout=layout, name=name)
+    assert_like_one_process(results, expected)
+    unchanged = clipped(0, "single", name, qk_clip=math.inf)[0]
+    for key, weight in expected[0].items():
+        same = weight == unchanged[key]
+        assert torch.equal(results[0][0][key] == unchanged[key], same), "other rows than those of one process changed"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("options", "accumulate"), [({}, 2), (TOGETHER, 1)], ids=["accumulated", "together"])
+def test_training_goes_on_alike(pools, layout, options, accumulate):
+    training = {"lr": 1e-3, "steps": 4, **options}
+    expected = clipped(0, "single", **training)
+    assert sum(count for _, count in expected[1]) > 1
+    results = pools[2].run(clipped, layout=layout, accumulate=accumulate, **training)
+    assert_like_one_process(results, expected, rtol=1e-3)
+
+
+def test_a_rank_that_measures_nothing_follows_the_others(pools):
+    results = pools[2].run(clipped, layout="fsdp", evaluating=(1,))
+    assert results[0][1] == results[1][1]
+    assert results[0][1][0][1] >= 1
+    assert all(torch.equal(weight, results[1][0][name]) for name, weight in results[0][0].items())

@@ -14,29 +14,27 @@ from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer, route_param
 from hf_muon.optim_args import parse_optim_args, text_of
 from hf_muon.optimizer.layout_lines import lines_of
 from hf_muon.routing.route import table
+from hf_muon.storage.factors import factors_of
 from tests.distributed import training
-from tests.optimizer.cases import REST, both_gradients, gradients, parameters, run
-from tests.rules.slow import SlowMuon
+from tests.optimizer.cases import REST, SHAPES, both_gradients, both_halves, gradients, parameters, run
 
-LR = [0.3, 1.0, 2.0, 0.0, 0.5, 1.0]
+LR = [0.5, 1.0, 2.0, 0.0, 0.25, 1.0]
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.proj = nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
+        self.proj, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
 
     def forward(self, x):
         return self.norm(x + self.proj(x))
 
 
 class Net(nn.Module):
-    def __init__(self, layers=3):
+    def __init__(self):
         super().__init__()
-        self.embed_tokens = nn.Embedding(40, 16)
-        self.final_norm = nn.LayerNorm(16)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.embed_tokens, self.final_norm = nn.Embedding(40, 16), nn.LayerNorm(16)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.lm_head = nn.Linear(16, 40, bias=False)
 
     def forward(self, ids):
@@ -46,9 +44,9 @@ class Net(nn.Module):
         return self.lm_head(self.final_norm(x))
 
 
-def net(layers=3):
+def net():
     torch.manual_seed(0)
-    return Net(layers)
+    return Net()
 
 
 def factors(**options):
@@ -58,59 +56,34 @@ def factors(**options):
 # --- steps
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "cautious"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_matrices_step_with_rates_of_their_own(mode, dtype):
-    start, grads = parameters(dtype=dtype), gradients(steps=6, dtype=dtype)
-    slow = [SlowMuon([w], lr=0.02 * f, weight_decay=0.5) for w, f in zip(start, LR, strict=True)]
-    for own in slow if mode == "cautious" else []:
-        own.decay = lambda weight, direction: torch.where(weight * direction >= 0, weight, 0)
-    for step in grads:
-        for own, grad in zip(slow, step, strict=True):
-            own.step([grad])
-    weights = parameters(dtype=dtype)
-    group = {"params": weights, "lr_factors": LR}
-    run(Muon([group], lr=0.02, weight_decay=0.5, weight_decay_mode=mode, ns_dtype="fp32"), weights, grads)
-    for weight, own, first, factor in zip(weights, slow, start, LR, strict=True):
-        error = float((weight.detach().double() - own.weights[0]).norm())
-        assert error <= 1e-4 * float((own.weights[0] - first.detach().double()).norm())
-        assert torch.equal(weight, first) is (factor == 0)
-
-
-@pytest.mark.parametrize("options", [{}, {"adamw_state_dtype": "bf16"}], ids=str)
-def test_adamw_steps_like_groups_with_other_rates(options):
-    rest, grads = parameters(REST), gradients(REST, 6)
-    group = {"params": rest, "use_muon": False, "lr_factors": [0.5, 2.0, 0.5]}
-    run(Muon([group], lr=0.25, weight_decay=0.5, **options), rest, grads)
-    others = parameters(REST)
-    groups = [
-        {"params": [p], "use_muon": False, "lr": 0.25 * f, "weight_decay": 0.5}
-        for p, f in zip(others, group["lr_factors"], strict=True)
-    ]
-    run(Muon(groups, **options), others, grads)
-    assert all(map(torch.equal, rest, others))
+@pytest.mark.parametrize("shapes", [SHAPES, REST], ids=["muon", "adamw"])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float64, {}),
+        (torch.float32, {"weight_decay_mode": "cautious"}),
+        (torch.bfloat16, {"adamw_state_dtype": "bf16"}),
+    ],
+    ids=str,
+)
+def test_factors_step_like_groups_with_other_rates(shapes, dtype, options):
+    options, use_muon = {"lr": 0.25, "weight_decay": 0.5, **options}, shapes is SHAPES
+    start, grads = parameters(shapes, dtype), gradients(shapes, 6, dtype)
+    one, other = parameters(shapes, dtype), parameters(shapes, dtype)
+    run(Muon([{"params": one, "use_muon": use_muon, "lr_factors": LR[: len(one)]}], **options), one, grads)
+    groups = [{"params": [p], "lr": 0.25 * f, "use_muon": use_muon} for p, f in zip(other, LR, strict=False)]
+    run(Muon(groups, **options), other, grads)
+    assert all(map(torch.equal, one, other))
+    assert list(map(torch.equal, one, start)) == [factor == 0 for factor in LR[: len(one)]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_factors_of_one_change_no_bit(dtype):
-    results = []
-    for ones in (False, True):
-        matrices, rest = parameters(dtype=dtype), parameters(REST, dtype=dtype)
-        groups = [{"params": matrices}, {"params": rest, "use_muon": False}]
-        for group in groups if ones else []:
-            group["lr_factors"] = [1.0] * len(group["params"])
-        optimizer = Muon(groups, weight_decay=0.1)
-        results.append(run(optimizer, matrices + rest, both_gradients(dtype=dtype)))
-    assert all(map(torch.equal, *results))
-
-
-def test_bf16_weights_have_their_factors():
-    shapes = [(24, 24)]
-    scaled, twice = parameters(shapes, torch.bfloat16), parameters(shapes, torch.bfloat16)
-    grads = gradients(shapes, 4, torch.bfloat16)
-    run(Muon([{"params": scaled, "lr_factors": [2.0]}], lr=0.02, weight_decay=0.5), scaled, grads)
-    run(Muon(twice, lr=0.04, weight_decay=0.5), twice, grads)
-    assert torch.equal(scaled[0], twice[0])
+    (optimizer, ones), (plain, others) = both_halves(dtype, weight_decay=0.1), both_halves(dtype, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        group["lr_factors"] = [1.0] * len(group["params"])
+    run(optimizer, ones, both_gradients(dtype=dtype))
+    assert all(map(torch.equal, ones, run(plain, others, both_gradients(dtype=dtype))))
 
 
 # --- from options to factors
@@ -148,28 +121,23 @@ def test_yaml_numbers_as_text():
     assert MuonConfig.from_mapping(yaml.safe_load("lr_scales: {embed: 1e-1}")).lr_scales == (("embed", 0.1),)
 
 
-def test_groups_and_schedulers_stay_as_they_are(caplog):
-    options = {"lr_scales": r"embed:0.5|layers\.0\.proj:0.25", "weight_decay": 0.1}
+def test_groups_stay_as_they_are_and_parameters_alone_have_the_factors_of_their_model(caplog):
+    scales, model = r"embed:0.5|layers\.0\.proj:0.25", net()
     with caplog.at_level(logging.INFO):
-        scaled = build_optimizer(net(), **options)
-    plain = build_optimizer(net(), weight_decay=0.1)
-    for one, other in zip(scaled.param_groups, plain.param_groups, strict=True):
-        assert one["param_names"] == other["param_names"]
-        assert one["lr"] == other["lr"]
-        assert other["lr_factors"] is None
+        scaled = build_optimizer(model, weight_decay=0.1, lr_scales=scales)
     assert "lr x 0.25 to 1" in caplog.text
-    assert " x " not in table(route_parameters(net()))
-
-
-def test_parameters_alone_have_the_factors_of_their_model():
-    model = net()
-    optimizer = MuonOfGroups(model.parameters(), model=model, lr_scales="embed:0.5|proj:2")
-    by_name = {
-        name: factor
-        for group in optimizer.param_groups
-        for name, factor in zip(group["param_names"], group.get("lr_factors") or [1.0] * 99, strict=False)
-    }
-    assert by_name == factors(lr_scales="embed:0.5|proj:2")
+    assert " x " not in table(route_parameters(model))
+    alone = MuonOfGroups(model.parameters(), model=model, lr_scales=scales)
+    for optimizer in (scaled, alone):
+        found = {
+            name: factor
+            for group in optimizer.param_groups
+            for name, factor in zip(group["param_names"], factors_of(group), strict=True)
+        }
+        assert found == factors(lr_scales=scales)
+    for one, other in zip(scaled.param_groups, build_optimizer(model, weight_decay=0.1).param_groups, strict=True):
+        assert (one["param_names"], one["lr"]) == (other["param_names"], other["lr"])
+        assert other["lr_factors"] is None
 
 
 # --- resume, ranks, metrics
@@ -201,10 +169,8 @@ def test_this_runs_factors_hold_on_resume(caplog):
 
 
 def test_ranks_must_have_the_same_factors():
-    lines = [
-        list(lines_of(build_optimizer(net(), lr_scales=scales).param_groups)) for scales in ("embed:2", "embed:3", None)
-    ]
-    assert len(set(map(tuple, lines))) == 3
+    lines = [tuple(lines_of(build_optimizer(net(), lr_scales=s).param_groups)) for s in ("embed:2", "embed:3", None)]
+    assert len(set(lines)) == 3
     assert lines[0][-1] == "embed_tokens.weight with the learning rate times 2.0"
 
 
@@ -223,8 +189,6 @@ def test_metrics_have_the_real_rates(tmp_path):
         optimizer = build_optimizer(model, diagnostics_every=1, diagnostics_file=str(tmp_path / "x"), **options)
         model(torch.arange(8)).square().mean().backward()
         optimizer.step()
-        summary = optimizer.metrics.pop_summary()
-        return summary["muon/relative_update"], summary
+        return optimizer.metrics.pop_summary()["muon/relative_update"]
 
-    (plain, _), (scaled, _) = relative(), relative(lr_scales="proj.weight:0.5")
-    assert scaled == pytest.approx(plain / 2, rel=1e-4)
+    assert relative(lr_scales="proj.weight:0.5") == pytest.approx(relative() / 2, rel=1e-4)
