@@ -129,13 +129,9 @@ def problems(page: str, found: dict[str, list[str]]) -> list[str]:
 
 def main() -> None:
     """Write what follows from the source."""
-    from tests.refusals import NOT_YET, codes_of_tests
-
     found = messages()
     GOLDEN.write_text(listed(found), encoding="utf-8")
     PAGE.write_text(with_texts(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-    missing = set(found) - codes_of_tests()
-    NOT_YET.write_text("".join(f"{code}\n" for code in NOT_YET.read_text().split() if code in missing))
 
 
 if __name__ == "__main__":

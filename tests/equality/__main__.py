@@ -13,7 +13,7 @@ def main() -> None:
     from tests.equality.checks import check
 
     cell = Cell.of(" ".join(sys.argv[1:]))
-    pools = {size: Pool(size, forks=True) for size in (2, 4)}
+    pools = {size: Pool(size, forks=True) for size in (1, 2, 3, 4)}
     with tempfile.TemporaryDirectory() as folder:
         check(cell, pools, folder)
     for pool in pools.values():

@@ -27,8 +27,6 @@ With `error=None` nothing is raised, and the text is in the log.
 
 The area of DeepSpeed runs where DeepSpeed is installed (tests/deepspeed/test_starting.py). `marks` of a case are marks
 of pytest. Test each refusal once for each entry point that has a way of its own to it.
-
-`not_yet.txt` has the codes that no test names. ``python -m tests.messages`` takes those out that have one by now.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ from torch.optim import Optimizer
 from tests.messages import messages
 
 HERE = Path(__file__).parent
-NOT_YET = HERE / "not_yet.txt"
 CODE = re.compile(r"\[([a-z0-9-]+)\]")
 KNOWN = frozenset(messages())
 
