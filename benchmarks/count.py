@@ -103,9 +103,10 @@ class Count(TorchDispatchMode):
                 self.traffic["copy inside"] += copied
         return result
 
-    def add(self, function: Elementwise, tensors: Sequence[Tensor]) -> None:
+    def add(self, function: Elementwise, arguments: Sequence[Tensor | float]) -> None:
         """Count one call of a function that is compiled on accelerators."""
-        odd = {k for k, t in enumerate(tensors) if t.ndim and t.storage_offset() * t.dtype.itemsize % _ALIGNED_BYTES}
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        odd = {k for k, t in enumerate(tensors) if t.storage_offset() * t.dtype.itemsize % _ALIGNED_BYTES}
         copies = [*odd, *odd.intersection(function.writes)]
         self.launches[function.name] += 1
         self.traffic[function.name] += sum(_nbytes_of(tensors[i]) for i in (*function.reads, *function.writes))

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import meters
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 import hf_muon.math
 from hf_muon import Muon, build_optimizer
 from hf_muon.config import MuonConfig
+from hf_muon.distributed.pieces import Piece
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.momentum import BUFFER, MomentumBuffers
@@ -433,7 +433,7 @@ def _steps(device: torch.device, dtype: torch.dtype, of_grads: torch.dtype, opti
 def _move_alone(device: torch.device, dtype: torch.dtype, of_grads: torch.dtype) -> None:
     """Move momentum whose update nobody needs, as DDP does on ranks that do not own a matrix."""
     shape = (48, 128)
-    piece = SimpleNamespace(matrix=0, local=None, cut=None, of=lambda local: local)
+    piece = Piece(0)
     grads = {0: torch.randn(shape, device=device, dtype=of_grads)}
     for stored in dict.fromkeys((torch.promote_types(dtype, torch.float32), torch.bfloat16)):
         buffers = {0: {BUFFER: torch.zeros(shape, device=device, dtype=stored)}}

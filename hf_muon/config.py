@@ -14,8 +14,8 @@ from hf_muon.math.coefficients import AUTO, resolve
 from hf_muon.math.moments import MOMENT_DTYPES
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.precision import NS_DTYPES
+from hf_muon.math.rounding import WEIGHT_ROUNDINGS
 from hf_muon.math.update import ADJUST_LR_FNS, check_scale
-from hf_muon.math.weight_rounding import WEIGHT_ROUNDINGS
 from hf_muon.options import declaration, types
 from hf_muon.options.declaration import Option, check_value, documented, option, options_of, quoted
 from hf_muon.rules import registry

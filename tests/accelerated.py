@@ -15,14 +15,14 @@ def accelerated(copied_bytes=None):
     Args:
         copied_bytes: from which a tensor has launches of its own: 0 for every tensor.
     """
-    before = elementwise._HOSTS, newton_schulz._WITH_FP64, elementwise._COPIED_BYTES
-    elementwise._HOSTS, newton_schulz._WITH_FP64 = set(), {"cpu"}
+    numbers = elementwise._ON_ACCELERATOR
     if copied_bytes is not None:
-        elementwise._COPIED_BYTES = copied_bytes
-    try:
+        numbers = numbers._replace(copied_bytes=copied_bytes)
+    with (
+        mock.patch.multiple(elementwise, _HOSTS=set(), _ON_ACCELERATOR=numbers),
+        mock.patch.object(newton_schulz, "_WITH_FP64", {"cpu"}),
+    ):
         yield
-    finally:
-        elementwise._HOSTS, newton_schulz._WITH_FP64, elementwise._COPIED_BYTES = before
 
 
 @contextlib.contextmanager

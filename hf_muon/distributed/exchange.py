@@ -1,4 +1,4 @@
-"""One matrix, one owner: the executor for parameters that the ranks of a process group store together.
+"""One matrix, one owner: from what ranks store of matrices to what they store of their directions.
 
 A matrix ``(m, n)`` lies on R ranks in boxes ``(rows, columns)``: shards, replicas, or slices of a flat partition. In a
 step each rank first computes the updates of its own boxes. One `all_to_all_single` of a flat tensor, the boxes in the
@@ -10,7 +10,8 @@ Matrices whose owner stores all of them do not travel. With N elements of b byte
 ``2 (S - 1) / S^2 * N * b`` bytes, the minimum if one rank owns a matrix.
 
 Units travel in rounds, in which every owner has one, or small ones. While one round is orthogonalized, the updates of
-the next one travel to their owners and the directions of the last one travel back.
+the next one travel to their owners and the directions of the last one travel back. A process that is alone with its
+matrices is their owner, and everything is as it is elsewhere for matrices that do not travel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.executor import (
+from hf_muon.distributed.holdings import Holdings
+from hf_muon.distributed.pieces import (
     Directions,
     NewtonSchulz,
     Observer,
@@ -30,23 +32,22 @@ from hf_muon.distributed.executor import (
     Piece,
     StepCost,
     UpdatesOf,
-    directions_of,
 )
-from hf_muon.distributed.holdings import BatchBox, Holdings
 from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
-from hf_muon.distributed.transfers import Copied, Exchanged, Transfer, connect
+from hf_muon.distributed.transfers import Arrived, Copied, Exchanged, Transfer, connect
 from hf_muon.distributed.units import Unit, assign_owners
 from hf_muon.math.elementwise import adjacent, is_accelerator
 from hf_muon.math.products import is_aligned
+from hf_muon.storage.boxes import Box
 
 
 class Exchange:
-    """Executor for parameters of which each rank of a group stores some elements, or all.
+    """Assembles whole matrices from pieces, has them orthogonalized, and splits the directions into pieces again.
 
     Owners and rounds are computed once, by the same arithmetic on every rank.
 
     Args:
-        group: the process group.
+        group: the ranks that store the matrices; None for this process alone.
         units: matrices to orthogonalize together.
         holdings: who stores what.
         comm_dtype: dtype in which updates travel. Directions travel in the dtype in which Newton-Schulz returns them,
@@ -56,43 +57,54 @@ class Exchange:
         comm_device: on which data travels: `device`, or an accelerator if the group has no backend for `device`.
         max_bucket_bytes: bound on the bytes that travel at once, on any rank. A round that exceeds it does not overlap
             with others. In addition an owner holds the unit that it orthogonalizes.
+        small: elements of the units that an owner takes together in a round; None for a share of `max_bucket_bytes`.
+
+    Attributes:
+        observer: sees what this rank orthogonalizes; None for nobody.
+        rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         units: Sequence[Unit],
         holdings: Holdings,
         comm_dtype: torch.dtype,
         device: torch.device,
         comm_device: torch.device,
         max_bucket_bytes: int,
+        small: int | None = None,
     ) -> None:
         self.group = group
         self.device = device
         self.comm_dtype = comm_dtype
         self.comm_device = comm_device
-        self.max_bucket_bytes = max_bucket_bytes
         self.observer: Observer | None = None
         self.rule: OwnerRule | None = None
         owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
         direction_bytes = 2 if is_accelerator(device) else 4
-        self.schedule = Schedule(owned, holdings, dist.get_rank(group), comm_dtype, max_bucket_bytes, direction_bytes)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.schedule = Schedule(owned, holdings, self.rank, comm_dtype, max_bucket_bytes, direction_bytes, small)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
     def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
-        """Yield pieces and their directions, as they return; see `Executor`.
+        """Yield directions for this rank's pieces of the active matrices, as they return.
 
-        While a round is orthogonalized, the updates of the next one travel to their owners, and the directions of the
-        last one travel back.
+        Args:
+            active: positions of the matrices to step; the same on all ranks.
+            updates_of: called once for each piece of an active matrix.
+            newton_schulz: called on whole matrices, on their owner only.
+
+        Yields:
+            Pieces, and for each of them a direction of its shape.
 
         Raises:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
         rounds = self.rounds(frozenset(active))
         if any(each.gathers or any(part.travels and not part.to_all for part in each.returns) for each in rounds):
-            connect(self.group, self.comm_device)
+            connect(_known(self.group), self.comm_device)
         gathering: Transfer | None = None
         returning: tuple[Return, Transfer] | None = None
         for k, current in enumerate(rounds):
@@ -106,6 +118,9 @@ class Exchange:
             leaving = self._orthogonalize(current, data, newton_schulz)
             del data
             for part in current.returns:
+                if not part.travels:
+                    yield self._complete(part, self._return(part, leaving.pop(0)))
+                    continue
                 started = part, self._return(part, leaving.pop(0))
                 if returning is not None:
                     yield self._complete(*returning)
@@ -118,12 +133,19 @@ class Exchange:
             yield self._complete(*returning)
 
     def order(self, active: Collection[int]) -> list[list[Piece]]:
-        """Return the pieces of one round after the other, see `Executor`."""
+        """Return the pieces of each call of `updates_of` in a step, in the order of the calls."""
         return [current.pieces for current in self.rounds(frozenset(active))]
 
     def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
-        """Copy tensors of units from their owners to all ranks, see `Executor`, with one collective or a few."""
-        rank, ranks = dist.get_rank(self.group), self.schedule.holdings.ranks
+        """Copy tensors of units from their owners to all ranks, with one collective or a few.
+
+        Args:
+            active: positions of the matrices that have been stepped.
+            tensors_of: returns the tensors of a unit, fp32, of the same shapes on all ranks; they are written to.
+        """
+        if self.group is None:
+            return
+        rank, ranks = self.rank, self.schedule.holdings.ranks
         tensors: list[list[Tensor]] = [[] for _ in range(ranks)]
         for unit, owner in self.schedule.owned:
             if (stepped := unit.only(active)).ranges:
@@ -139,7 +161,12 @@ class Exchange:
                     tensor.copy_(new.view(tensor.shape))
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
-        """Return what a step costs on each rank of the group; see `Executor`."""
+        """Return what a step of all matrices costs, without computing or sending anything.
+
+        Args:
+            flops_of: returns the FLOPs of Newton-Schulz on a unit.
+            direction_dtype: in which Newton-Schulz returns directions.
+        """
         return self.schedule.cost(flops_of, direction_dtype)
 
     def rounds(self, active: frozenset[int]) -> list[Round]:
@@ -153,43 +180,64 @@ class Exchange:
         updates = updates_of(current.sent, current.unsent)
         flat = _flattened(updates, self.comm_dtype).to(self.comm_device if current.gathers else self.device)
         del updates
-        return Exchanged(flat, current.send, current.receive, self.group, local=not current.gathers)
+        if not current.gathers:
+            return Arrived([flat])
+        return Exchanged(flat, current.send, current.receive, _known(self.group))
 
-    def _orthogonalize(self, current: Round, received: Tensor, newton_schulz: NewtonSchulz) -> list[Tensor]:
-        """Return the directions of the units that this rank owns: for each return, flat, ordered by destination.
+    def _orthogonalize(self, current: Round, received: Tensor, newton_schulz: NewtonSchulz) -> list[list[Tensor]]:
+        """Return the directions of the units that this rank owns: for each return flat tensors, ordered by destination.
+
+        Those that stay here are views of the directions, wherever they can be.
 
         Args:
             current: the round.
             received: its updates, flat, as they have arrived; overwritten.
             newton_schulz: orthogonalizes.
         """
-        arrived: dict[int, list[tuple[BatchBox, Tensor]]] = {}
+        arrived: dict[int, list[tuple[Box, Tensor]]] = {}
         received = received.to(self.device)
         flat = _split(received, [box.numel for _, box in current.incoming])
         for (k, box), data in zip(current.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
         dtype = min(newton_schulz.dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
-        leaving = [torch.empty(sum(part.leave), dtype=dtype, device=self.device) for part in current.returns]
-        places: dict[int, list[tuple[BatchBox, Tensor]]] = {}
-        for part, send in zip(current.returns, leaving, strict=True):
-            flat = _split(send, [box.numel for _, box in part.boxes])
-            for (k, box), data in zip(part.boxes, flat, strict=True):
-                places.setdefault(k, []).append((box, data.view(box.shape)))
+        leaving: list[list[Tensor]] = []
+        into: Sequence[Tensor | None]
+        places: dict[int, list[tuple[Box, Tensor | None, list[Tensor]]]] = {}
+        for part in current.returns:
+            send = torch.empty(sum(part.leave), dtype=dtype, device=self.device) if part.travels else None
+            leaving.append([] if send is None else [send])
+            sizes = [box.numel for _, box in part.boxes]
+            into = [None] * len(sizes) if send is None else _split(send, sizes)
+            for (k, box), place in zip(part.boxes, into, strict=True):
+                places.setdefault(k, []).append((box, place, leaving[-1]))
         for k, boxes in arrived.items():
             unit = current.units[k].unit
-            directions = directions_of(self, unit, _batch_of(unit, boxes), newton_schulz)
-            for box, data in places[k]:
-                box.read(directions, data)
+            directions = self._directions_of(unit, _batch_of(unit, boxes), newton_schulz)
+            for box, place, stays in places[k]:
+                if place is None:
+                    stays.append(box.in_batch(directions).to(dtype))
+                else:
+                    box.read(directions, place.view(box.shape))
             del directions  # before the next ones are made
         return leaving
 
-    def _return(self, part: Return, send: Tensor) -> Transfer:
+    def _directions_of(self, unit: Unit, updates: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
+        """Return the directions of a unit ``(B, m, n)``, as rules make them. Updates are overwritten."""
+        if self.observer is not None:
+            self.observer.updates(unit, updates)
+        directions = newton_schulz(updates, overwrite=True)
+        if self.observer is not None:
+            self.observer.orthogonalized(unit, directions)
+        return directions if self.rule is None else self.rule(unit, directions)
+
+    def _return(self, part: Return, leaving: list[Tensor]) -> Transfer:
         """Start to send directions back."""
-        if part.travels:
-            send = send.to(self.comm_device)
+        if not part.travels:
+            return Arrived(leaving)
+        send = leaving.pop().to(self.comm_device)
         if part.to_all:
-            return Copied(send, part.arrive, self.group)
-        return Exchanged(send, part.leave, part.arrive, self.group, local=not part.travels)
+            return Copied(send, part.arrive, _known(self.group))
+        return Exchanged(send, part.leave, part.arrive, _known(self.group))
 
     def _complete(self, part: Return, leaving: Transfer) -> tuple[list[Piece], list[Tensor]]:
         """Wait for the directions of this rank's boxes, and return them with their pieces."""
@@ -197,7 +245,12 @@ class Exchange:
         return part.pieces, [direction.view(shape) for direction, shape in zip(flat, part.shapes, strict=True)]
 
 
-def _batch_of(unit: Unit, boxes: Sequence[tuple[BatchBox, Tensor]]) -> Tensor:
+def _known(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None, "a process that is alone sends nothing"
+    return group
+
+
+def _batch_of(unit: Unit, boxes: Sequence[tuple[Box, Tensor]]) -> Tensor:
     """Return the matrices of a unit ``(B, m, n)``, contiguous and aligned: where they arrived if they did so in order.
 
     Args:

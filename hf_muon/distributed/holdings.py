@@ -3,79 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Piece
+from hf_muon.distributed.pieces import Piece
 from hf_muon.distributed.units import MatrixRange, Unit
-from hf_muon.storage.regions import Ranges, Stored
-
-
-@dataclass(frozen=True)
-class BatchBox:
-    """A box that one rank stores, and where it belongs in a unit's batch ``(B, m, n)``.
-
-    Attributes:
-        piece: where the rank finds it.
-        stored: its shape there.
-        shape: of the data as it travels, ``(b, rows, columns)``.
-        matrices: positions in the batch.
-        rows: indices of its rows in each whole matrix.
-        columns: indices of its columns in each whole matrix.
-    """
-
-    piece: Piece
-    stored: tuple[int, ...]
-    shape: tuple[int, int, int]
-    matrices: slice
-    rows: Ranges
-    columns: Ranges
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def slices(self) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Yield rows and columns of the data, and the rows and columns of the whole matrices that they are."""
-        row = 0
-        for top, bottom in self.rows:
-            column = 0
-            for left, right in self.columns:
-                yield (
-                    slice(row, row + bottom - top),
-                    slice(column, column + right - left),
-                    slice(top, bottom),
-                    slice(left, right),
-                )
-                column += right - left
-            row += bottom - top
-
-    def write(self, data: Tensor, batch: Tensor) -> None:
-        """Copy the data into the batch."""
-        for rows, columns, into_rows, into_columns in self.slices():
-            batch[self.matrices, into_rows, into_columns] = data[:, rows, columns]
-
-    def joined(self, following: BatchBox) -> BatchBox | None:
-        """Return this box and the one that follows it in memory as one, whose `piece` and `stored` are this one's.
-
-        None unless both are the same rows and columns of matrices that follow one another in the batch.
-        """
-        if self.matrices.stop != following.matrices.start or self.shape[1:] != following.shape[1:]:
-            return None
-        if (self.rows, self.columns) != (following.rows, following.columns):
-            return None
-        count = self.shape[0] + following.shape[0]
-        matrices = slice(self.matrices.start, following.matrices.stop)
-        return replace(self, shape=(count, *self.shape[1:]), matrices=matrices)
-
-    def read(self, batch: Tensor, data: Tensor) -> None:
-        """Copy the box out of the batch."""
-        for rows, columns, from_rows, from_columns in self.slices():
-            data[:, rows, columns] = batch[self.matrices, from_rows, from_columns]
+from hf_muon.storage.boxes import Box, Held
 
 
 class Replicas:
@@ -85,8 +20,8 @@ class Replicas:
         regions: what each rank stores.
     """
 
-    def __init__(self, regions: Sequence[Stored]) -> None:
-        alike: dict[Stored, list[int]] = {}
+    def __init__(self, regions: Sequence[Held]) -> None:
+        alike: dict[Held, list[int]] = {}
         for rank, region in enumerate(regions):
             alike.setdefault(region, []).append(rank)
         self._position = [0] * len(regions)  # of each rank among those that store the same
@@ -155,7 +90,7 @@ class Holdings:
         ranks: number of ranks.
     """
 
-    def __init__(self, regions: Mapping[int, Sequence[Stored]], ranks: int) -> None:
+    def __init__(self, regions: Mapping[int, Sequence[Held]], ranks: int) -> None:
         self.regions = regions
         self.ranks = ranks
         self._replicas: dict[int, Replicas] = {}
@@ -186,15 +121,12 @@ class Holdings:
             self._stored[key] = [sum(box.numel for box in region.boxes(start, stop)) for region in regions]
         return self._stored[key]
 
-    def boxes(self, unit: Unit, rank: int) -> list[BatchBox]:
-        """Return what a rank stores of a unit, in the order in which it stores it."""
-        batch_boxes = []
+    def boxes(self, unit: Unit, rank: int) -> list[tuple[Piece, Box]]:
+        """Return what a rank stores of a unit, in the order in which it stores it, with its box of the unit's batch."""
+        boxes = []
         position = 0
         for matrix, start, stop in unit.ranges:
             for box in self.regions[matrix][rank].boxes(start, stop):
-                if box.numel:
-                    first = position + box.first
-                    piece, matrices = Piece(matrix, box.local, box.cut), slice(first, first + box.count)
-                    batch_boxes.append(BatchBox(piece, box.stored, box.shape, matrices, box.rows, box.columns))
+                boxes.append((Piece(matrix, box), box._replace(first=position + box.first)))
             position += stop - start
-        return batch_boxes
+        return boxes

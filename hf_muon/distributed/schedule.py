@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Piece, StepCost
-from hf_muon.distributed.holdings import BatchBox, Holdings
+from hf_muon.distributed.holdings import Holdings
+from hf_muon.distributed.pieces import Piece, StepCost
 from hf_muon.distributed.units import Unit
+from hf_muon.storage.boxes import Box
 
 # An owner takes several units in a round as long as their updates are this part of `max_bucket_bytes`.
 _SMALL = 64
@@ -49,7 +50,7 @@ class Return:
     arrive: list[int]
     travels: bool
     to_all: bool
-    boxes: list[tuple[int, BatchBox]] = field(repr=False)
+    boxes: list[tuple[int, Box]] = field(repr=False)
     pieces: list[Piece] = field(repr=False)
     shapes: list[tuple[int, ...]] = field(repr=False)
 
@@ -77,7 +78,7 @@ class Round:
     gathers: bool
     sent: list[Piece] = field(repr=False)
     unsent: list[Piece] = field(repr=False)
-    incoming: list[tuple[int, BatchBox]] = field(repr=False)
+    incoming: list[tuple[int, Box]] = field(repr=False)
     returns: list[Return]
     overlaps: bool
 
@@ -102,18 +103,18 @@ def make_round(
     ranks = holdings.ranks
     sent: list[list[Piece]] = [[] for _ in range(ranks)]
     unsent: list[Piece] = []
-    incoming: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
+    incoming: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
     send, receive = [0] * ranks, [0] * ranks
     for k, (unit, owner) in enumerate(units):
-        for box in holdings.boxes(unit, rank):
-            if holdings.replicas(box.piece.matrix).sends(rank, owner):
-                sent[owner].append(box.piece)
+        for piece, box in holdings.boxes(unit, rank):
+            if holdings.replicas(piece.matrix).sends(rank, owner):
+                sent[owner].append(piece)
                 send[owner] += box.numel
             else:
-                unsent.append(box.piece)
+                unsent.append(piece)
         for other in range(ranks) if owner == rank else ():
-            for box in holdings.boxes(unit, other):
-                if holdings.replicas(box.piece.matrix).sends(other, owner):
+            for piece, box in holdings.boxes(unit, other):
+                if holdings.replicas(piece.matrix).sends(other, owner):
                     incoming[other].append((k, box))
                     receive[other] += box.numel
     return Round(
@@ -132,32 +133,33 @@ def make_round(
 def _make_return(units: Sequence[tuple[int, Unit, int]], holdings: Holdings, rank: int) -> Return:
     """Return how the directions of some units, with their positions and owners, travel back."""
     ranks = holdings.ranks
-    boxes: list[list[tuple[int, BatchBox]]] = [[] for _ in range(ranks)]
-    arriving: list[list[BatchBox]] = [[] for _ in range(ranks)]
+    boxes: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
+    arriving: list[list[Piece]] = [[] for _ in range(ranks)]
+    shapes: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     leave, arrive = [0] * ranks, [0] * ranks
     travels = False
     to_all = ranks > 1 and all(_is_everywhere(holdings, unit) for _, unit, _ in units)
     for k, unit, owner in units:
         pattern = holdings.pattern(unit)
         travels |= pattern.total > pattern.stored[owner]
-        for box in holdings.boxes(unit, rank):
-            arriving[owner].append(box)
+        for piece, box in holdings.boxes(unit, rank):
+            arriving[owner].append(piece)
+            shapes[owner].append(box.stored)
             arrive[owner] += box.numel
         for other in range(ranks) if owner == rank else ():
             if to_all and other != rank:
                 continue
-            for box in holdings.boxes(unit, other):
+            for _, box in holdings.boxes(unit, other):
                 boxes[other].append((k, box))
                 leave[other] += box.numel
-    own = [box for of_rank in arriving for box in of_rank]
     return Return(
         leave=leave,
         arrive=arrive,
         travels=travels,
         to_all=to_all,
         boxes=[item for of_rank in boxes for item in _joined(of_rank)],
-        pieces=[box.piece for box in own],
-        shapes=[box.stored for box in own],
+        pieces=[piece for of_rank in arriving for piece in of_rank],
+        shapes=[shape for of_rank in shapes for shape in of_rank],
     )
 
 
@@ -171,9 +173,9 @@ def _leaving(holdings: Holdings, unit: Unit) -> int:
     return unit.numel if _is_everywhere(holdings, unit) else holdings.pattern(unit).total
 
 
-def _joined(boxes: Sequence[tuple[int, BatchBox]]) -> list[tuple[int, BatchBox]]:
+def _joined(boxes: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
     """Join the boxes that a rank sends or receives, in the order in which they travel, as far as they can be."""
-    joined: list[tuple[int, BatchBox]] = []
+    joined: list[tuple[int, Box]] = []
     for k, box in boxes:
         together = joined[-1][1].joined(box) if joined and joined[-1][0] == k else None
         if together is None:
@@ -207,6 +209,7 @@ class Schedule:
         comm_dtype: dtype in which updates travel.
         max_bucket_bytes: bound on the bytes that travel at once.
         direction_bytes: of an element of the directions that Newton-Schulz returns, if it is not told otherwise.
+        small: elements of the units that an owner takes together; None for a share of `max_bucket_bytes`.
     """
 
     def __init__(
@@ -217,12 +220,14 @@ class Schedule:
         comm_dtype: torch.dtype,
         max_bucket_bytes: int,
         direction_bytes: int = 4,
+        small: int | None = None,
     ) -> None:
         self.owned = owned
         self.holdings = holdings
         self.rank = rank
         self.comm_dtype = comm_dtype
         self.max_bucket_bytes = max_bucket_bytes
+        self._small = max_bucket_bytes // _SMALL // comm_dtype.itemsize if small is None else small
         self._back = min(direction_bytes, comm_dtype.itemsize)
 
     def rounds(self, active: Collection[int]) -> list[Round]:
@@ -247,7 +252,7 @@ class Schedule:
             stepped = unit if active.issuperset(matrices.matrix for matrices in unit.ranges) else unit.only(active)
             if stepped.ranges:
                 queues[owner].append(stepped)
-        small = self.max_bucket_bytes // _SMALL // self.comm_dtype.itemsize
+        small = self._small
         units: list[OwnedUnit] = []
         own, most = [0] * ranks, small
         for owner, unit in _in_turn(queues):
@@ -262,6 +267,8 @@ class Schedule:
 
     def _sized(self, units: list[OwnedUnit]) -> tuple[list[OwnedUnit], list[list[int]], _Sizes]:
         """Return the units of a round, those whose directions travel back together, and what is in flight."""
+        if self.holdings.ranks == 1:
+            return units, [[*range(len(units))]], _Sizes(0, 0, 0)
         nothing = torch.zeros(self.holdings.ranks, dtype=torch.int64)
         sent, gathered, returned, largest = nothing, nothing.clone(), nothing, 0
         parts: list[list[int]] = [[]]
@@ -288,7 +295,7 @@ class Schedule:
             yield after.gather + 2 * max(before.back, own.back) <= self.max_bucket_bytes
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
-        """Return what a step of all units costs; see `Executor`."""
+        """Return what a step of all units costs; see `Exchange`."""
         ranks = self.holdings.ranks
         there = self.comm_dtype.itemsize
         back = min(there, direction_dtype.itemsize)
@@ -305,6 +312,9 @@ class Schedule:
             largest = max(largest, there * unit.numel)
             sent_of[pattern.sent_to(owner)] += there
         planned = list(self._planned({matrices.matrix for unit, _ in self.owned for matrices in unit.ranges}))
+        if ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
+            together = (sum(unit.numel for unit, _ in units) for units, _, _ in planned)
+            return StepCost(flops, [0], 0, 2 * 4 * max(together, default=0))
         sizes = [own for _, _, own in planned]
         overlaps = [*self._overlaps(planned)]
         ahead = [after.gather if overlap else 0 for after, overlap in zip(sizes[1:], overlaps, strict=False)] + [0]
@@ -322,7 +332,13 @@ def _sum(numbers: list[int], counts: Counter[Tensor]) -> list[int]:
 
 
 def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:
-    """Yield the units of all owners, largest first, in the order in which they start if all ranks are equally fast."""
+    """Yield the units of all owners, largest first, in the order in which they start if all ranks are equally fast.
+
+    Those of a process that is alone come in their own order.
+    """
+    if len(queues) == 1:
+        yield from ((0, unit) for unit in queues[0])
+        return
     turns: list[tuple[int, int, int]] = []
     for owner, queue in enumerate(queues):
         begin = 0

@@ -1,4 +1,4 @@
-"""Which executor serves which matrix: the one place that chooses."""
+"""Which exchange serves which matrix, and where: the one place that chooses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Executor
+from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.groups import has_backend
-from hf_muon.distributed.local import LocalExecutor
+from hf_muon.distributed.holdings import Holdings
 from hf_muon.distributed.units import make_units
-from hf_muon.math.elementwise import is_accelerator
+from hf_muon.math.elementwise import is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
-from hf_muon.storage.regions import Stored
+from hf_muon.storage.boxes import Held
 from hf_muon.storage.shared import SharedStorage, replicated_regions
 from hf_muon.storage.tensors import is_dtensor, local_of
 
@@ -25,7 +25,7 @@ _BYTES_UNDER_WAY = 2**31  # for the default of `max_batch_bytes`
 
 
 def shared_storage(param: Tensor, replicate_group: ProcessGroup | None) -> SharedStorage | None:
-    """Return how the ranks of a process group store a parameter, or None if only this process has it.
+    """Return how the ranks of a process group store a parameter; None if only this process has it.
 
     Args:
         param: plain or DTensor.
@@ -67,9 +67,10 @@ def comm_device(group: ProcessGroup, device: torch.device, model_device: torch.d
     return device if has_backend(group, device.type) else model_device
 
 
-def select_executors(
+def exchanges_of(
     shapes: Sequence[tuple[int, ...]],
-    storages: Sequence[SharedStorage | Stored],
+    groups: Sequence[ProcessGroup | None],
+    held: Sequence[Sequence[Held]],
     dtypes: Sequence[torch.dtype],
     devices: Sequence[torch.device],
     model_devices: Sequence[torch.device],
@@ -77,12 +78,13 @@ def select_executors(
     comm_dtype: torch.dtype | None = None,
     max_batch_bytes: int = MAX_BATCH_BYTES,
     sides: Sequence[Hashable] | None = None,
-) -> list[Executor]:
-    """Return executors that together serve the matrices of a param group.
+) -> list[Exchange]:
+    """Return exchanges that together serve the matrices of a param group.
 
     Args:
         shapes: whole shapes, ``(m, n)`` of matrices and ``(B, m, n)`` of stacks.
-        storages: for each of them, how the ranks of a group store it, or what this process stores if it has it alone.
+        groups: the ranks that store each of them; None for this process alone.
+        held: what each of these ranks stores.
         dtypes: of its updates.
         devices: on which it is orthogonalized.
         model_devices: on which the model computes with it.
@@ -91,27 +93,31 @@ def select_executors(
             bounded in proportion, by 2 GiB for the default.
         sides: what must be equal for matrices to share a unit, too; None for nothing.
     """
-    kinds: list[Hashable] = [
-        (storage.group if isinstance(storage, SharedStorage) else None, device, dtype, side)
-        for storage, device, dtype, side in zip(storages, devices, dtypes, sides or [False] * len(shapes), strict=True)
-    ]
+    kinds: list[Hashable] = [*zip(groups, devices, dtypes, sides or [False] * len(shapes), strict=True)]
     units = make_units(shapes, kinds, [is_accelerator(device) for device in devices], max_batch_bytes)
-    executors: list[Executor] = []
+    exchanges: list[Exchange] = []
     for kind in dict.fromkeys(kinds):
         of_kind = [unit for unit in units if kinds[unit.ranges[0].matrix] == kind]
         first = kinds.index(kind)
-        storage, device = storages[first], devices[first]
-        if not isinstance(storage, SharedStorage):
-            stored = {i: s for i, s in enumerate(storages) if kinds[i] == kind and not isinstance(s, SharedStorage)}
-            executors.append(LocalExecutor(of_kind, stored, device, max_batch_bytes))
-            continue
-        from hf_muon.distributed.exchange import Exchange
-        from hf_muon.distributed.holdings import Holdings
-
-        regions = {i: s.regions for i, s in enumerate(storages) if kinds[i] == kind and isinstance(s, SharedStorage)}
-        holdings = Holdings(regions, storage.group.size())
-        dtype = comm_dtype or dtypes[first]
-        travels_on = comm_device(storage.group, device, model_devices[first])
+        group, device = groups[first], devices[first]
+        of_kind_held = {i: own for i, own in enumerate(held) if kinds[i] == kind}
+        holdings = Holdings(of_kind_held, 1 if group is None else group.size())
+        if group is None:
+            dtype, travels_on, small = dtypes[first], device, _elements_alone(device, max_batch_bytes)
+        else:
+            dtype, travels_on, small = (
+                comm_dtype or dtypes[first],
+                comm_device(group, device, model_devices[first]),
+                None,
+            )
         most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
-        executors.append(Exchange(storage.group, of_kind, holdings, dtype, device, travels_on, most))
-    return executors
+        exchanges.append(Exchange(group, of_kind, holdings, dtype, device, travels_on, most, small))
+    return exchanges
+
+
+def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:
+    """Return how many elements a process that is alone steps together: on accelerators many, in few launches."""
+    if not is_accelerator(device):
+        return 0
+    # Updates in fp32, and first copies of small tensors, then directions of two bytes.
+    return min(most_elements(max_batch_bytes), max_batch_bytes // 6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -48,6 +48,16 @@ class Transfer(Protocol):
         ...
 
 
+class Arrived(NamedTuple):
+    """Data that no rank has to send."""
+
+    parts: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """Return the data, see `Transfer`."""
+        return self.parts
+
+
 class Exchanged:
     """An all-to-all in flight: each rank sends other data to each rank.
 
@@ -56,27 +66,19 @@ class Exchanged:
         sizes: elements to send to each rank.
         expected: elements to receive from each rank.
         group: the process group.
-        local: whether no rank has anything to send to another one; nothing is sent then, and `send` has arrived.
     """
 
-    def __init__(
-        self, send: Tensor, sizes: Sequence[int], expected: Sequence[int], group: dist.ProcessGroup, *, local: bool
-    ) -> None:
-        self._work: dist.Work | None = None
-        self._send: Tensor | None = None
-        self._received = send
-        if not local:
-            self._send = send
-            self._received = torch.empty(sum(expected), dtype=send.dtype, device=send.device)
-            self._work = dist.all_to_all_single(
-                self._received, send, list(expected), list(sizes), group=group, async_op=True
-            )
+    def __init__(self, send: Tensor, sizes: Sequence[int], expected: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._send: Tensor | None = send
+        self._received = torch.empty(sum(expected), dtype=send.dtype, device=send.device)
+        self._work = dist.all_to_all_single(
+            self._received, send, list(expected), list(sizes), group=group, async_op=True
+        )
 
     def wait(self) -> list[Tensor]:
         """Return what has arrived, see `Transfer`."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._send = None
+        self._work.wait()
+        self._send = None
         return [self._received]
 
 

@@ -10,22 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math import weight_rounding
-from hf_muon.math.adamw_functions import STEP, STEP_CODES, next_values
-from hf_muon.math.codes import BLOCK, Quantized, over_blocks
-from hf_muon.math.elementwise import (
-    is_accelerator,
-    is_large,
-    most_copied,
-    number,
-    over,
-    padded_rows,
-)
+from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, check_blocks, codes_of
+from hf_muon.math.elementwise import Elementwise, Number, is_accelerator, is_large, most_copied, over, padded_rows
 from hf_muon.math.moments import MOMENTS, decoded, moment_dtype
-from hf_muon.math.rounding import batched, chunk_size, salt, store_bf16_
-from hf_muon.math.weight_rounding import Observer, Result, is_half
+from hf_muon.math.rounding import Observer, Salt, is_half, round_to_half, salt, salted_bf16, salted_bits
 
-# Elements per chunk on a CPU, so that AdamW's temporaries stay in a cache.
+# Elements per chunk on a CPU, so that the temporaries of torch's AdamW stay in a cache.
 CHUNK = 2**18
 MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")
 
@@ -36,6 +26,96 @@ class Stepped(NamedTuple):
     param: Tensor
     grad: Tensor
     state: Mapping[str, Tensor]
+
+
+def next_values(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rates: Sequence[Number],
+    factors: Sequence[Number],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a parameter and its moments after a step, in the dtype of the step.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq: flat, in any dtypes.
+        rates: by which the first moment moves; the decay of the second one, and one minus it.
+        factors: of the parameter, ``1 - lr * weight_decay``; of the update, ``lr`` over the first bias correction; of
+            the square root of the second moment, one over that of its bias correction; and `eps`.
+    """
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    grad, first, second = grad.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)
+    first = (grad - first).mul_(rates[0]).add_(first)
+    second = (grad * grad).mul_(rates[2]).add_(second * rates[1])
+    move = first / second.sqrt().mul_(factors[2]).add_(factors[3])
+    return (param.to(dtype) * factors[0]).sub_(move.mul_(factors[1])), first, second
+
+
+def _step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rate: Number,
+    decay: Number,
+    rest: Number,
+    keep: Number,
+    size: Number,
+    root: Number,
+    eps: Number,
+    step_salt: Salt,
+    *,
+    stochastic: bool,
+) -> None:
+    """Step a parameter and its moments; the numbers are those of `next_values`."""
+    exact, *moments = next_values(param, grad, exp_avg, exp_avg_sq, (rate, decay, rest), (keep, size, root, eps))
+    for stored, moment in zip((exp_avg, exp_avg_sq), moments, strict=True):
+        stored.copy_(salted_bf16(moment.float(), step_salt) if stored.dtype is torch.bfloat16 else moment)
+    if is_half(param) and stochastic:
+        exact = round_to_half(exact, salted_bits(exact, step_salt, moments[0]), param.dtype)
+    param.copy_(exact)
+
+
+STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
+
+
+def _step_codes(
+    param: Tensor,
+    grad: Tensor,
+    avg_codes: Tensor,
+    avg_scales: Tensor,
+    sq_codes: Tensor,
+    sq_scales: Tensor,
+    rate: Number,
+    decay: Number,
+    rest: Number,
+    keep: Number,
+    size: Number,
+    root: Number,
+    eps: Number,
+    step_salt: Salt,
+    *,
+    stochastic: bool,
+) -> None:
+    """Step a parameter in blocks ``(R, BLOCK)`` and its moments of 8 bits; the numbers are those of `next_values`."""
+    check_blocks(avg_codes)
+    exp_avg = SQUARES.fractions(avg_codes) * avg_scales.unsqueeze(-1)
+    exp_avg_sq = FOURTH_POWERS.fractions(sq_codes) * sq_scales.unsqueeze(-1)
+    exact, first, second = next_values(param, grad, exp_avg, exp_avg_sq, (rate, decay, rest), (keep, size, root, eps))
+    for codes, scales, moment, code in (
+        (avg_codes, avg_scales, first, SQUARES),
+        (sq_codes, sq_scales, second, FOURTH_POWERS),
+    ):
+        stored, largest = codes_of(moment.float(), code, step_salt)
+        codes.copy_(stored)
+        scales.copy_(largest.squeeze(-1))
+    if is_half(param) and stochastic:
+        exact = round_to_half(exact, salted_bits(exact, step_salt, first), param.dtype)
+    param.copy_(exact)
+
+
+STEP_CODES = Elementwise(_step_codes, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5), row=BLOCK)
 
 
 def adamw_(
@@ -49,13 +129,13 @@ def adamw_(
     rounding: str = "auto",
     observer: Observer | None = None,
 ) -> None:
-    """Step with torch's functional AdamW: on accelerators its fused kernel, or `STEP` for dtypes that it does not take.
+    """Step with torch's functional AdamW where all tensors have one dtype of at least 32 bits, and else with `STEP`.
 
-    On a CPU the fused kernel rounds the last elements of a tensor differently, so that sharded tensors would not be
-    bit-identical to whole ones. There large tensors are stepped in chunks, which needs little temporary memory.
+    torch's AdamW is the fused kernel where step counters are on an accelerator. On a CPU that kernel rounds the last
+    elements of a tensor differently, so that sharded tensors would not be bit-identical to whole ones: there it takes
+    its other form, in chunks, which needs little temporary memory.
 
-    bf16 and fp16 parameters, and moments in bf16 or 8 bits, are computed in fp32 and rounded once. Gradients in another
-    dtype than their parameter's are converted to the dtype of the computation.
+    bf16 and fp16 parameters, and moments in bf16 or 8 bits, are computed in fp32 and rounded once.
 
     Args:
         stepped: parameters, each with a state of `step`, which is incremented, and of moments.
@@ -67,18 +147,23 @@ def adamw_(
         rounding: `weight_rounding` of the param group.
         observer: of what is rounded.
     """
-
-    def torch_adamw(chunks: Sequence[Stepped]) -> None:
-        params, grads = [own.param for own in chunks], [own.grad for own in chunks]
+    others: list[Stepped] = []
+    chunked: list[Stepped] = []
+    for own in stepped:
+        if _is_for_torch(own):
+            chunked += chunks(own, _cpu_chunk(own.param))
+        else:
+            others.append(own)
+    if chunked:
         adamw(
-            params,
-            grads,
-            [own.state["exp_avg"] for own in chunks],
-            [own.state["exp_avg_sq"] for own in chunks],
+            [own.param for own in chunked],
+            [own.grad for own in chunked],
+            [own.state["exp_avg"] for own in chunked],
+            [own.state["exp_avg_sq"] for own in chunked],
             [],
-            [own.state["step"] for own in chunks],
+            [own.state["step"] for own in chunked],
             foreach=None,
-            fused=True if all(own.state["step"].device.type != "cpu" for own in chunks) else None,
+            fused=True if all(own.state["step"].device.type != "cpu" for own in chunked) else None,
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
@@ -87,37 +172,19 @@ def adamw_(
             eps=eps,
             maximize=False,
         )
-
-    together: list[Stepped] = []
-    exact: list[Stepped] = []
-    rounded: list[Stepped] = []
-    for own in stepped:
-        (together if _is_together(own) else rounded if _is_rounded(own) else exact).append(own)
-    if together:
-        _step_together_(together, lr, betas, eps, weight_decay, step, rounding, observer)
-    if exact:
-        torch_adamw([chunk for own in exact for chunk in chunks(own, _cpu_chunk(own.param))])
-    in_chunks = (chunk for own in rounded for chunk in chunks(own, chunk_size(own.param)))
-    for batch in batched(in_chunks, lambda chunk: chunk.param):
-        in_fp32 = [_in_fp32(own) for own in batch]
-        torch_adamw(in_fp32)
-        for own, new in zip(batch, in_fp32, strict=True):
-            for key in MOMENTS_OF_ADAMW:
-                _store_rounded_(own.state, key, new.state[key], step)
-        results = [
-            Result(own.param, new.param, new.state["exp_avg"])
-            for own, new in zip(batch, in_fp32, strict=True)
-            if is_half(own.param)
-        ]
-        weight_rounding.store_(results, rounding, step, observer)
+    if others:
+        _step_others_(others, lr, betas, eps, weight_decay, step, rounding, observer)
 
 
-def _is_together(stepped: Stepped) -> bool:
-    """Return whether `_step_together_` steps a parameter: on an accelerator, its counter on the CPU."""
-    return is_accelerator(stepped.param.device) and stepped.state["step"].device.type == "cpu"
+def _is_for_torch(stepped: Stepped) -> bool:
+    """Return whether torch's AdamW steps a parameter: all in its dtype, on an accelerator by the fused kernel."""
+    param, state = stepped.param, stepped.state
+    alike = all(other.dtype is param.dtype for other in (stepped.grad, *(state[key] for key in MOMENTS_OF_ADAMW)))
+    on_host = state["step"].device.type == "cpu"
+    return alike and not is_half(param) and not (on_host and is_accelerator(param.device))
 
 
-def _step_together_(
+def _step_others_(
     stepped: Sequence[Stepped],
     lr: float,
     betas: tuple[float, float],
@@ -127,16 +194,16 @@ def _step_together_(
     rounding: str,
     observer: Observer | None,
 ) -> None:
-    """Step parameters on an accelerator whose step counters are on the CPU, in few launches."""
+    """Step parameters with `STEP` or `STEP_CODES`, in few launches."""
     by_count: dict[float, list[Stepped]] = {}
     torch._foreach_add_([own.state["step"] for own in stepped], 1)
     for own in stepped:
         by_count.setdefault(float(own.state["step"]), []).append(own)
     for count, alike in by_count.items():
         corrections = [1 - beta**count for beta in betas]
-        rates = [number(value) for value in (1 - betas[0], betas[1], 1 - betas[1])]
+        rates = (1 - betas[0], betas[1], 1 - betas[1])
         factors = (1 - lr * weight_decay, lr / corrections[0], 1 / math.sqrt(corrections[1]), eps)
-        numbers = [*rates, *map(number, factors), number(salt(step), torch.int32)]
+        numbers = [*rates, *factors, salt(step)]
         for own in alike:
             if observer is not None and is_half(own.param):
                 first, second = (decoded(own.state, key) for key in MOMENTS_OF_ADAMW)
@@ -169,17 +236,17 @@ def _rows_together(stepped: Sequence[Stepped]) -> Iterator[list[list[Tensor]]]:
         if not param.numel():
             continue
         each = param.dtype.itemsize + grad.dtype.itemsize + 2
-        most = most_copied(each)
+        most = most_copied(each, param.device)
         if all(column.is_contiguous() for column in columns):
             columns = [column.view(-1, column.shape[-1]) for column in columns]
-            if param.shape[-1] % BLOCK == 0 and is_large(2 * each * param.numel()):
+            if param.shape[-1] % BLOCK == 0 and is_large(2 * each * param.numel(), param.device):
                 yield [columns]
                 continue
         else:
             most = param.numel()
         for part in _split_rows(columns, most):
             alike = not parts or [tensor.dtype for tensor in part] == [tensor.dtype for tensor in parts[0]]
-            if parts and (not alike or count + part[0].numel() > most_copied(each)):
+            if parts and (not alike or count + part[0].numel() > most_copied(each, part[0].device)):
                 yield parts
                 parts, count = [], 0
             parts.append(part)
@@ -197,39 +264,14 @@ def _split_rows(columns: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
     yield from map(list, zip(*(torch.split(column, rows) for column in columns), strict=True))
 
 
-def _step_rows_(parts: Sequence[Sequence[Tensor]], *numbers: Tensor, stochastic: bool) -> None:
+def _step_rows_(parts: Sequence[Sequence[Tensor]], *numbers: float, stochastic: bool) -> None:
     """Step rows with moments of 8 bits in one call, copied where blocks are not full or there are several parts."""
     columns = [padded_rows(column, 1 if c in (3, 5) else BLOCK) for c, column in enumerate(zip(*parts, strict=True))]
     flats = [column.gathered() for column in columns]
     blocks = [flat if c in (3, 5) else flat.view(-1, BLOCK) for c, flat in enumerate(flats)]
-    over_blocks(STEP_CODES, blocks, *numbers, stochastic=stochastic)
+    STEP_CODES(*blocks, *numbers, stochastic=stochastic)
     for c in STEP_CODES.writes:
         columns[c].scatter(flats[c])
-
-
-def _is_rounded(stepped: Stepped) -> bool:
-    """Return whether weights, gradients or moments are computed in another dtype than they are stored in."""
-    dtype, others = stepped.param.dtype, (stepped.grad, *(stepped.state[key] for key in MOMENTS_OF_ADAMW))
-    return is_half(stepped.param) or any(other.dtype is not dtype for other in others)
-
-
-def _in_fp32(stepped: Stepped) -> Stepped:
-    """Return the tensors in fp32, or in the dtype of a wider parameter; those that have it already are not copied."""
-    dtype = torch.promote_types(stepped.param.dtype, torch.float32)
-    moments = {key: decoded(stepped.state, key).to(dtype) for key in MOMENTS_OF_ADAMW}
-    return Stepped(stepped.param.to(dtype), stepped.grad.to(dtype), {"step": stepped.state["step"], **moments})
-
-
-def _store_rounded_(state: Mapping[str, Tensor], key: str, values: Tensor, step: int) -> None:
-    """Store a moment, rounded at random where it has fewer bits than its values."""
-    stored, (scale, code) = state[key], MOMENTS[key]
-    if scale in state:
-        if values.numel():
-            Quantized(stored, state[scale], code).store_rounded_(values.float(), step)
-    elif stored.dtype is torch.bfloat16:
-        store_bf16_(stored, values.float(), step)
-    elif stored is not values:
-        stored.copy_(values)
 
 
 def _cpu_chunk(param: Tensor) -> int:

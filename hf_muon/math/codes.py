@@ -8,15 +8,13 @@ https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hf_muon.math import compiler
-from hf_muon.math.elementwise import Elementwise
-from hf_muon.math.rounding import random_bits, rows_per_chunk, salted_bits
+from hf_muon.math.rounding import Salt, salted_bits
 
 BLOCK = 64
 """Elements of a row that share a scale."""
@@ -57,26 +55,25 @@ FOURTH_POWERS = Code(torch.uint8, 255, 4)
 """For averages of squared gradients: over nine orders of magnitude, with square roots as dense as `SQUARES`."""
 
 
-class Cut(Protocol):
-    """Some rows or columns of a stored tensor."""
+class Box(Protocol):
+    """Some rows and columns of what this rank stores of matrices."""
 
-    @property
-    def dim(self) -> int: ...
+    def rows_of(self, stored: Tensor, /) -> Tensor: ...
 
-    def of(self, stored: Tensor, /) -> Tensor: ...
+    def columns_of(self, rows: Tensor, /) -> Tensor: ...
 
 
 class Piece(Protocol):
-    """A part of what this rank stores of a matrix: some matrices of a stack, and of these some rows or columns."""
+    """A part of what this rank stores of a matrix, or of a stack."""
 
     @property
     def matrix(self) -> int: ...
 
     @property
-    def local(self) -> slice | None: ...
+    def box(self) -> Box | None: ...
 
     @property
-    def cut(self) -> Cut | None: ...
+    def cuts_rows(self) -> bool: ...
 
     def of(self, local: Tensor, /) -> Tensor: ...
 
@@ -94,74 +91,49 @@ class Quantized(NamedTuple):
     scales: Tensor
     code: Code = SQUARES
 
-    def values(self, part: slice | None = None) -> Tensor:
-        """Return the fp32 values, or a slice of them along the first dim."""
-        codes, scales = (self.codes, self.scales) if part is None else (self.codes[part], self.scales[part])
-        n = codes.shape[-1]
-        values = _in_blocks(self.code.fractions(codes)) * scales.unsqueeze(-1)
+    def values(self) -> Tensor:
+        """Return the fp32 values."""
+        n = self.codes.shape[-1]
+        values = _in_blocks(self.code.fractions(self.codes)) * self.scales.unsqueeze(-1)
         return values.flatten(-2)[..., :n]
 
     def values_of(self, piece: Piece) -> Tensor:
         """Return the fp32 values of a piece."""
-        if piece.cut is None or piece.cut.dim < self.codes.ndim - 1:
+        if piece.box is None or not piece.cuts_rows:
             return Quantized(piece.of(self.codes), piece.of(self.scales), self.code).values()
-        return piece.cut.of(self.values(piece.local))  # columns cut through blocks
+        rows = Quantized(piece.box.rows_of(self.codes), piece.box.rows_of(self.scales), self.code)
+        return piece.box.columns_of(rows.values())  # which cut through blocks
 
     def store_(self, values: Tensor) -> None:
         """Store values ``(..., n)`` in fp32, each rounded to the nearest level."""
-        blocks, fractions = self._rescaled_(values)
-        codes = self.code.exact_codes(fractions.clone()).round_()
-        self._store_codes_(codes, blocks, fractions)
-
-    def store_rounded_(self, values: Tensor, step: int) -> None:
-        """Store values ``(..., n)`` in fp32, each rounded up or down at random, so that the mean is the value.
-
-        Args:
-            values: finite.
-            step: its number seeds the hash of the values, as in `rounding.random_bits`.
-        """
-        blocks, fractions = self._rescaled_(values)
-        below = self.code.exact_codes(fractions.clone()).floor_().clamp_(max=self.code.largest - 1)
-        low, high = self.code.fractions(below), self.code.fractions(below + 1)
-        draws = (random_bits(blocks, step) & 0xFFFFFF) * 2.0**-24
-        below += draws * (high - low) < fractions - low
-        self._store_codes_(below, blocks, fractions)
-
-    def _rescaled_(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the scales of values. Return the values in blocks ``(..., blocks, width)``, and their fractions."""
-        blocks = _in_blocks(values)
-        fractions = blocks.abs()
-        scales = fractions.amax(dim=-1)
-        self.scales.copy_(scales)
-        fractions /= torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
-        return blocks, fractions
-
-    def _store_codes_(self, codes: Tensor, blocks: Tensor, fractions: Tensor) -> None:
-        if self.code.dtype.is_signed:
-            codes.copysign_(blocks)
-        else:
-            codes.clamp_min_((fractions > 0).to(codes.dtype))  # a second moment of zero would not bound the update
+        codes, scales = codes_of(_in_blocks(values), self.code)
+        self.scales.copy_(scales.squeeze(-1))
         self.codes.copy_(codes.flatten(-2)[..., : self.codes.shape[-1]])
 
 
-def salted_codes(values: Tensor, salt: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """Return what `Quantized.store_rounded_` stores: codes ``(R, BLOCK)``, as fp32 numbers, and scales ``(R, 1)``.
+def codes_of(blocks: Tensor, code: Code, salt: Salt | None = None) -> tuple[Tensor, Tensor]:
+    """Return the codes of blocks ``(..., width)``, as fp32 numbers, and their scales ``(..., 1)``.
 
     Args:
-        values: ``(R, BLOCK)`` fp32 and finite.
-        salt: of the step, int32 of no dims.
+        blocks: fp32 and finite.
         code: what the codes stand for.
+        salt: of the step, see `rounding.salted_bits`, to round up or down at random, so that the mean is the value;
+            None to round to the nearest level.
     """
-    fractions = values.abs()
+    fractions = blocks.abs()
     scales = fractions.amax(dim=-1, keepdim=True)
     fractions = fractions / torch.where(scales > 0, scales, 1.0)
-    below = code.exact_codes(fractions.clone()).floor().clamp(max=code.largest - 1)
-    low, high = code.fractions(below), code.fractions(below + 1)
-    draws = (salted_bits(values, salt) & 0xFFFFFF) * 2.0**-24
-    codes = below + (draws * (high - low) < fractions - low)
+    codes = code.exact_codes(fractions.clone())
+    if salt is None:
+        codes = codes.round()
+    else:
+        below = codes.floor().clamp(max=code.largest - 1)
+        low, high = code.fractions(below), code.fractions(below + 1)
+        draws = (salted_bits(blocks, salt) & 0xFFFFFF) * 2.0**-24
+        codes = below + (draws * (high - low) < fractions - low)
     if code.dtype.is_signed:
-        return codes.copysign(values), scales
-    return codes.maximum((fractions > 0).to(codes.dtype)), scales
+        return codes.copysign(blocks), scales
+    return codes.maximum((fractions > 0).to(codes.dtype)), scales  # a moment of zero would not bound the update
 
 
 def check_blocks(blocks: Tensor) -> None:
@@ -171,23 +143,6 @@ def check_blocks(blocks: Tensor) -> None:
         blocks: codes, or what has their shape.
     """
     torch._check(blocks.shape[-1] == BLOCK)  # type: ignore[no-untyped-call]
-
-
-def over_blocks(function: Elementwise, blocks: Sequence[Tensor], *numbers: Tensor, **options: Any) -> None:
-    """Call a function on blocks, in parts where it is not compiled, since it has temporary tensors there.
-
-    Args:
-        function: of blocks.
-        blocks: tensors ``(R, BLOCK)``, the first of them, and ``(R,)``, or stacks of these.
-        numbers: of the function.
-        options: of the function.
-    """
-    first = blocks[0]
-    if first.is_meta or compiler.is_compiled(first.device):
-        function(*blocks, *numbers, **options)
-        return
-    for parts in zip(*(torch.split(tensor, rows_per_chunk(first, first[0].numel())) for tensor in blocks), strict=True):
-        function(*parts, *numbers, **options)
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""Elementwise functions, many tensors at once: on accelerators each is compiled into one kernel.
+"""Elementwise functions, many tensors at once: compiled into one kernel where torch can, in chunks elsewhere.
 
-A compiled function has a plain twin of the same arithmetic, which runs where nothing is compiled. Functions take flat
-tensors, so that one compilation serves every shape, and write into their arguments. They are functions of single
-elements: where an element lies does not change its result, so that every layout is bit-identical to a single process.
+There is one source for all devices, and each of its operations is rounded once: a compiled function has the bits of the
+plain one. Functions take flat tensors, so that one compilation serves every shape, and write into their arguments. They
+are functions of single elements: where an element lies does not change its result, so that every layout is
+bit-identical to a single process.
 """
 
 from __future__ import annotations
@@ -18,11 +19,27 @@ from torch import Tensor
 from hf_muon.math import compiler
 from hf_muon.math.torch_private import storage_id
 
-_HOSTS = {"cpu", "mps"}  # MPS has no fp64 for the numbers below, and nobody has counted there
-# Copying this many bytes takes as long as several launches: 20 us at 3 TB/s.
-_COPIED_BYTES = 56 * 2**20
-# Bound on the copies of small tensors that are worked on at once.
-_RUN_BYTES = 224 * 2**20
+
+class _Numbers(NamedTuple):
+    """What a kind of device is good at.
+
+    Attributes:
+        copied_bytes: copying so many bytes takes as long as several calls.
+        run_bytes: bound on the copies of small tensors that are worked on at once.
+        chunk: elements that a function which is not compiled works on at once, because of its temporary tensors.
+    """
+
+    copied_bytes: int
+    run_bytes: int
+    chunk: int
+
+
+Number = float | Tensor
+"""An argument of an `Elementwise` that is no flat tensor; where it is compiled, a tensor of no dims."""
+
+_HOSTS = {"cpu", "mps"}  # nobody has counted on MPS
+_ON_HOST = _Numbers(2**18, 2**20, 2**17)  # a chunk stays in a core's cache
+_ON_ACCELERATOR = _Numbers(56 * 2**20, 224 * 2**20, 2**22)  # 20 us at 3 TB/s
 _ALIGNED_BYTES = 16
 
 
@@ -31,17 +48,28 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in _HOSTS
 
 
-def number(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return a number as an argument of an `Elementwise`, which is not compiled anew when it changes."""
-    return torch.tensor(value, dtype=dtype)
+def _numbers(device: torch.device) -> _Numbers:
+    return _ON_ACCELERATOR if is_accelerator(device) else _ON_HOST
+
+
+def chunk_size(device: torch.device) -> int:
+    """Return how many elements to work on at once on a device where functions are not compiled."""
+    return _numbers(device).chunk
+
+
+def as_tensor(argument: Tensor | float) -> Tensor:
+    """Return an argument of a function as a compiler gets it, which compiles anew for each number of Python's."""
+    if isinstance(argument, Tensor):
+        return argument
+    return torch.tensor(argument, dtype=torch.int32 if isinstance(argument, int) else torch.float64)
 
 
 class Elementwise:
-    """A function of flat tensors that writes into some of them: compiled where torch can, otherwise the plain function.
+    """A function of flat tensors that writes into some of them: compiled where torch can, otherwise in chunks.
 
     Args:
-        function: of flat tensors, or of rows ``(R, n)``; of 0-dim tensors, mostly on the CPU; and of options, each
-            combination of which is compiled.
+        function: of flat tensors, or of rows ``(R, n)`` and ``(R,)``; of numbers; and of options, each combination of
+            which is compiled.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
         row: the only length of its rows; None for any.
@@ -56,17 +84,20 @@ class Elementwise:
         self.reads = reads
         self.writes = writes
 
-    def __call__(self, *tensors: Tensor, **options: Any) -> None:
+    def __call__(self, first: Tensor, *arguments: Tensor | float, **options: Any) -> None:
         """Call the function. On the meta device one call of an operator stands for it."""
-        first = tensors[0]
         if first.device.type == "meta":
             first.copy_(first)
         elif not first.numel():
             pass
-        elif not compiler.is_compiled(first.device):
-            self.plain(*tensors, **options)
+        elif compiler.is_compiled(first.device):
+            self._call_compiled(*map(as_tensor, (first, *arguments)), **options)
         else:
-            self._call_compiled(*tensors, **options)
+            # Tensors that are passed twice stay the same one: a function may read one that it writes.
+            tensors = [first, *(argument for argument in arguments if isinstance(argument, Tensor))]
+            parts = {id(tensor): torch.split(tensor, rows_per_chunk(first)) for tensor in tensors}
+            for chunk in zip(*(parts[id(tensor)] for tensor in tensors), strict=True):
+                self.plain(*chunk, *arguments[len(tensors) - 1 :], **options)
 
     def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
         # Inductor copies tensors that are not aligned, and what early versions then write stays in the copies.
@@ -80,25 +111,30 @@ class Elementwise:
         compiler.call(self.plain, tensors, options, self.row)
 
 
+def rows_per_chunk(tensor: Tensor) -> int:
+    """Return how many indices of a tensor's first dim, at least one, make a chunk."""
+    return max(1, chunk_size(tensor.device) // max(1, tensor.shape[1:].numel()))
+
+
 def most_elements(max_bytes: int) -> int:
     """Return how many elements, with fp32 results that `over` writes and copies of them, take at most some bytes."""
-    return max(max_bytes // 8, (max_bytes - _RUN_BYTES) // 4)
+    return max(max_bytes // 8, (max_bytes - _ON_ACCELERATOR.run_bytes) // 4)
 
 
-def is_large(copied_bytes: int) -> bool:
+def is_large(copied_bytes: int, device: torch.device) -> bool:
     """Return whether copies of some bytes take longer than a call for one tensor."""
-    return copied_bytes >= _COPIED_BYTES
+    return copied_bytes >= _numbers(device).copied_bytes
 
 
-def most_copied(itemsize: int) -> int:
+def most_copied(itemsize: int, device: torch.device) -> int:
     """Return how many elements of some bytes are copied together at most."""
-    return _RUN_BYTES // itemsize
+    return _numbers(device).run_bytes // itemsize
 
 
 def over(
     function: Elementwise,
     columns: Sequence[Sequence[Tensor]],
-    *numbers: Tensor,
+    *numbers: float,
     into: Mapping[int, int] = MappingProxyType({}),
     **options: Any,
 ) -> None:
@@ -110,10 +146,13 @@ def over(
     Args:
         function: takes as many flat tensors as there are columns, then the numbers and options.
         columns: for each argument, a list of tensors. Tensors at one position have equal shapes.
-        numbers: 0-dim tensors.
+        numbers: of the function.
         into: columns that are only read, with one that is only written, adjacent in memory, and takes their copies.
         options: of the function.
     """
+    if not columns[0]:
+        return
+    at_most = _numbers(columns[0][0].device)
     flats = [adjacent(column) for column in columns]
     kinds = [[(tensor.dtype, tensor.device) for tensor in column] for column in columns]
     copied = [c for c, flat in enumerate(flats) if flat is None]
@@ -131,10 +170,10 @@ def over(
         size = row[0].numel()
         copies = sum(row[c].dtype.itemsize for c in copied if c not in into)
         alone = any(not row[c].is_contiguous() for c in copied) or (
-            sum(weight[c] * row[c].dtype.itemsize for c in copied) * size >= _COPIED_BYTES
+            sum(weight[c] * row[c].dtype.itemsize for c in copied) * size >= at_most.copied_bytes
         )
         differs = any(kind[i] != kind[first] for kind in kinds)
-        if alone or (first < i and (differs or (end - begin + size) * copies > _RUN_BYTES)):
+        if alone or (first < i and (differs or (end - begin + size) * copies > at_most.run_bytes)):
             together(i)
             first, begin = i, end
         end += size
@@ -144,7 +183,7 @@ def over(
     together(len(columns[0]))
 
 
-def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: Tensor, **options: Any) -> None:
+def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **options: Any) -> None:
     """Call a function on one tensor of each column, where they lie if they are rows, with gaps between them or none."""
     tensors = [tensor.detach() for tensor in row]
     if tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
@@ -177,7 +216,7 @@ def _gathered(
     columns: Sequence[Sequence[Tensor]],
     flats: Sequence[Tensor | None],
     into: Mapping[int, int],
-    *numbers: Tensor,
+    *numbers: float,
     **options: Any,
 ) -> None:
     """Call a function once on contiguous tensors of one dtype a column, some of which lie in flat tensors already."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.codes import FOURTH_POWERS, SHORTEST, SQUARES, Code, Quantized, scale_shape
-from hf_muon.math.rounding import rows_per_chunk
+from hf_muon.math.elementwise import rows_per_chunk
 
 MOMENT_DTYPES = ("auto", "fp32", "bf16", "int8")
 
@@ -106,7 +106,7 @@ def decoded_chunks(state: Mapping[str, Tensor], keys: Sequence[str]) -> Iterator
         yield {key: state[key] for key in keys}
         return
     tensors = {own: state[own] for key in keys for own in (key, MOMENTS[key].scale)}
-    rows = rows_per_chunk(state[keys[0]], math.prod(state[keys[0]].shape[1:]))
+    rows = rows_per_chunk(state[keys[0]])
     for parts in zip(*(torch.split(tensor, rows) for tensor in tensors.values()), strict=True):
         chunk = dict(zip(tensors, parts, strict=True))
         yield {key: decoded(chunk, key) for key in keys}

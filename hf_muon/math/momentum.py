@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.codes import BLOCK, SQUARES, Piece, Quantized, check_blocks, over_blocks
-from hf_muon.math.elementwise import Elementwise, is_accelerator, number, over, padded_rows, shaped_like
+from hf_muon.math.codes import BLOCK, SQUARES, Piece, Quantized, check_blocks, codes_of
+from hf_muon.math.elementwise import Elementwise, Number, over, padded_rows, shaped_like
 from hf_muon.math.moments import MOMENTS
-from hf_muon.math.rounding import salt, salted_bf16, store_bf16_
+from hf_muon.math.rounding import Salt, salt, salted_bf16
 
 BUFFER = "momentum_buffer"
 SCALE = MOMENTS[BUFFER].scale
@@ -28,40 +28,39 @@ def update_dtype(param: Tensor, momentum_dtype: str = "auto") -> torch.dtype:
     return torch.float32
 
 
-def _ahead(moved: Tensor, grad: Tensor, rate: Tensor) -> Tensor:
+def _move_(buffer: Tensor, grad: Tensor, rate: Number) -> Tensor:
+    """Move an average towards a gradient by `rate`."""
+    return buffer.add_((grad - buffer).mul_(rate))
+
+
+def _ahead(moved: Tensor, grad: Tensor, rate: Number) -> Tensor:
     """Return the average one step ahead, if the gradient stays the same."""
-    return moved - (moved - grad) * rate
+    return moved - (moved - grad).mul_(rate)
 
 
-def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Tensor, step_salt: Tensor, *, nesterov: bool) -> None:
+def _move(buffer: Tensor, grad: Tensor, update: Tensor, rate: Number, step_salt: Salt, *, nesterov: bool) -> None:
     """Move a buffer towards a gradient by `rate`, in the dtype of the update."""
     grad = grad.to(update.dtype)
-    moved = buffer.to(update.dtype)
-    moved = moved + (grad - moved) * rate
+    moved = _move_(buffer.to(update.dtype), grad, rate)
     update.copy_(_ahead(moved, grad, rate) if nesterov else moved)
-    buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
+    if buffer.dtype is torch.bfloat16:
+        buffer.copy_(salted_bf16(moved, step_salt))
 
 
-def _move_alone(buffer: Tensor, grad: Tensor, rate: Tensor, step_salt: Tensor) -> None:
+def _move_alone(buffer: Tensor, grad: Tensor, rate: Number, step_salt: Salt) -> None:
     """Move a buffer as `_move` does, where nobody needs the update."""
     dtype = torch.promote_types(buffer.dtype, torch.float32)
-    grad = grad.to(dtype)
-    moved = buffer.to(dtype)
-    moved = moved + (grad - moved) * rate
-    buffer.copy_(salted_bf16(moved, step_salt) if buffer.dtype is torch.bfloat16 else moved)
+    moved = _move_(buffer.to(dtype), grad.to(dtype), rate)
+    if buffer.dtype is torch.bfloat16:
+        buffer.copy_(salted_bf16(moved, step_salt))
 
 
-def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Tensor, *, nesterov: bool) -> None:
+def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Number, *, nesterov: bool) -> None:
     """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
     check_blocks(codes)
-    scale = scales.unsqueeze(-1)
     grad = grad.float()
-    exact = SQUARES.fractions(codes) * scale
-    moved = exact + (grad - exact) * rate
-    fractions = moved.abs()
-    largest = fractions.amax(dim=-1, keepdim=True)
-    fractions = fractions / torch.where(largest > 0, largest, 1.0)
-    nearest = SQUARES.exact_codes(fractions).round().copysign(moved)
+    exact = SQUARES.fractions(codes) * scales.unsqueeze(-1)
+    nearest, largest = codes_of(_move_(exact, grad, rate), SQUARES)
     stored = SQUARES.fractions(nearest) * largest
     update.copy_(_ahead(stored, grad, rate) if nesterov else stored)
     codes.copy_(nearest)
@@ -138,18 +137,15 @@ class MomentumBuffers:
 
     def _rule(self, piece: Piece) -> Callable[..., list[Tensor]]:
         buffer = self._buffers[piece.matrix]
-        if buffer.dtype is torch.int8:
-            has_whole_rows = piece.cut is None or piece.cut.dim < buffer.ndim - 1
-            return self._quantized if has_whole_rows else self._columns
-        if is_accelerator(buffer.device):
+        if buffer.dtype is not torch.int8:
             return self._together
-        return self._rounded if buffer.dtype is torch.bfloat16 else self._exact
+        return self._columns if piece.cuts_rows else self._quantized
 
     def _together(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
-        """Step buffers on an accelerator. The updates lie in memory one after the other, in the order of the pieces."""
+        """Step buffers. The updates lie in memory one after the other, in the order of the pieces."""
         buffers = [piece.of(self._buffers[piece.matrix]) for piece in pieces]
         grads = [piece.of(self._grads[piece.matrix]) for piece in pieces]
-        numbers = number(1 - self._momentum), number(salt(self._step), torch.int32)
+        numbers = 1 - self._momentum, salt(self._step)
         if not wanted:
             over(MOVE_ALONE, [buffers, grads], *numbers)
             return []
@@ -181,7 +177,7 @@ class MomentumBuffers:
                 self._moved([blocks.codes], [blocks.scales], [grad])
             if wanted:
                 stored = blocks.values_of(piece)
-                rate = self._rate(stored.device)
+                rate = 1 - self._momentum
                 updates.append(_ahead(stored, piece.of(grad).float(), rate) if self._nesterov else stored)
         return updates
 
@@ -191,51 +187,20 @@ class MomentumBuffers:
         updates = shaped_like(flat, codes)
         rows, row_scales = padded_rows(codes, BLOCK), padded_rows(scales, 1)
         has_gaps = any(not own.is_contiguous() for own in codes)
-        if has_gaps and _are_stacks([*codes, *scales, *grads]) and not rows.has_padding and is_accelerator(flat.device):
+        if has_gaps and _are_stacks([*codes, *scales, *grads]) and not rows.has_padding:
             for own, own_scales, grad, update in zip(codes, scales, grads, updates, strict=True):  # without copies
                 parts = [tensor.view(len(own), -1, BLOCK) for tensor in (own, grad, update)]
                 arguments = [parts[0], own_scales.view(len(own), -1), *parts[1:]]
-                over_blocks(MOVE_CODES, arguments, self._rate(flat.device), nesterov=self._nesterov)
+                MOVE_CODES(*arguments, 1 - self._momentum, nesterov=self._nesterov)
             return updates
         stored, stored_scales = rows.gathered(), row_scales.gathered()
         values = torch.zeros(stored.numel(), device=flat.device) if rows.has_padding else flat
         padded_rows(grads, BLOCK).gathered(into=values)
         both = values.view(-1, BLOCK)
         arguments = [stored.view(-1, BLOCK), stored_scales, both, both]
-        over_blocks(MOVE_CODES, arguments, self._rate(flat.device), nesterov=self._nesterov)
+        MOVE_CODES(*arguments, 1 - self._momentum, nesterov=self._nesterov)
         rows.scatter(stored)
         row_scales.scatter(stored_scales)
         if rows.has_padding:
             padded_rows(updates, BLOCK).scatter(values)
         return updates
-
-    def _rate(self, device: torch.device) -> Tensor:
-        """Return the rate for computations in fp32; MPS has no fp64."""
-        return number(1 - self._momentum, torch.float64 if is_accelerator(device) else torch.float32)
-
-    def _exact(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
-        """Step buffers in the dtype of the step, all at once."""
-        buffers = [piece.of(self._buffers[piece.matrix]) for piece in pieces]
-        grads = [
-            piece.of(self._grads[piece.matrix]).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)
-        ]
-        torch._foreach_lerp_(buffers, grads, 1 - self._momentum)
-        if not wanted:
-            return []
-        if self._nesterov:
-            return list(torch._foreach_lerp(grads, buffers, self._momentum))
-        return [buffer.clone() for buffer in buffers]
-
-    def _rounded(self, pieces: Sequence[Piece], *, wanted: bool) -> list[Tensor]:
-        """Step bf16 buffers in fp32, which the updates are computed from, and round what is stored."""
-        updates = []
-        for piece in pieces:
-            buffer, grad = piece.of(self._buffers[piece.matrix]), piece.of(self._grads[piece.matrix]).float()
-            exact = buffer.float().lerp_(grad, 1 - self._momentum)
-            store_bf16_(buffer, exact, self._step)
-            if wanted:
-                updates.append(self._look_ahead(grad, exact))
-        return updates
-
-    def _look_ahead(self, grad: Tensor, buffer: Tensor) -> Tensor:
-        return grad.lerp(buffer, self._momentum) if self._nesterov else buffer

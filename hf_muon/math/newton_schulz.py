@@ -75,10 +75,7 @@ def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Ten
 
 def _sum_squares(rows: Tensor, sums: Tensor) -> None:
     """Sum the squares of each row ``(R, n)`` in fp64."""
-    # Where nothing is compiled, the copy in fp64 is of some rows at a time.
-    some = len(rows) if torch.compiler.is_compiling() else max(1, _PLAIN_ELEMENTS // rows.shape[1])
-    for part, own in zip(torch.split(rows, some), torch.split(sums, some), strict=True):
-        own.copy_(part.double().square().sum(dim=1))
+    sums.copy_(rows.double().square().sum(dim=1))
 
 
 def _invert(sums: Tensor, powers: Tensor, rests: Tensor) -> None:
@@ -94,17 +91,12 @@ def _invert(sums: Tensor, powers: Tensor, rests: Tensor) -> None:
 
 def _scale(matrices: Tensor, powers: Tensor, rests: Tensor, out: Tensor) -> None:
     """Multiply each of the matrices ``(B, m * n)`` by its two numbers, in their dtype."""
-    if torch.compiler.is_compiling():
-        out.copy_(matrices.to(powers.dtype) * powers.unsqueeze(1) * rests.unsqueeze(1))
-        return
-    for matrix, power, rest, own in zip(matrices, powers, rests, out, strict=True):
-        own.copy_(matrix.to(powers.dtype) * power * rest)
+    out.copy_((matrices.to(powers.dtype) * powers.unsqueeze(1)).mul_(rests.unsqueeze(1)))
 
 
 SUM_SQUARES = Elementwise(_sum_squares, reads=(0,), writes=(1,))
 INVERT = Elementwise(_invert, reads=(0,), writes=(1, 2))
 SCALE = Elementwise(_scale, reads=(0, 1, 2), writes=(3,))
-_PLAIN_ELEMENTS = 2**22
 _EXPONENT = 0x7FF << 52  # the bits of an fp64 number that are its exponent
 # The least norm in each dtype that is not zero; in fp64 the least with an inverse.
 _LEAST_NORMS = {torch.float32: 2.0**-149, torch.float64: 1e-300}

@@ -1,22 +1,33 @@
 """Stochastic rounding of fp32 to bf16 and fp16, without a generator: random bits are a hash of values and the step.
 
-Equal values are rounded alike on every rank, in every layout and on every device. Which values are computed may depend
-on the device.
+Rounding to nearest loses every update smaller than half a unit in the last place, which at the learning rates of
+fine-tuning are nearly all. Rounding up or down at random, with the probabilities that make the mean the exact value,
+loses none on average. Equal values are rounded alike on every rank, in every layout and on every device.
+
+Source: Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010.06192.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-_T = TypeVar("_T")
-_CHUNKS = {"cpu": 2**17}  # elements per chunk: they stay in a core's cache
-_CHUNK = 2**22  # on other devices
+WEIGHT_ROUNDINGS = ("auto", "nearest", "stochastic")
+"""How a step stores its fp32 results in bf16 and fp16 weights; ``auto`` is ``stochastic``."""
+
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
+
+Salt = int | Tensor
+"""The hash of a step's number, 32 bits; where functions are compiled, an int32 tensor of no dims."""
+Observer = Callable[[Tensor, Tensor], None]
+"""Is shown weights before a step, and after it in fp32."""
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Return whether a tensor is of bf16 or fp16, whose weights a step computes in fp32 and rounds."""
+    return tensor.dtype.itemsize < 4
 
 
 def salt(step: int) -> int:
@@ -25,7 +36,7 @@ def salt(step: int) -> int:
     return mixed - 2**32 if mixed >= 2**31 else mixed
 
 
-def random_bits(values: Tensor, step: int, others: Tensor | None = None) -> Tensor:
+def salted_bits(values: Tensor, salt: Salt, others: Tensor | None = None) -> Tensor:
     """Return 32 pseudorandom bits for each fp32 value, as int32: a hash of the value and the step.
 
     Neither a generator nor a position is involved, so that every rank draws the same bits for the same element.
@@ -33,15 +44,10 @@ def random_bits(values: Tensor, step: int, others: Tensor | None = None) -> Tens
 
     Args:
         values: fp32, of any shape.
-        step: number of the step.
+        salt: of the step.
         others: fp32 numbers of the same elements, to be hashed too: equal values with different others draw different
             bits.
     """
-    return salted_bits(values, salt(step), others)
-
-
-def salted_bits(values: Tensor, salt: int | Tensor, others: Tensor | None = None) -> Tensor:
-    """Return what `random_bits` does, with the salt of the step as a number or an int32 tensor of no dims."""
     bits = values.view(torch.int32) ^ salt
     if others is not None:
         bits += others.view(torch.int32) * (0x9E3779B1 - 2**32)
@@ -59,20 +65,15 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def round_to_bf16(values: Tensor, step: int) -> Tensor:
+def salted_bf16(values: Tensor, salt: Salt) -> Tensor:
     """Round fp32 values to fp32 values that bf16 can hold, up or down at random, so that the mean is the value.
 
     Rounding to nearest would lose every change smaller than half a unit in the last place, 1/512 of the value.
 
     Args:
         values: fp32 and finite, of any shape.
-        step: number of the step.
+        salt: see `salted_bits`.
     """
-    return salted_bf16(values, salt(step))
-
-
-def salted_bf16(values: Tensor, salt: int | Tensor) -> Tensor:
-    """Return what `round_to_bf16` does, with the salt of the step as a number or an int32 tensor of no dims."""
     bounded = values.clamp(-_LARGEST_BF16, _LARGEST_BF16)  # nothing finite is rounded to infinity
     return _with_fewer_bits(bounded, salted_bits(bounded, salt), 16)
 
@@ -102,43 +103,3 @@ def _with_fewer_bits(values: Tensor, bits: Tensor, count: int) -> Tensor:
     bits += values.view(torch.int32)
     bits &= -(1 << count)
     return bits.view(torch.float32)
-
-
-def store_bf16_(buffer: Tensor, values: Tensor, step: int) -> None:
-    """Store fp32 values in a bf16 buffer of their shape by `round_to_bf16`, in chunks."""
-    rows = rows_per_chunk(values, math.prod(values.shape[1:]))
-    for target, chunk in zip(torch.split(buffer, rows), torch.split(values, rows), strict=True):
-        target.copy_(round_to_bf16(chunk, step))
-
-
-def batched(parts: Iterable[_T], weights_of: Callable[[_T], Tensor]) -> Iterator[list[_T]]:
-    """Yield parts in lists of about a chunk of elements, on one device and in one dtype, which limits temporaries.
-
-    Args:
-        parts: consumed one by one, each of at most about a chunk of elements.
-        weights_of: returns the weights of a part.
-    """
-    batch: list[_T] = []
-    count = 0
-    for part in parts:
-        weights = weights_of(part)
-        if batch:
-            first = weights_of(batch[0])
-            is_alike = (first.dtype, first.device) == (weights.dtype, weights.device)
-            if not is_alike or count + weights.numel() > chunk_size(weights):
-                yield batch
-                batch, count = [], 0
-        batch.append(part)
-        count += weights.numel()
-    if batch:
-        yield batch
-
-
-def rows_per_chunk(tensor: Tensor, columns: int) -> int:
-    """Return how many rows of a tensor to work on at once."""
-    return max(1, chunk_size(tensor) // max(1, columns))
-
-
-def chunk_size(tensor: Tensor) -> int:
-    """Return how many elements to work on at once on a tensor's device."""
-    return _CHUNKS.get(tensor.device.type, _CHUNK)

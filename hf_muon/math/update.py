@@ -6,13 +6,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from hf_muon.math import weight_rounding
-from hf_muon.math.elementwise import Elementwise, adjacent_runs, is_accelerator, number, over
-from hf_muon.math.rounding import round_to_half, salt, salted_bits
-from hf_muon.math.weight_rounding import Observer, Result, is_half
+from hf_muon.math.elementwise import Elementwise, Number, adjacent_runs, over
+from hf_muon.math.rounding import Observer, Salt, is_half, round_to_half, salt, salted_bits
 
 MATCH_RMS = "match_rms_adamw"
 ADJUST_LR_FNS = (MATCH_RMS, "original", "spectral_unclamped")
@@ -54,54 +51,31 @@ def check_scale(adjust_lr_fn: str, update_rms: float) -> None:
         )
 
 
-def _apply(weights: Tensor, directions: Tensor, keep: Tensor, factor: Tensor) -> None:
+def _apply(weights: Tensor, directions: Tensor, keep: Number, factor: Number) -> None:
     """Compute ``keep * weights + factor * directions`` in the dtype of the weights."""
-    weights.copy_(weights * keep + directions.to(weights.dtype) * factor)
+    weights.mul_(keep).add_(directions.to(weights.dtype) * factor)
 
 
 def _apply_rounded(
-    weights: Tensor, directions: Tensor, keep: Tensor, factor: Tensor, step_salt: Tensor, *, stochastic: bool
+    weights: Tensor,
+    directions: Tensor,
+    keep: Number,
+    factor: Number,
+    step_salt: Salt,
+    *,
+    stochastic: bool,
 ) -> None:
-    """Compute ``keep * weights + factor * directions`` in fp32 and round it to bf16 or fp16 weights."""
+    """Compute ``keep * weights + factor * directions`` in fp32 and round it to bf16 or fp16 weights.
+
+    Weights that are equal and have different directions are rounded independently.
+    """
     move = directions.float()
-    exact = weights.float() * keep + move * factor
+    exact = (weights.float() * keep).add_(move * factor)
     weights.copy_(round_to_half(exact, salted_bits(exact, step_salt, move), weights.dtype) if stochastic else exact)
 
 
 APPLY = Elementwise(_apply, reads=(0, 1), writes=(0,))
 APPLY_ROUNDED = Elementwise(_apply_rounded, reads=(0, 1), writes=(0,))
-
-
-def _apply_together_(
-    params: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    scales: Sequence[float],
-    step: int,
-    rounding: str,
-    observer: Observer | None,
-    decay_factors: Sequence[float] | None,
-) -> None:
-    """Do what `apply_directions_` does on an accelerator, in few launches."""
-    salted = number(salt(step), torch.int32)
-    runs = adjacent_runs(directions)
-    decays = _decays(weight_decay, decay_factors, len(params))
-    for (scale, decay, half, _), alike in itertools.groupby(
-        range(len(params)), key=lambda i: (scales[i], decays[i], is_half(params[i]), runs[i])
-    ):
-        indices = list(alike)
-        weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
-        keep, factor = 1 - lr * decay, -lr * scale
-        if not half:
-            over(APPLY, [weights, moves], number(keep), number(factor))
-            continue
-        if observer is not None:
-            for own, move in zip(weights, moves, strict=True):
-                observer(own, own.float() * keep + move.float() * factor)
-        stochastic = rounding != "nearest"
-        over(APPLY_ROUNDED, [weights, moves], number(keep), number(factor), salted, stochastic=stochastic)
 
 
 def apply_directions_(
@@ -116,9 +90,9 @@ def apply_directions_(
     observer: Observer | None = None,
     decay_factors: Sequence[float] | None = None,
 ) -> None:
-    """Apply decoupled weight decay, then ``param -= lr * scale * direction``.
+    """Apply decoupled weight decay, then ``param -= lr * scale * direction``, in few launches.
 
-    bf16 and fp16 parameters are computed in fp32 and rounded once. The directions may be overwritten.
+    bf16 and fp16 parameters are computed in fp32 and rounded once.
 
     Args:
         params: pieces of parameters.
@@ -131,42 +105,20 @@ def apply_directions_(
         observer: of what is rounded.
         decay_factors: of the weight decay of each piece; None where all are 1.
     """
-    if params and is_accelerator(params[0].device):
-        _apply_together_(
-            params,
-            directions,
-            lr=lr,
-            weight_decay=weight_decay,
-            scales=scales,
-            step=step,
-            rounding=rounding,
-            observer=observer,
-            decay_factors=decay_factors,
-        )
-        return
-    decays = _decays(weight_decay, decay_factors, len(params))
-    full: list[int] = []
-    half: list[int] = []
-    for i, param in enumerate(params):
-        (half if is_half(param) else full).append(i)
-    if full:
-        weights = [params[i] for i in full]
-        moves = [directions[i].to(params[i].dtype) for i in full]
-        torch._foreach_mul_(moves, [-lr * scales[i] for i in full])
-        if weight_decay:
-            if decay_factors is None:
-                torch._foreach_mul_(weights, 1 - lr * weight_decay)
-            else:
-                torch._foreach_mul_(weights, [1 - lr * decays[i] for i in full])
-        torch._foreach_add_(weights, moves)
-
-    def result(i: int) -> Result:
-        exact = params[i].float().mul_(1 - lr * decays[i])
-        move = directions[i].to(exact)
-        return Result(params[i], exact.add_(move, alpha=-lr * scales[i]), move)
-
-    weight_rounding.store_(map(result, half), rounding, step, observer)
-
-
-def _decays(weight_decay: float, factors: Sequence[float] | None, count: int) -> list[float]:
-    return [weight_decay] * count if factors is None else [weight_decay * factor for factor in factors]
+    salted = salt(step)
+    runs = adjacent_runs(directions)
+    decays = [weight_decay * factor for factor in decay_factors or [1.0] * len(params)]
+    for (scale, decay, half, _), alike in itertools.groupby(
+        range(len(params)), key=lambda i: (scales[i], decays[i], is_half(params[i]), runs[i])
+    ):
+        indices = list(alike)
+        weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
+        keep, factor = 1 - lr * decay, -lr * scale
+        if not half:
+            over(APPLY, [weights, moves], keep, factor)
+            continue
+        if observer is not None:
+            for own, move in zip(weights, moves, strict=True):
+                observer(own, own.float() * keep + move.float() * factor)
+        stochastic = rounding != "nearest"
+        over(APPLY_ROUNDED, [weights, moves], keep, factor, salted, stochastic=stochastic)

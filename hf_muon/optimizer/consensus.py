@@ -205,7 +205,7 @@ def complaints_of_all(
     return together(exchange_texts(root, first_device_of(groups), complaints), _ranks(root))
 
 
-def _ranks(group: ProcessGroup) -> list[int]:
+def _ranks(group: ProcessGroup | None) -> list[int]:
     """Return the global ranks of a group."""
     import torch.distributed as dist
 

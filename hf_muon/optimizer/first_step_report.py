@@ -92,7 +92,7 @@ def _how(group: Group, param: Tensor, place: SharedStorage | None) -> str:
     device = local_of(param).device
     dtype = str(compute_dtype(group["ns_dtype"], device.type, device.index)).removeprefix("torch.")
     steps = f"{len(resolve(group['ns_coefficients'], group['ns_steps']))} Newton-Schulz steps in {dtype}"
-    if place is None:
+    if place is None or place.group is None:
         return f"Muon, whole on this rank: {steps}"
     stored = "parts travel to" if is_dtensor(param) else "stored whole on each,"
     stored = stored if place.regions else "slices of ZeRO's partitions travel to"

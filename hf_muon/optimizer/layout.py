@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Executor
-from hf_muon.distributed.select import model_device, select_executors, shared_storage
+from hf_muon.distributed.exchange import Exchange
+from hf_muon.distributed.select import exchanges_of, model_device, shared_storage
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
@@ -20,10 +20,10 @@ from hf_muon.optimizer.layout_lines import lines_of
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
 from hf_muon.rules.registry import has_sides
 from hf_muon.storage import views
+from hf_muon.storage.boxes import Held
 from hf_muon.storage.factors import KEY, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
-from hf_muon.storage.regions import Stored
-from hf_muon.storage.shared import SharedStorage, unshared_parts
+from hf_muon.storage.shared import SharedStorage, unshared
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of, storage_complaint, unattached_complaint
 
 if TYPE_CHECKING:
@@ -71,19 +71,19 @@ class GroupWork:
     Attributes:
         shared: for each parameter, the ranks that store it together; None where this process stores it alone.
         matrices: of a Muon group; empty for an AdamW group.
-        executors: orthogonalize the matrices, which they know by position; empty for an AdamW group.
+        exchanges: orthogonalize the matrices, which they know by position; empty for an AdamW group.
         factors: of an AdamW group, for each parameter the factor of its elements; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
-    executors: list[Executor] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     factors: list[FactorRuns] = field(default_factory=list)
 
     @property
     def devices(self) -> list[torch.device]:
         """The devices on which matrices are orthogonalized."""
-        return sorted({executor.device for executor in self.executors}, key=str)
+        return sorted({exchange.device for exchange in self.exchanges}, key=str)
 
 
 class StepLayout:
@@ -134,8 +134,8 @@ class StepLayout:
                     if products_on is not None:  # a plan for another device
                         placed = [place._replace(device=products_on) for place in placed]
                     matrices = [place.matrix for place in placed]
-                    executors = _executors(group, placed, comm_dtype, max_batch_bytes)
-                    work = GroupWork(ranks, matrices, executors)
+                    exchanges = _exchanges(group, placed, comm_dtype, max_batch_bytes)
+                    work = GroupWork(ranks, matrices, exchanges)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
@@ -313,10 +313,11 @@ def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str 
 
 
 class _PlacedMatrix(NamedTuple):
-    """A matrix, the regions of it that ranks store, and the devices of the model and of Newton-Schulz."""
+    """A matrix, what the ranks of a group store of it, and the devices of the model and of Newton-Schulz."""
 
     matrix: Matrix
-    stored: SharedStorage | Stored
+    group: ProcessGroup | None
+    held: Sequence[Held]
     model_device: torch.device
     device: torch.device
 
@@ -333,9 +334,9 @@ def _placed_matrices(
             continue
         shape, view, device = shape_of(param), views.parse(text), model_device(param)
         factor = each[i] if each else 1.0
-        stored: Sequence[SharedStorage | Stored] = place.parts(view, shape) if place else unshared_parts(view, shape)
-        for one, part in zip(view.shapes(shape), stored, strict=True):
-            yield _PlacedMatrix(Matrix(i, one, view.transposed, factor=factor), part, device, device)
+        place = place or unshared(shape)
+        for one, held in zip(view.shapes(shape), place.parts(view, shape), strict=True):
+            yield _PlacedMatrix(Matrix(i, one, view.transposed, factor=factor), place.group, held, device, device)
 
 
 def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_PlacedMatrix]:
@@ -343,20 +344,21 @@ def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_Placed
     for part in partition.slices:
         elements = part.elements(partition.rank)
         shapes = part.view.shapes(part.shape)
-        for shape, stored in zip(shapes, part.parts(partition.group), strict=True):
+        for shape, held in zip(shapes, part.parts(), strict=True):
             matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factor)
-            yield _PlacedMatrix(matrix, stored, partition.device, partition.device)
+            yield _PlacedMatrix(matrix, partition.group, held, partition.device, partition.device)
 
 
-def _executors(
+def _exchanges(
     group: Group,
     placed: Sequence[_PlacedMatrix],
     comm_dtype: torch.dtype | None,
     max_batch_bytes: int,
-) -> list[Executor]:
-    return select_executors(
+) -> list[Exchange]:
+    return exchanges_of(
         [place.matrix.shape for place in placed],
-        [place.stored for place in placed],
+        [place.group for place in placed],
+        [place.held for place in placed],
         [update_dtype(group["params"][place.matrix.param], dtype_of(group)) for place in placed],
         [place.device for place in placed],
         [place.model_device for place in placed],

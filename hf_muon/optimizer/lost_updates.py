@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.diagnostics import log
-from hf_muon.math.weight_rounding import Observer
+from hf_muon.math.rounding import Observer
 from hf_muon.storage.tensors import has_data, local_of
 
 

@@ -49,10 +49,11 @@ class Muon(Optimizer):
         direction = orthogonalize(update)
         W         = (1 - lr * weight_decay) * W - lr * scale(out, in) * direction
 
-    A param group with ``use_muon: False`` is stepped by torch's own AdamW, with `adamw_betas` and `adamw_eps`. Every
-    other group is stepped by Muon and may hold only matrices ``(m, n)`` and stacks of matrices ``(B, m, n)``. For
-    parameters stored differently (as ``(in, out)``, several matrices in one, a convolution), the group's `views` has a
-    text for each parameter, as :mod:`hf_muon.storage.views` describes.
+    A param group with ``use_muon: False`` is stepped by AdamW, with `adamw_betas` and `adamw_eps`: by torch's own where
+    parameters, gradients and moments have one dtype of 32 bits or more. Every other group is stepped by Muon and may
+    hold only matrices ``(m, n)`` and stacks of matrices ``(B, m, n)``. For parameters stored differently (as
+    ``(in, out)``, several matrices in one, a convolution), the group's `views` has a text for each parameter, as
+    :mod:`hf_muon.storage.views` describes.
 
     Moments are stored in fp32, also for bf16 and fp16 parameters, unless `momentum_dtype` or `adamw_state_dtype` is
     set. State is stored like its parameter; the first step with any gradient makes that of all parameters.

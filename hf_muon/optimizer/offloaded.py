@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Executor, Piece, UpdatesOf
+from hf_muon.distributed.exchange import Exchange
+from hf_muon.distributed.pieces import Piece, UpdatesOf
 from hf_muon.math.adamw import Stepped, adamw_, chunks, uses_fused_adamw
+from hf_muon.math.elementwise import chunk_size
 from hf_muon.math.momentum import BUFFER, SCALE, MomentumBuffers
-from hf_muon.math.rounding import batched, chunk_size
 from hf_muon.storage.transport import Transport
 
 Moments = Mapping[str, Tensor]
@@ -59,7 +60,7 @@ class OffloadedMomentum:
             state[k] = {key: present[id(stored)] for key, stored in part.items()}
             grad = self._grads[piece.matrix]
             if part[BUFFER] is self._state[piece.matrix][BUFFER]:
-                own.append(Piece(k, piece.local, piece.cut))
+                own.append(Piece(k, piece.box))
             else:
                 own.append(Piece(k))
                 grad = piece.of(grad)
@@ -76,7 +77,7 @@ class OffloadedMomentum:
     def _stored(self, piece: Piece) -> dict[str, Tensor]:
         """Return the tensors that a piece needs of the stored momentum: views of its own, or all of them."""
         stored = self._state[piece.matrix]
-        if SCALE in stored and piece.cut is not None and piece.cut.dim == stored[BUFFER].ndim - 1:
+        if SCALE in stored and piece.cuts_rows:
             return dict(stored)
         return {key: piece.of(tensor) for key, tensor in stored.items()}
 
@@ -88,22 +89,22 @@ def _distinct(parts: Sequence[Moments]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def updates_for(
-    executor: Executor,
+    exchange: Exchange,
     active: Collection[int],
     state: Mapping[int, Moments],
     grads: Mapping[int, Tensor],
     **options: Any,
 ) -> Iterator[UpdatesOf]:
-    """Return what computes the updates for an executor whose momentum is offloaded, wholly or in part.
+    """Return what computes the updates for an exchange whose momentum is offloaded, wholly or in part.
 
     Args:
-        executor: of a Muon group.
+        exchange: of a Muon group.
         active: positions of the matrices to step.
         state: the momentum of each of them, by its position in the group; local tensors.
         grads: the gradient of each of them; local tensors.
         **options: of `MomentumBuffers`.
     """
-    momentum = OffloadedMomentum(state, grads, executor.device, executor.order(active), **options)
+    momentum = OffloadedMomentum(state, grads, exchange.device, exchange.order(active), **options)
     with momentum.transport:
         yield momentum.updates
 
@@ -116,8 +117,12 @@ def adamw_offloaded_(stepped: Sequence[Stepped], **options: Any) -> None:
         **options: of `adamw_`.
     """
     for device, alike in itertools.groupby(stepped, key=lambda own: own.param.device):
-        every = (chunk for own in alike for chunk in chunks(own, chunk_size(own.param)))
-        turns = list(batched(every, lambda chunk: chunk.param))
+        most = chunk_size(device)
+        turns: list[list[Stepped]] = [[]]
+        for chunk in (chunk for own in alike for chunk in chunks(own, most)):
+            if turns[-1] and sum(other.param.numel() for other in turns[-1]) + chunk.param.numel() > most:
+                turns.append([])
+            turns[-1].append(chunk)
         with Transport(
             device, [[moment for own in turn for moment in _moments(own).values()] for turn in turns]
         ) as way:

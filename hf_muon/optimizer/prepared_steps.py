@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_muon.math.weight_rounding import Observer
+from hf_muon.math.rounding import Observer
 from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import complete_state_

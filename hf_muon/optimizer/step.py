@@ -1,4 +1,4 @@
-"""The step of one param group: Muon with its executors, or AdamW."""
+"""The step of one param group: Muon with its exchanges, or AdamW."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hf_muon.distributed.executor import Directions, Executor, Piece, UpdatesOf
+from hf_muon.distributed.exchange import Exchange
+from hf_muon.distributed.pieces import Directions, Piece, UpdatesOf
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.moments import SCALES
 from hf_muon.math.momentum import BUFFER, SCALE, MomentumBuffers
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
+from hf_muon.math.rounding import Observer
 from hf_muon.math.update import apply_directions_, lr_scale
-from hf_muon.math.weight_rounding import Observer
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.factor_runs import parts_of
 from hf_muon.optimizer.groups import rate_of
@@ -55,7 +56,7 @@ class MuonStep:
     ) -> None:
         self.group = group
         self.indices = indices
-        self._executors = work.executors
+        self._exchanges = work.exchanges
         self._number = number
         self._max_batch_bytes = max_batch_bytes
         params = {i: group["params"][i] for i in indices}
@@ -88,29 +89,29 @@ class MuonStep:
         grads = {i: gradients.local_grad(self.group["params"][i]) for i in self.indices}  # which may communicate
         of_matrices = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
         momentum = MomentumBuffers(self._stored, of_matrices, **self._options)
-        for executor in self._executors:
-            executor.observer = watch
-            self._rules.attach(executor)
+        for exchange in self._exchanges:
+            exchange.observer = watch
+            self._rules.attach(exchange)
             with (
-                updates_for(executor, self._active, self._stored, of_matrices, **self._options)
+                updates_for(exchange, self._active, self._stored, of_matrices, **self._options)
                 if self._offloads
                 else contextlib.nullcontext(momentum.updates)
             ) as updates_of:
                 changed = self._rules.updates_of(updates_of)
-                for pieces, directions in self._directions(executor, changed):
+                for pieces, directions in self._directions(exchange, changed):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
-            self._rules.share(executor)
-        self._rules.release(self._executors)
+            self._rules.share(exchange)
+        self._rules.release(self._exchanges)
         if watch is not None:
             for k in self._active:
                 watch.momentum(k, momentum.values(k))
             watch.rules(self._hyper)
 
-    def _directions(self, executor: Executor, updates_of: UpdatesOf) -> Directions:
+    def _directions(self, exchange: Exchange, updates_of: UpdatesOf) -> Directions:
         coefficients = resolve(self._hyper["ns_coefficients"], self._hyper["ns_steps"])
-        dtype = compute_dtype(self.group["ns_dtype"], executor.device.type, executor.device.index)
-        return executor.directions(self._active, updates_of, Orthogonalizer(coefficients, dtype, self._max_batch_bytes))
+        dtype = compute_dtype(self.group["ns_dtype"], exchange.device.type, exchange.device.index)
+        return exchange.directions(self._active, updates_of, Orthogonalizer(coefficients, dtype, self._max_batch_bytes))
 
     def _apply(
         self,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.executor import Executor, Piece, UpdatesOf
+from hf_muon.distributed.exchange import Exchange
+from hf_muon.distributed.pieces import Piece, UpdatesOf
 from hf_muon.distributed.units import Unit
 from hf_muon.math.torch_private import storage_id
 from hf_muon.optimizer.layout import GroupWork, Matrix
@@ -81,10 +82,10 @@ class StepRules:
                     own = local_of(state[group["params"][matrix.param]][key])
                     self._stored.setdefault(k, {})[key] = matrix.of(own)
 
-    def release(self, executors: Sequence[Executor]) -> None:
-        """Have executors, which stay until the next step, let go of this one."""
-        for executor in executors:
-            executor.rule = None
+    def release(self, exchanges: Sequence[Exchange]) -> None:
+        """Have exchanges, which stay until the next step, let go of this one."""
+        for exchange in exchanges:
+            exchange.rule = None
 
     def updates_of(self, updates_of: UpdatesOf) -> UpdatesOf:
         """Return what computes updates, changed by rules."""
@@ -108,9 +109,9 @@ class StepRules:
                     update = update.clone()  # what orthogonalizes updates overwrites them
         return update
 
-    def attach(self, executor: Executor) -> None:
-        """Have an executor pass whole directions to the rules."""
-        executor.rule = self._directed if self._on_directions else None
+    def attach(self, exchange: Exchange) -> None:
+        """Have an exchange pass whole directions to the rules."""
+        exchange.rule = self._directed if self._on_directions else None
 
     def _directed(self, unit: Unit, directions: Tensor) -> Tensor:
         """Return the directions of a unit ``(B, m, n)`` as rules change them, in their dtype."""
@@ -131,10 +132,10 @@ class StepRules:
         """Return the state of a unit's matrices: a view for each of its ranges, ``(b, ...)``."""
         return [self._reduced[key][matrix][start:stop] for matrix, start, stop in unit.ranges]
 
-    def share(self, executor: Executor) -> None:
+    def share(self, exchange: Exchange) -> None:
         """Copy what the owners of matrices have written into small state to all ranks."""
         if self._reduced and self._on_directions:
-            executor.share(self._active, lambda unit: [own for key in self._reduced for own in self._slices(unit, key)])
+            exchange.share(self._active, lambda unit: [own for key in self._reduced for own in self._slices(unit, key)])
 
     def applied(
         self, pieces: Sequence[Piece], directions: Sequence[Tensor], weights: Sequence[Tensor], scales: Sequence[float]

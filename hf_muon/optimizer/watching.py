@@ -12,7 +12,7 @@ from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics import facts
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.diagnostics.watch import Watch
-from hf_muon.distributed.executor import Piece
+from hf_muon.distributed.pieces import Piece
 from hf_muon.math.adamw import MOMENTS_OF_ADAMW
 from hf_muon.math.moments import decoded_chunks
 from hf_muon.optimizer.layout import GroupWork

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_muon.config import MuonConfig
-from hf_muon.distributed.exchange import Exchange
-from hf_muon.distributed.executor import StepCost
+from hf_muon.distributed.pieces import StepCost
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
+from hf_muon.math.elementwise import chunk_size
 from hf_muon.math.moments import moment_bytes
-from hf_muon.math.rounding import chunk_size
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
 from hf_muon.plan.stand_ins import ACCELERATOR
@@ -29,7 +28,7 @@ _STEP = 4  # bytes of AdamW's number of steps, an fp32 number
 
 
 def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torch.dtype) -> StepCost:
-    """Return what the executors of all param groups cost together, on each rank.
+    """Return what the exchanges of all param groups cost together, on each rank.
 
     Args:
         layout: of the param groups.
@@ -44,13 +43,13 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
-    for executor in (executor for work in layout.works for executor in work.executors):
-        own = executor.cost(newton_schulz, ns_dtype)
+    for exchange in (exchange for work in layout.works for exchange in work.exchanges):
+        own = exchange.cost(newton_schulz, ns_dtype)
         # Without other ranks every process does all of it.
-        places = range(ranks) if isinstance(executor, Exchange) else [0] * ranks
+        places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
         sent = [total + own.sent_bytes[place] for total, place in zip(sent, places, strict=True)]
-        in_flight = max(in_flight, own.in_flight_bytes)  # executors step one after the other
+        in_flight = max(in_flight, own.in_flight_bytes)  # exchanges step one after the other
         largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
     return StepCost(flops, sent, in_flight, largest, turn)
 
@@ -75,7 +74,7 @@ def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_d
         most = cost.batch_size(unit.shape, lengths, ns_dtype, rows, ACCELERATOR.type, config.max_batch_bytes)
         each = cost.working_bytes(unit.shape, lengths, ns_dtype, rows)
         batches = max(batches, min(most, unit.count) * each)
-    chunk = chunk_size(torch.empty(0, device=ACCELERATOR))
+    chunk = chunk_size(ACCELERATOR)
     return of_step.in_flight_bytes + of_step.unit_bytes + 8 * of_step.turn + batches + 16 * chunk
 
 
@@ -84,16 +83,13 @@ def turns_of_moments(of_step: StepCost) -> int:
 
     A turn is what moves together: updates under way, or a chunk of two moments of AdamW's.
     """
-    chunk = chunk_size(torch.empty(0, device=ACCELERATOR))
+    chunk = chunk_size(ACCELERATOR)
     return 2 * 4 * max(of_step.turn, of_step.unit_bytes // 8, 2 * chunk)
 
 
 def _units(layout: StepLayout) -> Iterator[Unit]:
-    for executor in (executor for work in layout.works for executor in work.executors):
-        if isinstance(executor, Exchange):
-            yield from (unit for unit, _ in executor.schedule.owned)
-        else:
-            yield from executor.units  # type: ignore[attr-defined]
+    for exchange in (exchange for work in layout.works for exchange in work.exchanges):
+        yield from (unit for unit, _ in exchange.schedule.owned)
 
 
 class StateBytes(NamedTuple):

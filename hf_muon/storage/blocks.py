@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -28,17 +26,6 @@ class Blocks:
     def length(self) -> int:
         """Number of indices."""
         return self.size * self.count
-
-    def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return a view of these indices of a tensor; several blocks replace `dim` by two dims, ``(count, size)``."""
-        if self.count == 1:
-            return tensor.narrow(dim, self.start, self.size)
-        span = tensor.narrow(dim, self.start, (self.count - 1) * self.stride + self.size)
-        return span.unfold(dim, self.size, self.stride).movedim(-1, dim + 1)
-
-    def shape(self) -> tuple[int, ...]:
-        """Return the dims that `of` puts in place of `dim`."""
-        return (self.size,) if self.count == 1 else (self.count, self.size)
 
     def within(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[Blocks, tuple[int, int]]]:
         """Intersect these blocks with the indices that a rank stores.
@@ -72,27 +59,3 @@ class Blocks:
                 own = (block * self.size + lower - begin, block * self.size + upper - begin)
                 yield Blocks(lower + shift, upper - lower), own
             block += 1
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Blocks along one dim of a stored tensor.
-
-    Attributes:
-        blocks: the indices.
-        dim: along which they lie.
-        shape: to which a flat stored tensor is reshaped first; None for its own.
-    """
-
-    blocks: Blocks
-    dim: int
-    shape: tuple[int, ...] | None = None
-
-    def of(self, stored: Tensor) -> Tensor:
-        """Return a view of these indices of a stored tensor."""
-        return self.blocks.of(stored if self.shape is None else stored.view(self.shape), self.dim)
-
-    def shape_of(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of that view."""
-        shape = self.shape or stored
-        return (*shape[: self.dim], *self.blocks.shape(), *shape[self.dim + 1 :])

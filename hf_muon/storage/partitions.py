@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_muon.storage.boxes import Held, parts_held
 from hf_muon.storage.regions import FlatRegion
-from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.views import WHOLE, View
 
 if TYPE_CHECKING:
@@ -87,15 +87,15 @@ class Slice:
         first, last = self.bounds[rank]
         return slice(self.start, self.start + last - first)
 
-    def parts(self, group: ProcessGroup) -> list[SharedStorage]:
-        """Return how the ranks of a group store each part of the parameter's view."""
+    def parts(self) -> Sequence[Sequence[Held]]:
+        """Return, for each part of the parameter's view, what each rank stores of it."""
         rows, columns = self.view.folded(self.shape)[-2:]
-        return SharedStorage(group, _flat_regions((rows, columns), self.bounds)).parts(self.view, self.shape)
+        return parts_held(self.view, self.shape, _flat_regions((rows, columns), self.bounds))
 
 
 @lru_cache(maxsize=1024)
-def _flat_regions(matrix: tuple[int, int], bounds: tuple[tuple[int, int], ...]) -> Sequence[FlatRegion]:
-    """Return each rank's region; cached, so that equally cut parameters share one object (see `SharedStorage`)."""
+def _flat_regions(matrix: tuple[int, int], bounds: tuple[tuple[int, int], ...]) -> tuple[FlatRegion, ...]:
+    """Return each rank's region."""
     return tuple(FlatRegion(matrix, first, last) for first, last in bounds)
 
 

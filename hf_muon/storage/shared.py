@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from hf_muon.storage.regions import Region, Stored, part_regions, whole
+from hf_muon.storage.boxes import Held, parts_held
+from hf_muon.storage.regions import FlatRegion, Region, whole
 from hf_muon.storage.views import View
 
 if TYPE_CHECKING:
@@ -19,22 +20,21 @@ class SharedStorage:
     """How the ranks of a process group store a tensor.
 
     Attributes:
-        group: the process group.
-        regions: what each rank stores, in the order of the group's ranks. Tensors that are stored alike should share
-            one object: `distributed.holdings` compares these sequences by identity.
+        group: the process group; None where this process has the tensor alone.
+        regions: what each rank stores, in the order of the group's ranks.
     """
 
-    group: ProcessGroup
-    regions: Sequence[Stored]
+    group: ProcessGroup | None
+    regions: Sequence[Region | FlatRegion]
 
-    def parts(self, view: View, shape: tuple[int, ...]) -> list[SharedStorage]:
-        """Return how the ranks store each part of a view of the tensor, whose whole shape is `shape`."""
-        return [SharedStorage(self.group, regions) for regions in part_regions(view, shape, tuple(self.regions))]
+    def parts(self, view: View, shape: tuple[int, ...]) -> Sequence[Sequence[Held]]:
+        """Return, for each part of a view of the tensor of this whole shape, what each rank stores of it."""
+        return parts_held(view, shape, tuple(self.regions))
 
 
-def unshared_parts(view: View, shape: tuple[int, ...]) -> list[Stored]:
-    """Return how a process that stores all of a tensor stores each part of its view."""
-    return [regions[0] for regions in part_regions(view, shape, (whole(shape),))]
+def unshared(shape: tuple[int, ...]) -> SharedStorage:
+    """Return the storage of a tensor that this process has alone."""
+    return SharedStorage(None, replicated_regions(shape, 1))
 
 
 @lru_cache(maxsize=1024)

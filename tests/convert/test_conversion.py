@@ -112,9 +112,11 @@ class TestTorch:
         run(theirs, rest, muon, adamw)
         for one, other in zip(*(halves(m)[1] for m in (theirs, model)), strict=True):
             assert torch.equal(one, other)
-        # Momentum depends on the gradients alone, which are precomputed: both moving averages stay equal.
+        # Momentum depends on the gradients alone, which are precomputed: both moving averages stay equal but for the
+        # last bits, because theirs is a `lerp`, which rounds once.
         for one, other in zip(*(halves(m)[0] for m in (theirs, model)), strict=True):
-            assert torch.equal(muon.state[one]["momentum_buffer"], target.state[other]["momentum_buffer"])
+            buffers = muon.state[one]["momentum_buffer"], target.state[other]["momentum_buffer"]
+            torch.testing.assert_close(*buffers, rtol=1e-6, atol=1e-7)
         return start, list(theirs.parameters()), list(model.parameters())
 
     @pytest.mark.parametrize("named", [True, False])

@@ -28,7 +28,7 @@ from benchmarks.fake_layouts import mesh_of, rank_of, shard_
 from hf_muon import build_optimizer
 from hf_muon.diagnostics.log import logger
 from hf_muon.math.codes import BLOCK
-from hf_muon.math.elementwise import Elementwise
+from hf_muon.math.elementwise import Elementwise, as_tensor
 from tests.cuda import fake_gpu
 
 CUDA = torch.device("cuda", 0)
@@ -195,8 +195,8 @@ class Asked(FakeTensorMode):
         """Note the calls of compiled functions in the block."""
         plain = Elementwise.__call__
 
-        def noted(function: Elementwise, *tensors: Tensor, **options: Any) -> None:
-            self.calls[_call_of(function, tensors, options)] += 1
+        def noted(function: Elementwise, *tensors: Tensor | float, **options: Any) -> None:
+            self.calls[_call_of(function, [*map(as_tensor, tensors)], options)] += 1
             with self._unnoted():
                 plain(function, *tensors, **options)
 

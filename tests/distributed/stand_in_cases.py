@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.distributed import agreement, groups, select
-from hf_muon.math import elementwise, newton_schulz, rounding
+from hf_muon.math import elementwise, newton_schulz
 from hf_muon.storage import host, tensors, transport
 from tests.accelerated import uncomputed
 
@@ -84,7 +84,9 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
         optimizer.load_state_dict(states)
     device = stand_in.DEVICE
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(rounding, "_CHUNK", chunk))
+        stack.enter_context(
+            mock.patch.object(elementwise, "_ON_ACCELERATOR", elementwise._ON_ACCELERATOR._replace(chunk=chunk))
+        )
         if compiles:
             stack.enter_context(uncomputed())
             stack.enter_context(mock.patch.object(newton_schulz, "_WITH_FP64", {"standin"}))

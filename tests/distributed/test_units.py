@@ -12,7 +12,9 @@ from hf_muon.distributed.exchange import Exchange
 from hf_muon.distributed.holdings import Holdings
 from hf_muon.distributed.schedule import OwnedUnit, Schedule
 from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
+from hf_muon.storage.boxes import parts_held
 from hf_muon.storage.regions import regions
+from hf_muon.storage.views import WHOLE
 
 
 def llama_70b():
@@ -50,8 +52,13 @@ def loads(units, owners, ranks):
     return load
 
 
+def held(shape, ranks, placement):
+    """Return what each rank stores of a matrix, or of a stack."""
+    return parts_held(WHOLE, shape, tuple(regions(shape, (ranks,), [placement])))[0]
+
+
 def holdings_of(shapes, ranks):
-    where = {shape: regions(shape, (ranks,), [Shard(0)]) for shape in set(shapes)}
+    where = {shape: held(shape, ranks, Shard(0)) for shape in set(shapes)}
     return Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
 
 
@@ -143,7 +150,7 @@ def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ran
 
 def cost_of(placement, ranks, owners):
     """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
-    stored = regions((4, 6), (ranks,), [placement])
+    stored = held((4, 6), ranks, placement)
     owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),)), owner) for k, owner in enumerate(owners)]
     holdings = Holdings(dict.fromkeys(range(len(owners)), stored), ranks)
     return Schedule(owned, holdings, 0, torch.float32, 2**20).cost(lambda unit: unit.numel, torch.bfloat16)

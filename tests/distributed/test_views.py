@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import Muon
-from hf_muon.distributed.executor import Piece
-from hf_muon.distributed.holdings import BatchBox
+from hf_muon.storage.boxes import parts_held
 from hf_muon.storage.partitions import partition_bounds
-from hf_muon.storage.regions import FlatRegion, part_regions
+from hf_muon.storage.regions import FlatRegion, regions
 from hf_muon.storage.views import parse
 from tests.distributed.cases import make
 from tests.equality.cells import VIEWS
@@ -113,26 +116,51 @@ def test_views_are_saved_and_the_runs_own_ones_stay(there, here, says, tmp_path,
     assert says in caplog.text and "[views-of-run]" in caplog.text if says else not caplog.records
 
 
-def test_flat_slices_hold_their_parts():
-    """Assemble each matrix of a view from the flat slices of all ranks, as ZeRO partitions them."""
-    for shape, text in VIEWS:
-        view, weight = parse(text), torch.arange(math.prod(shape)).view(shape)
-        for ranks in (2, 3, 5):
-            size = -(-(weight.numel() + 3) // ranks)
-            bounds = partition_bounds(weight.numel(), size, ranks, offset=3)
-            slices = [weight.reshape(-1)[first:last] for first, last in bounds]
-            rows, columns = view.folded(shape)[-2:]
-            regions = tuple(FlatRegion((rows, columns), first, last) for first, last in bounds)
-            for expected, part_shape, stored in zip(
-                apart(weight, text), view.shapes(shape), part_regions(view, shape, regions), strict=True
-            ):
-                results = torch.full((math.prod(part_shape[:-2]), *part_shape[-2:]), -1)  # (B, m, n)
-                for region, local in zip(stored, slices, strict=True):
-                    for box in region.boxes(0, len(results)):
-                        piece = Piece(0, box.local, box.cut).of(local)
-                        assert piece.shape == box.stored
-                        matrices = slice(box.first, box.first + box.count)
-                        target = BatchBox(Piece(0), box.stored, box.shape, matrices, box.rows, box.columns)
-                        target.write(piece.reshape(box.shape), results)
-                expected = expected.mT if view.transposed else expected
-                assert torch.equal(results, expected.reshape(results.shape)), (shape, text, ranks)
+def stored_by(shape, folded, draw):
+    """Return what each rank stores of a tensor of elements' numbers: shards of a mesh, or slices as those of ZeRO."""
+    elements = torch.arange(math.prod(shape)).view(shape)
+    if draw(st.booleans()):
+        ranks = draw(st.integers(1, 5))
+        bounds = partition_bounds(elements.numel(), -(-(elements.numel() + 3) // ranks), ranks, offset=3)
+        slices = [elements.reshape(-1)[first:last] for first, last in bounds]
+        return elements, [FlatRegion(folded[-2:], first, last) for first, last in bounds], slices
+    axes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=2))
+    placements = [
+        Replicate() if dim > 7 else _StridedShard(dim % len(shape), split_factor=factor) for _, dim, factor in axes
+    ]
+    held, locals_ = regions(shape, [size for size, *_ in axes], placements), []
+    for region in held:
+        local = elements
+        for dim, ranges in enumerate(region.dims):
+            local = local.index_select(
+                dim, torch.tensor([i for pair in ranges for i in range(*pair)], dtype=torch.long)
+            )
+        # In whatever order the framework has them in memory.
+        locals_.append(local.contiguous() if draw(st.booleans()) else local.mT.contiguous().mT)
+    return elements, held, locals_
+
+
+@pytest.mark.parametrize(("shape", "text"), [*VIEWS, ((8, 5), "columns 2+3"), ((9, 4, 7), "rows 1+3")])
+@given(data=st.data())
+def test_boxes_hold_the_matrices_of_every_view(shape, text, data):
+    """Put together each matrix from the boxes that ranks store of it."""
+    view = parse(text)
+    elements, held, locals_ = stored_by(shape, view.folded(shape), data.draw)
+    parts = zip(apart(elements, text), view.shapes(shape), parts_held(view, shape, tuple(held)), strict=True)
+    for expected, part_shape, of_ranks in parts:
+        count = math.prod(part_shape[:-2])
+        start = data.draw(st.integers(0, count - 1))
+        results = torch.full((count - start, *part_shape[-2:]), -1)  # (B, m, n)
+        for own, local in zip(of_ranks, locals_, strict=True):
+            boxes = own.boxes(start, count)
+            assert own.numel == sum(box.numel for box in own.boxes(0, count))
+            assert len(boxes) <= 5 or text or local.ndim > 1
+            for box in boxes:
+                piece = box.of(local)
+                assert piece.shape == box.stored
+                box.write(piece.reshape(box.shape), results)
+                assert torch.equal(box.in_batch(results), piece.reshape(-1))
+                if not box.has_whole_rows and local.ndim > 1:
+                    assert torch.equal(box.columns_of(box.rows_of(local).clone()), piece)
+        expected = expected.mT if view.transposed else expected
+        assert torch.equal(results, expected.reshape(count, *part_shape[-2:])[start:])

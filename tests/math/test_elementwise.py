@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from unittest import mock
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import Muon
 from hf_muon.math import compiler, elementwise
-from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, number, over, shaped_like
+from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, over, shaped_like
 from tests.accelerated import accelerated, compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
@@ -47,10 +48,12 @@ SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3)
     rows=st.lists(st.tuples(SHAPES, st.sampled_from(KINDS), st.sampled_from(KINDS), DTYPES, DTYPES), max_size=8),
     copied_bytes=st.sampled_from([0, 400, 2**30]),
     run_bytes=st.sampled_from([100, 2**30]),
+    chunk=st.sampled_from([3, 2**17]),
+    path=st.sampled_from([accelerated, contextlib.nullcontext]),
     into=st.sampled_from([{}, {1: 2}]),
 )
-def test_many_tensors_are_as_one_after_the_other(rows, copied_bytes, run_bytes, into):
-    """Whether each is copied or in a call of its own, and however many copies there may be at once."""
+def test_many_tensors_are_as_one_after_the_other(rows, copied_bytes, run_bytes, chunk, path, into):
+    """Whether each is copied or in a call of its own, however many copies there may be, and in whatever chunks."""
 
     def columns():
         generator = torch.Generator().manual_seed(0)
@@ -60,9 +63,10 @@ def test_many_tensors_are_as_one_after_the_other(rows, copied_bytes, run_bytes, 
 
     results, expected = columns(), columns()
     for row in zip(*expected, strict=True):
-        _add(*row, number(0.5))
-    with accelerated(copied_bytes), mock.patch.object(elementwise, "_RUN_BYTES", run_bytes):
-        over(ADD, results, number(0.5), into=into)
+        _add(*row, 0.5)
+    numbers = elementwise._ON_HOST._replace(copied_bytes=copied_bytes, run_bytes=run_bytes, chunk=chunk)
+    with mock.patch.multiple(elementwise, _ON_ACCELERATOR=numbers, _ON_HOST=numbers), path():
+        over(ADD, results, 0.5, into=into)
     for one, other in zip(itertools.chain(*results), itertools.chain(*expected), strict=True):
         assert torch.equal(one, other)
 
@@ -78,7 +82,8 @@ def test_calls_are_few():
         others = {"bf16": torch.ones(4, dtype=torch.bfloat16), "gaps": torch.ones(8)[::2]}
         tensors, calls = [others.get(size, torch.ones(4)) for size in sizes], []
         function = Elementwise(lambda own, calls=calls: calls.append(own.add_(1).numel()), reads=(0,), writes=(0,))
-        with accelerated(copied_bytes), mock.patch.object(elementwise, "_RUN_BYTES", run_bytes):
+        numbers = elementwise._ON_ACCELERATOR._replace(run_bytes=run_bytes)
+        with mock.patch.object(elementwise, "_ON_ACCELERATOR", numbers), accelerated(copied_bytes):
             over(function, [tensors])
         assert calls == expected
         assert all((tensor == 2).all() for tensor in tensors)
@@ -214,7 +219,7 @@ def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_
 
         flat = torch.arange(12.0)
         expected = flat.clone()
-        _add(expected[1:5], expected[7:11], expected[7:11], number(0.5))
+        _add(expected[1:5], expected[7:11], expected[7:11], 0.5)
         odd = flat[7:11]
-        ADD(flat[1:5], odd, odd, number(0.5))
+        ADD(flat[1:5], odd, odd, 0.5)
         assert torch.equal(flat, expected)

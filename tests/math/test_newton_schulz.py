@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.live_bytes import LiveBytes
 from hf_muon import orthogonalize
-from hf_muon.math import cost, precision
+from hf_muon.math import cost, elementwise, precision
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
 from hf_muon.math.cost import BlockRows
 from hf_muon.math.newton_schulz import Orthogonalizer, newton_schulz
@@ -378,7 +378,7 @@ def test_peak_memory_is_as_computed(shape, dtype):
 
 
 def test_an_accelerator_copies_no_batch_where_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr("hf_muon.math.newton_schulz._PLAIN_ELEMENTS", 4000)
+    monkeypatch.setattr(elementwise, "_ON_ACCELERATOR", elementwise._ON_ACCELERATOR._replace(chunk=4000))
     matrices = torch.randn(64, 50, 80)
     each = cost.working_bytes((50, 80), STANDARD, torch.bfloat16, BlockRows(50, 50))
     with accelerated(), LiveBytes() as live:

@@ -101,9 +101,9 @@ def test_a_step_is_that_of_fp32_from_what_is_stored(momentum_dtype, nesterov, tm
         before = [(p.detach().clone(), decoded(optimizer.state[p], "momentum_buffer").clone()) for p in params]
         run(optimizer, params, [grads])
         for param, grad, (weight, buffer) in zip(params, grads, before, strict=True):
-            exact, state = buffer.float().lerp(grad, 1 - 0.95), optimizer.state[param]
+            exact, state = (grad - buffer.float()) * (1 - 0.95) + buffer.float(), optimizer.state[param]
             stored = decoded(state, "momentum_buffer").float()
-            update = grad.lerp(exact, 0.95) if nesterov else exact
+            update = exact - (exact - grad) * (1 - 0.95) if nesterov else exact
             if momentum_dtype == "bf16":
                 assert torch.equal(stored, rounded(exact, step))
             elif "momentum_scale" in state:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.live_bytes import LiveBytes
 from hf_muon import MuonConfig, build_optimizer, route_parameters
 from hf_muon.cli.model_source import known_configs
-from hf_muon.math import cost, rounding
+from hf_muon.math import cost
 from hf_muon.plan.activations import Activations, estimate_activations
 from hf_muon.plan.step_plan import plan_step
 from tests.accelerated import accelerated, uncomputed
@@ -150,7 +150,6 @@ class Matrices(nn.Module):
 )
 def test_the_buffers_of_a_step_are_bounded(moments, dtype, ns_dtype, monkeypatch):
     """Compare with a second step in the chunks of an accelerator, because the first creates the state."""
-    monkeypatch.setattr(rounding, "_CHUNKS", {})
     monkeypatch.setattr(cost, "_BLOCK_ROWS", {})
     options = {
         "momentum_dtype": moments,

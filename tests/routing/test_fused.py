@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.functional import sigmoid, tanh
 
 from hf_muon import route_parameters
+from hf_muon.storage.boxes import parts_held
+from hf_muon.storage.regions import whole
 from hf_muon.storage.views import parse
 
 pytestmark = pytest.mark.newest
@@ -44,8 +46,8 @@ def fused(model):
         _, _, names = route.reason.partition(": ")
         if names:
             view = parse(route.view)
-            weight = route.parameter.data.view(view.folded(route.shape))
-            parts = [part.of(weight, weight.ndim + view.axis) for part in view.parts]
+            boxes = [own.boxes(0, own.matrices)[0] for (own,) in parts_held(view, route.shape, (whole(route.shape),))]
+            parts = [box.of(route.parameter.data) for box in boxes]
             yield route.name, names, dict(zip(names.split(", "), parts, strict=True))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon.storage.factors import KEY, factors_of, list_complaint, with_texts
 from hf_muon.storage.partitions import Division, partition_bounds
-from hf_muon.storage.regions import FlatRegion, Region, chunk, length, regions, take, whole
+from hf_muon.storage.regions import Region, chunk, length, regions, take, whole
 
 placements = st.one_of(
     st.builds(Replicate),
@@ -56,30 +56,6 @@ def test_ranges():
     assert [take(ranges, *span) for span in ((1, 4), (4, 9), (5, 9))] == [((3, 5), (7, 8)), ((8, 9),), ()]
     assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
     assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_the_boxes_of_a_slice_hold_its_elements(stack, m, n, data):
-    total = stack * m * n
-    start = data.draw(st.integers(0, total))
-    stop = data.draw(st.integers(start, total))
-    first = data.draw(st.integers(0, stack - 1))
-    last = data.draw(st.integers(first + 1, stack))
-    region = FlatRegion((m, n), start, stop)
-    assert region.numel == stop - start
-    where = {}
-    boxes = list(region.boxes(first, last))
-    assert len(boxes) <= 5
-    for box in boxes:
-        elements = itertools.product(
-            range(box.first + first, box.first + first + box.count),
-            *([i for a, b in ranges for i in range(a, b)] for ranges in (box.rows, box.columns)),
-        )
-        local = range(box.local.start, box.local.stop)
-        assert box.stored == (box.numel,)
-        where.update(zip(local, [(b * m + row) * n + column for b, row, column in elements], strict=True))
-    inside = [element for element in range(start, stop) if first * m * n <= element < last * m * n]
-    assert where == {element - start: element for element in inside}
 
 
 @given(st.integers(1, 12), st.integers(1, 20), st.integers(0, 20), st.integers(0, 2), st.data())

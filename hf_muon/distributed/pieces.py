@@ -1,0 +1,99 @@
+"""The one seam between mathematics and storage: what an `Exchange` is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_muon.storage.boxes import Box
+
+if TYPE_CHECKING:
+    from hf_muon.distributed.units import Unit
+
+
+class NewtonSchulz(Protocol):
+    """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`.
+
+    With `overwrite` it may write to the matrices, which are contiguous and aligned then, and return directions in their
+    memory.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(self, matrices: Tensor, /, *, overwrite: bool = False) -> Tensor: ...
+
+
+class Piece(NamedTuple):
+    """The elements of a matrix that this rank steps at once.
+
+    Attributes:
+        matrix: position of the matrix, or stack, among those of its param group.
+        box: some of what this rank stores of it; None for all.
+    """
+
+    matrix: int
+    box: Box | None = None
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return a view of the piece in a tensor that is stored like the matrix."""
+        return local if self.box is None else self.box.of(local)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether it has a part of what this rank stores of rows."""
+        return self.box is not None and not self.box.has_whole_rows
+
+
+class StepCost(NamedTuple):
+    """What one step of all matrices of an `Exchange` costs; of ranks, the largest of all.
+
+    Attributes:
+        flops: of Newton-Schulz, for each rank; one entry of a process that is alone with its matrices.
+        sent_bytes: of updates and directions that each rank sends to others.
+        in_flight_bytes: of the updates and directions that a rank has in flight at once.
+        unit_bytes: of the buffers for the largest unit on its owner.
+        turn: elements of the updates that a rank computes at once, to send them.
+    """
+
+    flops: list[int]
+    sent_bytes: list[int]
+    in_flight_bytes: int
+    unit_bytes: int
+    turn: int = 0
+
+
+Directions = Iterator[tuple[list[Piece], list[Tensor]]]
+"""Pieces, and for each of them a direction of its shape."""
+
+
+class UpdatesOf(Protocol):
+    """Moves momentum, and computes updates."""
+
+    def __call__(self, pieces: Sequence[Piece], others: Sequence[Piece] = (), /) -> list[Tensor]:
+        """Move the momentum of some pieces and return their updates, memory of their own that may be overwritten.
+
+        Args:
+            pieces: whose updates are returned.
+            others: whose momentum moves, too.
+        """
+        ...
+
+
+class Observer(Protocol):
+    """Sees what is orthogonalized on its owner, before and after; must not write to it."""
+
+    def updates(self, unit: Unit, updates: Tensor, /) -> None:
+        """See the updates of a unit ``(B, m, n)``, which are overwritten next."""
+        ...
+
+    def orthogonalized(self, unit: Unit, directions: Tensor, /) -> None:
+        """See the directions of a unit ``(B, m, n)``."""
+        ...
+
+
+OwnerRule = Callable[["Unit", Tensor], Tensor]
+"""Receives a unit and its directions ``(B, m, n)``, and returns others in their place, of the same dtype."""

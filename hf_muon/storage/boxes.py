@@ -1,0 +1,268 @@
+"""Where a rank finds the elements of matrices in what it stores, and where these belong in the matrices: boxes.
+
+A *box* is some rows and columns of consecutive matrices, and a strided view of a stored tensor. Whatever ranks store of
+a tensor, by whatever view, it consists of boxes. Only boxes are ever moved, copied or sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hf_muon.storage.blocks import Blocks
+from hf_muon.storage.regions import FlatRegion, Ranges, Region, length, merge
+from hf_muon.storage.views import View
+
+
+class Dim(NamedTuple):
+    """A dim of a box: `size` indices of the stored dim `of`, each `step` after the one before it."""
+
+    size: int
+    of: int
+    step: int = 1
+
+
+class Box(NamedTuple):
+    """Some rows and columns of consecutive matrices, and where a rank finds them in what it stores.
+
+    The strides of its dims are those of the stored tensor at hand: a parameter, its gradient and its moments may lie in
+    memory in different orders.
+
+    Attributes:
+        starts: the first index along each stored dim.
+        dims: those of the box in storage: of matrices, if they are a stack, of rows and of columns.
+        first: of the matrices, counted in a stack or in a batch ``(B, m, n)``.
+        shape: number of matrices, rows and columns: the shape in which the box travels.
+        rows: indices of its rows in each whole matrix.
+        columns: indices of its columns in each whole matrix.
+        is_all: whether it is all that is stored.
+        has_whole_rows: whether it has all indices of the last stored dim, however many a tensor has there: moments in 8
+            bits have a scale for each block of them.
+    """
+
+    starts: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    first: int
+    shape: tuple[int, int, int]
+    rows: Ranges
+    columns: Ranges
+    is_all: bool = False
+    has_whole_rows: bool = True
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in storage."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count, rows, columns = self.shape
+        return count * rows * columns
+
+    def of(self, stored: Tensor) -> Tensor:
+        """Return a view of the box in a stored tensor."""
+        if self.is_all:
+            return stored
+        sizes = list(self.stored)
+        if self.has_whole_rows:
+            sizes[-1] = stored.shape[-1]
+        return self._view(stored, self.dims, sizes, self.starts)
+
+    def rows_of(self, stored: Tensor) -> Tensor:
+        """Return a view of whole rows of a stored tensor, those that the box has a part of."""
+        last = stored.ndim - 1
+        dims = (*(dim for dim in self.dims if dim.of != last), Dim(stored.shape[-1], last))
+        return self._view(stored, dims, [dim.size for dim in dims], (*self.starts[:-1], 0))
+
+    def columns_of(self, rows: Tensor) -> Tensor:
+        """Return a view of the box in its whole rows, a tensor of the shape that `rows_of` returns."""
+        *steps, step = rows.stride()
+        own = [dim for dim in self.dims if dim.of == len(self.starts) - 1]
+        sizes = [*rows.shape[:-1], *(dim.size for dim in own)]
+        first = int(rows.storage_offset()) + self.starts[-1] * step
+        return rows.as_strided(sizes, [*steps, *(dim.step * step for dim in own)], first)
+
+    @staticmethod
+    def _view(stored: Tensor, dims: Sequence[Dim], sizes: Sequence[int], starts: Sequence[int]) -> Tensor:
+        strides = stored.stride()
+        first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        steps = [dim.step * strides[dim.of] for dim in dims]
+        return stored.as_strided(sizes, steps, int(stored.storage_offset()) + first)
+
+    def joined(self, following: Box) -> Box | None:
+        """Return this box and the one that follows it in memory as one of a batch, which is nowhere in storage.
+
+        None unless both are the same rows and columns of matrices that follow one another in the batch.
+        """
+        count, *sides = self.shape
+        here, there = (self.rows, self.columns), (following.rows, following.columns)
+        if self.first + count != following.first or here != there:
+            return None
+        return self._replace(shape=(count + following.shape[0], sides[0], sides[1]))
+
+    def in_batch(self, batch: Tensor) -> Tensor:
+        """Return the box of a batch ``(B, m, n)`` as a flat tensor, a view where it has whole matrices."""
+        matrices = batch[self.first : self.first + self.shape[0]]
+        if matrices.shape == self.shape:
+            return matrices.reshape(-1)
+        data = batch.new_empty(self.shape)
+        self.read(batch, data)
+        return data.view(-1)
+
+    def read(self, batch: Tensor, data: Tensor) -> None:
+        """Copy the box out of a batch, into data of its `shape`."""
+        for part, whole in self._slices():
+            data[part] = batch[whole]
+
+    def write(self, data: Tensor, batch: Tensor) -> None:
+        """Copy data of the box's `shape` into a batch."""
+        for part, whole in self._slices():
+            batch[whole] = data[part]
+
+    def _slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield parts of the data, and of the batch."""
+        matrices = slice(self.first, self.first + self.shape[0])
+        row = 0
+        for top, bottom in self.rows:
+            column = 0
+            for left, right in self.columns:
+                here = slice(row, row + bottom - top), slice(column, column + right - left)
+                yield (slice(None), *here), (matrices, slice(top, bottom), slice(left, right))
+                column += right - left
+            row += bottom - top
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank stores of the matrices that one part of a view makes of a tensor.
+
+    Two of them that are equal hold the same elements.
+
+    Attributes:
+        region: what the rank stores of the tensor.
+        matrices: number of matrices.
+        folded: sizes of the dims that make the columns, if the view is flat and the region has such dims.
+        axis: the dim of each matrix that the view cuts, -2 for rows and -1 for columns; 0 where it cuts none.
+        blocks: the rows or columns of this part; None where the view cuts none.
+    """
+
+    region: Region | FlatRegion
+    matrices: int
+    folded: tuple[int, ...] = ()
+    axis: int = 0
+    blocks: Blocks | None = None
+    _boxes: dict[tuple[int, int], tuple[Box, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.region.numel if self.blocks is None else sum(box.numel for box in self.boxes(0, self.matrices))
+
+    def boxes(self, start: int, stop: int) -> tuple[Box, ...]:
+        """Return what the rank stores of the matrices `start` to `stop`; the first of these is 0 in its boxes."""
+        if (start, stop) not in self._boxes:
+            uncut = self._uncut(start, stop)
+            part = self.blocks
+            cut = uncut if part is None else (own for box in uncut for own in self._cut(box, part))
+            self._boxes[start, stop] = tuple(box for box in cut if box.numel)
+        return self._boxes[start, stop]
+
+    def _uncut(self, start: int, stop: int) -> Iterator[Box]:
+        if isinstance(self.region, FlatRegion):
+            yield from _boxes_of_slice(self.region, start, stop)
+            return
+        shape = self.region.shape
+        rows, *others = self.region.dims if self.folded else self.region.dims[-2:]
+        dims = tuple(Dim(size, d) for d, size in enumerate(shape))
+        if self.folded or len(shape) == 2:
+            columns = _folded(others, self.folded) if self.folded else others[0]
+            yield Box((0,) * len(shape), dims, 0, (1, length(rows), length(columns)), rows, columns, is_all=True)
+            return
+        position = 0
+        for first, last in self.region.dims[0]:
+            lower, upper = max(first, start), min(last, stop)
+            if lower < upper:
+                starts, size = (position + lower - first, 0, 0), (upper - lower, shape[1], shape[2])
+                stack = (Dim(size[0], 0), *dims[1:])
+                yield Box(starts, stack, lower - start, size, rows, others[0], is_all=size == shape)
+            position += last - first
+
+    def _cut(self, box: Box, part: Blocks) -> Iterator[Box]:
+        """Yield the intersection of a box of whole matrices with the part."""
+        at = 0 if self.folded else len(box.dims) + self.axis  # a folded tensor is always cut along dim 0
+        _, of, step = box.dims[at]
+        for some, own in part.within(box.rows if self.axis == -2 else box.columns):
+            blocks = (Dim(some.count, of, some.stride * step),) if some.count > 1 else ()
+            starts = (*box.starts[:of], box.starts[of] + some.start * step, *box.starts[of + 1 :])
+            rows, columns = ((own,), box.columns) if self.axis == -2 else (box.rows, (own,))
+            yield box._replace(
+                starts=starts,
+                shape=(box.shape[0], length(rows), length(columns)),
+                dims=(*box.dims[:at], *blocks, Dim(some.size, of, step), *box.dims[at + 1 :]),
+                rows=rows,
+                columns=columns,
+                is_all=False,
+                has_whole_rows=box.has_whole_rows and self.axis == -2,
+            )
+
+
+def _boxes_of_slice(region: FlatRegion, start: int, stop: int) -> Iterator[Box]:
+    """Yield at most five boxes: partial row, full rows, full matrices, full rows, partial row."""
+    m, n = region.matrix
+    at, end = max(region.start, start * m * n), min(region.stop, stop * m * n)
+    while at < end:
+        matrix, row, column = at // (m * n), at // n % m, at % n
+        left = end - at
+        count, rows, columns = 1, 1, min(n - column, left)
+        if column == 0 and left >= n:
+            rows = min(m - row, left // n)
+            if row == 0 and left >= m * n:
+                count, rows = left // (m * n), m
+        dims = (Dim(count, 0, m * n), Dim(rows, 0, n), Dim(columns, 0))
+        of_matrix = ((row, row + rows),), ((column, column + columns),)
+        shape = (count, rows, columns)
+        yield Box((at - region.start,), dims, matrix - start, shape, *of_matrix, has_whole_rows=False)
+        at += count * rows * columns
+
+
+def _folded(dims: Sequence[Ranges], sizes: Sequence[int]) -> Ranges:
+    """Return the columns that dims of these sizes make."""
+    columns: Ranges = ((0, 1),)
+    for ranges, size in zip(dims, sizes, strict=True):
+        columns = merge(
+            [
+                (outer * size + first, outer * size + last)
+                for begin, end in columns
+                for outer in range(begin, end)
+                for first, last in ranges
+            ]
+        )
+    return columns
+
+
+@lru_cache(maxsize=4096)
+def parts_held(
+    view: View, shape: tuple[int, ...], regions: tuple[Region | FlatRegion, ...]
+) -> tuple[tuple[Held, ...], ...]:
+    """Return, for each part of a view, what each rank stores of it. A view that cuts nothing has one part.
+
+    Parts of tensors that are stored alike are one object, by whose id `distributed.holdings` caches what it computes.
+
+    Args:
+        view: of the tensor.
+        shape: of the whole tensor.
+        regions: what each rank stores of the tensor; if it stores a flat slice, of matrices of the folded shape.
+    """
+    matrices = math.prod(view.folded(shape)[:-2])
+    folded = tuple(shape[1:]) if view.flat else ()
+    parts: list[tuple[int, Blocks | None]] = [(view.axis, blocks) for blocks in view.parts] or [(0, None)]
+    return tuple(
+        tuple(Held(region, matrices, folded if isinstance(region, Region) else (), *part) for region in regions)
+        for part in parts
+    )
