@@ -156,7 +156,7 @@ def counting(device: str = "meta") -> Iterator[Count]:
     """Count the operators and the compiled functions of the `with` block, on a type of device."""
     count, call = Count(device), Elementwise.__call__
 
-    def counted(self: Elementwise, *tensors: Tensor, **options: Any) -> None:
+    def counted(self: Elementwise, *tensors: Tensor | float, **options: Any) -> None:
         if tensors[0].device.type == "meta":
             count.add(self, tensors)
         else:

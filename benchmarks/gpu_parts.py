@@ -294,13 +294,14 @@ class Twins:
     def __enter__(self) -> Twins:
         self._call = call = Elementwise.__call__
 
-        def both(function: Elementwise, *tensors: Tensor, **options: Any) -> None:
+        def both(function: Elementwise, *arguments: Tensor | float, **options: Any) -> None:
+            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
             copies: dict[Any, Tensor] = {}
             for tensor in tensors:
                 copies.setdefault(_place(tensor), tensor.clone())
-            call(function, *tensors, **options)
+            call(function, *arguments, **options)
             twins = [copies[_place(tensor)] for tensor in tensors]
-            function.plain(*twins, **options)
+            function.plain(*twins, *arguments[len(tensors) :], **options)
             self._compare(function, tensors, twins, options)
 
         Elementwise.__call__ = both  # type: ignore[method-assign]
@@ -310,7 +311,7 @@ class Twins:
         Elementwise.__call__ = self._call  # type: ignore[method-assign]
 
     def _compare(self, function: Elementwise, tensors: Any, twins: Any, options: Mapping[str, Any]) -> None:
-        dtypes = ", ".join(_name(tensor.dtype) for tensor in tensors if tensor.ndim)
+        dtypes = ", ".join(_name(tensor.dtype) for tensor in tensors)
         words = ", ".join(f"{key}={value}" for key, value in options.items())
         counts = self.found.setdefault((function.name, dtypes, words), [0, 0, 0, 0])
         counts[0] += 1
