@@ -24,15 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.pieces import (
-    Directions,
-    NewtonSchulz,
-    Observer,
-    OwnerRule,
-    Piece,
-    StepCost,
-    UpdatesOf,
-)
+from hf_muon.distributed.pieces import Directions, DirectionsOf, Piece, StepCost, UpdatesOf
 from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
 from hf_muon.distributed.transfers import Arrived, Copied, Exchanged, Transfer, connect
 from hf_muon.distributed.units import Unit, assign_owners
@@ -58,10 +50,6 @@ class Exchange:
         max_bucket_bytes: bound on the bytes that travel at once, on any rank. A round that exceeds it does not overlap
             with others. In addition an owner holds the unit that it orthogonalizes.
         small: elements of the units that an owner takes together in a round; None for a share of `max_bucket_bytes`.
-
-    Attributes:
-        observer: sees what this rank orthogonalizes; None for nobody.
-        rule: changes the directions of what this rank orthogonalizes, after the observer; None for nothing.
     """
 
     def __init__(
@@ -79,8 +67,6 @@ class Exchange:
         self.device = device
         self.comm_dtype = comm_dtype
         self.comm_device = comm_device
-        self.observer: Observer | None = None
-        self.rule: OwnerRule | None = None
         owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
         direction_bytes = 2 if is_accelerator(device) else 4
@@ -88,13 +74,16 @@ class Exchange:
         self.schedule = Schedule(owned, holdings, self.rank, comm_dtype, max_bucket_bytes, direction_bytes, small)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
-    def directions(self, active: Collection[int], updates_of: UpdatesOf, newton_schulz: NewtonSchulz) -> Directions:
+    def directions(
+        self, active: Collection[int], updates_of: UpdatesOf, directions_of: DirectionsOf, dtype: torch.dtype
+    ) -> Directions:
         """Yield directions for this rank's pieces of the active matrices, as they return.
 
         Args:
             active: positions of the matrices to step; the same on all ranks.
             updates_of: called once for each piece of an active matrix.
-            newton_schulz: called on whole matrices, on their owner only.
+            directions_of: called on whole matrices, on their owner only.
+            dtype: of what it returns.
 
         Yields:
             Pieces, and for each of them a direction of its shape.
@@ -102,6 +91,7 @@ class Exchange:
         Raises:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
+        dtype = min(dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
         rounds = self.rounds(frozenset(active))
         if any(each.gathers or any(part.travels and not part.to_all for part in each.returns) for each in rounds):
             connect(_known(self.group), self.comm_device)
@@ -115,7 +105,7 @@ class Exchange:
                 gathering = self._gather(following, updates_of)
             (data,) = arriving.wait()
             del arriving
-            leaving = self._orthogonalize(current, data, newton_schulz)
+            leaving = self._orthogonalize(current, data, directions_of, dtype)
             del data
             for part in current.returns:
                 if not part.travels:
@@ -184,7 +174,9 @@ class Exchange:
             return Arrived([flat])
         return Exchanged(flat, current.send, current.receive, _known(self.group))
 
-    def _orthogonalize(self, current: Round, received: Tensor, newton_schulz: NewtonSchulz) -> list[list[Tensor]]:
+    def _orthogonalize(
+        self, current: Round, received: Tensor, directions_of: DirectionsOf, dtype: torch.dtype
+    ) -> list[list[Tensor]]:
         """Return the directions of the units that this rank owns: for each return flat tensors, ordered by destination.
 
         Those that stay here are views of the directions, wherever they can be.
@@ -192,14 +184,14 @@ class Exchange:
         Args:
             current: the round.
             received: its updates, flat, as they have arrived; overwritten.
-            newton_schulz: orthogonalizes.
+            directions_of: orthogonalizes.
+            dtype: in which directions are returned.
         """
         arrived: dict[int, list[tuple[Box, Tensor]]] = {}
         received = received.to(self.device)
         flat = _split(received, [box.numel for _, box in current.incoming])
         for (k, box), data in zip(current.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
-        dtype = min(newton_schulz.dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
         leaving: list[list[Tensor]] = []
         into: Sequence[Tensor | None]
         places: dict[int, list[tuple[Box, Tensor | None, list[Tensor]]]] = {}
@@ -212,7 +204,7 @@ class Exchange:
                 places.setdefault(k, []).append((box, place, leaving[-1]))
         for k, boxes in arrived.items():
             unit = current.units[k].unit
-            directions = self._directions_of(unit, _batch_of(unit, boxes), newton_schulz)
+            directions = directions_of(unit, _batch_of(unit, boxes))
             for box, place, stays in places[k]:
                 if place is None:
                     stays.append(box.in_batch(directions).to(dtype))
@@ -220,15 +212,6 @@ class Exchange:
                     box.read(directions, place.view(box.shape))
             del directions  # before the next ones are made
         return leaving
-
-    def _directions_of(self, unit: Unit, updates: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
-        """Return the directions of a unit ``(B, m, n)``, as rules make them. Updates are overwritten."""
-        if self.observer is not None:
-            self.observer.updates(unit, updates)
-        directions = newton_schulz(updates, overwrite=True)
-        if self.observer is not None:
-            self.observer.orthogonalized(unit, directions)
-        return directions if self.rule is None else self.rule(unit, directions)
 
     def _return(self, part: Return, leaving: list[Tensor]) -> Transfer:
         """Start to send directions back."""

@@ -5,26 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from hf_muon.storage.boxes import Box
 
 if TYPE_CHECKING:
     from hf_muon.distributed.units import Unit
-
-
-class NewtonSchulz(Protocol):
-    """A function from whole matrices ``(B, m, n)`` to their directions ``(B, m, n)``, which it returns in `dtype`.
-
-    With `overwrite` it may write to the matrices, which are contiguous and aligned then, and return directions in their
-    memory.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def __call__(self, matrices: Tensor, /, *, overwrite: bool = False) -> Tensor: ...
 
 
 class Piece(NamedTuple):
@@ -83,17 +69,5 @@ class UpdatesOf(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Sees what is orthogonalized on its owner, before and after; must not write to it."""
-
-    def updates(self, unit: Unit, updates: Tensor, /) -> None:
-        """See the updates of a unit ``(B, m, n)``, which are overwritten next."""
-        ...
-
-    def orthogonalized(self, unit: Unit, directions: Tensor, /) -> None:
-        """See the directions of a unit ``(B, m, n)``."""
-        ...
-
-
-OwnerRule = Callable[["Unit", Tensor], Tensor]
-"""Receives a unit and its directions ``(B, m, n)``, and returns others in their place, of the same dtype."""
+DirectionsOf = Callable[["Unit", Tensor], Tensor]
+"""Returns the directions ``(B, m, n)`` of a unit's updates, which are contiguous, aligned and may be overwritten."""

@@ -81,44 +81,36 @@ APPLY_ROUNDED = Elementwise(_apply_rounded, reads=(0, 1), writes=(0,))
 def apply_directions_(
     params: Sequence[Tensor],
     directions: Sequence[Tensor],
+    rates: Sequence[tuple[float, float]],
     *,
-    lr: float,
-    weight_decay: float,
-    scales: Sequence[float],
     step: int,
     rounding: str = "auto",
     observer: Observer | None = None,
-    decay_factors: Sequence[float] | None = None,
 ) -> None:
-    """Apply decoupled weight decay, then ``param -= lr * scale * direction``, in few launches.
+    """Compute ``keep * param + factor * direction`` with the two rates of each parameter, in few launches.
 
     bf16 and fp16 parameters are computed in fp32 and rounded once.
 
     Args:
         params: pieces of parameters.
         directions: of these pieces, on their device.
-        lr: learning rate.
-        weight_decay: decoupled from the gradient.
-        scales: of the directions, as `lr_scale` returns them.
+        rates: of each piece: ``1 - lr * weight_decay`` and ``-lr * scale``.
         step: number of the step, which seeds stochastic rounding.
         rounding: `weight_rounding` of the param group.
         observer: of what is rounded.
-        decay_factors: of the weight decay of each piece; None where all are 1.
     """
     salted = salt(step)
     runs = adjacent_runs(directions)
-    decays = [weight_decay * factor for factor in decay_factors or [1.0] * len(params)]
-    for (scale, decay, half, _), alike in itertools.groupby(
-        range(len(params)), key=lambda i: (scales[i], decays[i], is_half(params[i]), runs[i])
+    for (own, half, _), alike in itertools.groupby(
+        range(len(params)), key=lambda i: (rates[i], is_half(params[i]), runs[i])
     ):
         indices = list(alike)
         weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
-        keep, factor = 1 - lr * decay, -lr * scale
         if not half:
-            over(APPLY, [weights, moves], keep, factor)
+            over(APPLY, [weights, moves], *own)
             continue
         if observer is not None:
-            for own, move in zip(weights, moves, strict=True):
-                observer(own, own.float() * keep + move.float() * factor)
-        stochastic = rounding != "nearest"
-        over(APPLY_ROUNDED, [weights, moves], keep, factor, salted, stochastic=stochastic)
+            keep, factor = own
+            for weight, move in zip(weights, moves, strict=True):
+                observer(weight, weight.float() * keep + move.float() * factor)
+        over(APPLY_ROUNDED, [weights, moves], *own, salted, stochastic=rounding != "nearest")

@@ -12,8 +12,7 @@ from hf_muon.math.rounding import Observer
 from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import complete_state_
-from hf_muon.optimizer.step import MuonStep, adamw_step
-from hf_muon.optimizer.step_rules import hyperparameters
+from hf_muon.optimizer.step import MuonStep, adamw_step, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
 
 Group = dict[str, Any]

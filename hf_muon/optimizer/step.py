@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from hf_muon.distributed.exchange import Exchange
-from hf_muon.distributed.pieces import Directions, Piece, UpdatesOf
+from hf_muon.distributed.pieces import Piece, UpdatesOf
+from hf_muon.distributed.units import Unit
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.moments import SCALES
@@ -17,24 +21,47 @@ from hf_muon.math.momentum import BUFFER, SCALE, MomentumBuffers
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.rounding import Observer
+from hf_muon.math.torch_private import storage_id
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.factor_runs import parts_of
 from hf_muon.optimizer.groups import rate_of
-from hf_muon.optimizer.layout import GroupWork
+from hf_muon.optimizer.layout import GroupWork, Matrix
 from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
+from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
-from hf_muon.optimizer.step_rules import StepRules, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
+from hf_muon.rules import registry
+from hf_muon.rules.rule import Rule
+from hf_muon.storage.factors import KEY
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.transport import beside
 
 Group = Mapping[str, Any]
-State = Mapping[Tensor, Mapping[str, Tensor]]
+State = Mapping[Tensor, dict[str, Any]]
+
+_NOT_OPTIONS = ("params", "param_names", "views", KEY)
+
+
+def hyperparameters(group: Group, number: int) -> dict[str, Any]:
+    """Return the options of a group as its rules make them in one step.
+
+    Args:
+        group: a param group.
+        number: of the step, from one.
+    """
+    options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+    for rule in registry.rules_of(group):
+        if rule.hyperparameters is not None:
+            options |= rule.hyperparameters(options, number)
+    return options
 
 
 class MuonStep:
-    """A step of a Muon group: momentum, orthogonalization, weights, one bucket of pieces after the other.
+    """A step of a Muon group: momentum, orthogonalization, weights, one round of pieces after the other.
+
+    `_update`, `_direction` and `_apply` do these three for what an exchange hands them. Each calls the functions that
+    rules have for that point.
 
     Args:
         group: a param group.
@@ -54,30 +81,41 @@ class MuonStep:
         number: int,
         max_batch_bytes: int,
     ) -> None:
-        self.group = group
-        self.indices = indices
-        self._exchanges = work.exchanges
+        params = {i: group["params"][i] for i in indices}
+        self._group = group
+        self._work = work
+        self._params = params
         self._number = number
         self._max_batch_bytes = max_batch_bytes
-        params = {i: group["params"][i] for i in indices}
+        self._options = hyperparameters(group, number)
+        self._rules = registry.rules_of(group)
         self._active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
         local = {i: local_of(param) for i, param in params.items()}
         moments = {
             i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
             for i, param in params.items()
         }
-        self._has_factors = any(matrix.factor != 1 for matrix in self._active.values())
         self._weights = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
-        self._stored = {
+        self._moments = {
             k: {key: matrix.of(value) for key, value in moments[matrix.param].items()}
             for k, matrix in self._active.items()
         }
-        self._offloads = any(is_offloaded(group, param) for param in params.values())
-        self._hyper = hyperparameters(group, number)
-        self._rules = StepRules(group, work, self._active, self._weights, state, self._hyper, number)
-        rule, rms = group["adjust_lr_fn"], group["update_rms"]
-        self._scales = {k: lr_scale(rule, matrix.out_in, rms) for k, matrix in self._active.items()}
-        self._options = {"momentum": self._hyper["momentum"], "nesterov": self._hyper["nesterov"], "step": number}
+        self._rule_states = _rule_states(group, work.matrices, state)
+        self._row_keys = [key for key in rule_keys(group) if is_reduced(key)]
+        self._scales = {
+            k: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"]) for k, matrix in self._active.items()
+        }
+        self._rates = self._rates_of_matrices()
+
+    def _rates_of_matrices(self) -> dict[int, tuple[float, float]]:
+        """Return, for each matrix, by what its weights and its direction are multiplied before they are added."""
+        lr, decay = rate_of(self._group), self._options["weight_decay"]
+        if any(rule.decays for rule in self._rules):
+            decay = 0.0
+        return {
+            k: (1 - lr * (decay * matrix.factor), -lr * (self._scales[k] * matrix.factor))
+            for k, matrix in self._active.items()
+        }
 
     def take(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
         """Take the step; all ranks have agreed that they do.
@@ -86,32 +124,80 @@ class MuonStep:
             watch: measures this step; None where nothing does.
             observer: of weights that are rounded.
         """
-        grads = {i: gradients.local_grad(self.group["params"][i]) for i in self.indices}  # which may communicate
-        of_matrices = {k: matrix.of(grads[matrix.param]) for k, matrix in self._active.items()}
-        momentum = MomentumBuffers(self._stored, of_matrices, **self._options)
-        for exchange in self._exchanges:
-            exchange.observer = watch
-            self._rules.attach(exchange)
+        local = {i: gradients.local_grad(param) for i, param in self._params.items()}  # which may communicate
+        grads = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
+        average = {key: self._options[key] for key in ("momentum", "nesterov")} | {"step": self._number}
+        momentum = MomentumBuffers(self._moments, grads, **average)
+        offloads = any(is_offloaded(self._group, param) for param in self._params.values())
+        coefficients = resolve(self._options["ns_coefficients"], self._options["ns_steps"])
+        for exchange in self._work.exchanges:
+            dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
+            newton_schulz = Orthogonalizer(coefficients, dtype, self._max_batch_bytes)
             with (
-                updates_for(exchange, self._active, self._stored, of_matrices, **self._options)
-                if self._offloads
+                updates_for(exchange, self._active, self._moments, grads, **average)
+                if offloads
                 else contextlib.nullcontext(momentum.updates)
             ) as updates_of:
-                changed = self._rules.updates_of(updates_of)
-                for pieces, directions in self._directions(exchange, changed):
+                for pieces, directions in exchange.directions(
+                    self._active,
+                    functools.partial(self._update, updates_of),
+                    functools.partial(self._direction, newton_schulz, watch),
+                    newton_schulz.dtype,
+                ):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
-            self._rules.share(exchange)
-        self._rules.release(self._exchanges)
+            if self._row_keys:
+                exchange.share(
+                    self._active, lambda unit: [own for key in self._row_keys for own in self._rows(unit, key)]
+                )
         if watch is not None:
             for k in self._active:
                 watch.momentum(k, momentum.values(k))
-            watch.rules(self._hyper)
+            watch.rules(self._options)
 
-    def _directions(self, exchange: Exchange, updates_of: UpdatesOf) -> Directions:
-        coefficients = resolve(self._hyper["ns_coefficients"], self._hyper["ns_steps"])
-        dtype = compute_dtype(self.group["ns_dtype"], exchange.device.type, exchange.device.index)
-        return exchange.directions(self._active, updates_of, Orthogonalizer(coefficients, dtype, self._max_batch_bytes))
+    def _update(self, updates_of: UpdatesOf, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
+        """Move the momentum of all these pieces, and return the updates of `pieces` as rules change them."""
+        rules = [rule for rule in self._rules if rule.update is not None]
+        if not rules:
+            return updates_of(pieces, others)
+        updates = []
+        every = [*pieces, *others]  # a rule may have state that moves with every update
+        for piece, computed in zip(every, updates_of(every), strict=True):
+            weight = piece.of(self._weights[piece.matrix])
+            update = computed.to(weight.device)
+            for rule in rules:
+                assert rule.update is not None
+                state = self._state_of(piece, rule)
+                update = rule.update(update, weight, state, self._options, self._number)
+                if any(storage_id(update) == storage_id(other) for other in (weight, *state.values())):
+                    update = update.clone()  # what orthogonalizes updates overwrites them
+            updates.append(update.to(computed.device))
+        return updates[: len(pieces)]
+
+    def _direction(
+        self, newton_schulz: Orthogonalizer, watch: GroupWatch | None, unit: Unit, updates: Tensor
+    ) -> Tensor:
+        """Return the directions of whole matrices ``(B, m, n)`` as rules change them; updates are overwritten."""
+        if watch is not None:
+            watch.updates(unit, updates)
+        directions = newton_schulz(updates, overwrite=True)
+        if watch is not None:
+            watch.orthogonalized(unit, directions)
+        rules = [rule for rule in self._rules if rule.direction is not None]
+        if not rules:
+            return directions
+        transposed = self._active[unit.ranges[0].matrix].transposed
+        changed = directions.to(torch.promote_types(directions.dtype, torch.float32))
+        changed = changed.mT if transposed else changed
+        for rule in rules:
+            assert rule.direction is not None
+            slices = {key: self._rows(unit, key) for key in rule.state if key in self._row_keys}
+            state = {key: torch.cat(own).to(changed.device) for key, own in slices.items()}
+            changed = rule.direction(changed, state, self._options, self._number)
+            for key, own in slices.items():
+                for stored, new in zip(own, torch.split(state[key], list(map(len, own))), strict=True):
+                    stored.copy_(new)
+        return (changed.mT if transposed else changed).to(directions.dtype)
 
     def _apply(
         self,
@@ -120,26 +206,64 @@ class MuonStep:
         watch: GroupWatch | None,
         observer: Observer | None,
     ) -> None:
-        """Move the weights of some pieces."""
-        scales = [self._scales[piece.matrix] for piece in pieces]
-        factors = [self._active[piece.matrix].factor for piece in pieces] if self._has_factors else None
+        """Move the weights of some pieces by their directions, as rules change them."""
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
-            watch.directions(pieces, directions, scales, weights)
-        moves = self._rules.applied(pieces, beside(directions, weights), weights, scales)
-        if factors is not None:
-            scales = [scale * factor for scale, factor in zip(scales, factors, strict=True)]
+            watch.directions(pieces, directions, [self._scales[piece.matrix] for piece in pieces], weights)
+        directions = beside(directions, weights)
+        if any(rule.apply is not None for rule in self._rules):
+            directions = [self._applied(*each) for each in zip(pieces, directions, weights, strict=True)]
         apply_directions_(
             weights,
-            moves,
-            lr=rate_of(self.group),
-            weight_decay=0.0 if self._rules.decays else self._hyper["weight_decay"],
-            scales=scales,
-            decay_factors=factors,
+            directions,
+            [self._rates[piece.matrix] for piece in pieces],
             step=self._number,
-            rounding=self.group["weight_rounding"],
+            rounding=self._group["weight_rounding"],
             observer=observer,
         )
+
+    def _applied(self, piece: Piece, direction: Tensor, weight: Tensor) -> Tensor:
+        """Return the direction that rules apply to a piece in place of another."""
+        exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        direction = direction.to(exact)
+        options = {**self._options, "lr": self._options["lr"] * self._active[piece.matrix].factor}
+        for rule in self._rules:
+            if rule.apply is not None:
+                state, scale = self._state_of(piece, rule), self._scales[piece.matrix]
+                direction = rule.apply(direction, exact, state, options, self._number, scale)
+        return direction
+
+    def _state_of(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
+        """Return a rule's state of the kind `weight`; views of the piece."""
+        stored = self._rule_states[piece.matrix]
+        return {key: piece.of(stored[key]) for key in rule.state if key not in self._row_keys}
+
+    def _rows(self, unit: Unit, key: str) -> list[Tensor]:
+        """Return the state by row of a unit's matrices: a view ``(b, out, 1)`` for each of its ranges."""
+        return [self._rule_states[matrix][key][start:stop] for matrix, start, stop in unit.ranges]
+
+
+def _rule_states(group: Group, matrices: Sequence[Matrix], state: State) -> dict[int, dict[str, Tensor]]:
+    """Return what this rank stores of the state of rules: by matrix and key, views like the weight or ``(B, out, 1)``.
+
+    State by row of a flat partition is made here, since no one else knows its matrices.
+    """
+    states: dict[int, dict[str, Tensor]] = {k: {} for k in range(len(matrices))}
+    for i, alike in itertools.groupby(states, key=lambda k: matrices[k].param):
+        members, param = list(alike), group["params"][i]
+        shapes = [reduced_shape(matrices[k].shape, transposed=matrices[k].transposed) for k in members]
+        for key in rule_keys(group):
+            own = state[param]
+            if not is_reduced(key):
+                parts = [matrices[k].of(local_of(own[key])) for k in members]
+            else:
+                if key not in own or own[key].numel() != reduced_numel(shapes):
+                    own[key] = flat_zeros(param, reduced_numel(shapes))
+                flats = torch.split(own[key], list(map(math.prod, shapes)))
+                parts = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
+            for k, part in zip(members, parts, strict=True):
+                states[k][key] = part
+    return states
 
 
 def adamw_step(
@@ -149,8 +273,9 @@ def adamw_step(
     number: int,
     watch: GroupWatch | None = None,
     observer: Observer | None = None,
-    work: GroupWork | None = None,
-    options: Mapping[str, Any] | None = None,
+    *,
+    work: GroupWork,
+    options: Mapping[str, Any],
 ) -> None:
     """Step an AdamW group.
 
@@ -161,18 +286,16 @@ def adamw_step(
         number: of the group's step, from one.
         watch: measures this step; None where nothing does.
         observer: of weights that are rounded.
-        work: of the group; None where no parameter has factors.
-        options: of this step, from `hyperparameters`; None to ask for them.
+        work: of the group.
+        options: of this step, from `hyperparameters`.
     """
-    options = options or hyperparameters(group, number)
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
     states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
     stepped: dict[tuple[bool, float], list[Stepped]] = {}
     for i, param, moments in zip(indices, params, states, strict=True):
         own = Stepped(local_of(param), gradients.local_grad(param), moments)
-        runs = work.factors[i] if work is not None and work.factors else [(slice(0, None), 1.0)]
-        for factor, part in parts_of(own, runs):
+        for factor, part in parts_of(own, work.factors[i] if work.factors else [(slice(0, None), 1.0)]):
             stepped.setdefault((is_offloaded(group, param), factor), []).append(part)
     for (offloaded, factor), members in sorted(stepped.items()):
         step = adamw_offloaded_ if offloaded else adamw_

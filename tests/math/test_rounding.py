@@ -156,7 +156,7 @@ def test_what_a_dtype_holds_stays(dtype):
 
 def moved(weights, directions, step=3, **options):
     """Subtract directions from weights."""
-    apply_directions_([weights], [directions], lr=1.0, weight_decay=0.0, scales=[1.0], step=step, **options)
+    apply_directions_([weights], [directions], [(1.0, -1.0)], step=step, **options)
     return weights
 
 
@@ -173,7 +173,7 @@ def test_cuts_strides_and_batches_do_not_matter(dtype, chunk, monkeypatch):
     weights.insert(3, other)
     moves.insert(3, normal(5, seed=2))
     expected = moved(other.clone(), moves[3])
-    apply_directions_(weights, moves, lr=1.0, weight_decay=0.0, scales=[1.0] * len(moves), step=3)
+    apply_directions_(weights, moves, [(1.0, -1.0)] * len(moves), step=3)
     assert torch.equal(parts, whole)
     assert torch.equal(other, expected)
 
