@@ -1,6 +1,5 @@
 """What travels between ranks: pieces of each update go to the matrix's one owner, pieces of its direction come back.
 
-The room imports `storage` and `math`. An `Exchange` is the only way from stored pieces to directions, and `select`
-makes the exchanges of a param group. Rooms above use these two, `agreement` (what ranks report to one another before a
-step) and `groups` (process groups).
+The room imports `storage` and `math`. An `Exchange` is the only way from stored pieces to directions. Rooms above use
+it, `agreement` (what ranks report to one another before a step) and `groups` (process groups).
 """

@@ -23,14 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.pieces import Directions, DirectionsOf, Piece, StepCost, UpdatesOf
+from hf_muon.distributed.pieces import (
+    Directions,
+    DirectionsOf,
+    Piece,
+    UpdatesOf,
+)
 from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
 from hf_muon.distributed.transfers import Arrived, Copied, Exchanged, Transfer, connect
-from hf_muon.distributed.units import Unit, assign_owners
-from hf_muon.math.elementwise import adjacent, is_accelerator
+from hf_muon.distributed.units import Matrix, Unit, assign_owners, make_units
+from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.products import is_aligned
 from hf_muon.storage.boxes import Box
+
+_BYTES_UNDER_WAY = 2**31  # for the default of `max_batch_bytes`
 
 
 class Exchange:
@@ -41,12 +48,10 @@ class Exchange:
     Args:
         group: the ranks that store the matrices; None for this process alone.
         units: matrices to orthogonalize together.
-        holdings: who stores what.
         comm_dtype: dtype in which updates travel. Directions travel in the dtype in which Newton-Schulz returns them,
             which loses nothing, or in `comm_dtype` if that is shorter.
         device: on which matrices are orthogonalized. Updates may come from another device (offload); directions stay
             on this one.
-        comm_device: on which data travels: `device`, or an accelerator if the group has no backend for `device`.
         max_bucket_bytes: bound on the bytes that travel at once, on any rank. A round that exceeds it does not overlap
             with others. In addition an owner holds the unit that it orthogonalizes.
         small: elements of the units that an owner takes together in a round; None for a share of `max_bucket_bytes`.
@@ -56,22 +61,19 @@ class Exchange:
         self,
         group: dist.ProcessGroup | None,
         units: Sequence[Unit],
-        holdings: Holdings,
         comm_dtype: torch.dtype,
         device: torch.device,
-        comm_device: torch.device,
         max_bucket_bytes: int,
         small: int | None = None,
     ) -> None:
         self.group = group
         self.device = device
         self.comm_dtype = comm_dtype
-        self.comm_device = comm_device
-        owners = assign_owners(units, holdings.ranks, [holdings.pattern(unit).holders for unit in units])
+        self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
+        owners = assign_owners(units, ranks, [unit.holders for unit in units])
         owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
         direction_bytes = 2 if is_accelerator(device) else 4
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.schedule = Schedule(owned, holdings, self.rank, comm_dtype, max_bucket_bytes, direction_bytes, small)
+        self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, max_bucket_bytes, direction_bytes, small)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
     def directions(
@@ -82,8 +84,8 @@ class Exchange:
         Args:
             active: positions of the matrices to step; the same on all ranks.
             updates_of: called once for each piece of an active matrix.
-            directions_of: called on whole matrices, on their owner only.
-            dtype: of what it returns.
+            directions_of: called once for each unit that this rank owns.
+            dtype: of the directions that it returns; the same on all ranks.
 
         Yields:
             Pieces, and for each of them a direction of its shape.
@@ -94,7 +96,7 @@ class Exchange:
         dtype = min(dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
         rounds = self.rounds(frozenset(active))
         if any(each.gathers or any(part.travels and not part.to_all for part in each.returns) for each in rounds):
-            connect(_known(self.group), self.comm_device)
+            connect(_known(self.group), self.device)
         gathering: Transfer | None = None
         returning: tuple[Return, Transfer] | None = None
         for k, current in enumerate(rounds):
@@ -135,7 +137,7 @@ class Exchange:
         """
         if self.group is None:
             return
-        rank, ranks = self.rank, self.schedule.holdings.ranks
+        rank, ranks = self.rank, self.schedule.ranks
         tensors: list[list[Tensor]] = [[] for _ in range(ranks)]
         for unit, owner in self.schedule.owned:
             if (stepped := unit.only(active)).ranges:
@@ -143,21 +145,12 @@ class Exchange:
         sizes = [sum(tensor.numel() for tensor in of_owner) for of_owner in tensors]
         if not any(sizes):
             return
-        own = _flattened(tensors[rank], torch.float32).to(self.comm_device)
+        own = _flattened(tensors[rank], torch.float32).to(self.device)
         for owner, part in enumerate(Copied(own, sizes, self.group).wait()):
             if owner != rank:
                 flat = _split(part, [tensor.numel() for tensor in tensors[owner]])
                 for tensor, new in zip(tensors[owner], flat, strict=True):
                     tensor.copy_(new.view(tensor.shape))
-
-    def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
-        """Return what a step of all matrices costs, without computing or sending anything.
-
-        Args:
-            flops_of: returns the FLOPs of Newton-Schulz on a unit.
-            direction_dtype: in which Newton-Schulz returns directions.
-        """
-        return self.schedule.cost(flops_of, direction_dtype)
 
     def rounds(self, active: frozenset[int]) -> list[Round]:
         """Return the rounds of a step, those of the last step if it had the same active matrices."""
@@ -168,7 +161,7 @@ class Exchange:
     def _gather(self, current: Round, updates_of: UpdatesOf) -> Transfer:
         """Move the momentum of this rank's pieces, and start to send their updates to their owners."""
         updates = updates_of(current.sent, current.unsent)
-        flat = _flattened(updates, self.comm_dtype).to(self.comm_device if current.gathers else self.device)
+        flat = _flattened(updates, self.comm_dtype).to(self.device)
         del updates
         if not current.gathers:
             return Arrived([flat])
@@ -185,10 +178,9 @@ class Exchange:
             current: the round.
             received: its updates, flat, as they have arrived; overwritten.
             directions_of: orthogonalizes.
-            dtype: in which directions are returned.
+            dtype: in which directions leave.
         """
         arrived: dict[int, list[tuple[Box, Tensor]]] = {}
-        received = received.to(self.device)
         flat = _split(received, [box.numel for _, box in current.incoming])
         for (k, box), data in zip(current.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
@@ -217,7 +209,7 @@ class Exchange:
         """Start to send directions back."""
         if not part.travels:
             return Arrived(leaving)
-        send = leaving.pop().to(self.comm_device)
+        send = leaving.pop()
         if part.to_all:
             return Copied(send, part.arrive, _known(self.group))
         return Exchanged(send, part.leave, part.arrive, _known(self.group))
@@ -279,3 +271,37 @@ def _unpacked(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 def _split(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     return torch.split(flat, sizes) if sizes else ()
+
+
+def exchanges_of(
+    matrices: Sequence[Matrix], comm_dtype: torch.dtype | None = None, max_batch_bytes: int = MAX_BATCH_BYTES
+) -> list[Exchange]:
+    """Return exchanges that together serve the matrices of a param group.
+
+    Args:
+        matrices: of the param group; units know them by their position.
+        comm_dtype: dtype in which updates travel; None for their own.
+        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once is
+            bounded in proportion, by 2 GiB for the default.
+    """
+    units: dict[tuple[dist.ProcessGroup | None, torch.device, torch.dtype], list[Unit]] = {
+        matrix.exchange: [] for matrix in matrices
+    }
+    for unit in make_units(matrices, max_batch_bytes):
+        units[matrices[unit.ranges[0].matrix].exchange].append(unit)
+    most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
+    exchanges = []
+    for (group, device, dtype), own in units.items():
+        if group is None:
+            exchanges.append(Exchange(None, own, dtype, device, most, _elements_alone(device, max_batch_bytes)))
+        else:
+            exchanges.append(Exchange(group, own, comm_dtype or dtype, device, most))
+    return exchanges
+
+
+def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:
+    """Return how many elements a process that is alone steps together: on accelerators many, in few launches."""
+    if not is_accelerator(device):
+        return 0
+    # Updates in fp32, and first copies of small tensors, then directions of two bytes.
+    return min(most_elements(max_batch_bytes), max_batch_bytes // 6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
@@ -34,24 +34,6 @@ class Piece(NamedTuple):
         return self.box is not None and not self.box.has_whole_rows
 
 
-class StepCost(NamedTuple):
-    """What one step of all matrices of an `Exchange` costs; of ranks, the largest of all.
-
-    Attributes:
-        flops: of Newton-Schulz, for each rank; one entry of a process that is alone with its matrices.
-        sent_bytes: of updates and directions that each rank sends to others.
-        in_flight_bytes: of the updates and directions that a rank has in flight at once.
-        unit_bytes: of the buffers for the largest unit on its owner.
-        turn: elements of the updates that a rank computes at once, to send them.
-    """
-
-    flops: list[int]
-    sent_bytes: list[int]
-    in_flight_bytes: int
-    unit_bytes: int
-    turn: int = 0
-
-
 Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 """Pieces, and for each of them a direction of its shape."""
 
@@ -69,5 +51,14 @@ class UpdatesOf(Protocol):
         ...
 
 
-DirectionsOf = Callable[["Unit", Tensor], Tensor]
-"""Returns the directions ``(B, m, n)`` of a unit's updates, which are contiguous, aligned and may be overwritten."""
+class DirectionsOf(Protocol):
+    """Orthogonalizes whole matrices, on their owner."""
+
+    def __call__(self, unit: Unit, updates: Tensor, /) -> Tensor:
+        """Return the directions of a unit ``(B, m, n)``.
+
+        Args:
+            unit: the matrices.
+            updates: of them, ``(B, m, n)``, contiguous and aligned; they may be overwritten.
+        """
+        ...

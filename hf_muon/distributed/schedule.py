@@ -5,16 +5,13 @@ Every rank computes the same rounds. A round also holds what this rank sends and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from hf_muon.distributed.holdings import Holdings
-from hf_muon.distributed.pieces import Piece, StepCost
+from hf_muon.distributed.pieces import Piece
 from hf_muon.distributed.units import Unit
 from hf_muon.storage.boxes import Box
 
@@ -89,88 +86,69 @@ class Round:
 
 
 def make_round(
-    units: Sequence[OwnedUnit], parts: Sequence[Sequence[int]], holdings: Holdings, rank: int, *, overlaps: bool = True
+    units: Sequence[OwnedUnit], parts: Sequence[Sequence[int]], rank: int, ranks: int, *, overlaps: bool = True
 ) -> Round:
     """Return a round as one rank sees it.
 
     Args:
         units: with their owners.
         parts: positions of the units whose directions travel back together.
-        holdings: who stores what.
         rank: of this process.
+        ranks: number of ranks.
         overlaps: see `Round`.
     """
-    ranks = holdings.ranks
     sent: list[list[Piece]] = [[] for _ in range(ranks)]
     unsent: list[Piece] = []
     incoming: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
     send, receive = [0] * ranks, [0] * ranks
     for k, (unit, owner) in enumerate(units):
-        for piece, box in holdings.boxes(unit, rank):
-            if holdings.replicas(piece.matrix).sends(rank, owner):
-                sent[owner].append(piece)
-                send[owner] += box.numel
-            else:
-                unsent.append(piece)
+        for piece, box, sends in unit.boxes(rank, owner):
+            (sent[owner] if sends else unsent).append(piece)
+            send[owner] += box.numel * sends
         for other in range(ranks) if owner == rank else ():
-            for piece, box in holdings.boxes(unit, other):
-                if holdings.replicas(piece.matrix).sends(other, owner):
+            for _, box, sends in unit.boxes(other, owner):
+                if sends:
                     incoming[other].append((k, box))
                     receive[other] += box.numel
     return Round(
         units=tuple(units),
         send=send,
         receive=receive,
-        gathers=any(owner not in holdings.pattern(unit).holders for unit, owner in units),
+        gathers=any(owner not in unit.holders for unit, owner in units),
         sent=[piece for of_rank in sent for piece in of_rank],
         unsent=unsent,
         incoming=[item for of_rank in incoming for item in _joined(of_rank)],
-        returns=[_make_return([(k, *units[k]) for k in part], holdings, rank) for part in parts],
+        returns=[_make_return([(k, *units[k]) for k in part], rank, ranks) for part in parts],
         overlaps=overlaps,
     )
 
 
-def _make_return(units: Sequence[tuple[int, Unit, int]], holdings: Holdings, rank: int) -> Return:
+def _make_return(units: Sequence[tuple[int, Unit, int]], rank: int, ranks: int) -> Return:
     """Return how the directions of some units, with their positions and owners, travel back."""
-    ranks = holdings.ranks
     boxes: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
-    arriving: list[list[Piece]] = [[] for _ in range(ranks)]
-    shapes: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    arriving: list[list[tuple[Piece, tuple[int, ...]]]] = [[] for _ in range(ranks)]
     leave, arrive = [0] * ranks, [0] * ranks
-    travels = False
-    to_all = ranks > 1 and all(_is_everywhere(holdings, unit) for _, unit, _ in units)
+    to_all = ranks > 1 and all(unit.is_everywhere for _, unit, _ in units)
     for k, unit, owner in units:
-        pattern = holdings.pattern(unit)
-        travels |= pattern.total > pattern.stored[owner]
-        for piece, box in holdings.boxes(unit, rank):
-            arriving[owner].append(piece)
-            shapes[owner].append(box.stored)
+        for piece, box, _ in unit.boxes(rank, owner):
+            arriving[owner].append((piece, box.stored))
             arrive[owner] += box.numel
         for other in range(ranks) if owner == rank else ():
             if to_all and other != rank:
                 continue
-            for _, box in holdings.boxes(unit, other):
+            for _, box, _ in unit.boxes(other, owner):
                 boxes[other].append((k, box))
                 leave[other] += box.numel
+    arrived = [item for of_rank in arriving for item in of_rank]
     return Return(
         leave=leave,
         arrive=arrive,
-        travels=travels,
+        travels=any(int(unit.stored.sum()) > int(unit.stored[owner]) for _, unit, owner in units),
         to_all=to_all,
         boxes=[item for of_rank in boxes for item in _joined(of_rank)],
-        pieces=[piece for of_rank in arriving for piece in of_rank],
-        shapes=[shape for of_rank in shapes for shape in of_rank],
+        pieces=[piece for piece, _ in arrived],
+        shapes=[shape for _, shape in arrived],
     )
-
-
-def _is_everywhere(holdings: Holdings, unit: Unit) -> bool:
-    """Return whether every rank stores all of a unit."""
-    return len(holdings.pattern(unit).holders) == holdings.ranks
-
-
-def _leaving(holdings: Holdings, unit: Unit) -> int:
-    """Return the elements of directions that a unit's owner holds to send."""
-    return unit.numel if _is_everywhere(holdings, unit) else holdings.pattern(unit).total
 
 
 def _joined(boxes: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
@@ -199,13 +177,31 @@ class _Sizes(NamedTuple):
     sent: int
 
 
+class StepCost(NamedTuple):
+    """What one step of all units costs; of ranks, the largest of all.
+
+    Attributes:
+        flops: of Newton-Schulz, for each rank; one entry of a process that is alone with its matrices.
+        sent_bytes: of updates and directions that each rank sends to others.
+        in_flight_bytes: of the updates and directions that a rank has in flight at once.
+        unit_bytes: of the buffers for the largest unit on its owner.
+        turn: elements of the updates that a rank computes at once, to send them.
+    """
+
+    flops: list[int]
+    sent_bytes: list[int]
+    in_flight_bytes: int
+    unit_bytes: int
+    turn: int = 0
+
+
 class Schedule:
     """Assigns units to rounds.
 
     Args:
         owned: units with their owners.
-        holdings: who stores what of them.
         rank: of this process.
+        ranks: number of ranks.
         comm_dtype: dtype in which updates travel.
         max_bucket_bytes: bound on the bytes that travel at once.
         direction_bytes: of an element of the directions that Newton-Schulz returns, if it is not told otherwise.
@@ -215,16 +211,16 @@ class Schedule:
     def __init__(
         self,
         owned: Sequence[OwnedUnit],
-        holdings: Holdings,
         rank: int,
+        ranks: int,
         comm_dtype: torch.dtype,
         max_bucket_bytes: int,
         direction_bytes: int = 4,
         small: int | None = None,
     ) -> None:
         self.owned = owned
-        self.holdings = holdings
         self.rank = rank
+        self.ranks = ranks
         self.comm_dtype = comm_dtype
         self.max_bucket_bytes = max_bucket_bytes
         self._small = max_bucket_bytes // _SMALL // comm_dtype.itemsize if small is None else small
@@ -234,7 +230,7 @@ class Schedule:
         """Return the rounds in which the units of the active matrices are orthogonalized."""
         planned = list(self._planned(active))
         return [
-            make_round(units, parts, self.holdings, self.rank, overlaps=overlaps)
+            make_round(units, parts, self.rank, self.ranks, overlaps=overlaps)
             for (units, parts, _), overlaps in zip(planned, self._overlaps(planned), strict=True)
         ]
 
@@ -245,21 +241,18 @@ class Schedule:
         which all do. It gets further units as long as they are together not larger than the largest unit of the round,
         or small.
         """
-        ranks = self.holdings.ranks
         active = frozenset(active)
-        queues: list[list[Unit]] = [[] for _ in range(ranks)]
+        queues: list[list[Unit]] = [[] for _ in range(self.ranks)]
         for unit, owner in self.owned:
-            stepped = unit if active.issuperset(matrices.matrix for matrices in unit.ranges) else unit.only(active)
-            if stepped.ranges:
+            if (stepped := unit.only(active)).ranges:
                 queues[owner].append(stepped)
-        small = self._small
         units: list[OwnedUnit] = []
-        own, most = [0] * ranks, small
+        own, most = [0] * self.ranks, self._small
         for owner, unit in _in_turn(queues):
             most = max(most, unit.numel)
             if own[owner] and own[owner] + unit.numel > most:
                 yield self._sized(units)
-                units, own, most = [], [0] * ranks, max(small, unit.numel)
+                units, own, most = [], [0] * self.ranks, max(self._small, unit.numel)
             units.append(OwnedUnit(unit, owner))
             own[owner] += unit.numel
         if units:
@@ -267,17 +260,16 @@ class Schedule:
 
     def _sized(self, units: list[OwnedUnit]) -> tuple[list[OwnedUnit], list[list[int]], _Sizes]:
         """Return the units of a round, those whose directions travel back together, and what is in flight."""
-        if self.holdings.ranks == 1:
+        if self.ranks == 1:
             return units, [[*range(len(units))]], _Sizes(0, 0, 0)
-        nothing = torch.zeros(self.holdings.ranks, dtype=torch.int64)
+        nothing = torch.zeros(self.ranks, dtype=torch.int64)
         sent, gathered, returned, largest = nothing, nothing.clone(), nothing, 0
         parts: list[list[int]] = [[]]
         for k, (unit, owner) in enumerate(units):
-            pattern = self.holdings.pattern(unit)
-            sent = sent + pattern.sent_to(owner)
+            sent = sent + unit.sent_to(owner)
             gathered[owner] += unit.numel
-            back = pattern.on_ranks.clone()
-            back[owner] += _leaving(self.holdings, unit)
+            back = unit.stored.clone()
+            back[owner] += unit.numel if unit.is_everywhere else unit.stored.sum()
             if parts[-1] and int((returned + back).max()) * self._back > self.max_bucket_bytes // _OF_RETURN:
                 parts.append([])
                 returned = nothing
@@ -295,24 +287,24 @@ class Schedule:
             yield after.gather + 2 * max(before.back, own.back) <= self.max_bucket_bytes
 
     def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
-        """Return what a step of all units costs; see `Exchange`."""
-        ranks = self.holdings.ranks
+        """Return what a step of all units costs, without computing or sending anything.
+
+        Args:
+            flops_of: returns the FLOPs of Newton-Schulz on a unit.
+            direction_dtype: in which Newton-Schulz returns directions.
+        """
         there = self.comm_dtype.itemsize
         back = min(there, direction_dtype.itemsize)
-        flops, sent = [0] * ranks, [0] * ranks
-        largest = 0
-        # Many units lie on the ranks in the same way, and the ranks are many: multiply each pattern once.
-        sent_of: Counter[Tensor] = Counter()
+        flops = [0] * self.ranks
+        sent = torch.zeros(self.ranks, dtype=torch.int64)
         for unit, owner in self.owned:
-            pattern = self.holdings.pattern(unit)
             flops[owner] += flops_of(unit)
-            # The owner sends the directions of what others store; `sent_to` counts its own update, which stays.
-            own = pattern.stored[owner]
-            sent[owner] += (pattern.total - own) * back - own * there
-            largest = max(largest, there * unit.numel)
-            sent_of[pattern.sent_to(owner)] += there
-        planned = list(self._planned({matrices.matrix for unit, _ in self.owned for matrices in unit.ranges}))
-        if ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
+            # The owner sends the directions of what others store; its own update stays.
+            own = unit.stored[owner]
+            sent += unit.sent_to(owner) * there
+            sent[owner] += (unit.stored.sum() - own) * back - own * there
+        planned = list(self._planned({matrix for unit, _ in self.owned for matrix, *_ in unit.ranges}))
+        if self.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
             together = (sum(unit.numel for unit, _ in units) for units, _, _ in planned)
             return StepCost(flops, [0], 0, 2 * 4 * max(together, default=0))
         sizes = [own for _, _, own in planned]
@@ -321,14 +313,8 @@ class Schedule:
         pairs = zip(sizes, ahead, strict=False)
         in_flight = max((own.gather + 2 * own.back + following for own, following in pairs), default=0)
         turn = max((own.sent for own in sizes), default=0)
-        return StepCost(flops, _sum(sent, sent_of), in_flight, largest, turn)
-
-
-def _sum(numbers: list[int], counts: Counter[Tensor]) -> list[int]:
-    total = torch.tensor(numbers)
-    for on_ranks, times in counts.items():
-        total += on_ranks * times
-    return [int(number) for number in total.tolist()]
+        largest = max((there * unit.numel for unit, _ in self.owned), default=0)
+        return StepCost(flops, sent.tolist(), in_flight, largest, turn)
 
 
 def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:

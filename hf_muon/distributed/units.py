@@ -6,26 +6,81 @@ import heapq
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
+from hf_muon.distributed.pieces import Piece
 from hf_muon.math.cost import BlockRows, flops, segments, working_bytes
-from hf_muon.math.elementwise import most_elements
+from hf_muon.math.elementwise import is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.storage.boxes import Box, Shards
 
-# A product of this many elements fills the hardware by itself, and batching gains nothing.
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# On a CPU: a product of this many elements fills the hardware by itself, and batching gains nothing. Matrices of one
+# shape make at least this many units, so that ranks can share them.
 _BATCH_ELEMENTS = 2**22
-# Matrices of one shape make at least this many units, so that ranks can share them.
 _UNITS_OF_A_SHAPE = 8
-# On accelerators: products are computed in tiles of 128 x 128, one by each of up to 200 processors at a time.
+# On accelerators: products are computed in tiles of 128 x 128, one by each of up to 200 processors at a time. The
+# matrices of a param group make at least about this many units.
 _TILE = 128
 _TILES = 2048
-# A group of matrices makes at least about this many units, so that ranks can share them.
 _UNITS_OF_ALL = 6
 # Stacks are cut at common indices, into at most this many ranges, for at most this many times as many units.
 _MOST_COLUMNS = 64
 _MORE_UNITS = 1.2
+
+
+class Matrix(NamedTuple):
+    """A matrix ``(m, n)`` or a stack ``(B, m, n)`` of a param group.
+
+    Attributes:
+        param: the position in the group of the parameter, or flat partition, that stores it.
+        shape: of the whole, as it is stored.
+        shards: what each rank of `group` stores of it.
+        group: the ranks that store it; None for this process alone.
+        device: on which it is orthogonalized.
+        dtype: of its updates.
+        transposed: whether it is stored as ``(in, out)``.
+        elements: of a flat partition, those of the matrix's parameter; None outside of partitions.
+        name: of its parameter in a flat partition.
+        factor: of the learning rate.
+    """
+
+    param: int
+    shape: tuple[int, ...]
+    shards: Shards
+    group: ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    transposed: bool = False
+    elements: slice | None = None
+    name: str = ""
+    factor: float = 1.0
+
+    @property
+    def out_in(self) -> tuple[int, int]:
+        """Fan-out and fan-in."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def size(self) -> int:
+        """Number of matrices."""
+        return math.prod(self.shape[:-2])
+
+    @property
+    def exchange(self) -> tuple[ProcessGroup | None, torch.device, torch.dtype]:
+        """What matrices of one exchange have in common: ranks, device and dtype."""
+        return self.group, self.device, self.dtype
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return the slice of a flat partition that stores the matrix's parameter; outside of partitions, `local`."""
+        return local if self.elements is None else local[self.elements]
 
 
 class MatrixRange(NamedTuple):
@@ -42,15 +97,21 @@ class Unit:
 
     Which matrices form a unit never depends on the number of ranks or on how they store the matrices. Batched products
     round differently for different batches, so this is a condition for bit-identical results in every layout.
+
+    Attributes:
+        shape: of each matrix.
+        ranges: the matrices.
+        shards: for each range, what each rank stores of its matrix or stack.
     """
 
     shape: tuple[int, int]
     ranges: tuple[MatrixRange, ...]
+    shards: tuple[Shards, ...]
 
     @property
     def count(self) -> int:
         """Number of matrices."""
-        return sum(matrices.stop - matrices.start for matrices in self.ranges)
+        return sum(stop - start for _, start, stop in self.ranges)
 
     @property
     def numel(self) -> int:
@@ -64,88 +125,95 @@ class Unit:
 
     def only(self, active: Collection[int]) -> Unit:
         """Return the unit without the matrices that are not stepped."""
-        return Unit(self.shape, tuple(matrices for matrices in self.ranges if matrices.matrix in active))
+        stepped = [k for k, (matrix, *_) in enumerate(self.ranges) if matrix in active]
+        if len(stepped) == len(self.ranges):
+            return self
+        return Unit(self.shape, tuple(self.ranges[k] for k in stepped), tuple(self.shards[k] for k in stepped))
+
+    @cached_property
+    def stored(self) -> Tensor:
+        """Elements that each rank stores, ``(ranks,)``."""
+        return sum(each.stored(start, stop) for each, _, start, stop in self._each())  # type: ignore[return-value]
+
+    @cached_property
+    def holders(self) -> list[int]:
+        """The ranks that store all of the unit."""
+        return (self.stored == self.numel).nonzero().flatten().tolist()
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether all ranks store all of the unit."""
+        return len(self.holders) == len(self.stored)
+
+    def sent_to(self, owner: int) -> Tensor:
+        """Return the elements that each rank sends to an owner, ``(ranks,)``, including the owner's own."""
+        return sum(each.sent_to(owner, start, stop) for each, _, start, stop in self._each())  # type: ignore[return-value]
+
+    def boxes(self, rank: int, owner: int) -> Iterator[tuple[Piece, Box, bool]]:
+        """Yield what a rank stores of the unit, in the order in which it stores it.
+
+        Yields:
+            The piece in storage, its box of the unit's batch, and whether this rank sends it to the owner.
+        """
+        position = 0
+        for shards, matrix, start, stop in self._each():
+            sends = shards.sends(rank, owner)
+            for box in shards.held[rank].boxes(start, stop):
+                yield Piece(matrix, box), box._replace(first=position + box.first), sends
+            position += stop - start
+
+    def _each(self) -> Iterator[tuple[Shards, int, int, int]]:
+        return ((shards, *matrices) for shards, matrices in zip(self.shards, self.ranges, strict=True))
 
 
-def make_units(
-    shapes: Sequence[Sequence[int]],
-    kinds: Sequence[Hashable],
-    accelerated: Sequence[bool] = (),
-    max_batch_bytes: int = MAX_BATCH_BYTES,
-) -> list[Unit]:
-    """Group matrices into units: on a CPU in their order, on accelerators by work.
+def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTES) -> list[Unit]:
+    """Group matrices of one shape into units of about equally many, which are small enough for ranks to share them.
+
+    Stacks of experts are cut along their first dim at common indices, so that ranks that store whole experts of every
+    stack keep their units.
 
     Args:
-        shapes: whole shapes ``(m, n)`` or ``(B, m, n)`` of a param group's matrices and stacks.
-        kinds: what must be equal for matrices to share a unit (process group, device, dtype).
-        accelerated: whether each is orthogonalized on an accelerator; empty for none.
+        matrices: of a param group.
         max_batch_bytes: bound on the memory of a unit on an accelerator, as long as it has two matrices.
     """
-    if any(accelerated):
-        on_device = [i for i, here in enumerate(accelerated) if here]
-        on_host = [i for i, here in enumerate(accelerated) if not here]
-        of_host = make_units([shapes[i] for i in on_host], [kinds[i] for i in on_host])
-        units = [Unit(unit.shape, tuple(r._replace(matrix=on_host[r.matrix]) for r in unit.ranges)) for unit in of_host]
-        return units + _units_by_work({i: shapes[i] for i in on_device}, kinds, max_batch_bytes)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for i, shape in enumerate(shapes):
-        if math.prod(shape):
-            alike.setdefault((shape[-2], shape[-1]), []).append(i)
-    units = []
-    for shape, indices in alike.items():
-        stacks = {i: math.prod(shapes[i][:-2]) for i in indices}
-        size = max(1, min(_BATCH_ELEMENTS // math.prod(shape), sum(stacks.values()) // _UNITS_OF_A_SHAPE))
-        by_kind: dict[Hashable, list[int]] = {}
-        for i in indices:
-            by_kind.setdefault(kinds[i], []).append(i)
-        for members in by_kind.values():
-            ranges: list[MatrixRange] = []
-            room = size
-            for i in members:
-                start = 0
-                while start < stacks[i]:
-                    stop = min(stacks[i], start + room)
-                    ranges.append(MatrixRange(i, start, stop))
-                    room -= stop - start
-                    start = stop
-                    if not room:
-                        units.append(Unit(shape, tuple(ranges)))
-                        ranges, room = [], size
-            if ranges:
-                units.append(Unit(shape, tuple(ranges)))
-    return units
-
-
-def _units_by_work(shapes: Mapping[int, Sequence[int]], kinds: Sequence[Hashable], max_batch_bytes: int) -> list[Unit]:
-    """Group matrices into units that fill an accelerator several times over.
-
-    A unit has about `_TILES` tiles of output in its smallest product, unless its memory or its share of all work would
-    be too large. Units of one shape have about equally many matrices. Stacks of experts are cut along their first dim
-    at common indices, so that ranks that store whole experts of every stack keep their units.
-    """
-    alike: dict[tuple[tuple[int, int], Hashable], list[int]] = {}
-    for i, shape in shapes.items():
-        if math.prod(shape):
-            alike.setdefault(((shape[-2], shape[-1]), kinds[i]), []).append(i)
-    stacks = {i: math.prod(shape[:-2]) for i, shape in shapes.items()}
-    total = sum(
-        sum(stacks[i] for i in members) * flops(shape, segments(shape, 5, torch.float16))
-        for (shape, _), members in alike.items()
-    )
+    alike: dict[tuple[tuple[int, int], bool, Hashable], list[int]] = {}
+    total = 0
+    for i, matrix in enumerate(matrices):
+        if math.prod(matrix.shape):
+            rows, columns = matrix.shape[-2:]
+            # Rules compute by rows of the weight: matrices that are stored transposed have batches of their own.
+            alike.setdefault(((rows, columns), matrix.transposed, matrix.exchange), []).append(i)
+            total += matrix.size * _cost((rows, columns))
     units: list[Unit] = []
-    for (shape, _), members in alike.items():
-        lengths = segments(shape, 5, torch.float16)
-        tiles = math.ceil(min(shape) / _TILE) ** 2
-        share = math.ceil(total / _UNITS_OF_ALL / flops(shape, lengths))
-        whole = BlockRows(min(shape), min(shape))
-        nbytes = working_bytes(shape, lengths, torch.float16, whole)
-        fits = min(max_batch_bytes // nbytes, most_elements(max_batch_bytes) // math.prod(shape))
-        size = max(1, min(_TILES // tiles, fits, share))
-        columns = _columns([stacks[i] for i in members], size)
+    for (shape, _, _), members in alike.items():
+        stacks = {i: matrices[i].size for i in members}
+        if is_accelerator(matrices[members[0]].device):
+            size = _size_on_accelerator(shape, max_batch_bytes, total / _UNITS_OF_ALL)
+        else:
+            size = max(1, min(_BATCH_ELEMENTS // math.prod(shape), sum(stacks.values()) // _UNITS_OF_A_SHAPE))
+        columns = _columns([*stacks.values()], size)
         for column in range(columns):
-            ranges = {i: (stacks[i] * column // columns, stacks[i] * (column + 1) // columns) for i in members}
-            units += _even_units(shape, ranges, size)
+            cut = {i: (stack * column // columns, stack * (column + 1) // columns) for i, stack in stacks.items()}
+            for ranges in _even(cut, size):
+                units.append(Unit(shape, ranges, tuple(matrices[i].shards for i, *_ in ranges)))
     return units
+
+
+def _cost(shape: tuple[int, int]) -> int:
+    return flops(shape, segments(shape, 5, torch.float16))
+
+
+def _size_on_accelerator(shape: tuple[int, int], max_batch_bytes: int, most_cost: float) -> int:
+    """Return how many matrices fill an accelerator several times over.
+
+    They have about `_TILES` tiles of output in their smallest product, unless their memory or their cost would be too
+    large.
+    """
+    lengths = segments(shape, 5, torch.float16)
+    tiles = math.ceil(min(shape) / _TILE) ** 2
+    nbytes = working_bytes(shape, lengths, torch.float16, BlockRows(min(shape), min(shape)))
+    fits = min(max_batch_bytes // nbytes, most_elements(max_batch_bytes) // math.prod(shape))
+    return max(1, min(_TILES // tiles, fits, math.ceil(most_cost / _cost(shape))))
 
 
 def _columns(stacks: Sequence[int], size: int) -> int:
@@ -159,19 +227,18 @@ def _columns(stacks: Sequence[int], size: int) -> int:
     return columns
 
 
-def _even_units(shape: tuple[int, int], ranges: Mapping[int, tuple[int, int]], size: int) -> Iterator[Unit]:
-    """Yield units of at most `size` matrices, about equally large, in the order of the matrices' indices."""
+def _even(ranges: Mapping[int, tuple[int, int]], size: int) -> Iterator[tuple[MatrixRange, ...]]:
+    """Yield parts of at most `size` matrices, about equally large, in the order of the matrices' indices."""
     order = sorted((k, i) for i, (start, stop) in ranges.items() for k in range(start, stop))
     count = math.ceil(len(order) / size)
     for u in range(count):
-        members = sorted((i, k) for k, i in order[len(order) * u // count : len(order) * (u + 1) // count])
         merged: list[MatrixRange] = []
-        for i, k in members:
+        for i, k in sorted((i, k) for k, i in order[len(order) * u // count : len(order) * (u + 1) // count]):
             if merged and merged[-1].matrix == i and merged[-1].stop == k:
                 merged[-1] = merged[-1]._replace(stop=k + 1)
             else:
                 merged.append(MatrixRange(i, k, k + 1))
-        yield Unit(shape, tuple(merged))
+        yield tuple(merged)
 
 
 def assign_owners(units: Sequence[Unit], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:

@@ -4,62 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.exchange import Exchange
-from hf_muon.distributed.select import exchanges_of, model_device, shared_storage
+from hf_muon.distributed.exchange import Exchange, exchanges_of
+from hf_muon.distributed.units import Matrix
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.math.torch_private import shard_orders
 from hf_muon.optimizer.factor_runs import FactorRuns, factor_runs
 from hf_muon.optimizer.layout_lines import lines_of
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
-from hf_muon.rules.registry import has_sides
 from hf_muon.storage import views
-from hf_muon.storage.boxes import Held
 from hf_muon.storage.factors import KEY, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
-from hf_muon.storage.shared import SharedStorage, unshared
-from hf_muon.storage.tensors import is_dtensor, local_of, shape_of, storage_complaint, unattached_complaint
+from hf_muon.storage.shared import SharedStorage, replicated
+from hf_muon.storage.tensors import (
+    is_dtensor,
+    local_of,
+    model_device,
+    shape_of,
+    storage_complaint,
+    unattached_complaint,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-
-
-class Matrix(NamedTuple):
-    """A matrix ``(m, n)`` or a stack ``(B, m, n)`` of a Muon group.
-
-    Attributes:
-        param: the position in the group of the parameter, or flat partition, that stores it.
-        shape: of the whole, as it is stored.
-        transposed: whether it is stored as ``(in, out)``.
-        elements: of a flat partition, those of the matrix's parameter; None outside of partitions.
-        name: of its parameter in a flat partition.
-        factor: of the learning rate.
-    """
-
-    param: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-    elements: slice | None = None
-    name: str = ""
-    factor: float = 1.0
-
-    @property
-    def out_in(self) -> tuple[int, int]:
-        """Fan-out and fan-in."""
-        rows, columns = self.shape[-2:]
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    def of(self, local: Tensor) -> Tensor:
-        """Return the slice of a flat partition that stores the matrix's parameter; outside of partitions, `local`."""
-        return local if self.elements is None else local[self.elements]
 
 
 @dataclass(frozen=True)
@@ -126,16 +103,14 @@ class StepLayout:
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
             self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
-            stored = [_who_stores(group, replicate_group, partitions, self.complaints) for group in groups]
+            stored = list(_who_stores(groups, replicate_group, partitions, self.complaints))
             for group, ranks in zip(groups, stored, strict=True):
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
-                    placed = list(_placed_matrices(group, ranks, partitions))
+                    matrices = list(_matrices(group, ranks, partitions))
                     if products_on is not None:  # a plan for another device
-                        placed = [place._replace(device=products_on) for place in placed]
-                    matrices = [place.matrix for place in placed]
-                    exchanges = _exchanges(group, placed, comm_dtype, max_batch_bytes)
-                    work = GroupWork(ranks, matrices, exchanges)
+                        matrices = [matrix._replace(device=products_on) for matrix in matrices]
+                    work = GroupWork(ranks, matrices, exchanges_of(matrices, comm_dtype, max_batch_bytes))
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
@@ -202,21 +177,21 @@ def storage_key(
     """Return what a `StepLayout` depends on, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [
-        (dtype_of(group), has_sides(group), *(str(group.get(key)) for key in ("views", "momentum_offload", KEY)))
-        for group in groups
+        (dtype_of(group), *(str(group.get(key)) for key in ("views", "momentum_offload", KEY))) for group in groups
     ]
-    params = [
-        (
-            id(param),
-            param.shape,
-            param.dtype,
-            param.device,
-            (param.placements, id(param.device_mesh)) if is_dtensor(param) else None,
-        )
-        for group in groups
-        for param in group["params"]
-    ]
-    return [id(replicate_group), id(partitions), *texts, *params]
+    return [id(replicate_group), id(partitions), *texts, *map(_storage, params_of(groups))]
+
+
+_OF_TENSOR = operator.attrgetter("shape", "dtype", "device")
+_OF_DTENSOR = operator.attrgetter("_local_tensor.dtype", "_local_tensor.device", "_local_tensor", "_spec")
+
+
+def _storage(param: Tensor) -> tuple[Any, ...]:
+    """Return what changes with the storage of a parameter, in little time: every step asks all parameters."""
+    if not is_dtensor(param):
+        return id(param), *_OF_TENSOR(param)
+    dtype, device, local, spec = _OF_DTENSOR(param)
+    return id(param), dtype, device, id(local), id(spec)
 
 
 def _stands(
@@ -266,103 +241,109 @@ def process_groups_of(
 
 
 def _who_stores(
-    group: Group, replicate_group: ProcessGroup | None, partitions: Partitions, complaints: list[str]
-) -> list[SharedStorage | None]:
-    """Return who stores each parameter of a group together, and add to `complaints` why some cannot be stepped."""
-    ranks: list[SharedStorage | None] = []
-    for i, param in enumerate(group["params"]):
-        partition = partitions.get(param)
-        complaint = _complaint(group, param, partition)
-        if complaint:
-            complaints.append(f"{describe(group, i)} {complaint}")
-        if partition is not None:
-            ranks.append(SharedStorage(partition.group, ()))
-        else:
-            ranks.append(None if complaint else shared_storage(param, replicate_group))
-    return ranks
+    groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions, complaints: list[str]
+) -> Iterator[list[SharedStorage | None]]:
+    """Yield who stores each parameter of each group together, and add to `complaints` why some cannot be stepped."""
+    known: dict[Hashable, tuple[str | None, SharedStorage | None]] = {}
+    for group in groups:
+        storages: list[SharedStorage | None] = []
+        for i, param in enumerate(group["params"]):
+            storage: SharedStorage | None = None
+            partition = partitions.get(param)
+            complaint = storage_complaint(param)
+            if partition is not None:
+                complaint = complaint or _partition_complaint(group)
+                storage = SharedStorage(partition.group, ())
+            elif complaint := (
+                complaint or unattached_complaint(param, is_matrix=group["use_muon"]) or blocks_complaint(group, param)
+            ):
+                pass
+            else:
+                kind = _storage_kind(param)
+                if kind not in known:
+                    known[kind] = _shared_storage(param, replicate_group)
+                complaint, storage = known[kind]
+            if complaint:
+                complaints.append(f"{describe(group, i)} {complaint}")
+            storages.append(storage)
+        yield storages
 
 
-def _complaint(group: Group, param: Tensor, partition: Partition | None) -> str | None:
-    """Say why a parameter cannot be stepped as it is stored; None where it can."""
-    if complaint := storage_complaint(param):
-        return complaint
-    if partition is not None:
-        if group.get("momentum_offload", "none") != "none":
-            return (
-                "is a flat ZeRO partition, which its framework itself keeps on the host if it is told to: "
-                "momentum_offload=cpu is not for it. Use the framework's own option [momentum-offload]"
-            )
-        if dtype_of(group) == "int8":
-            return (
-                "is a flat ZeRO partition, which cuts matrices anywhere, and "
-                f"{DTYPE_OPTIONS[bool(group['use_muon'])]}=int8 keeps a scale for every 64 elements of a row. Use bf16 "
-                "[int8-partition]"
-            )
-        return None
-    if complaint := unattached_complaint(param, is_matrix=group["use_muon"]) or blocks_complaint(group, param):
-        return complaint
-    if is_dtensor(param):
-        from hf_muon.distributed.groups import backend_complaint
-        from hf_muon.storage.dtensor import mesh_complaint
-
-        return mesh_complaint(param) or backend_complaint(param)  # type: ignore[arg-type]
+def _partition_complaint(group: Group) -> str | None:
+    """Say why a flat partition cannot be stepped with the options of its group; None where it can."""
+    if group.get("momentum_offload", "none") != "none":
+        return (
+            "is a flat ZeRO partition, which its framework itself keeps on the host if it is told to: "
+            "momentum_offload=cpu is not for it. Use the framework's own option [momentum-offload]"
+        )
+    if dtype_of(group) == "int8":
+        return (
+            "is a flat ZeRO partition, which cuts matrices anywhere, and "
+            f"{DTYPE_OPTIONS[bool(group['use_muon'])]}=int8 keeps a scale for every 64 elements of a row. Use bf16 "
+            "[int8-partition]"
+        )
     return None
+
+
+def _storage_kind(param: Tensor) -> Hashable:
+    """Return what parameters have in common for which `_shared_storage` need be asked once."""
+    if not is_dtensor(param):
+        return tuple(param.shape)
+    local = local_of(param)
+    orders = tuple(shard_orders(param).items())  # type: ignore[arg-type]
+    placed = tuple(param.placements), id(param.device_mesh)  # type: ignore[attr-defined]
+    return tuple(param.shape), tuple(local.shape), local.device.type, orders, *placed
+
+
+def _shared_storage(param: Tensor, replicate_group: ProcessGroup | None) -> tuple[str | None, SharedStorage | None]:
+    """Return why a parameter cannot be stepped, or None; and who stores it, None for this process alone."""
+    shape = tuple(param.shape)
+    if not is_dtensor(param):
+        is_shared = replicate_group is not None and replicate_group.size() > 1
+        return None, replicated(shape, replicate_group) if is_shared else None
+    from torch.distributed import get_process_group_ranks
+
+    from hf_muon.distributed.groups import backend_complaint, mesh_group
+    from hf_muon.storage.dtensor import mesh_complaint, mesh_regions
+
+    if complaint := mesh_complaint(param) or backend_complaint(param):  # type: ignore[arg-type]
+        return complaint, None
+    group = mesh_group(param.device_mesh)  # type: ignore[attr-defined]
+    return None, SharedStorage(group, shape, mesh_regions(param, get_process_group_ranks(group)))  # type: ignore[arg-type]
 
 
 # --- where matrices lie
 
 
-class _PlacedMatrix(NamedTuple):
-    """A matrix, what the ranks of a group store of it, and the devices of the model and of Newton-Schulz."""
-
-    matrix: Matrix
-    group: ProcessGroup | None
-    held: Sequence[Held]
-    model_device: torch.device
-    device: torch.device
-
-
-def _placed_matrices(
-    group: Group, ranks: Sequence[SharedStorage | None], partitions: Partitions
-) -> Iterator[_PlacedMatrix]:
+def _matrices(group: Group, storages: Sequence[SharedStorage | None], partitions: Partitions) -> Iterator[Matrix]:
     """Yield the matrices of a Muon group, in the order of its parameters."""
-    each = factors_of(group) if has_factors(group) else []
-    for i, (param, place, text) in enumerate(zip(group["params"], ranks, views.views_of(group), strict=True)):
+    each = factors_of(group)
+    for i, (param, storage, text) in enumerate(zip(group["params"], storages, views.views_of(group), strict=True)):
+        dtype = update_dtype(param, dtype_of(group))
         partition = partitions.get(param)
         if partition is not None:
-            yield from _matrices_of_partition(i, partition)
+            yield from _matrices_of_partition(i, partition, dtype)
             continue
-        shape, view, device = shape_of(param), views.parse(text), model_device(param)
-        factor = each[i] if each else 1.0
-        place = place or unshared(shape)
-        for one, held in zip(view.shapes(shape), place.parts(view, shape), strict=True):
-            yield _PlacedMatrix(Matrix(i, one, view.transposed, factor=factor), place.group, held, device, device)
+        view, device = views.parse(text), model_device(param)
+        storage = storage or replicated(shape_of(param), None)
+        for shape, shards in zip(view.shapes(storage.shape), storage.shards(view), strict=True):
+            yield Matrix(i, shape, shards, storage.group, device, dtype, view.transposed, factor=each[i])
 
 
-def _matrices_of_partition(index: int, partition: Partition) -> Iterator[_PlacedMatrix]:
+def _matrices_of_partition(index: int, partition: Partition, dtype: torch.dtype) -> Iterator[Matrix]:
     """Yield the matrices of whose parameters a flat partition holds slices, in the order of the slices."""
     for part in partition.slices:
         elements = part.elements(partition.rank)
-        shapes = part.view.shapes(part.shape)
-        for shape, held in zip(shapes, part.parts(), strict=True):
-            matrix = Matrix(index, shape, part.view.transposed, elements, part.name, part.factor)
-            yield _PlacedMatrix(matrix, partition.group, held, partition.device, partition.device)
-
-
-def _exchanges(
-    group: Group,
-    placed: Sequence[_PlacedMatrix],
-    comm_dtype: torch.dtype | None,
-    max_batch_bytes: int,
-) -> list[Exchange]:
-    return exchanges_of(
-        [place.matrix.shape for place in placed],
-        [place.group for place in placed],
-        [place.held for place in placed],
-        [update_dtype(group["params"][place.matrix.param], dtype_of(group)) for place in placed],
-        [place.device for place in placed],
-        [place.model_device for place in placed],
-        comm_dtype=comm_dtype,
-        max_batch_bytes=max_batch_bytes,
-        sides=[place.matrix.transposed for place in placed] if has_sides(group) else None,
-    )
+        for shape, shards in zip(part.view.shapes(part.shape), part.shards(), strict=True):
+            yield Matrix(
+                index,
+                shape,
+                shards,
+                partition.group,
+                partition.device,
+                dtype,
+                part.view.transposed,
+                elements,
+                part.name,
+                part.factor,
+            )

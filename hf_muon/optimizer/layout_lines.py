@@ -32,7 +32,7 @@ def lines_of(groups: Sequence[Group]) -> Iterator[str]:
 def _parameter_line(group: Group, index: int, view: str) -> str:
     param = group["params"][index]
     # The mesh by its shape, not by its ranks: those differ between the submeshes of one mesh.
-    stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.mesh.shape)}" if is_dtensor(param) else "plain"
+    stored = f"{param.placements} on a mesh of {tuple(param.device_mesh.shape)}" if is_dtensor(param) else "plain"
     route = "Muon" if group["use_muon"] else "AdamW"
     matrices = f", seen as {view!r}" if view else ""
     return f"{describe(group, index)} {param.dtype} {param.device.type} {stored} {route}{matrices}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.distributed.pieces import Piece, UpdatesOf
-from hf_muon.distributed.units import Unit
+from hf_muon.distributed.units import Matrix, Unit
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.moments import SCALES
@@ -26,7 +26,7 @@ from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.factor_runs import parts_of
 from hf_muon.optimizer.groups import rate_of
-from hf_muon.optimizer.layout import GroupWork, Matrix
+from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
 from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
 from hf_muon.optimizer.state import STATE_KEYS, is_offloaded

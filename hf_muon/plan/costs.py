@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_muon.config import MuonConfig
-from hf_muon.distributed.pieces import StepCost
+from hf_muon.distributed.schedule import StepCost
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import chunk_size
@@ -44,7 +44,7 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
     for exchange in (exchange for work in layout.works for exchange in work.exchanges):
-        own = exchange.cost(newton_schulz, ns_dtype)
+        own = exchange.schedule.cost(newton_schulz, ns_dtype)
         # Without other ranks every process does all of it.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_muon.storage.blocks import Blocks
@@ -246,23 +247,75 @@ def _folded(dims: Sequence[Ranges], sizes: Sequence[int]) -> Ranges:
     return columns
 
 
-@lru_cache(maxsize=4096)
-def parts_held(
-    view: View, shape: tuple[int, ...], regions: tuple[Region | FlatRegion, ...]
-) -> tuple[tuple[Held, ...], ...]:
-    """Return, for each part of a view, what each rank stores of it. A view that cuts nothing has one part.
+class Shards:
+    """What each rank of a group stores of the matrices that one part of a view makes of a tensor.
 
-    Parts of tensors that are stored alike are one object, by whose id `distributed.holdings` caches what it computes.
+    What any two ranks store is either equal or disjoint. Tensors that are stored alike share one object, so that what
+    follows from it is computed once.
+
+    Args:
+        held: of each rank.
+
+    Attributes:
+        held: of each rank.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.held = held
+        alike: dict[Held, list[int]] = {}
+        for rank, own in enumerate(held):
+            alike.setdefault(own, []).append(rank)
+        # For each rank: its position among those that store the same, and their number.
+        self._replicas = [(0, 0)] * len(held)
+        for ranks in alike.values():
+            for position, rank in enumerate(ranks):
+                self._replicas[rank] = position, len(ranks)
+        self._period = math.lcm(*(len(ranks) for own, ranks in alike.items() if own.numel))
+        self._stored: dict[tuple[int, int], Tensor] = {}
+        self._sent: dict[tuple[int, int, int], Tensor] = {}
+
+    def sends(self, rank: int, owner: int) -> bool:
+        """Return whether a rank sends what it stores to an owner: of ranks that store the same, exactly one does.
+
+        It is the owner itself if the owner stores the same, and otherwise the rank in the owner's replica.
+        """
+        position, count = self._replicas[rank]
+        return self._replicas[owner][0] % count == position
+
+    def stored(self, start: int, stop: int) -> Tensor:
+        """Return the elements of the matrices `start` to `stop` that each rank stores, ``(ranks,)``."""
+        if (start, stop) not in self._stored:
+            boxes = (own.boxes(start, stop) for own in self.held)
+            self._stored[start, stop] = torch.tensor([sum(box.numel for box in of_rank) for of_rank in boxes])
+        return self._stored[start, stop]
+
+    def sent_to(self, owner: int, start: int, stop: int) -> Tensor:
+        """Return the elements of the matrices `start` to `stop` that each rank sends to an owner, ``(ranks,)``.
+
+        They include the owner's own.
+        """
+        # Owners with equal phases receive from the same ranks.
+        phase = self._replicas[owner][0] % self._period
+        if (phase, start, stop) not in self._sent:
+            sends = torch.tensor([self.sends(rank, owner) for rank in range(len(self.held))])
+            self._sent[phase, start, stop] = self.stored(start, stop) * sends
+        return self._sent[phase, start, stop]
+
+
+@lru_cache(maxsize=4096)
+def shards_of(view: View, shape: tuple[int, ...], regions: Sequence[Region | FlatRegion]) -> tuple[Shards, ...]:
+    """Return, for each part of a view, what each rank stores of its matrices. A view that cuts nothing has one part.
 
     Args:
         view: of the tensor.
         shape: of the whole tensor.
-        regions: what each rank stores of the tensor; if it stores a flat slice, of matrices of the folded shape.
+        regions: what each rank stores of the tensor, a tuple; if it stores a flat slice, of matrices of the folded
+            shape.
     """
     matrices = math.prod(view.folded(shape)[:-2])
     folded = tuple(shape[1:]) if view.flat else ()
     parts: list[tuple[int, Blocks | None]] = [(view.axis, blocks) for blocks in view.parts] or [(0, None)]
     return tuple(
-        tuple(Held(region, matrices, folded if isinstance(region, Region) else (), *part) for region in regions)
+        Shards([Held(region, matrices, folded if isinstance(region, Region) else (), *part) for region in regions])
         for part in parts
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.storage.boxes import Held, parts_held
+from hf_muon.storage.boxes import Shards, shards_of
 from hf_muon.storage.regions import FlatRegion
 from hf_muon.storage.views import WHOLE, View
 
@@ -87,10 +87,10 @@ class Slice:
         first, last = self.bounds[rank]
         return slice(self.start, self.start + last - first)
 
-    def parts(self) -> Sequence[Sequence[Held]]:
+    def shards(self) -> tuple[Shards, ...]:
         """Return, for each part of the parameter's view, what each rank stores of it."""
         rows, columns = self.view.folded(self.shape)[-2:]
-        return parts_held(self.view, self.shape, _flat_regions((rows, columns), self.bounds))
+        return shards_of(self.view, self.shape, _flat_regions((rows, columns), self.bounds))
 
 
 @lru_cache(maxsize=1024)

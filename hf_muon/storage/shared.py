@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_muon.storage.boxes import Held, parts_held
-from hf_muon.storage.regions import FlatRegion, Region, whole
+from hf_muon.storage.boxes import Shards, shards_of
+from hf_muon.storage.regions import Region, whole
 from hf_muon.storage.views import View
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharedStorage:
     """How the ranks of a process group store a tensor.
 
     Attributes:
         group: the process group; None where this process has the tensor alone.
-        regions: what each rank stores, in the order of the group's ranks.
+        shape: of the whole tensor.
+        regions: what each rank stores, in the order of the group's ranks; empty for flat partitions.
     """
 
     group: ProcessGroup | None
-    regions: Sequence[Region | FlatRegion]
+    shape: tuple[int, ...]
+    regions: Sequence[Region] = ()
+    _shards: dict[View, tuple[Shards, ...]] = field(default_factory=dict, repr=False)
 
-    def parts(self, view: View, shape: tuple[int, ...]) -> Sequence[Sequence[Held]]:
-        """Return, for each part of a view of the tensor of this whole shape, what each rank stores of it."""
-        return parts_held(view, shape, tuple(self.regions))
+    def shards(self, view: View) -> tuple[Shards, ...]:
+        """Return, for each part of a view of the tensor, what each rank stores of it."""
+        if view not in self._shards:
+            self._shards[view] = shards_of(view, self.shape, tuple(self.regions))
+        return self._shards[view]
 
 
-def unshared(shape: tuple[int, ...]) -> SharedStorage:
-    """Return the storage of a tensor that this process has alone."""
-    return SharedStorage(None, replicated_regions(shape, 1))
-
-
-@lru_cache(maxsize=1024)
-def replicated_regions(shape: tuple[int, ...], ranks: int) -> Sequence[Region]:
-    """Return each rank's region of a replicated tensor, which is all of it."""
-    return (whole(shape),) * ranks
+def replicated(shape: tuple[int, ...], group: ProcessGroup | None) -> SharedStorage:
+    """Return the storage of a tensor that each rank of a group has whole, or this process alone."""
+    return SharedStorage(group, shape, (whole(shape),) * (1 if group is None else group.size()))

@@ -140,3 +140,21 @@ def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
             "[replaced-by-flat]"
         )
     return None
+
+
+def accelerator() -> torch.device:
+    """Return the accelerator that this process uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not torch.accelerator.is_available():
+        raise RuntimeError("a device mesh of an accelerator needs one, and torch sees none [no-accelerator]")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
+
+
+def model_device(param: Tensor) -> torch.device:
+    """Return the device on which the model computes with a parameter; with FSDP2's CPU offload, its mesh's device."""
+    local = local_of(param)
+    kind = param.device_mesh.device_type if is_dtensor(param) else local.device.type  # type: ignore[attr-defined]
+    return local.device if kind == local.device.type else accelerator()

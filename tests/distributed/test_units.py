@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from hf_muon.distributed.exchange import Exchange
-from hf_muon.distributed.holdings import Holdings
 from hf_muon.distributed.schedule import OwnedUnit, Schedule
-from hf_muon.distributed.units import MatrixRange, Unit, assign_owners, make_units
-from hf_muon.storage.boxes import parts_held
+from hf_muon.distributed.units import Matrix, MatrixRange, Unit, assign_owners, make_units
+from hf_muon.storage.boxes import shards_of
 from hf_muon.storage.regions import regions
 from hf_muon.storage.views import WHOLE
 
@@ -41,8 +39,15 @@ def qwen3_30b_a3b(layers=48):
     return [*attention, *[(128, 768, 2048)] * 2, (128, 2048, 768)] * layers
 
 
-def units_of(shapes, accelerated=False, **options):
-    return make_units(shapes, [None] * len(shapes), [accelerated] * len(shapes), **options)
+def shards(shape, ranks, placement):
+    """Return what each rank stores of a matrix, or of a stack."""
+    return shards_of(WHOLE, shape, tuple(regions(shape, (ranks,), [placement])))[0]
+
+
+def units_of(shapes, accelerated=False, ranks=1, **options):
+    where = {shape: shards(shape, ranks, Shard(0)) for shape in set(shapes)}
+    device = torch.device("meta" if accelerated else "cpu")
+    return make_units([Matrix(i, shape, where[shape], device=device) for i, shape in enumerate(shapes)], **options)
 
 
 def loads(units, owners, ranks):
@@ -50,16 +55,6 @@ def loads(units, owners, ranks):
     for unit, owner in zip(units, owners, strict=True):
         load[owner] += unit.cost
     return load
-
-
-def held(shape, ranks, placement):
-    """Return what each rank stores of a matrix, or of a stack."""
-    return parts_held(WHOLE, shape, tuple(regions(shape, (ranks,), [placement])))[0]
-
-
-def holdings_of(shapes, ranks):
-    where = {shape: held(shape, ranks, Shard(0)) for shape in set(shapes)}
-    return Holdings({i: where[shape] for i, shape in enumerate(shapes)}, ranks)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,7 @@ BALANCE = [
 @pytest.mark.parametrize(("model", "accelerated", "ranks", "bound"), BALANCE)
 def test_ranks_have_about_the_same_work_and_what_one_stores_whole_stays_there(model, accelerated, ranks, bound):
     shapes = model()
-    units = units_of(shapes, accelerated)
+    units = units_of(shapes, accelerated, ranks)
     costs = sorted({unit.cost for unit in units})
     least = sum(unit.cost for unit in units) / ranks
     if not accelerated:
@@ -118,8 +113,7 @@ def test_ranks_have_about_the_same_work_and_what_one_stores_whole_stays_there(mo
         # 240 large matrices and 160 of 3/8 their cost: some rank owns one of each, or four of the small ones.
         least = min(costs[-1] + costs[-2], 4 * costs[-2])
     assert max(loads(units, assign_owners(units, ranks), ranks)) <= bound * least
-    holdings = holdings_of(shapes, ranks)
-    holders = [holdings.pattern(unit).holders for unit in units]
+    holders = [unit.holders for unit in units]
     owners = assign_owners(units, ranks, holders)
     assert accelerated or max(loads(units, owners, ranks)) <= bound * least
     if model.__name__.startswith("qwen3_") and model is not qwen3_06b and ranks <= 64:
@@ -139,21 +133,20 @@ def test_a_unit_that_one_rank_stores_stays_there_as_long_as_others_have_their_sh
 
 @pytest.mark.first_tier("llama")
 @pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
-def test_owners_work_at_the_same_time_whatever_the_bound(monkeypatch, model, ranks, slack):
-    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 5)
-    shapes, cpu = model(), torch.device("cpu")
-    exchange = Exchange(None, units_of(shapes), holdings_of(shapes, ranks), torch.float32, cpu, cpu, 2**28)
-    rounds = exchange.rounds(frozenset(range(len(shapes))))
+def test_owners_work_at_the_same_time_whatever_the_bound(model, ranks, slack):
+    shapes = model()
+    units = units_of(shapes, ranks=ranks)
+    owned = list(map(OwnedUnit, units, assign_owners(units, ranks, [unit.holders for unit in units])))
+    rounds = Schedule(owned, 5, ranks, torch.float32, 2**28).rounds(range(len(shapes)))
     span = sum(max(loads(*zip(*each.units, strict=True), ranks)) for each in rounds)
-    assert span <= slack * max(loads(*zip(*exchange.schedule.owned, strict=True), ranks))
+    assert span <= slack * max(loads(*zip(*owned, strict=True), ranks))
 
 
 def cost_of(placement, ranks, owners):
     """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
-    stored = held((4, 6), ranks, placement)
-    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),)), owner) for k, owner in enumerate(owners)]
-    holdings = Holdings(dict.fromkeys(range(len(owners)), stored), ranks)
-    return Schedule(owned, holdings, 0, torch.float32, 2**20).cost(lambda unit: unit.numel, torch.bfloat16)
+    stored = shards((4, 6), ranks, placement)
+    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),), (stored,)), owner) for k, owner in enumerate(owners)]
+    return Schedule(owned, 0, ranks, torch.float32, 2**20).cost(lambda unit: unit.numel, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])

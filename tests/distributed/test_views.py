@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import Muon
-from hf_muon.storage.boxes import parts_held
+from hf_muon.storage.boxes import shards_of
 from hf_muon.storage.partitions import partition_bounds
 from hf_muon.storage.regions import FlatRegion, regions
 from hf_muon.storage.views import parse
@@ -146,12 +146,12 @@ def test_boxes_hold_the_matrices_of_every_view(shape, text, data):
     """Put together each matrix from the boxes that ranks store of it."""
     view = parse(text)
     elements, held, locals_ = stored_by(shape, view.folded(shape), data.draw)
-    parts = zip(apart(elements, text), view.shapes(shape), parts_held(view, shape, tuple(held)), strict=True)
+    parts = zip(apart(elements, text), view.shapes(shape), shards_of(view, shape, tuple(held)), strict=True)
     for expected, part_shape, of_ranks in parts:
         count = math.prod(part_shape[:-2])
         start = data.draw(st.integers(0, count - 1))
         results = torch.full((count - start, *part_shape[-2:]), -1)  # (B, m, n)
-        for own, local in zip(of_ranks, locals_, strict=True):
+        for own, local in zip(of_ranks.held, locals_, strict=True):
             boxes = own.boxes(start, count)
             assert own.numel == sum(box.numel for box in own.boxes(0, count))
             assert len(boxes) <= 5 or text or local.ndim > 1

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_muon import Muon
-from hf_muon.distributed import groups, select
+from hf_muon.distributed import groups
 from hf_muon.optimizer import gradients
 from hf_muon.storage import dtensor as stored
+from hf_muon.storage import tensors
 from tests.optimizer.cases import params_of
 from tests.refusals import table
 from tests.refusals.optimizer import alone, dtensor, step_of_swapped, unnamed
@@ -71,7 +72,7 @@ def moment(placement: Any, param: Any) -> Any:
 
 def without_accelerator() -> None:
     with mock.patch.object(torch.accelerator, "is_available", return_value=False):
-        select.accelerator()
+        tensors.accelerator()
 
 
 STEP, LOAD = "Muon.step", "load_state_dict"

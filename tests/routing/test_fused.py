@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import sigmoid, tanh
 
 from hf_muon import route_parameters
-from hf_muon.storage.boxes import parts_held
+from hf_muon.storage.boxes import shards_of
 from hf_muon.storage.regions import whole
 from hf_muon.storage.views import parse
 
@@ -46,7 +46,8 @@ def fused(model):
         _, _, names = route.reason.partition(": ")
         if names:
             view = parse(route.view)
-            boxes = [own.boxes(0, own.matrices)[0] for (own,) in parts_held(view, route.shape, (whole(route.shape),))]
+            parts = shards_of(view, route.shape, (whole(route.shape),))
+            boxes = [own.boxes(0, own.matrices)[0] for part in parts for own in part.held]
             parts = [box.of(route.parameter.data) for box in boxes]
             yield route.name, names, dict(zip(names.split(", "), parts, strict=True))
 
