@@ -49,7 +49,7 @@ def build_optimizer(
             f"build_optimizer takes a torch.nn.Module, not {quoted(model)}: its structure tells hidden "
             "matrices from other parameters. Pass parameters alone to hf_muon.MuonOfGroups [not-a-module]"
         )
-    config = as_config(config).replace(options)
+    config = as_config(config, options)
     routes = route_parameters(model, config)
     require_muon(routes, type(model).__name__)
     groups = groups_of(routes, config)
@@ -61,17 +61,15 @@ def build_optimizer(
     return optimizer
 
 
-def as_config(config: MuonConfig | Mapping[str, Any] | None) -> MuonConfig:
-    """Return the options that a caller has passed as a `MuonConfig`, as a mapping, or not at all.
+def as_config(config: MuonConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> MuonConfig:
+    """Return the options of a `MuonConfig`, a mapping or nothing, replaced by others.
 
     Raises:
         ValueError: something else, or an option that is not valid.
     """
-    if isinstance(config, MuonConfig):
-        return config
-    if not isinstance(config, (Mapping, type(None))):
+    if not isinstance(config, (MuonConfig, Mapping, type(None))):
         raise ValueError(f"config is a MuonConfig or a mapping of its options, not {quoted(config)} [not-a-mapping]")
-    return MuonConfig.from_mapping(config or {})
+    return (config if isinstance(config, MuonConfig) else MuonConfig.from_mapping(config or {})).replace(options)
 
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
@@ -79,49 +77,46 @@ def muon_options(config: MuonConfig) -> dict[str, Any]:
     return {name: config.value_of(name) for name in MUON_OPTIONS}
 
 
-def groups_of(routes: Sequence[Route], config: MuonConfig) -> list[dict[str, Any]]:
-    """Return the param groups that are not empty: Muon, AdamW with weight decay, AdamW without."""
-    return [
-        group_of(part, config)
-        for use_muon, decay in ((True, True), (False, True), (False, False))
-        if (part := [route for route in routes if (route.use_muon, route.decay) == (use_muon, decay)])
-    ]
-
-
-def group_of(
-    routes: Sequence[Route], config: MuonConfig, *, lr: float | None = None, weight_decay: float | None = None
-) -> dict[str, Any]:
-    """Return the param group of routes that agree on the optimizer and on weight decay.
+def groups_of(
+    routes: Iterable[Route], config: MuonConfig, *, lr: Any = None, weight_decay: float | None = None
+) -> list[dict[str, Any]]:
+    """Return the param groups that are not empty: Muon, AdamW with weight decay, AdamW without.
 
     Args:
-        routes: at least one.
+        routes: of the parameters.
         config: the options.
         lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it, or multiplies it
             by its proportion to the `lr` of `config` if that is set.
-        weight_decay: the weight decay of a ready-made group; `adamw_weight_decay` replaces it unless it is 0.
+        weight_decay: the weight decay of a ready-made group, which is that of norms and biases, too;
+            `adamw_weight_decay` replaces it unless it is 0.
     """
-    use_muon = routes[0].use_muon
-    optimizer_lr = config.muon_lr if use_muon else config.adamw_lr
-    if optimizer_lr is None:
-        lr = config.value_of("lr") if lr is None else lr
-    elif lr is None or not config.lr or lr == config.lr:
-        lr = optimizer_lr
-    else:
-        lr = lr * optimizer_lr / config.lr
-    optimizer_decay = None if use_muon else config.adamw_weight_decay
-    if weight_decay is None:
-        decay = config.weight_decay if optimizer_decay is None else optimizer_decay
-        weight_decay = decay if routes[0].decay else 0.0
-    elif weight_decay and optimizer_decay is not None:
-        weight_decay = optimizer_decay
-    return {
-        "params": [(route.name, route.parameter) for route in routes],
-        **({"views": [route.view for route in routes]} if use_muon else {}),
-        **({"lr_factors": [r.factor for r in routes]} if any(r.factor != 1 for r in routes) else {}),
-        "use_muon": use_muon,
-        "lr": lr,
-        "weight_decay": weight_decay,
-    }
+    parts: dict[tuple[bool, bool], list[Route]] = {}
+    for route in routes:
+        parts.setdefault((route.use_muon, weight_decay is not None or route.decay), []).append(route)
+    groups = []
+    for (use_muon, decays), part in sorted(parts.items(), key=lambda item: item[0], reverse=True):
+        own_lr = config.muon_lr if use_muon else config.adamw_lr
+        own_decay = None if use_muon else config.adamw_weight_decay
+        decay = config.weight_decay if weight_decay is None else weight_decay
+        if own_decay is not None and weight_decay != 0:
+            decay = own_decay
+        group: dict[str, Any] = {"params": [(route.name, route.parameter) for route in part]}
+        if use_muon:
+            group["views"] = [route.view for route in part]
+        if any(route.factor != 1 for route in part):
+            group["lr_factors"] = [route.factor for route in part]
+        rate = _rate(lr, own_lr, config)
+        groups.append({**group, "use_muon": use_muon, "lr": rate, "weight_decay": decay if decays else 0.0})
+    return groups
+
+
+def _rate(lr: Any, own_lr: float | None, config: MuonConfig) -> Any:
+    """Return the rate of a part of a group whose rate is `lr`, where `own_lr` is `muon_lr` or `adamw_lr`."""
+    if own_lr is None:
+        return config.value_of("lr") if lr is None else lr
+    if lr is None or not config.lr or lr == config.lr:
+        return own_lr
+    return lr * own_lr / config.lr
 
 
 def require_muon(routes: Sequence[Route], model_name: str) -> None:

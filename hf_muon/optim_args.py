@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_muon.config import FRONT, OPTIONS, MuonConfig, known_option, unknown_option
-from hf_muon.options.declaration import as_text, listed, quoted
+from hf_muon.config import OPTIONS, listed, option_of
+from hf_muon.options.declaration import quoted
+from hf_muon.options.patterns import factor_text
 
 
 def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -17,31 +18,27 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ValueError: an item is not `name=value`, or a name is unknown or repeated.
     """
+    options: dict[str, Any] = {}
     if isinstance(text, Mapping):
-        for name in text:
-            if known_option(name) is None:
-                raise unknown_option(name)
-        return dict(text)
-    if text is not None and not isinstance(text, str):
+        options.update(text)
+    elif isinstance(text, str):
+        for item in text.replace(" ", "").split(",") if text else ():
+            name, equals, value = item.partition("=")
+            if not (name and equals and value) or "=" in value:
+                raise ValueError(
+                    f"optim_args: {quoted(item)} is not of the form name=value. Items are joined by commas, lists by "
+                    f"|, and a value cannot hold a comma or an equals sign. Valid names: {listed(OPTIONS)} "
+                    "[not-name-value]"
+                )
+            if name in options:
+                raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r} [given-twice]")
+            options[name] = value
+    elif text is not None:
         raise ValueError(
             f'optim_args={quoted(text)} is neither text, "name=value,name=value", nor a mapping [invalid-value]'
         )
-    options: dict[str, Any] = {}
-    for item in (text or "").replace(" ", "").split(","):
-        if not item and not text:
-            continue
-        name, equals, value = item.partition("=")
-        names = listed(MuonConfig.names(), OPTIONS.keys() - FRONT)
-        if not (name and equals and value) or "=" in value:
-            raise ValueError(
-                f"optim_args: {quoted(item)} is not of the form name=value. Items are joined by commas, lists by |, "
-                f"and a value cannot hold a comma or an equals sign. Valid names: {names} [not-name-value]"
-            )
-        if known_option(name) is None:
-            raise unknown_option(name)
-        if name in options:
-            raise ValueError(f"optim_args: {name} is given twice, {options[name]!r} and {value!r} [given-twice]")
-        options[name] = value
+    for name in options:
+        option_of(name)
     return options
 
 
@@ -63,3 +60,14 @@ def text_of(options: Mapping[str, Any]) -> str:
             )
         items.append(f"{name}={text}")
     return ",".join(items)
+
+
+def as_text(value: Any) -> str:
+    """Return a value as `optim_args` and docs/options.md write it."""
+    if isinstance(value, Mapping):
+        return "|".join(factor_text(str(pattern), factor) for pattern, factor in value.items())
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], str):
+        return factor_text(*value)  # of `lr_scales`
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "|".join(map(as_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from hf_muon.build import as_config, group_of, log_routes, muon_options, require_muon
+from hf_muon.build import as_config, groups_of, log_routes, muon_options, require_muon
 from hf_muon.config import OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
@@ -71,7 +71,7 @@ class MuonOfGroups(Muon):
         diagnostics_file: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        config = as_config(config).replace(_with_own_names(options))
+        config = as_config(config, _with_own_names(options))
         items: list[Any] = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
         groups = (
             [_with_own_names(g) for g in items] if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
@@ -79,22 +79,17 @@ class MuonOfGroups(Muon):
         check_params(groups)
         members = [_tensors(group["params"]) for group in groups]
         routes = routes_of({p for group in members for p in group if p.requires_grad}, config, model)
-        split = []
+        split: list[dict[str, Any]] = []
         reached: list[Route] = []
-        rates: dict[bool, list[Any]] = {True: [], False: []}
+        rates: list[tuple[bool, Any]] = []
         for group, parameters in zip(groups, members, strict=True):
             group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
-            reached += group_routes
             lr = None if group.get("lr") is None else check_option("lr", group["lr"])
-            decay = group.get("weight_decay")
-            for use_muon in {route.use_muon for route in group_routes}:
-                rates[use_muon].append(lr)
+            parts = groups_of(group_routes, config, lr=lr, weight_decay=group.get("weight_decay"))
             other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
-            for use_muon in (True, False):
-                for decays in (True, False) if decay is None else (None,):
-                    part = [r for r in group_routes if r.use_muon is use_muon and decays in (None, r.decay)]
-                    if part:
-                        split.append({**group_of(part, config, lr=lr, weight_decay=decay), **other_keys})
+            split += [{**part, **other_keys} for part in parts]
+            reached += group_routes
+            rates += [(part["use_muon"], lr) for part in parts]
         require_muon(reached, "the given param groups")
         _require_one_rate(rates, config)
         super().__init__(
@@ -112,22 +107,13 @@ def _signature() -> inspect.Signature:
     LightningCLI (jsonargparse) passes every default that it reads here, which would replace those of `config`: it is
     left out.
     """
+    first = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter("self", first), inspect.Parameter("params", first, annotation=Iterable[Any])]
     types = typing.get_type_hints(MuonConfig)
-    return inspect.Signature(
-        [
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Iterable[Any]),
-            *(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=None if option.may_be_unset else option.default,
-                    annotation=types[name],
-                )
-                for name, option in OPTIONS.items()
-            ),
-        ]
-    )
+    for name, own in inspect.signature(MuonConfig).parameters.items():
+        if name in OPTIONS:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]))
+    return inspect.Signature(parameters)
 
 
 MuonOfGroups.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
@@ -180,24 +166,22 @@ def _with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _require_one_rate(rates: Mapping[bool, Sequence[Any]], config: MuonConfig) -> None:
+def _require_one_rate(rates: Sequence[tuple[bool, Any]], config: MuonConfig) -> None:
     """Raise if `muon_lr` or `adamw_lr` would replace the different rates of groups by one.
 
     Args:
-        rates: of the groups that have a part for Muon (True) or for AdamW (False); None where a group has no own.
+        rates: whether a part of a group is for Muon, and the rate of the group; None where it has no own.
         config: the options. If it has `lr`, groups keep their proportions to it.
 
     Raises:
         ValueError: groups have different rates, and `lr` is not set.
     """
-    for use_muon, name in ((True, "muon_lr"), (False, "adamw_lr")):
-        rate, own = (
-            getattr(config, name),
-            dict.fromkeys("none" if lr is None else f"{float(lr):g}" for lr in rates[use_muon]),
-        )
-        if rate is not None and not config.lr and len(own) > 1:
+    for for_muon, name in ((True, "muon_lr"), (False, "adamw_lr")):
+        own = [lr for use_muon, lr in rates if use_muon is for_muon]
+        texts = dict.fromkeys("none" if lr is None else f"{float(lr):g}" for lr in own)
+        if (rate := getattr(config, name)) is not None and not config.lr and len(texts) > 1:
             raise ValueError(
-                f"{name}={rate:g} is one rate, and param groups have several: {first_few(own, 4)}. Pass lr, too: the "
+                f"{name}={rate:g} is one rate, and param groups have several: {first_few(texts, 4)}. Pass lr, too: the "
                 f"rate of a group is then its own times {name} / lr. Or leave {name} out, and set lr in each group "
                 "[one-rate-for-several]"
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_muon.config import FRONT, OPTIONS
-from hf_muon.options.declaration import Option, as_text
+from hf_muon.optim_args import as_text
+from hf_muon.options.declaration import Option
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m tests.option_table` -->\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import typing
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch import nn
 from hf_muon import Muon, MuonConfig, build_optimizer
 from hf_muon.config import MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
 from hf_muon.optim_args import parse_optim_args, text_of
+from hf_muon.optimizer import muon
 from hf_muon.rules import registry
 from tests import option_table
 from tests.refusals import codes_in
@@ -54,11 +56,12 @@ def test_arguments_of_muon_are_the_options_that_it_holds():
     arguments = dict(inspect.signature(Muon).parameters)
     own = set(MUON_OPTIONS) - set(registry.option_names())
     assert set(arguments) == {"params", "replicate_group", "diagnostics_file", "rules", *own}
-    types = {field.name: field.type for field in dataclasses.fields(MuonConfig)}
+    types, hints = typing.get_type_hints(MuonConfig), typing.get_type_hints(Muon)
     for name in own:
         assert arguments[name].default == OPTIONS[name].default == MuonConfig().value_of(name)
-        assert arguments[name].annotation == ("float | Tensor" if name == "lr" else types[name])
-    assert all(Muon.__annotations__[name] == types[name] for name in OPTIMIZER_OPTIONS)
+        annotation = eval(arguments[name].annotation, vars(muon))
+        assert annotation == (float | torch.Tensor if name == "lr" else types[name])
+    assert all(hints[name] == types[name] for name in OPTIMIZER_OPTIONS)
 
 
 LIST = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))

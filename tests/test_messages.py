@@ -10,7 +10,8 @@ from tests.snapshots import Golden
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "hf_muon").rglob("*.py"))]
 # What stands inside of another message, which has a code.
 INSIDE = (
-    *("... does not end in a factor", "... has an empty alternative, which would match every parameter"),
+    *("... does not end in a factor", "... has an empty alternative, which would match every parameter", "... steps"),
+    "a list of one step; write its three numbers, and ns_steps: 1",
     *("not ... numbers", "no object", "neither the path of a JSON file nor a mapping"),
     "a parameter of shape ... is not in the model, or was not in the optimizer at the start",
     "the ranks' partitions do not hold ... whole",

@@ -39,8 +39,9 @@ def convert(
             raise ValueError(f"{target} exists. Name another TARGET [target-exists]")
         import torch
 
-        from hf_muon.build import as_config, groups_of, log_routes, muon_options, require_muon
+        from hf_muon.build import groups_of, log_routes, muon_options, require_muon
         from hf_muon.cli.model_source import model_from
+        from hf_muon.config import MuonConfig
         from hf_muon.convert import convert_state_dict
         from hf_muon.integrations.archives import complete_or_absent
         from hf_muon.optim_args import parse_optim_args
@@ -50,7 +51,7 @@ def convert(
         state, beside = _load(source), None if adamw is None else _load(adamw)
         listed = None if names is None else names.read_text(encoding="utf-8").split()
         empty = model_from(model, trust_remote_code=trust_remote_code)
-        config = as_config(parse_optim_args(optim_args))
+        config = MuonConfig.from_mapping(parse_optim_args(optim_args))
         routes = route_parameters(empty, config)
         require_muon(routes, type(empty).__name__)
         optimizer = Muon(groups_of(routes, config), **muon_options(config))

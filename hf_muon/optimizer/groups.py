@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_muon.config import GROUP_OPTIONS, check_option, known_option, unknown_option
+from hf_muon.config import GROUP_OPTIONS, check_option
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import check_scale
@@ -41,10 +41,7 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     for name in group:
         if name in (*OWN_KEYS, *FOREIGN_KEYS):
             continue
-        if known_option(name) is not None and name in GROUP_OPTIONS:
-            group[name] = check_option(name, group[name])
-        else:
-            raise unknown_option(name, ("params", "use_muon", "views", *GROUP_OPTIONS))
+        group[name] = check_option(name, group[name], GROUP_OPTIONS, more=("params", "use_muon", "views"))
     if not isinstance(group.get("use_muon", True), bool):
         raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false [invalid-value]")
     return group

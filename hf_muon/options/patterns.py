@@ -12,13 +12,10 @@ def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[st
     Raises:
         ValueError: a pattern is empty, or is not a regular expression.
     """
-    if patterns is None:
-        return []
-    pieces = list(patterns)
+    pieces = patterns or ()
     if isinstance(patterns, str):
-        flags = re.match(r"(\(\?[aiLmsux]+\))?", patterns)
-        prefix = flags[0] if flags else ""
-        pieces = [piece and prefix + piece for piece in _alternatives(patterns[len(prefix) :])]
+        flags, rest = re.fullmatch(r"((?:\(\?[aiLmsux]+\))?)(.*)", patterns, re.DOTALL).groups()  # type: ignore[union-attr]
+        pieces = [piece and flags + piece for piece in _alternatives(rest)]
     compiled = []
     for piece in pieces:
         try:
@@ -52,15 +49,6 @@ def parse_factors(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def is_factors(value: object) -> bool:
-    """Return whether a value is pairs of a pattern and a factor, as a checked option holds them."""
-    return isinstance(value, tuple) and bool(value) and all(_is_factor(pair) for pair in value)
-
-
-def _is_factor(pair: object) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and not isinstance(pair[1], str)
-
-
 def factor_text(pattern: str, factor: object) -> str:
     """Return an item that `parse_factors` reads; a pattern with alternatives may get brackets around it."""
     text = f"{pattern}:{factor}"
@@ -73,24 +61,16 @@ def factor_text(pattern: str, factor: object) -> str:
 
 
 _NUMBER = re.compile(r"[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+_TOKEN = re.compile(r"\\.|\[(?:\\.|[^]\\])*]?|.", re.DOTALL)  # an escape, a set of characters, or a character
 
 
 def _alternatives(pattern: str) -> list[str]:
     """Split at each ``|`` outside brackets, so that each alternative can be tested for a match."""
-    pieces, depth, in_class, current = [], 0, False, ""
-    escaped = False
-    for character in pattern:
-        if escaped or character == "\\":
-            escaped = not escaped
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-        elif character == "|" and depth == 0:
-            pieces.append(current)
-            current = ""
-            continue
-        current += character
-    return [*pieces, current]
+    pieces, depth = [""], 0
+    for token in _TOKEN.findall(pattern):
+        depth += (token == "(") - (token == ")")
+        if token == "|" and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += token
+    return pieces

@@ -1,11 +1,10 @@
-"""The types of options: numbers, flags, choices, patterns and others, each with its check and its parser."""
+"""The types of options: which values an option takes, how text is read, and the words that errors have for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,24 +19,21 @@ from hf_muon.storage.tensors import has_data
 _MOST_STEPS = 99
 
 
-class InvalidError(Exception):
-    """The option does not take this value. The message may add a reason that the valid values do not show."""
-
-
 @dataclass(frozen=True)
 class OptionType:
-    """The values that an option takes.
+    """The values that an option takes. An annotation holds it: ``Annotated[float, types.non_negative()]``.
 
     Attributes:
         valid: these values in words, for errors.
-        check: returns the canonical form of a value, or raises `InvalidError`.
+        check: returns the canonical form of a value, or raises ValueError; its text, if any, is a reason that the
+            valid values do not show.
         parse: reads a value from text, as `optim_args` and YAML hold it; `check` follows.
         choices: the words that the option takes, if it takes words.
     """
 
     valid: str
     check: Callable[[Any], Any]
-    parse: Callable[[str], Any]
+    parse: Callable[[str], Any] = str
     choices: tuple[str, ...] = ()
 
 
@@ -46,54 +42,11 @@ def number(valid: str, low: float, below: float = math.inf) -> OptionType:
 
     def check(value: Any) -> float:
         # numpy's scalars are real numbers, too.
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise InvalidError
-        number = float(value)
-        if not low <= number < below:
-            raise InvalidError
-        return number
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) < below:
+            raise ValueError
+        return float(value)
 
     return OptionType(valid, check, float)
-
-
-def non_negative() -> OptionType:
-    """Return the type of a number of at least 0."""
-    return number("a number of at least 0", 0)
-
-
-def positive() -> OptionType:
-    """Return the type of a number above 0, or infinity."""
-
-    def check(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise InvalidError
-        number = float(value)
-        if not number > 0:
-            raise InvalidError
-        return number
-
-    return OptionType("a number above 0, or inf", check, float)
-
-
-def above_zero() -> OptionType:
-    """Return the type of a finite number above 0."""
-    return number("a number above 0", sys.float_info.min)
-
-
-def learning_rate() -> OptionType:
-    """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
-    rate = non_negative()
-
-    def check(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # as in torch, for schedules that change the rate inside a graph
-            if value.numel() != 1 or value.is_complex():
-                raise InvalidError
-            if has_data(value):
-                rate.check(value.item())
-            return value
-        return rate.check(value)
-
-    return dataclasses.replace(rate, check=check)
 
 
 def integer(valid: str, low: int, below: float = math.inf) -> OptionType:
@@ -101,10 +54,71 @@ def integer(valid: str, low: int, below: float = math.inf) -> OptionType:
 
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < below:
-            raise InvalidError
+            raise ValueError
         return int(value)
 
     return OptionType(valid, check, int)
+
+
+def non_negative() -> OptionType:
+    """Return the type of a number of at least 0."""
+    return number("a number of at least 0", 0)
+
+
+def above_zero() -> OptionType:
+    """Return the type of a finite number above 0."""
+    return number("a number above 0", sys.float_info.min)
+
+
+def positive() -> OptionType:
+    """Return the type of a number above 0, or infinity."""
+    finite = above_zero()
+
+    def check(value: Any) -> float:
+        return math.inf if isinstance(value, numbers.Real) and value == math.inf else finite.check(value)
+
+    return OptionType("a number above 0, or inf", check, float)
+
+
+def learning_rate() -> OptionType:
+    """Return the type of a learning rate: a number of at least 0, or a tensor with one."""
+    rate = non_negative()
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return rate.check(value)
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError
+        if has_data(value):
+            rate.check(value.item())
+        return value  # as in torch, for schedules that change the rate inside a graph
+
+    return dataclasses.replace(rate, check=check)
+
+
+def flag() -> OptionType:
+    """Return the type of a truth value."""
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+    def check(value: Any) -> bool:
+        is_numpy_bool = getattr(getattr(value, "dtype", None), "kind", "") == "b" and not value.shape
+        if not (isinstance(value, bool) or is_numpy_bool):
+            raise ValueError
+        return bool(value)
+
+    return OptionType("true or false", check, lambda text: words[text.lower()])
+
+
+def choice(values: Sequence[str]) -> OptionType:
+    """Return the type of one word out of several."""
+    *others, last = values
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError
+        return str(value)
+
+    return OptionType(f"{', '.join(others)} or {last}", check, choices=tuple(values))
 
 
 def steps(low: int, below: int) -> OptionType:
@@ -117,41 +131,11 @@ def steps(low: int, below: int) -> OptionType:
     return OptionType(whole.valid, check, lambda text: text if text == AUTO else int(text), (AUTO,))
 
 
-def flag() -> OptionType:
-    """Return the type of a truth value."""
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-    def check(value: Any) -> bool:
-        is_numpy_bool = getattr(getattr(value, "dtype", None), "kind", "") == "b" and not value.shape
-        if not (isinstance(value, bool) or is_numpy_bool):
-            raise InvalidError
-        return bool(value)
-
-    return OptionType("true or false", check, lambda text: words[text.lower()])
-
-
-def choice(values: Sequence[str]) -> OptionType:
-    """Return the type of one word out of several."""
-    *others, last = values
-
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or value not in values:
-            raise InvalidError
-        return str(value)
-
-    return OptionType(f"{', '.join(others)} or {last}", check, str, tuple(values))
-
-
 def betas() -> OptionType:
     """Return the type of AdamW's two decay rates."""
-
-    def check(value: Any) -> tuple[float, ...]:
-        betas = _floats(value, 2)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise InvalidError
-        return betas
-
-    return OptionType("two numbers from 0 to below 1, written 0.9|0.95", check, _parse_floats)
+    beta = number("a number from 0 to below 1", 0, 1)
+    valid = "two numbers from 0 to below 1, written 0.9|0.95"
+    return OptionType(valid, lambda value: _tuple_of(beta, 2, value), _parse_floats)
 
 
 def coefficients() -> OptionType:
@@ -160,19 +144,18 @@ def coefficients() -> OptionType:
     Text has no brackets: it holds the numbers of all steps in a row. So a list of one step cannot be written, and is
     not valid.
     """
+    preset, finite = choice(tuple(PRESETS)), number("a number", -sys.float_info.max)
 
     def check(value: Any) -> str | tuple[Any, ...]:
         if isinstance(value, str):
-            if value not in PRESETS:
-                raise InvalidError
-            return value
+            return preset.check(value)  # type: ignore[no-any-return]
         if not isinstance(value, Sequence) or not any(isinstance(x, Sequence) for x in value):
-            return _floats(value, 3)
+            return _tuple_of(finite, 3, value)
         if len(value) == 1:
-            raise InvalidError("a list of one step; write its three numbers, and ns_steps: 1")
+            raise ValueError("a list of one step; write its three numbers, and ns_steps: 1")
         if len(value) > _MOST_STEPS:
-            raise InvalidError(f"{len(value)} steps")
-        return tuple(_floats(triple, 3) for triple in value)
+            raise ValueError(f"{len(value)} steps")
+        return tuple(_tuple_of(finite, 3, triple) for triple in value)
 
     def parse(text: str) -> Any:
         if "|" not in text:
@@ -186,25 +169,20 @@ def coefficients() -> OptionType:
         f"{', '.join(PRESETS)}, or three numbers, written 3.4445|-4.775|2.0315, or a list with three for each step, "
         "written as text one after the other"
     )
-    return OptionType(valid, check, parse, tuple(PRESETS))
+    return OptionType(valid, check, parse, preset.choices)
 
 
 def patterns() -> OptionType:
-    """Return the type of regular expressions."""
+    """Return the type of regular expressions: text, or a sequence of texts."""
 
     def check(value: Any) -> str | tuple[str, ...]:
-        is_text = isinstance(value, str)
-        if not is_text and not (isinstance(value, Sequence) and all(isinstance(x, str) and x for x in value)):
-            raise InvalidError
-        if not value:
-            raise InvalidError
-        try:
-            compile_patterns(value)
-        except ValueError as error:
-            raise InvalidError(str(error)) from None
-        return value if is_text else tuple(value)
+        pieces = (value,) if isinstance(value, str) else value
+        if not isinstance(pieces, Sequence) or not pieces or not all(isinstance(x, str) and x for x in pieces):
+            raise ValueError
+        compile_patterns(value)
+        return value if isinstance(value, str) else tuple(value)
 
-    return OptionType("a regular expression, or several joined by |", check, str)
+    return OptionType("a regular expression, or several joined by |", check)
 
 
 def factors() -> OptionType:
@@ -213,41 +191,26 @@ def factors() -> OptionType:
 
     def check(value: Any) -> tuple[tuple[str, float], ...]:
         if isinstance(value, str):
-            value = parse(value)
+            value = parse_factors(value)
         pairs = list(value.items()) if isinstance(value, Mapping) else value
         if not isinstance(pairs, Sequence) or not pairs:
-            raise InvalidError
+            raise ValueError
         checked = []
         for pair in pairs:
             if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-                raise InvalidError
-            pattern, number = pair
-            try:
-                re.compile(pattern)
-                number = factor.check(float(number) if isinstance(number, str) else number)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise InvalidError(f"{pattern!r} is not a regular expression: {error}") from None
-            except ValueError:  # of text that is no number
-                raise InvalidError from None
-            checked.append((pattern, number))
+                raise ValueError
+            compile_patterns(pair[:1])
+            checked.append((pair[0], factor.check(float(pair[1]) if isinstance(pair[1], str) else pair[1])))
         return tuple(checked)
 
-    def parse(text: str) -> Any:
-        try:
-            return parse_factors(text)
-        except ValueError as error:
-            raise InvalidError(str(error)) from None
-
     valid = "regular expressions with factors of at least 0, a mapping, or text as embed:0.3|head:0.5"
-    return OptionType(valid, check, str)
+    return OptionType(valid, check)
 
 
-def _floats(value: Any, count: int) -> tuple[float, ...]:
+def _tuple_of(type: OptionType, count: int, value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
-        raise InvalidError
-    if any(isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(float(x)) for x in value):
-        raise InvalidError
-    return tuple(float(x) for x in value)
+        raise ValueError
+    return tuple(map(type.check, value))
 
 
 def _parse_floats(text: str) -> list[float]:

@@ -27,7 +27,6 @@ RULE = Rule(
             "decoupled",
             "Which weights of Muon groups decay: `decoupled` (all) or `cautious` (those that their direction moves "
             "towards zero).",
-            scope="group",
             source="[2510.12402](https://arxiv.org/abs/2510.12402)",
         )
     },

@@ -37,7 +37,6 @@ RULE = Rule(
             types.integer("a number of steps, 0 for none", 0),
             0,
             "Number of first steps over which momentum rises linearly from 0.85 to `momentum`; 0 for none.",
-            scope="group",
             source="[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), "
             "[nanochat](https://github.com/karpathy/nanochat)",
         )

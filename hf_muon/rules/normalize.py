@@ -36,7 +36,6 @@ RULE = Rule(
             types.choice(("none", "rows")),
             "none",
             "Normalize directions: `none`, or `rows` (NorMuon) by the second moment of each row over the steps.",
-            scope="group",
             source=_SOURCE,
         ),
     },

@@ -50,7 +50,6 @@ RULE = Rule(
             None,
             "Rescale query and key rows of heads whose largest attention logit is above this threshold, as 100 "
             "(MuonClip); `inf` measures the logits and rescales nothing.",
-            scope="group",
             fallback="off",
             source=_SOURCE,
         ),

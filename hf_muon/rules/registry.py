@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -14,17 +14,19 @@ from hf_muon.rules.rule import Rule, StateKind
 ENTRY_POINTS = "hf_muon.rules"
 """The group of entry points under which packages name their rules."""
 
-BUILT_IN = (momentum_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
-
-BUILT_IN_OPTIONS = {name: option for rule in BUILT_IN for name, option in rule.options.items()}
-
-RULES: dict[str, Rule] = {rule.name: rule for rule in BUILT_IN}
+RULES: dict[str, Rule] = {
+    rule.name: rule for rule in (momentum_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
+}
 """By name, in the order in which they apply."""
+
+BUILT_IN_OPTIONS = {name: option for rule in RULES.values() for name, option in rule.options.items()}
 
 OTHERS_OPTIONS: dict[str, Option] = {}
 """The options of registered rules, by name."""
 
-_reserved: set[str] = set()
+OWN_NAMES: set[str] = set()
+"""The names of Muon's own options, which `hf_muon.config` declares."""
+
 _FUNCTIONS = ("hyperparameters", "update", "direction", "apply", "head_factors")
 _MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")  # diagnostics measure their RMS
 _MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
@@ -43,35 +45,21 @@ def register(rule: Rule) -> None:
         raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r} [not-a-rule]")
     if RULES.get(rule.name) is rule:
         return
-    taken = {"rule": [rule.name] if rule.name in RULES else []}
-    taken["option"] = [name for name in rule.options if name in _reserved or name in OTHERS_OPTIONS]
-    taken["state"] = [key for key in rule.state if key in {*state_kinds(), *_MOMENTS, *_MEASURED}]
-    for what, names in taken.items():
-        if names:
+    for what, names, others in (
+        ("rule", [rule.name], RULES),
+        ("option", rule.options, {*OWN_NAMES, *OTHERS_OPTIONS}),
+        ("state", rule.state, {*state_kinds(), *_MOMENTS, *_MEASURED}),
+    ):
+        if taken := [name for name in names if name in others]:
             raise ValueError(
-                f"The rule {rule.name!r} cannot be registered: the {what} {names[0]!r} exists. Rename it [name-taken]"
+                f"The rule {rule.name!r} cannot be registered: the {what} {taken[0]!r} exists. Rename it [name-taken]"
             )
     if all(getattr(rule, name) is None for name in _FUNCTIONS):
         raise ValueError(
             f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)} [rule-without-function]"
         )
-    if scopes := [name for name, option in rule.options.items() if option.scope != "group"]:
-        raise ValueError(
-            f"The rule {rule.name!r} has the option {scopes[0]!r}, whose scope is not 'group'. Set it [rule-scope]"
-        )
     RULES[rule.name] = rule
     OTHERS_OPTIONS.update(rule.options)
-
-
-def reserve(names: Iterable[str]) -> None:
-    """Keep names of options for Muon's own.
-
-    Raises:
-        ValueError: a rule has registered an option of that name.
-    """
-    _reserved.update(names)
-    if both := _reserved & OTHERS_OPTIONS.keys():
-        raise ValueError(f"A registered rule has the option {min(both)!r}, which is Muon's. Rename it [name-taken]")
 
 
 @cache

@@ -300,7 +300,6 @@ RULES = [
                 "state 'update'",
             ),  # metrics have update_rms
             ("rule-without-function", REGISTER, registered_as(direction=None), "another"),
-            ("rule-scope", REGISTER, registered_as(**option("new")), "option 'new'"),
         ],
         given=rules,
     ),
