@@ -30,7 +30,7 @@ from hf_muon.distributed.pieces import (
     UpdatesOf,
 )
 from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
-from hf_muon.distributed.transfers import Arrived, Copied, Exchanged, Transfer, connect
+from hf_muon.distributed.transfers import Wait, connect, copied, exchanged
 from hf_muon.distributed.units import Matrix, Unit, assign_owners, make_units
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
@@ -97,15 +97,15 @@ class Exchange:
         rounds = self.rounds(frozenset(active))
         if any(each.gathers or any(part.travels and not part.to_all for part in each.returns) for each in rounds):
             connect(_known(self.group), self.device)
-        gathering: Transfer | None = None
-        returning: tuple[Return, Transfer] | None = None
+        gathering: Wait | None = None
+        returning: tuple[Return, Wait] | None = None
         for k, current in enumerate(rounds):
             following = rounds[k + 1] if k + 1 < len(rounds) else None
             arriving = gathering or self._gather(current, updates_of)
             gathering = None
             if following is not None and following.gathers and current.overlaps:
                 gathering = self._gather(following, updates_of)
-            (data,) = arriving.wait()
+            (data,) = arriving()
             del arriving
             leaving = self._orthogonalize(current, data, directions_of, dtype)
             del data
@@ -146,7 +146,7 @@ class Exchange:
         if not any(sizes):
             return
         own = _flattened(tensors[rank], torch.float32).to(self.device)
-        for owner, part in enumerate(Copied(own, sizes, self.group).wait()):
+        for owner, part in enumerate(copied(own, sizes, self.group)()):
             if owner != rank:
                 flat = _split(part, [tensor.numel() for tensor in tensors[owner]])
                 for tensor, new in zip(tensors[owner], flat, strict=True):
@@ -158,14 +158,14 @@ class Exchange:
             self._planned = active, self.schedule.rounds(active)
         return self._planned[1]
 
-    def _gather(self, current: Round, updates_of: UpdatesOf) -> Transfer:
+    def _gather(self, current: Round, updates_of: UpdatesOf) -> Wait:
         """Move the momentum of this rank's pieces, and start to send their updates to their owners."""
         updates = updates_of(current.sent, current.unsent)
         flat = _flattened(updates, self.comm_dtype).to(self.device)
         del updates
         if not current.gathers:
-            return Arrived([flat])
-        return Exchanged(flat, current.send, current.receive, _known(self.group))
+            return lambda: [flat]
+        return exchanged(flat, current.send, current.receive, _known(self.group))
 
     def _orthogonalize(
         self, current: Round, received: Tensor, directions_of: DirectionsOf, dtype: torch.dtype
@@ -205,18 +205,18 @@ class Exchange:
             del directions  # before the next ones are made
         return leaving
 
-    def _return(self, part: Return, leaving: list[Tensor]) -> Transfer:
+    def _return(self, part: Return, leaving: list[Tensor]) -> Wait:
         """Start to send directions back."""
         if not part.travels:
-            return Arrived(leaving)
+            return lambda: leaving
         send = leaving.pop()
         if part.to_all:
-            return Copied(send, part.arrive, _known(self.group))
-        return Exchanged(send, part.leave, part.arrive, _known(self.group))
+            return copied(send, part.arrive, _known(self.group))
+        return exchanged(send, part.leave, part.arrive, _known(self.group))
 
-    def _complete(self, part: Return, leaving: Transfer) -> tuple[list[Piece], list[Tensor]]:
+    def _complete(self, part: Return, leaving: Wait) -> tuple[list[Piece], list[Tensor]]:
         """Wait for the directions of this rank's boxes, and return them with their pieces."""
-        flat = _unpacked(leaving.wait(), [math.prod(shape) for shape in part.shapes])
+        flat = _unpacked(leaving(), [math.prod(shape) for shape in part.shapes])
         return part.pieces, [direction.view(shape) for direction, shape in zip(flat, part.shapes, strict=True)]
 
 

@@ -5,9 +5,9 @@ Every rank computes the same rounds. A round also holds what this rank sends and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -163,36 +163,22 @@ def _joined(boxes: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
     return joined
 
 
-class _Sizes(NamedTuple):
-    """What a round has in flight on the rank where it is most, in bytes.
+class PlannedRound(NamedTuple):
+    """Units of a round, and what it has in flight on the rank where that is most.
 
     Attributes:
-        gather: of updates, sent and received.
-        back: of directions that travel back together.
+        units: with their owners.
+        parts: positions of the units whose directions travel back together.
+        gather: bytes of updates, sent and received.
+        back: bytes of directions that travel back together.
         sent: elements of the updates that a rank sends.
     """
 
-    gather: int
-    back: int
-    sent: int
-
-
-class StepCost(NamedTuple):
-    """What one step of all units costs; of ranks, the largest of all.
-
-    Attributes:
-        flops: of Newton-Schulz, for each rank; one entry of a process that is alone with its matrices.
-        sent_bytes: of updates and directions that each rank sends to others.
-        in_flight_bytes: of the updates and directions that a rank has in flight at once.
-        unit_bytes: of the buffers for the largest unit on its owner.
-        turn: elements of the updates that a rank computes at once, to send them.
-    """
-
-    flops: list[int]
-    sent_bytes: list[int]
-    in_flight_bytes: int
-    unit_bytes: int
-    turn: int = 0
+    units: list[OwnedUnit]
+    parts: list[list[int]]
+    gather: int = 0
+    back: int = 0
+    sent: int = 0
 
 
 class Schedule:
@@ -228,14 +214,14 @@ class Schedule:
 
     def rounds(self, active: Collection[int]) -> list[Round]:
         """Return the rounds in which the units of the active matrices are orthogonalized."""
-        planned = list(self._planned(active))
+        planned = self.planned(active)
         return [
-            make_round(units, parts, self.rank, self.ranks, overlaps=overlaps)
-            for (units, parts, _), overlaps in zip(planned, self._overlaps(planned), strict=True)
+            make_round(each.units, each.parts, self.rank, self.ranks, overlaps=overlaps)
+            for each, overlaps in zip(planned, self.overlaps(planned), strict=True)
         ]
 
-    def _planned(self, active: Collection[int]) -> Iterator[tuple[list[OwnedUnit], list[list[int]], _Sizes]]:
-        """Yield the units of each round, those whose directions travel back together, and what is in flight.
+    def planned(self, active: Collection[int]) -> list[PlannedRound]:
+        """Return the rounds, the same on all ranks.
 
         Each owner gets a unit in every round, since a round in which only some owners work takes as long as one in
         which all do. It gets further units as long as they are together not larger than the largest unit of the round,
@@ -246,22 +232,21 @@ class Schedule:
         for unit, owner in self.owned:
             if (stepped := unit.only(active)).ranges:
                 queues[owner].append(stepped)
+        planned: list[PlannedRound] = []
         units: list[OwnedUnit] = []
         own, most = [0] * self.ranks, self._small
         for owner, unit in _in_turn(queues):
             most = max(most, unit.numel)
             if own[owner] and own[owner] + unit.numel > most:
-                yield self._sized(units)
+                planned.append(self._sized(units))
                 units, own, most = [], [0] * self.ranks, max(self._small, unit.numel)
             units.append(OwnedUnit(unit, owner))
             own[owner] += unit.numel
-        if units:
-            yield self._sized(units)
+        return [*planned, self._sized(units)] if units else planned
 
-    def _sized(self, units: list[OwnedUnit]) -> tuple[list[OwnedUnit], list[list[int]], _Sizes]:
-        """Return the units of a round, those whose directions travel back together, and what is in flight."""
+    def _sized(self, units: list[OwnedUnit]) -> PlannedRound:
         if self.ranks == 1:
-            return units, [[*range(len(units))]], _Sizes(0, 0, 0)
+            return PlannedRound(units, [[*range(len(units))]])
         nothing = torch.zeros(self.ranks, dtype=torch.int64)
         sent, gathered, returned, largest = nothing, nothing.clone(), nothing, 0
         parts: list[list[int]] = [[]]
@@ -277,44 +262,16 @@ class Schedule:
             returned = returned + back
             largest = max(largest, int(returned.max()) * self._back)
         gather = int((sent + gathered).max()) * self.comm_dtype.itemsize
-        return units, parts, _Sizes(gather, largest, int(sent.max()))
+        return PlannedRound(units, parts, gather, largest, int(sent.max()))
 
-    def _overlaps(self, planned: Sequence[tuple[Any, Any, _Sizes]]) -> Iterator[bool]:
-        """Yield for each round whether it overlaps with others: what then travels at once is within the bound."""
-        sizes = [own for _, _, own in planned]
-        for k, own in enumerate(sizes):
-            before, after = sizes[max(0, k - 1)], sizes[min(len(sizes) - 1, k + 1)]
-            yield after.gather + 2 * max(before.back, own.back) <= self.max_bucket_bytes
-
-    def cost(self, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
-        """Return what a step of all units costs, without computing or sending anything.
-
-        Args:
-            flops_of: returns the FLOPs of Newton-Schulz on a unit.
-            direction_dtype: in which Newton-Schulz returns directions.
-        """
-        there = self.comm_dtype.itemsize
-        back = min(there, direction_dtype.itemsize)
-        flops = [0] * self.ranks
-        sent = torch.zeros(self.ranks, dtype=torch.int64)
-        for unit, owner in self.owned:
-            flops[owner] += flops_of(unit)
-            # The owner sends the directions of what others store; its own update stays.
-            own = unit.stored[owner]
-            sent += unit.sent_to(owner) * there
-            sent[owner] += (unit.stored.sum() - own) * back - own * there
-        planned = list(self._planned({matrix for unit, _ in self.owned for matrix, *_ in unit.ranges}))
-        if self.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
-            together = (sum(unit.numel for unit, _ in units) for units, _, _ in planned)
-            return StepCost(flops, [0], 0, 2 * 4 * max(together, default=0))
-        sizes = [own for _, _, own in planned]
-        overlaps = [*self._overlaps(planned)]
-        ahead = [after.gather if overlap else 0 for after, overlap in zip(sizes[1:], overlaps, strict=False)] + [0]
-        pairs = zip(sizes, ahead, strict=False)
-        in_flight = max((own.gather + 2 * own.back + following for own, following in pairs), default=0)
-        turn = max((own.sent for own in sizes), default=0)
-        largest = max((there * unit.numel for unit, _ in self.owned), default=0)
-        return StepCost(flops, sent.tolist(), in_flight, largest, turn)
+    def overlaps(self, planned: Sequence[PlannedRound]) -> list[bool]:
+        """Return for each round whether it overlaps with others: what then travels at once is within the bound."""
+        return [
+            after.gather + 2 * max(before.back, own.back) <= self.max_bucket_bytes
+            for before, own, after in zip(
+                [*planned[:1], *planned], planned, [*planned[1:], *planned[-1:]], strict=False
+            )
+        ]
 
 
 def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:

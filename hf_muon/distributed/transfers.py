@@ -1,9 +1,9 @@
-"""Updates and directions in flight between ranks; each transfer keeps what it sends alive until it has arrived."""
+"""Updates and directions in flight between ranks: started by a function, which returns another that waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -40,50 +40,26 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
         received.tolist()
 
 
-class Transfer(Protocol):
-    """Data in flight."""
-
-    def wait(self) -> list[Tensor]:
-        """Return what has arrived, flat tensors, ordered by source."""
-        ...
+Wait = Callable[[], list[Tensor]]
+"""Waits for data in flight and returns it: flat tensors, ordered by the ranks that sent them."""
 
 
-class Arrived(NamedTuple):
-    """Data that no rank has to send."""
-
-    parts: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        """Return the data, see `Transfer`."""
-        return self.parts
-
-
-class Exchanged:
-    """An all-to-all in flight: each rank sends other data to each rank.
+def exchanged(send: Tensor, sizes: Sequence[int], expected: Sequence[int], group: dist.ProcessGroup) -> Wait:
+    """Start an all-to-all, in which each rank sends other data to each rank.
 
     Args:
-        send: flat, ordered by destination.
+        send: flat, ordered by destination; kept alive until it has been sent.
         sizes: elements to send to each rank.
         expected: elements to receive from each rank.
         group: the process group.
     """
-
-    def __init__(self, send: Tensor, sizes: Sequence[int], expected: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._send: Tensor | None = send
-        self._received = torch.empty(sum(expected), dtype=send.dtype, device=send.device)
-        self._work = dist.all_to_all_single(
-            self._received, send, list(expected), list(sizes), group=group, async_op=True
-        )
-
-    def wait(self) -> list[Tensor]:
-        """Return what has arrived, see `Transfer`."""
-        self._work.wait()
-        self._send = None
-        return [self._received]
+    received = torch.empty(sum(expected), dtype=send.dtype, device=send.device)
+    work = dist.all_to_all_single(received, send, list(expected), list(sizes), group=group, async_op=True)
+    return _wait_for([work], [received], send)
 
 
-class Copied:
-    """Copies in flight of the data of each rank, to all ranks, which need all of it.
+def copied(own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Wait:
+    """Start to copy the data of each rank to all ranks, which need all of it.
 
     A rank holds its own data once, however many ranks there are. One all-gather takes the copies if ranks have about
     equally much, and otherwise a broadcast of each rank that has any.
@@ -93,28 +69,30 @@ class Copied:
         sizes: elements of each rank.
         group: the process group.
     """
+    longest, rank = max(sizes), dist.get_rank(group)
+    if longest * len(sizes) <= _PADDED * sum(sizes):
+        if len(own) < longest:
+            own = torch.cat([own, own.new_empty(longest - len(own))])
+        rows = own.new_empty(len(sizes), longest)
+        work = all_gather(rows.view(-1), own, group=group, async_op=True)
+        return _wait_for([work], [row[:size] for row, size in zip(rows, sizes, strict=True)], own)
+    parts = [own if r == rank else own.new_empty(size) for r, size in enumerate(sizes)]
+    works = [
+        dist.broadcast(part, dist.get_global_rank(group, r), group=group, async_op=True)
+        for r, part in enumerate(parts)
+        if len(part)
+    ]
+    return _wait_for(works, parts, own)
 
-    def __init__(self, own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-        longest, rank = max(sizes), dist.get_rank(group)
-        self._own = own
-        if longest * len(sizes) <= _PADDED * sum(sizes):
-            if len(own) < longest:
-                self._own = own.new_empty(longest)
-                self._own[: len(own)] = own
-            gathered = own.new_empty(len(sizes), longest)
-            self._parts = [part[:size] for part, size in zip(gathered, sizes, strict=True)]
-            self._works = [all_gather(gathered.view(-1), self._own, group=group, async_op=True)]
-        else:
-            self._parts = [own if r == rank else own.new_empty(size) for r, size in enumerate(sizes)]
-            self._works = [
-                dist.broadcast(part, dist.get_global_rank(group, r), group=group, async_op=True)
-                for r, part in enumerate(self._parts)
-                if len(part)
-            ]
 
-    def wait(self) -> list[Tensor]:
-        """Return what has arrived, see `Transfer`."""
-        for work in self._works:
+def _wait_for(works: list[Any], arriving: list[Tensor], send: Tensor) -> Wait:
+    keep = [send]
+
+    def wait() -> list[Tensor]:
+        for work in works:
             work.wait()
-        self._works = []
-        return self._parts
+        works.clear()
+        keep.clear()  # its memory is free as soon as it has been sent, and not when this function is forgotten
+        return arriving
+
+    return wait

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_muon.config import MuonConfig
-from hf_muon.distributed.schedule import StepCost
+from hf_muon.distributed.schedule import Schedule
 from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import chunk_size
@@ -25,6 +25,24 @@ if TYPE_CHECKING:
     from hf_muon.distributed.units import Unit
 
 _STEP = 4  # bytes of AdamW's number of steps, an fp32 number
+
+
+class StepCost(NamedTuple):
+    """What the exchanges of a step cost; of ranks, the largest of all.
+
+    Attributes:
+        flops: of Newton-Schulz, for each rank; one entry of a process that is alone with its matrices.
+        sent_bytes: of updates and directions that each rank sends to others.
+        in_flight_bytes: of the updates and directions that a rank has in flight at once.
+        unit_bytes: of the buffers for the largest unit on its owner.
+        turn: elements of the updates that a rank computes at once, to send them.
+    """
+
+    flops: list[int]
+    sent_bytes: list[int]
+    in_flight_bytes: int
+    unit_bytes: int
+    turn: int = 0
 
 
 def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torch.dtype) -> StepCost:
@@ -44,7 +62,7 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
     for exchange in (exchange for work in layout.works for exchange in work.exchanges):
-        own = exchange.schedule.cost(newton_schulz, ns_dtype)
+        own = schedule_cost(exchange.schedule, newton_schulz, ns_dtype)
         # Without other ranks every process does all of it.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
@@ -52,6 +70,38 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
         in_flight = max(in_flight, own.in_flight_bytes)  # exchanges step one after the other
         largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
     return StepCost(flops, sent, in_flight, largest, turn)
+
+
+def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
+    """Return what a step of all units of a schedule costs.
+
+    Args:
+        schedule: assigns units to owners and rounds.
+        flops_of: returns the FLOPs of Newton-Schulz on a unit.
+        direction_dtype: in which Newton-Schulz returns directions.
+    """
+    there = schedule.comm_dtype.itemsize
+    back = min(there, direction_dtype.itemsize)
+    flops = [0] * schedule.ranks
+    sent = torch.zeros(schedule.ranks, dtype=torch.int64)
+    for unit, owner in schedule.owned:
+        flops[owner] += flops_of(unit)
+        # The owner sends the directions of what others store; its own update stays.
+        own = unit.stored[owner]
+        sent += unit.sent_to(owner) * there
+        sent[owner] += (unit.stored.sum() - own) * back - own * there
+    rounds = schedule.planned({matrix for unit, _ in schedule.owned for matrix, *_ in unit.ranges})
+    if schedule.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
+        together = (sum(unit.numel for unit, _ in each.units) for each in rounds)
+        return StepCost(flops, [0], 0, 2 * 4 * max(together, default=0))
+    following = [
+        after.gather * overlaps for after, overlaps in zip(rounds[1:], schedule.overlaps(rounds), strict=False)
+    ]
+    in_flight = [each.gather + 2 * each.back + ahead for each, ahead in zip(rounds, [*following, 0], strict=False)]
+    largest = max((there * unit.numel for unit, _ in schedule.owned), default=0)
+    return StepCost(
+        flops, sent.tolist(), max(in_flight, default=0), largest, max((each.sent for each in rounds), default=0)
+    )
 
 
 def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_muon.distributed.schedule import OwnedUnit, Schedule
 from hf_muon.distributed.units import Matrix, MatrixRange, Unit, assign_owners, make_units
+from hf_muon.plan.costs import schedule_cost
 from hf_muon.storage.boxes import shards_of
 from hf_muon.storage.regions import regions
 from hf_muon.storage.views import WHOLE
@@ -146,7 +147,8 @@ def cost_of(placement, ranks, owners):
     """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
     stored = shards((4, 6), ranks, placement)
     owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),), (stored,)), owner) for k, owner in enumerate(owners)]
-    return Schedule(owned, 0, ranks, torch.float32, 2**20).cost(lambda unit: unit.numel, torch.bfloat16)
+    schedule = Schedule(owned, 0, ranks, torch.float32, 2**20)
+    return schedule_cost(schedule, lambda unit: unit.numel, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])
