@@ -72,7 +72,9 @@ def copied(own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Wait:
     longest, rank = max(sizes), dist.get_rank(group)
     if longest * len(sizes) <= _PADDED * sum(sizes):
         if len(own) < longest:
-            own = torch.cat([own, own.new_empty(longest - len(own))])
+            padded = own.new_empty(longest)
+            padded[: len(own)] = own
+            own = padded
         rows = own.new_empty(len(sizes), longest)
         work = all_gather(rows.view(-1), own, group=group, async_op=True)
         return _wait_for([work], [row[:size] for row, size in zip(rows, sizes, strict=True)], own)
