@@ -28,7 +28,7 @@ from hf_muon.math.compiler import Readiness
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage import views
 from hf_muon.storage.dtensor import mesh_regions
-from hf_muon.storage.partitions import Partition, Slice, partition_bounds
+from hf_muon.storage.partitions import Division, Partition, Slice
 
 SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
 ALIGNMENT = 2  # elements of a rank's partition; DeepSpeed's nccl_start_alignment_factor
@@ -222,14 +222,13 @@ def zero_step(model: nn.Module, options: dict[str, Any], stage: int, device: tor
             starts = [sum(map(math.prod, shapes[:i])) for i in range(len(shapes) + 1)]
             size = -(-starts[-1] // (ALIGNMENT * ranks)) * ALIGNMENT
             for shape, start, view in zip(shapes, starts, parsed, strict=False):
-                bounds = partition_bounds(math.prod(shape), size, ranks, start)
-                slices.append(Slice(shape, bounds, max(start - rank * size, 0), view))
+                slices.append(Slice(shape, Division(math.prod(shape), size, start), ranks, view))
             add(group, size, slices)
             continue
         filled = 0
         for i, (shape, view) in enumerate(zip(shapes, parsed, strict=True)):
             size = -(-math.prod(shape) // ranks)
-            slices.append(Slice(shape, partition_bounds(math.prod(shape), size, ranks), filled, view))
+            slices.append(Slice(shape, Division(math.prod(shape), size, start=filled), ranks, view))
             filled += size
             is_last = i + 1 == len(shapes)
             if filled >= SUB_GROUP or is_last:

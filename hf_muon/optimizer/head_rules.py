@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,7 @@ from hf_muon.rules import registry
 from hf_muon.rules.heads import Attention, LogitSource, source_of
 from hf_muon.rules.rule import Rule
 from hf_muon.storage.partitions import Partitions
-from hf_muon.storage.rows import scale_rows_, scale_rows_of_slice_
-from hf_muon.storage.tensors import has_data, local_of
+from hf_muon.storage.tensors import has_data, is_dtensor, local_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,26 +45,16 @@ def of_heads(group: Group) -> list[Rule]:
     return [rule for rule in registry.rules_of(group) if rule.head_factors is not None]
 
 
-@dataclass
-class _Known:
-    """The attentions of a model, what measures them, and where the param groups hold their parameters.
+class HeadRules:
+    """Measures the heads of a model's attentions, and applies what rules make of that after each step.
 
-    Attributes:
-        attentions: of the model, as far as they are trained.
-        source: measures their logits.
-        places: by the name of a parameter, its param group and its index there.
+    Before `attach`, and where no rule follows heads, the other methods measure and change nothing.
     """
 
-    attentions: list[Attention]
-    source: LogitSource
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-class HeadRules:
-    """Measures the heads of a model's attentions, and applies what rules make of that after each step."""
-
     def __init__(self) -> None:
-        self._known: _Known | None = None
+        self._attentions: list[Attention] = []
+        self._source: LogitSource | None = None
+        self._places: dict[str, tuple[int, int]] = {}  # of parameters, by name: the param group, and the index there
         self._logits: Tensor | None = None  # of this step, on the host
         self._has_measured = False
 
@@ -85,17 +73,17 @@ class HeadRules:
         if not names:
             return
         attentions, complaints = attentions_of(model)
-        places = {id(param): (k, i) for k, group in enumerate(groups) for i, param in enumerate(group["params"])}
-        known: dict[str, tuple[int, int]] = {}
+        of_groups = {id(param): (k, i) for k, group in enumerate(groups) for i, param in enumerate(group["params"])}
+        places: dict[str, tuple[int, int]] = {}
         for attention in attentions:
-            missing = [name for name, param in attention.parameters.items() if id(param) not in places]
+            missing = [name for name, param in attention.parameters.items() if id(param) not in of_groups]
             if missing:
                 complaints.append(
                     (attention.name, f"has weights that no param group has, as {missing[0]} [weights-without-group]")
                 )
                 continue
-            own = {name: places[id(param)] for name, param in attention.parameters.items()}
-            known |= own
+            own = {name: of_groups[id(param)] for name, param in attention.parameters.items()}
+            places |= own
             complaints += _complaints(attention, [groups[k] for k, _ in own.values()])
         if not attentions and not complaints:
             complaints.append(("this model", "has no trained attention [no-attention]"))
@@ -103,7 +91,7 @@ class HeadRules:
         if isinstance(source, str):
             lines = first_few(_joined(complaints) or [source], 5, "\n  - ")
             raise ValueError(f"{names} cannot work with this model:\n  - {lines}")
-        self._known = _Known(attentions, source, known)
+        self._attentions, self._source, self._places = attentions, source, places
         if is_rank_zero():
             heads = sum(attention.heads.queries for attention in attentions)
             logger().info("%s: %d heads of %d attentions are measured", names, heads, len(attentions))
@@ -118,7 +106,7 @@ class HeadRules:
         names = _names(groups)
         if not names:
             return
-        if self._known is None:
+        if self._source is None:
             if all(has_data(local_of(param)) for group in groups for param in group["params"][:1]):
                 yield NO_MODEL.format(rules=names)
             return
@@ -128,18 +116,24 @@ class HeadRules:
         if not layout.process_groups and replicate_group is None and count > 1:
             yield NO_RANKS.format(rules=names, count=count)
 
-    def begin(self, groups: Sequence[Group], layout: StepLayout) -> None:
+    def begin(self, groups: Sequence[Group], layout: StepLayout, *, is_first: bool) -> None:
         """Take the largest logits since the last step, over all ranks; they have agreed that they take a step.
+
+        Args:
+            groups: param groups.
+            layout: of these groups.
+            is_first: whether this is the first or only part of a step, which a framework may take partition by
+                partition. The other parts follow the same logits.
 
         Raises:
             RuntimeError: nothing was measured before the first step, on any rank; raised on all of them.
         """
         names = _names(groups)
-        if self._known is None or not names or self._logits is not None:
+        if self._source is None or not names or not (is_first or self._logits is None):
             return
         device = local_of(next(param for group in groups for param in group["params"])).device
         own = []
-        for attention, logits in zip(self._known.attentions, self._known.source.pop(), strict=True):
+        for attention, logits in zip(self._attentions, self._source.pop(), strict=True):
             none = torch.full((attention.heads.queries,), -math.inf, device=device)
             own.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
         logits = torch.cat(own)
@@ -153,72 +147,77 @@ class HeadRules:
             refuse([UNMEASURED.format(rules=names)])
         self._logits = logits
 
-    def forget(self) -> None:
-        """Drop what was measured for a step that has failed."""
-        self._logits = None
-
     def finish(
         self, groups: Sequence[Group], partitions: Partitions | None, *, complete: bool = True
     ) -> tuple[dict[str, float], int]:
-        """Rescale rows as rules say, in the parameters that stand in the groups.
+        """Rescale rows as rules say, in the parameters that are in the groups.
 
         Args:
             groups: param groups.
-            partitions: flat partitions that stand in the place of parameters; None where there are none.
-            complete: whether no other partitions follow in this step.
+            partitions: flat partitions in place of parameters; None where there are none.
+            complete: whether no other part of the step follows.
 
         Returns:
             The largest logit of each attention, by its name, and the number of query heads that were rescaled.
         """
-        if self._known is None or self._logits is None:
-            return {}, 0
-        values = self._logits
+        largest: dict[str, float] = {}
+        count = 0
+        measured = self._logits
+        if measured is None:
+            return largest, count
         if complete:
             self._logits = None
-        sizes = [attention.heads.queries for attention in self._known.attentions]
-        largest, count = {}, 0
-        for attention, logits in zip(self._known.attentions, torch.split(values, sizes), strict=True):
+        sizes = [attention.heads.queries for attention in self._attentions]
+        for attention, logits in zip(self._attentions, torch.split(measured, sizes), strict=True):
             if (highest := float(logits.max())) > -math.inf:
                 largest[attention.name] = highest
+            group = groups[self._places[next(iter(attention.rows))][0]]
             # What overflowed says nothing about how far it is from a threshold.
-            factors = self._factors(groups, attention, logits.masked_fill(logits.isinf(), -math.inf))
-            if factors is not None:
-                count += int((factors[1 : 1 + attention.heads.queries] != 1).sum())
-                self._apply(groups, partitions, attention, factors)
+            factors = _factors(group, attention, logits.masked_fill(logits.isinf(), -math.inf))
+            if bool((factors == 1).all()):
+                continue
+            count += int((factors[1 : 1 + attention.heads.queries] != 1).sum())
+            for name, rows in attention.rows.items():
+                of_outputs = factors[torch.tensor(rows.roles)]
+                for stored, outputs in self._stored(groups, partitions, name, int(rows.transposed)):
+                    exact = torch.promote_types(stored.dtype, torch.float32)
+                    stored.copy_(stored.to(exact) * of_outputs[outputs].to(stored.device, exact))
         return largest, count
 
-    def _factors(self, groups: Sequence[Group], attention: Attention, logits: Tensor) -> Tensor | None:
-        """Return the factors ``[1, query heads, key heads, rotary parts]`` of an attention; None where all are 1."""
-        assert self._known is not None
-        group = groups[self._known.places[next(iter(attention.rows))][0]]
-        heads = attention.heads
-        sizes = {"query": heads.queries, "key": heads.keys, "query_rotary": heads.queries}
-        factors = {role: torch.ones(size) for role, size in sizes.items()}
-        for rule in of_heads(group):
-            assert rule.head_factors is not None
-            for role, own in rule.head_factors(logits, heads, group).items():
-                factors[role] = factors[role] * own
-        joined = torch.cat([torch.ones(1), *factors.values()])
-        return None if bool((joined == 1).all()) else joined
+    def _stored(
+        self, groups: Sequence[Group], partitions: Partitions | None, name: str, dim: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what this rank stores of a weight or bias, with the index along `dim` of each element, to broadcast."""
+        if partitions is None:
+            k, i = self._places[name]
+            param = groups[k]["params"][i]
+            ranges: Sequence[tuple[int, int]] = [(0, param.shape[dim])]
+            if is_dtensor(param):
+                from hf_muon.storage.dtensor import own_region
 
-    def _apply(
-        self, groups: Sequence[Group], partitions: Partitions | None, attention: Attention, factors: Tensor
-    ) -> None:
-        """Multiply the rows of an attention's weights and biases."""
-        assert self._known is not None
-        for name, rows in attention.rows.items():
-            own = factors[torch.tensor(rows.roles)]
-            if bool((own == 1).all()):
-                continue
-            if partitions is None:
-                k, i = self._known.places[name]
-                scale_rows_(groups[k]["params"][i], own, int(rows.transposed))
-                continue
-            for flat in (param for group in groups for param in group["params"] if param in partitions):
-                partition = partitions[flat]
-                for part in partition.slices:
-                    if unwrapped(part.name) == name:
-                        scale_rows_of_slice_(flat, part, partition.rank, own, int(rows.transposed))
+                ranges = own_region(param, param.shape).dims[dim]
+            outputs = torch.tensor([k for start, stop in ranges for k in range(start, stop)], dtype=torch.int64)
+            yield local_of(param), outputs.view([-1 if d == dim else 1 for d in range(param.ndim)])
+            return
+        for flat in (param for group in groups for param in group["params"] if param in partitions):
+            rank = partitions[flat].rank
+            for part in partitions[flat].slices:
+                if unwrapped(part.name) == name:
+                    elements = torch.arange(*part.division.held(rank)[:2])
+                    columns = math.prod(part.shape[1:])
+                    yield flat[part.elements(rank)], elements % columns if dim else elements // columns
+
+
+def _factors(group: Group, attention: Attention, logits: Tensor) -> Tensor:
+    """Return the factors ``[1, query heads, key heads, rotary parts of query heads]`` of an attention."""
+    heads = attention.heads
+    factors = {"query": torch.ones(heads.queries), "key": torch.ones(heads.keys)}
+    factors["query_rotary"] = torch.ones(heads.queries)
+    for rule in of_heads(group):
+        assert rule.head_factors is not None
+        for role, own in rule.head_factors(logits, heads, group).items():
+            factors[role] = factors[role] * own
+    return torch.cat([torch.ones(1), *factors.values()])
 
 
 def _names(groups: Sequence[Group]) -> str:

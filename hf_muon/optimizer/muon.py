@@ -196,11 +196,7 @@ class Muon(Optimizer):
             self.partitioned.check_creates_state_only(self.param_groups)
             self.init_state()
             return loss
-        try:
-            self._step()
-        except BaseException:
-            self.head_rules.forget()
-            raise
+        self._step()
         return loss
 
     def _step(self) -> None:
@@ -216,7 +212,7 @@ class Muon(Optimizer):
                 group["step"] += 1  # last, so that a step which fails here and is taken again counts once
         self._kept.note(self.param_groups, self.state, forgets_others=self.partitioned.partitions is None)
         self._lost_updates.log()
-        complete = self.partitioned.completes_step(self.param_groups)
+        complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
@@ -265,7 +261,7 @@ class Muon(Optimizer):
                 groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
             )
             if indices is not None:
-                self.head_rules.begin(groups, layout)
+                self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
         except BaseException:
             steps.undo()
             raise

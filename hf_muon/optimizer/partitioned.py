@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 Group = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
 class PartitionedStep:
     """The protocol between a `Muon` and a framework that replaces its parameters by flat partitions.
 
@@ -30,23 +33,22 @@ class PartitionedStep:
     3. `Muon.step`, for all partitions at once or for one after the other: the framework puts those to step into the
        param groups, and leaves the other groups empty.
 
-    Every `Muon` has one. For an optimizer that no framework wraps it has nothing to do.
+    Every `Muon` has one, which 1 and 2 replace. For an optimizer that no framework wraps it has nothing to do.
 
     Attributes:
         framework: its name, for errors.
-        partitions: by the flat tensors in param groups; None where parameters are stepped as they are.
         views: how the parameters were seen when the framework took them; flat tensors have no views.
         factors: of the learning rate of these parameters.
         is_expected: whether partitions are still to be attached.
+        partitions: by the flat tensors in param groups; None where parameters are stepped as they are.
     """
 
-    def __init__(self) -> None:
-        self.framework = ""
-        self.partitions: Partitions | None = None
-        self.views: Mapping[Tensor, View] = {}
-        self.factors: Mapping[Tensor, float] = {}
-        self.is_expected = False
-        self._stepped: set[int] = set()
+    framework: str = ""
+    views: Mapping[Tensor, View] = field(default_factory=dict)
+    factors: Mapping[Tensor, float] = field(default_factory=dict)
+    is_expected: bool = False
+    partitions: Partitions | None = None
+    _stepped: set[int] = field(default_factory=set)  # ids of the partitions that this step has stepped
 
     @property
     def refusal(self) -> str:
@@ -71,36 +73,36 @@ class PartitionedStep:
 
     def clear_stale_gradients(self, groups: Sequence[Group]) -> None:
         """Write zeros where a partition has no gradient in this step: its memory holds something else."""
-        for param, partition in self._standing(groups):
+        for param, partition in self._in(groups):
             if partition.without_gradient is not None and param.grad is not None:
                 for elements in partition.without_gradient():
                     param.grad[elements].zero_()
 
+    def begins_step(self, groups: Sequence[Group]) -> bool:
+        """Return whether the partitions in the groups are the first of a step; the last one may have been refused."""
+        return not self._stepped or any(id(param) in self._stepped for param, _ in self._in(groups))
+
     def completes_group(self, group: Group) -> bool:
-        """Return whether a whole group has been stepped when its partitions that stand in it now have been."""
+        """Return whether a whole group has been stepped when its partitions that are in it now have been."""
         if not self.partitions:
             return True
-        standing = self._standing([group])  # nothing in the groups whose turn it is not
-        return bool(standing) and all(partition.last for _, partition in standing)
+        present = self._in([group])  # nothing in the groups whose turn it is not
+        return bool(present) and all(partition.last for _, partition in present)
 
-    def completes_step(self, groups: Sequence[Group]) -> bool:
+    def count(self, groups: Sequence[Group]) -> bool:
         """Count the partitions in the groups as stepped, and return whether now all of this step's are."""
-        if not self.partitions:
-            return True
-        params = {id(param) for group in groups for param in group["params"]}
-        if params & self._stepped:  # the step before was refused on the way
+        if self.begins_step(groups):
             self._stepped.clear()
-        self._stepped |= params
-        if not self._stepped.issuperset(map(id, self.partitions)):
-            return False
-        self._stepped.clear()
-        return True
+        self._stepped.update(id(param) for param, _ in self._in(groups))
+        is_complete = self._stepped.issuperset(map(id, self.partitions or ()))
+        if is_complete:
+            self._stepped.clear()
+        return is_complete
 
-    def _standing(self, groups: Sequence[Group]) -> list[tuple[Tensor, Partition]]:
-        """Return the partitions that stand in the groups now."""
+    def _in(self, groups: Sequence[Group]) -> list[tuple[Tensor, Partition]]:
+        """Return the partitions that are in the groups now."""
         partitions = self.partitions or {}
-        params = [param for group in groups for param in group["params"]] if partitions else []
-        return [(param, partitions[param]) for param in params if param in partitions]
+        return [(param, partitions[param]) for group in groups for param in group["params"] if param in partitions]
 
 
 class Partitionable(Protocol):
@@ -120,19 +122,12 @@ def expect_partitions(optimizer: Partitionable, framework: str) -> None:
         optimizer: a `Muon` over the model's parameters.
         framework: its name, for errors.
     """
-    partitioned = optimizer.partitioned
-    partitioned.framework = framework
-    partitioned.views = {
-        param: parse(view)
-        for group in optimizer.param_groups
-        for param, view in zip(group["params"], views_of(group), strict=True)
-    }
-    partitioned.factors = {
-        param: factor
-        for group in optimizer.param_groups
-        for param, factor in zip(group["params"], factors_of(group), strict=True)
-    }
-    partitioned.is_expected = True
+    views: dict[Tensor, View] = {}
+    factors: dict[Tensor, float] = {}
+    for group in optimizer.param_groups:
+        views.update(zip(group["params"], map(parse, views_of(group)), strict=True))
+        factors.update(zip(group["params"], factors_of(group), strict=True))
+    optimizer.partitioned = PartitionedStep(framework, views, factors, is_expected=True)
 
 
 def attach_partitions(
@@ -145,7 +140,8 @@ def attach_partitions(
         partitions: by the flat tensors that stand in its param groups; None where parameters have stayed whole.
         replicate_group: the ranks that store whole parameters alike; not used for partitions.
     """
-    optimizer.partitioned.partitions = partitions
-    optimizer.partitioned.is_expected = False
+    optimizer.partitioned = dataclasses.replace(
+        optimizer.partitioned, is_expected=False, partitions=partitions, _stepped=set()
+    )
     if partitions is None:
         optimizer.replicate_group = replicate_group

@@ -18,7 +18,7 @@ from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.route import Route
 from hf_muon.storage import views
-from hf_muon.storage.partitions import Partition, Slice, partition_bounds
+from hf_muon.storage.partitions import Division, Partition, Slice
 
 ACCELERATOR = torch.device("meta")
 """On which a plan has the products, so that units are those of accelerators."""
@@ -139,15 +139,14 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
             size = -(-sum(numel for _, numel, _ in members) // unit) * unit // ranks
             start = 0
             for shape, numel, view in members:
-                own = start if start < size else 0
-                slices.append(Slice(shape, partition_bounds(numel, size, ranks, start), own, view))
+                slices.append(Slice(shape, Division(numel, size, start), ranks, view))
                 start += numel
             add(group, size, slices)
             continue
         filled = 0
         for shape, numel, view in members:
             size = -(-numel // ranks)
-            slices.append(Slice(shape, partition_bounds(numel, size, ranks), filled, view))
+            slices.append(Slice(shape, Division(numel, size, start=filled), ranks, view))
             filled += size
             if filled >= _SUB_GROUP:
                 add(group, filled, slices)

@@ -1,7 +1,7 @@
 """Heads of attention, as rules see them: how many there are, and which rows of which weights make them.
 
 Which attentions a model has is found by `hf_muon.routing.attention`. What their heads do between two steps is measured
-by whoever runs their forward pass: one of `SOURCES`.
+by whoever runs their forward pass.
 """
 
 from __future__ import annotations
@@ -77,20 +77,9 @@ class LogitSource(Protocol):
         ...
 
 
-SOURCES = ["hf_muon.integrations.transformers.attention:source_of"]
-"""Functions that are called with attentions, and return a `LogitSource` or say why they cannot measure them.
-
-As text, because those who run forward passes are imported by nobody here.
-"""
-
-
 def source_of(attentions: Sequence[Attention]) -> LogitSource | str:
     """Return what measures the logits of some attentions, or why nothing does."""
-    reasons = []
-    for path in SOURCES:
-        module, _, function = path.partition(":")
-        source: LogitSource | str = getattr(importlib.import_module(module), function)(attentions)
-        if not isinstance(source, str):
-            return source
-        reasons.append(source)
-    return "; ".join(reasons)
+    # By name, because those who run forward passes are above this room.
+    measuring = importlib.import_module("hf_muon.integrations.transformers.attention")
+    source: LogitSource | str = measuring.source_of(attentions)
+    return source

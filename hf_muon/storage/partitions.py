@@ -37,8 +37,9 @@ class Division(NamedTuple):
     start: int = 0
 
     def bounds(self, ranks: int) -> tuple[tuple[int, int], ...]:
-        """Return the elements that each rank holds; see `Slice`."""
-        return partition_bounds(self.numel, self.size, ranks, self.offset)
+        """Return, for each rank, the first element that it holds and the one after the last; equal if it has none."""
+        edges = [min(max(rank * self.size - self.offset, 0), self.numel) for rank in range(ranks + 1)]
+        return tuple(itertools.pairwise(edges))
 
     def held(self, rank: int) -> tuple[int, int, int]:
         """Return the first element that a rank holds, the one after the last, and where its partition has the first."""
@@ -61,36 +62,33 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class Slice:
-    """The elements of one parameter that the partition of each rank holds.
+    """The elements of one parameter that the partition of each rank holds, in row-major order.
 
     Attributes:
         shape: of the whole parameter.
-        bounds: for each rank, the first element in its partition, in row-major order, and the one after the last;
-            equal if the partition holds none.
-        start: offset of this rank's elements in its partition.
+        division: of the parameter.
+        ranks: number of partitions.
         view: of the parameter.
         name: of the parameter.
-        division: what `bounds` and `start` follow from, if known.
         factor: of its learning rate.
     """
 
     shape: tuple[int, ...]
-    bounds: tuple[tuple[int, int], ...]
-    start: int
+    division: Division
+    ranks: int
     view: View = WHOLE
     name: str = ""
-    division: Division | None = None
     factor: float = 1.0
 
     def elements(self, rank: int) -> slice:
-        """Return where the partition of this rank holds them."""
-        first, last = self.bounds[rank]
-        return slice(self.start, self.start + last - first)
+        """Return where the partition of a rank holds them."""
+        first, last, at = self.division.held(rank)
+        return slice(at, at + last - first)
 
     def shards(self) -> tuple[Shards, ...]:
         """Return, for each part of the parameter's view, what each rank stores of it."""
         rows, columns = self.view.folded(self.shape)[-2:]
-        return shards_of(self.view, self.shape, _flat_regions((rows, columns), self.bounds))
+        return shards_of(self.view, self.shape, _flat_regions((rows, columns), self.division.bounds(self.ranks)))
 
 
 @lru_cache(maxsize=1024)
@@ -123,16 +121,3 @@ class Partition:
 
 Partitions = Mapping[Tensor, Partition]
 """Partitions by the flat tensors that stand in param groups, those of Muon and of AdamW."""
-
-
-def partition_bounds(numel: int, size: int, ranks: int, offset: int = 0) -> tuple[tuple[int, int], ...]:
-    """Return which elements of a parameter lie in each of the equal partitions of a flat tensor.
-
-    Args:
-        numel: of the parameter.
-        size: elements of a partition.
-        ranks: number of partitions.
-        offset: of the parameter in the flat tensor.
-    """
-    edges = [min(max(rank * size - offset, 0), numel) for rank in range(ranks + 1)]
-    return tuple(itertools.pairwise(edges))

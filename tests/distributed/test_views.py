@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon import Muon
 from hf_muon.storage.boxes import shards_of
-from hf_muon.storage.partitions import partition_bounds
+from hf_muon.storage.partitions import Division
 from hf_muon.storage.regions import FlatRegion, regions
 from hf_muon.storage.views import parse
 from tests.distributed.cases import make
@@ -121,7 +121,7 @@ def stored_by(shape, folded, draw):
     elements = torch.arange(math.prod(shape)).view(shape)
     if draw(st.booleans()):
         ranks = draw(st.integers(1, 5))
-        bounds = partition_bounds(elements.numel(), -(-(elements.numel() + 3) // ranks), ranks, offset=3)
+        bounds = Division(elements.numel(), -(-(elements.numel() + 3) // ranks), offset=3).bounds(ranks)
         slices = [elements.reshape(-1)[first:last] for first, last in bounds]
         return elements, [FlatRegion(folded[-2:], first, last) for first, last in bounds], slices
     axes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=2))

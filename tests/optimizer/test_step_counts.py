@@ -112,9 +112,9 @@ def test_partitions_that_are_attached_complete_steps_and_groups():
     """Until then steps create state only; afterwards a step ends with the last of the partitions."""
     matrix, vector = ones([(4, 4), (4,)])
     optimizer = Muon([{"params": [matrix], "views": ["rows 2+2"]}, {"params": [vector], "use_muon": False}])
-    own, flats = optimizer.partitioned, ones([(4,)] * 3)
+    flats = ones([(4,)] * 3)
     expect_partitions(optimizer, "Framework")
-    assert own.views[matrix].text == "rows 2+2"
+    assert optimizer.partitioned.views[matrix].text == "rows 2+2"
     matrix.grad, vector.grad = None, torch.zeros(4)
     optimizer.step()
     assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -122,18 +122,20 @@ def test_partitions_that_are_attached_complete_steps_and_groups():
     attach_partitions(optimizer, None)
     optimizer.step()
     assert counts(optimizer) == [1, 1]
-    assert own.completes_step([{"params": flats[:1]}])  # nothing is attached
+    own = optimizer.partitioned
+    assert own.count([{"params": flats[:1]}])  # nothing is attached
     assert own.completes_group({"params": flats[:1]})
     own.clear_stale_gradients([{"params": flats}])
     stale = {"last": False, "without_gradient": lambda: [slice(1, 3)]}
     attach_partitions(optimizer, {flats[0]: partition(**stale), flats[1]: partition(), flats[2]: partition()})
+    own = optimizer.partitioned
 
     def complete(*positions):
-        return [own.completes_step([{"params": [flats[k]]}]) for k in positions]
+        return [own.count([{"params": [flats[k]]}]) for k in positions]
 
     assert complete(0, 1, 2, 0, 1, 2) == [False, False, True] * 2
     assert complete(0, 1, 0, 1, 2) == [False] * 4 + [True]  # the first two were refused on the way
-    assert own.completes_step([{"params": flats}])
+    assert own.count([{"params": flats}])
     parts = flats[:1], flats[1:2], flats[:2], []
     assert [own.completes_group({"params": part}) for part in parts] == [False, True, False, False]
     own.clear_stale_gradients([{"params": flats}])

@@ -128,8 +128,8 @@ def _contiguous(
         for param in params:
             offset = (param.data_ptr() - whole.data_ptr()) // whole.element_size()
             division = Division(param.numel(), flat.numel(), offset)
-            first, last, at = division.held(rank)
-            slices.append(_slice_of(param, zero, names, division, at, ranks))
+            first, last, _ = division.held(rank)
+            slices.append(_slice_of(param, zero, names, division, ranks))
             truths.append(param.detach().reshape(-1)[first:last])
         yield flat, {"group": process_group, "rank": rank, "slices": slices}, truths
 
@@ -154,10 +154,10 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
             size = param.partition_numel()
             ranges.append((zero.get_param_id(param), slice(start, start + size)))
             division = Division(param.ds_numel, size, start=start)
-            first, last, at = division.held(rank)
+            first, last, _ = division.held(rank)
             with deepspeed.zero.GatheredParameters([param]):
                 truths.append(param.detach().reshape(-1)[first:last].clone())
-            slices.append(_slice_of(param, zero, names, division, at, ranks))
+            slices.append(_slice_of(param, zero, names, division, ranks))
             start += size
         is_last = group_of[i] not in group_of[i + 1 :]
         about = {"group": process_group, "rank": rank, "slices": slices, "last": is_last}
@@ -173,8 +173,8 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
             zero._optimizer_states_and_gradient_swap_out(i)
 
 
-def _slice_of(param: Any, zero: Any, names: Names, division: Division, at: int, ranks: int) -> Slice:
-    """Return the slice of a parameter in a partition, in which this rank's elements begin `at` a position.
+def _slice_of(param: Any, zero: Any, names: Names, division: Division, ranks: int) -> Slice:
+    """Return the slice of a parameter in the partitions.
 
     Raises:
         ValueError: the parameter is not known, or the ranks do not hold all of it.
@@ -186,7 +186,7 @@ def _slice_of(param: Any, zero: Any, names: Names, division: Division, at: int, 
     bounds = division.bounds(ranks)
     if (bounds[0][0], bounds[-1][1]) != (0, division.numel):
         raise ValueError(f"the ranks' partitions do not hold {names[param]} whole")
-    return Slice(shape, bounds, at, muon.views[param], names[param], division, muon.factors[param])
+    return Slice(shape, division, ranks, muon.views[param], names[param], muon.factors[param])
 
 
 def is_swapped(zero: Any, sub_group: int) -> bool:

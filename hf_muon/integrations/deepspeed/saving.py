@@ -121,9 +121,7 @@ def index_of(engine: Any, optimizer: Muon) -> Index:
     stored = []
     for i, (flat, partition) in enumerate(partitions.items()):
         parameters = {
-            unwrapped(part.name): StoredParameter(tuple(part.shape), part.division)
-            for part in partition.slices
-            if part.division is not None
+            unwrapped(part.name): StoredParameter(tuple(part.shape), part.division) for part in partition.slices
         }
         stored.append(StoredPartition(group_of.get(i, i), flat.numel(), parameters))
     return Index(stage, ranks, precision, False, tuple(stored))
