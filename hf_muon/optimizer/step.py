@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,6 @@ from hf_muon.math.rounding import Observer
 from hf_muon.math.torch_private import storage_id
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer import gradients
-from hf_muon.optimizer.factor_runs import parts_of
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
@@ -33,7 +32,7 @@ from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule
-from hf_muon.storage.factors import KEY
+from hf_muon.storage.factors import KEY, FactorRuns
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.transport import beside
 
@@ -295,7 +294,7 @@ def adamw_step(
     stepped: dict[tuple[bool, float], list[Stepped]] = {}
     for i, param, moments in zip(indices, params, states, strict=True):
         own = Stepped(local_of(param), gradients.local_grad(param), moments)
-        for factor, part in parts_of(own, work.factors[i] if work.factors else [(slice(0, None), 1.0)]):
+        for factor, part in _parts(own, work.factors[i] if work.factors else [(slice(0, None), 1.0)]):
             stepped.setdefault((is_offloaded(group, param), factor), []).append(part)
     for (offloaded, factor), members in sorted(stepped.items()):
         step = adamw_offloaded_ if offloaded else adamw_
@@ -312,3 +311,16 @@ def adamw_step(
     if watch is not None:
         for i, param, moments in zip(indices, params, states, strict=True):
             watch.adamw(i, local_of(param), moments)
+
+
+def _parts(own: Stepped, runs: FactorRuns) -> Iterator[tuple[float, Stepped]]:
+    """Yield the parts of a parameter that have the same factor, each with a step counter of its own."""
+    if len(runs) == 1:
+        yield runs[0][1], own
+        return
+    step = own.state["step"]  # AdamW increments each part's counter, and the parameter's own once
+    tensors = {key: value for key, value in own.state.items() if key != "step"}
+    for i, (elements, factor) in enumerate(runs):
+        moments = {key: value[elements] for key, value in tensors.items()}
+        counter = step.clone() if i else step
+        yield factor, Stepped(own.param[elements], own.grad[elements], {"step": counter, **moments})

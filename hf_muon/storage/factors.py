@@ -8,13 +8,19 @@ element.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from hf_muon.storage.partitions import Partition, Partitions
 
 KEY = "lr_factors"
 """The key of the list in param groups; None stands there without one."""
+
+FactorRuns = Sequence[tuple[slice, float]]
+"""Slices of a parameter's elements, in order, each with its factor. What is in none of them is padding."""
 
 
 def list_complaint(values: Any, count: int | None = None) -> str | None:
@@ -61,3 +67,21 @@ def factors_of(group: Mapping[str, Any]) -> list[float]:
     if own is None:
         return [1.0] * len(group["params"])
     return _of_text(own) if isinstance(own, str) else list(map(float, own))
+
+
+def factor_runs(group: Mapping[str, Any], partitions: Partitions) -> list[FactorRuns]:
+    """Return the factors of the elements of each parameter, or flat partition, of an AdamW group."""
+    if not any(param in partitions for param in group["params"]):
+        return [[(slice(0, None), factor)] for factor in factors_of(group)]
+    return [_runs_of_partition(partitions[param]) for param in group["params"]]
+
+
+def _runs_of_partition(partition: Partition) -> FactorRuns:
+    parts = [(part.elements(partition.rank), part.factor) for part in partition.slices]
+    # With round_robin_gradients, DeepSpeed stores the parameters of a group in another order.
+    parts = sorted((part for part in parts if part[0].start < part[0].stop), key=lambda part: part[0].start)
+    runs: list[tuple[slice, float]] = []
+    for factor, alike in itertools.groupby(parts, key=lambda part: part[1]):
+        elements = [own for own, _ in alike]
+        runs.append((slice(elements[0].start, elements[-1].stop), factor))
+    return runs or [(slice(0, None), 1.0)]
