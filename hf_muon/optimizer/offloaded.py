@@ -93,17 +93,23 @@ def updates_for(
     active: Collection[int],
     state: Mapping[int, Moments],
     grads: Mapping[int, Tensor],
+    *,
+    is_offloaded: bool,
     **options: Any,
 ) -> Iterator[UpdatesOf]:
-    """Return what computes the updates for an exchange whose momentum is offloaded, wholly or in part.
+    """Return what computes the updates for an exchange.
 
     Args:
         exchange: of a Muon group.
         active: positions of the matrices to step.
         state: the momentum of each of them, by its position in the group; local tensors.
         grads: the gradient of each of them; local tensors.
+        is_offloaded: whether some of the momentum is stored on the host.
         **options: of `MomentumBuffers`.
     """
+    if not is_offloaded:
+        yield MomentumBuffers(state, grads, **options).updates
+        return
     momentum = OffloadedMomentum(state, grads, exchange.device, exchange.order(active), **options)
     with momentum.transport:
         yield momentum.updates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -16,8 +15,8 @@ from hf_muon.distributed.pieces import Piece, UpdatesOf
 from hf_muon.distributed.units import Matrix, Unit
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
-from hf_muon.math.moments import SCALES
-from hf_muon.math.momentum import BUFFER, SCALE, MomentumBuffers
+from hf_muon.math.moments import SCALES, decoded
+from hf_muon.math.momentum import BUFFER, SCALE
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.rounding import Observer
@@ -104,14 +103,11 @@ class MuonStep:
         self._scales = {
             k: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"]) for k, matrix in self._active.items()
         }
-        self._rates = self._rates_of_matrices()
-
-    def _rates_of_matrices(self) -> dict[int, tuple[float, float]]:
-        """Return, for each matrix, by what its weights and its direction are multiplied before they are added."""
-        lr, decay = rate_of(self._group), self._options["weight_decay"]
+        lr, decay = rate_of(group), self._options["weight_decay"]
         if any(rule.decays for rule in self._rules):
             decay = 0.0
-        return {
+        # What the weights of a matrix, and its direction, are multiplied by before they are added.
+        self._rates = {
             k: (1 - lr * (decay * matrix.factor), -lr * (self._scales[k] * matrix.factor))
             for k, matrix in self._active.items()
         }
@@ -126,23 +122,18 @@ class MuonStep:
         local = {i: gradients.local_grad(param) for i, param in self._params.items()}  # which may communicate
         grads = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
         average = {key: self._options[key] for key in ("momentum", "nesterov")} | {"step": self._number}
-        momentum = MomentumBuffers(self._moments, grads, **average)
-        offloads = any(is_offloaded(self._group, param) for param in self._params.values())
+        offloaded = any(is_offloaded(self._group, param) for param in self._params.values())
         coefficients = resolve(self._options["ns_coefficients"], self._options["ns_steps"])
         for exchange in self._work.exchanges:
             dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
-            newton_schulz = Orthogonalizer(coefficients, dtype, self._max_batch_bytes)
-            with (
-                updates_for(exchange, self._active, self._moments, grads, **average)
-                if offloads
-                else contextlib.nullcontext(momentum.updates)
+            direction = functools.partial(
+                self._direction, Orthogonalizer(coefficients, dtype, self._max_batch_bytes), watch
+            )
+            with updates_for(
+                exchange, self._active, self._moments, grads, is_offloaded=offloaded, **average
             ) as updates_of:
-                for pieces, directions in exchange.directions(
-                    self._active,
-                    functools.partial(self._update, updates_of),
-                    functools.partial(self._direction, newton_schulz, watch),
-                    newton_schulz.dtype,
-                ):
+                update = functools.partial(self._update, updates_of)
+                for pieces, directions in exchange.directions(self._active, update, direction, dtype):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
             if self._row_keys:
@@ -151,7 +142,7 @@ class MuonStep:
                 )
         if watch is not None:
             for k in self._active:
-                watch.momentum(k, momentum.values(k))
+                watch.momentum(k, decoded(self._moments[k], BUFFER))
             watch.rules(self._options)
 
     def _update(self, updates_of: UpdatesOf, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
@@ -225,7 +216,9 @@ class MuonStep:
         """Return the direction that rules apply to a piece in place of another."""
         exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
         direction = direction.to(exact)
-        options = {**self._options, "lr": self._options["lr"] * self._active[piece.matrix].factor}
+        options, factor = self._options, self._active[piece.matrix].factor
+        if factor != 1:
+            options = {**options, "lr": options["lr"] * factor}
         for rule in self._rules:
             if rule.apply is not None:
                 state, scale = self._state_of(piece, rule), self._scales[piece.matrix]
@@ -248,19 +241,19 @@ def _rule_states(group: Group, matrices: Sequence[Matrix], state: State) -> dict
     State by row of a flat partition is made here, since no one else knows its matrices.
     """
     states: dict[int, dict[str, Tensor]] = {k: {} for k in range(len(matrices))}
-    for i, alike in itertools.groupby(states, key=lambda k: matrices[k].param):
-        members, param = list(alike), group["params"][i]
-        shapes = [reduced_shape(matrices[k].shape, transposed=matrices[k].transposed) for k in members]
-        for key in rule_keys(group):
-            own = state[param]
-            if not is_reduced(key):
-                parts = [matrices[k].of(local_of(own[key])) for k in members]
-            else:
+    for key in rule_keys(group):
+        for i, members in itertools.groupby(states, key=lambda k: matrices[k].param):
+            param, of_param = group["params"][i], list(members)
+            if is_reduced(key):
+                shapes = [reduced_shape(matrices[k].shape, transposed=matrices[k].transposed) for k in of_param]
+                own = state[param]
                 if key not in own or own[key].numel() != reduced_numel(shapes):
                     own[key] = flat_zeros(param, reduced_numel(shapes))
                 flats = torch.split(own[key], list(map(math.prod, shapes)))
                 parts = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
-            for k, part in zip(members, parts, strict=True):
+            else:
+                parts = [matrices[k].of(local_of(state[param][key])) for k in of_param]
+            for k, part in zip(of_param, parts, strict=True):
                 states[k][key] = part
     return states
 

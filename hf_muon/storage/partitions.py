@@ -87,14 +87,13 @@ class Slice:
 
     def shards(self) -> tuple[Shards, ...]:
         """Return, for each part of the parameter's view, what each rank stores of it."""
-        rows, columns = self.view.folded(self.shape)[-2:]
-        return shards_of(self.view, self.shape, _flat_regions((rows, columns), self.division.bounds(self.ranks)))
+        return _shards_of_slices(self.view, self.shape, self.division.bounds(self.ranks))
 
 
-@lru_cache(maxsize=1024)
-def _flat_regions(matrix: tuple[int, int], bounds: tuple[tuple[int, int], ...]) -> tuple[FlatRegion, ...]:
-    """Return each rank's region."""
-    return tuple(FlatRegion(matrix, first, last) for first, last in bounds)
+@lru_cache(maxsize=4096)
+def _shards_of_slices(view: View, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[Shards, ...]:
+    rows, columns = view.folded(shape)[-2:]
+    return shards_of(view, shape, tuple(FlatRegion((rows, columns), first, last) for first, last in bounds))
 
 
 @dataclass(frozen=True)
