@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.momentum import update_dtype
-from hf_muon.optimizer import state_check
+from hf_muon.optimizer import load
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.parameters import unwrapped
 
@@ -118,7 +118,7 @@ def convert_state_dict(
     # The averages are in fp32; load_state_dict converts them to the optimizer's dtypes.
     stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
     converted = {"state": state, "param_groups": [{**group, **stored} for group in groups]}
-    state_check.check_loadable(optimizer.param_groups, converted)
+    load.refuse(load.compare(optimizer.param_groups, converted).complaints)
     return converted
 
 

@@ -16,7 +16,7 @@ from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
-from hf_muon.optimizer import compilation, consensus, copies, load_notices, loading, preflight, rule_state
+from hf_muon.optimizer import compilation, consensus, copies, load, preflight
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
@@ -25,7 +25,7 @@ from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.prepared_steps import PreparedSteps
-from hf_muon.optimizer.state import check_params, complete_state_, state_complaints
+from hf_muon.optimizer.state import LeftState, check_params, complete_state_, state_complaints
 from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
@@ -144,7 +144,7 @@ class Muon(Optimizer):
         self.head_rules = HeadRules()
         self._warned_of_empty_step = False
         self._layouts = Layouts()
-        self._kept = rule_state.Kept()
+        self._left_state = LeftState()
         self._replicas = Replicas()
 
     def add_param_group(self, param_group: Group) -> None:
@@ -171,10 +171,9 @@ class Muon(Optimizer):
 
     def init_state(self) -> None:
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""
-        preflight.refuse([line for group in self.param_groups for line in state_complaints(group, self.state)])
+        preflight.refuse(list(state_complaints(self.param_groups, self.state)))
         for group in self.param_groups:
             complete_state_(group, self.state)
-            rule_state.complete_(group, self.state)
 
     @disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
@@ -210,7 +209,6 @@ class Muon(Optimizer):
                 steps.take(k, group_watch, self._lost_updates.observer(group))
             if counts and self.partitioned.completes_group(group):
                 group["step"] += 1  # last, so that a step which fails here and is taken again counts once
-        self._kept.note(self.param_groups, self.state, forgets_others=self.partitioned.partitions is None)
         self._lost_updates.log()
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
@@ -242,12 +240,14 @@ class Muon(Optimizer):
         """
         groups, watch = self.param_groups, None
         complaints = list(layout.complaints)
-        may_be_idle = False
+        may_be_idle, is_complete = False, False
         try:
             with layout.guarded(complaints):
                 self.partitioned.clear_stale_gradients(groups)
-                complaints += preflight.step_complaints(groups, self.state, layout)
-                complaints += self._kept.complaints(groups, self.state)
+                is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
+                if not is_complete:  # fewer works than groups where the layout's complaints came early
+                    complaints += state_complaints(groups[: len(layout.works)], self.state)
+                complaints += preflight.step_complaints(groups, layout)
                 complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
                 may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
                 if not may_be_idle:
@@ -256,9 +256,10 @@ class Muon(Optimizer):
                     watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
             complaints = list(dict.fromkeys(complaints))  # groups may agree
             refusal = self.partitioned.refusal
+            prepare = functools.partial(steps.prepare, completes=not is_complete)
             readiness = functools.partial(compilation.readiness, groups, layout, self.state)
             indices = consensus.agree(
-                groups, layout, complaints, steps.prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
+                groups, layout, complaints, prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
             )
             if indices is not None:
                 self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
@@ -268,6 +269,8 @@ class Muon(Optimizer):
         if indices is None:
             self.init_state()
             return [], watch
+        if self.state and not is_complete:
+            self._left_state.note(groups, self.state, layout)
         if not any(indices) and self.partitioned.partitions is None and not self._warned_of_empty_step:
             self._warned_of_empty_step = True
             warn_of_empty_step([param for group in groups for param in group["params"]])
@@ -280,8 +283,7 @@ class Muon(Optimizer):
             RuntimeError: a group has taken steps and its moments are missing. A run that resumes from such a checkpoint
                 would continue differently.
         """
-        lost = [line for group in self.param_groups for line in state_complaints(group, self.state)]
-        if lost:
+        if lost := list(state_complaints(self.param_groups, self.state)):
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
         return factors.with_texts(super().state_dict())
 
@@ -297,21 +299,7 @@ class Muon(Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another routing, or one that lacks
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
-        state_dict = loading.run_pre_hooks(self, state_dict)
-        checked, notices = loading.check(
-            self.param_groups,
-            state_dict,
-            replicate_group=self.replicate_group,
-        )
-        previous = {"state": self.state, "param_groups": self.param_groups}
-        try:
-            loading.restore_(self, checked)
-            loading.run_post_hooks(self)
-        except BaseException:
-            self.__dict__.update(previous)
-            raise
-        self._kept = rule_state.Kept()
-        load_notices.log(notices)
+        load.load_(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.

@@ -11,7 +11,7 @@ from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import hyperparameter_complaint
 from hf_muon.optimizer.layout import StepLayout
-from hf_muon.optimizer.state import describe, state_complaints
+from hf_muon.optimizer.state import describe
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, Mapping[str, Any]]
@@ -19,16 +19,14 @@ State = Mapping[Tensor, Mapping[str, Any]]
 REFUSED = "Muon refuses this step; weights and moments are as they were"
 
 
-def step_complaints(groups: Sequence[Group], state: State, layout: StepLayout) -> Iterator[str]:
-    """Say what is wrong with moments, options and gradients, on this rank.
+def step_complaints(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
+    """Say what is wrong with options and gradients, on this rank.
 
     Args:
         groups: param groups.
-        state: of their parameters.
         layout: of these groups.
     """
     for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints itself
-        yield from state_complaints(group, state)
         if complaint := hyperparameter_complaint(group, work.devices):
             yield complaint
         for i, param in enumerate(group["params"]):

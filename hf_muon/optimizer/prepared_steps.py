@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from hf_muon.math.rounding import Observer
-from hf_muon.optimizer import rule_state
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import complete_state_
 from hf_muon.optimizer.step import MuonStep, adamw_step, hyperparameters
@@ -43,18 +42,22 @@ class PreparedSteps:
         self._without: list[Tensor] = []
         self._steps: dict[int, tuple[Sequence[int], Take]] = {}
 
-    def prepare(self, indices_of_groups: Sequence[Sequence[int]]) -> None:
+    def prepare(self, indices_of_groups: Sequence[Sequence[int]], *, completes: bool = True) -> None:
         """Prepare the steps of these parameters of each group, as far as they are not prepared yet.
 
         All groups get their state with the first step that is taken, so that moments which are missing later are lost.
+
+        Args:
+            indices_of_groups: of the parameters of each group.
+            completes: whether state may be missing, or in another form than steps need.
         """
         if not any(indices_of_groups) and not self._state:
             return
         for k, (group, work) in enumerate(zip(self._groups, self._layout.works, strict=True)):
             indices = indices_of_groups[k]
-            self._without += [param for param in group["params"] if param not in self._state]
-            complete_state_(group, self._state)
-            rule_state.complete_(group, self._state)
+            if completes:
+                self._without += [param for param in group["params"] if param not in self._state]
+                complete_state_(group, self._state)
             if indices and (k not in self._steps or self._steps[k][0] != indices):
                 self._steps[k] = indices, self._step(group, work, indices)
 

@@ -11,26 +11,22 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import logger
-from hf_muon.math.moments import SCALES
-from hf_muon.optimizer.rule_state import is_rule_key
-from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, state_keys, zero_state
+from hf_muon.math.moments import MOMENTS, SCALES
+from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, entries_of, zero_state
 from hf_muon.rules import registry
 from hf_muon.storage.factors import KEY
 
-_STATE = re.compile(r"(?:^|(?<=\.))state\.")
+_NAME = re.compile(r"(?=(?:^|\.)(state|param_groups)\.(.+)\.([^.]+)$)")  # a parameter's name may have these words, too
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
-
-Group = Mapping[str, Any]
 
 
 @contextlib.contextmanager
@@ -71,68 +67,57 @@ def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | Stor
 
 
 class _Saved:
-    """The names of everything in a checkpoint, such as ``optimizer.state.layers.0.weight.momentum_buffer``."""
+    """What a checkpoint has, by the names in it, such as ``optimizer.state.layers.0.weight.momentum_buffer``.
+
+    Attributes:
+        options: the keys of its param groups.
+        keys: those of the state of all parameters.
+        of_param: those of the state of each parameter, by its name.
+    """
 
     def __init__(self, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-        self._names = reader.read_metadata().state_dict_metadata.keys()
-        self._of_param: dict[str, set[str]] = {}  # the keys of the state, by the parameter's name
-        for name in self._names:
-            for match in _STATE.finditer(name):  # a parameter's name may have the word, too
-                param, _, key = name[match.end() :].rpartition(".")
-                self._of_param.setdefault(param, set()).add(key)
-
-    def has(self, section: str, key: str) -> bool:
-        """Return whether there is a key for some parameter (section `state`) or group (`param_groups`)."""
-        pattern = re.compile(rf"(?:^|\.){section}\..*\.{re.escape(key)}$")
-        return any(pattern.search(name) for name in self._names if name.endswith(f".{key}"))
-
-    def scales(self, name: str) -> Set[str] | None:
-        """Return the keys of the scales of a parameter's moments; None where no state has the parameter's name."""
-        keys = self._of_param.get(name)
-        return None if keys is None else keys & set(SCALES)
+        self.options: set[str] = set()
+        self.of_param: dict[str, set[str]] = {}
+        for name in reader.read_metadata().state_dict_metadata:
+            for section, param, key in _NAME.findall(name):
+                if section == "state":
+                    self.of_param.setdefault(param, set()).add(key)
+                else:
+                    self.options.add(key)
+        self.keys: set[str] = set().union(*self.of_param.values())
 
 
 def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved) -> dict[str, Any]:
     """Return a state dict of a `Muon` with what a checkpoint has."""
-    options = {key for key in (*GROUP_OPTIONS, KEY) if not saved.has("param_groups", key)}
-    rules = {key for key in registry.state_kinds() if not saved.has("state", key)}
-    scales = {key for key in SCALES if saved.has("state", key)}
-    dtypes = {
-        side: {group[key] for group in optimizer.param_groups if bool(group["use_muon"]) is side}
-        for side, key in DTYPE_OPTIONS.items()
-    }
+    options = {*GROUP_OPTIONS, KEY} - saved.options
+    rules = registry.state_kinds().keys() - saved.keys
     groups, state = [], dict(state_dict["state"])
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         groups.append({key: value for key, value in packed.items() if key not in options})
+        option = DTYPE_OPTIONS[bool(group["use_muon"])]
+        dtypes = {other[option] for other in optimizer.param_groups if other["use_muon"] == group["use_muon"]}
         # Without names only a run with one dtype can tell how each of its moments was stored.
-        unnamed = scales if len(dtypes[bool(group["use_muon"])]) == 1 else None
+        unnamed = saved.keys if len(dtypes) == 1 else None
         names = group.get("param_names") or [""] * len(group["params"])
-        for param, name, key in zip(group["params"], names, packed["params"], strict=True):
-            if key in state:
-                own = {name: value for name, value in state[key].items() if name not in rules}
-                own_scales = saved.scales(name)
-                own_scales = unnamed if own_scales is None else own_scales
-                state[key] = own if own_scales is None else _with_moments_like(own, param, group, own_scales)
+        numbers, codes = ({**group, option: dtype} for dtype in ("fp32", "int8"))
+        entries = zip(entries_of(group), entries_of(numbers), entries_of(codes), strict=True)
+        for param, name, key, (here, *others) in zip(group["params"], names, packed["params"], entries, strict=True):
+            if key not in state:
+                continue
+            own = {name: value for name, value in state[key].items() if name not in rules}
+            if (keys := saved.of_param.get(name, unnamed)) is not None:
+                has_codes = not SCALES.keys().isdisjoint(keys & others[1].keys())
+                there, like = others[has_codes], codes if has_codes else numbers
+                # Codes whose blocks this layout would cut are refused at the load.
+                if there.keys() != here.keys() and not blocks_complaint(like, param):
+                    own = {name: value for name, value in own.items() if name not in {*MOMENTS, *SCALES}}
+                    own |= {
+                        name: zero_state(like, param, name, entry)
+                        for name, entry in there.items()
+                        if name not in own and name not in rules
+                    }
+            state[key] = own
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _with_moments_like(own: dict[str, Any], param: Tensor, group: Group, scales: Set[str]) -> dict[str, Any]:
-    """Return a parameter's state, with zeros for its moments where the checkpoint stores these differently.
-
-    Args:
-        own: the state.
-        param: the parameter.
-        group: its param group.
-        scales: the keys of scales that the checkpoint has.
-    """
-    saved_group = {**group, DTYPE_OPTIONS[bool(group["use_muon"])]: "int8"}
-    if not scales & set(state_keys(saved_group, param)):
-        saved_group |= {DTYPE_OPTIONS[bool(group["use_muon"])]: "fp32"}
-    keys = state_keys(saved_group, param)
-    if set(keys) == set(state_keys(group, param)) or blocks_complaint(saved_group, param):
-        return own  # codes whose blocks this layout would cut are refused at the load
-    others = {name: value for name, value in own.items() if name == "step" or is_rule_key(name)}
-    return others | {name: zero_state(param, name, saved_group) for name in keys if name != "step"}

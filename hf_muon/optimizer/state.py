@@ -1,12 +1,20 @@
-"""The state of a parameter: its keys, dtypes and zeros, and why a step cannot use one.
+"""The state of parameters: what it must have, zeros, conversion, and why a step cannot use it.
 
-How moments are stored is known to :mod:`hf_muon.math.moments` alone.
+`entries_of` describes the state of a param group. Steps, saves, loads and the templates of
+torch.distributed.checkpoint all go by it. How moments are stored is known to :mod:`hf_muon.math.moments` alone.
+
+Rules may keep state, too. State of the kind `weight` is stored like its parameter. State by row is small: every rank
+that stores some of a parameter has the state of all of its matrices, in one flat tensor, and the owner of a matrix
+sends what it has changed to all of them after a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,47 +22,48 @@ from torch import Tensor
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math import moments
 from hf_muon.math.adamw import uses_fused_adamw
-from hf_muon.storage import host
+from hf_muon.math.moments import MOMENTS, SCALES
+from hf_muon.rules import registry
+from hf_muon.storage import host, views
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
+
+Group = Mapping[str, Any]
+State = Mapping[Tensor, Mapping[str, Any]]
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
 """State keys of a parameter by `use_muon`; moments that are stored in 8 bits have scales too."""
 
-ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], *moments.SCALES})
-"""Other keys, which users may add to the state of a parameter, are neither read nor loaded."""
-
+ALL_STATE_KEYS = frozenset({*STATE_KEYS[True], *STATE_KEYS[False], *SCALES})
+"""The keys of Muon and AdamW. Other keys are those of rules, or of users, which are neither read nor loaded."""
 
 DTYPE_OPTIONS = {True: "momentum_dtype", False: "adamw_state_dtype"}
 """The option for the dtype of moments, by `use_muon`."""
 
 
-def state_keys(group: Mapping[str, Any], param: Tensor) -> tuple[str, ...]:
-    """Return the state keys of a parameter of a group."""
-    return moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype_of(group), param.shape)
+# --- param groups
 
 
-def has_own(state: Any) -> bool:
-    """Return whether a parameter's state has any key of Muon or AdamW."""
-    return isinstance(state, Mapping) and not ALL_STATE_KEYS.isdisjoint(state)
-
-
-def dtype_of(group: Mapping[str, Any]) -> str:
+def dtype_of(group: Group) -> str:
     """Return a group's option for the dtype of its moments; states of older versions may lack it."""
     return str(group.get(DTYPE_OPTIONS[bool(group["use_muon"])], "auto"))
 
 
-def device_of_moments(group: Mapping[str, Any], param: Tensor) -> torch.device:
-    """Return the device on which a parameter's moments are stored; states of older versions lack the option."""
-    offload = group.get("momentum_offload", "none")
-    return local_of(param).device if offload == "none" else host.moments_device(param, str(offload))
-
-
-def is_offloaded(group: Mapping[str, Any], param: Tensor) -> bool:
+def is_offloaded(group: Group, param: Tensor) -> bool:
     """Return whether a parameter's moments are stored on the host, and the parameter is not."""
-    return group.get("momentum_offload", "none") != "none" and device_of_moments(group, param) != local_of(param).device
+    offload = str(group.get("momentum_offload", "none"))
+    return offload != "none" and host.moments_device(param, offload) != local_of(param).device
 
 
-def check_params(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
+def blocks_complaint(group: Group, param: Tensor) -> str | None:
+    """Return why a parameter's moments cannot be stored in its group's dtype."""
+    if not (is_dtensor(param) and moments.is_quantized(dtype_of(group), param.shape)):
+        return None
+    from hf_muon.storage.dtensor import quantization_complaint
+
+    return quantization_complaint(param, DTYPE_OPTIONS[bool(group["use_muon"])])  # type: ignore[arg-type]
+
+
+def check_params(groups: Sequence[Group], first: int = 0) -> None:
     """Raise where a param group has no parameters, not even an empty list.
 
     Args:
@@ -72,7 +81,7 @@ def check_params(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
             )
 
 
-def describe(group: Mapping[str, Any], index: int) -> str:
+def describe(group: Group, index: int) -> str:
     """Return the name and shape of a parameter, or its position and shape if the group has no names."""
     names = group.get("param_names")
     param = group["params"][index]
@@ -81,35 +90,268 @@ def describe(group: Mapping[str, Any], index: int) -> str:
     return f"{names[index]} {shape_of(param)}" if names else f"parameter {index} {shape_of(param)}"
 
 
-def state_complaints(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[str]:
-    """Return why a group cannot be stepped with its state: moments are missing, or do not fit their parameter."""
-    lost = []
-    for i, param in enumerate(group["params"]):
-        own = state.get(param, {})
-        # Moments in another dtype than the group's are converted before the step, and need the scales of their codes.
-        keys = STATE_KEYS[bool(group["use_muon"])]
-        scales = [moments.MOMENTS[key].scale for key in keys if key != "step" and moments.lacks_scales(own, key)]
-        missing = [key for key in (keys if own else state_keys(group, param)) if key not in own] + scales
-        if missing:
-            lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
-        for key in (own.keys() & ALL_STATE_KEYS) - {"step", *missing}:
-            if (complaint := _mismatch(own[key], param, state_shape(param, key))) is not None:
-                yield (
-                    f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
-                    "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint "
-                    "[moment-misfit]"
-                )
-    if lost and group.get("step"):
-        yield (
-            f"the optimizer has taken {group['step']} steps and its moments are gone: {first_few(lost)}. They were "
-            "dropped on the way (an empty load template, or parameters that were replaced); load a checkpoint that has "
-            "them [moments-gone]"
+# --- what a state must have
+
+
+class Entry(NamedTuple):
+    """What the state of a parameter has under one key.
+
+    Attributes:
+        shape: of the whole tensor; None for the state by row of a flat partition, whose matrices only its layout knows.
+        dtype: of the tensor.
+        sharded: whether it is stored with the placements of the parameter; else each rank has all of it.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    sharded: bool = True
+
+    def fits(self, value: Tensor) -> bool:
+        """Return whether a tensor has the shape."""
+        return value.ndim == 1 if self.shape is None else value.shape == self.shape
+
+
+def entries_of(group: Group) -> Iterator[dict[str, Entry]]:
+    """Yield what the state of each parameter of a group must have, by key; equal parameters share a dict."""
+    rules = registry.state_of(group)
+    known: dict[Any, dict[str, Entry]] = {}
+    for param, view in zip(group["params"], views.views_of(group), strict=True):
+        kind = param.shape, param.dtype, shape_of(param), view
+        if kind not in known:
+            known[kind] = _entries(group, param, view, rules)
+        yield known[kind]
+
+
+def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str]) -> dict[str, Entry]:
+    dtype, entries = dtype_of(group), {}
+    for key in moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype, param.shape):
+        is_count = key == "step"
+        entries[key] = Entry(
+            () if is_count else moments.state_shape(key, param.shape),
+            torch.float32 if is_count else moments.moment_dtype(param, key, dtype),
+            sharded=not is_count,
         )
+    for key, kind in rules.items():
+        if kind == "weight":
+            entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32))
+        else:
+            whole = shape_of(param)
+            shape = (reduced_numel(reduced_shapes(whole, view)),) if len(whole) >= 2 else None
+            entries[key] = Entry(shape, torch.float32, sharded=False)
+    return entries
 
 
-def state_shape(param: Tensor, key: str) -> tuple[int, ...]:
-    """Return the shape of a moment; `step`, which is a scalar, has no part in this."""
-    return moments.state_shape(key, param.shape)
+def rule_keys(group: Group) -> tuple[str, ...]:
+    """Return the keys of the state that the rules of a group keep for each parameter."""
+    return tuple(registry.state_of(group))
+
+
+def is_reduced(key: str) -> bool:
+    """Return whether the state of a rule under a key is not stored like its parameter."""
+    return registry.state_kinds().get(key, "weight") != "weight"
+
+
+def is_known(key: str) -> bool:
+    """Return whether a key is one of Muon, AdamW or a rule, and not a user's own."""
+    return key in ALL_STATE_KEYS or key in registry.state_kinds()
+
+
+def reduced_shape(shape: Sequence[int], *, transposed: bool) -> tuple[int, int, int]:
+    """Return the shape ``(B, out, 1)`` of the state of a matrix or stack by row.
+
+    Args:
+        shape: ``(m, n)`` or ``(B, m, n)``, as it is stored.
+        transposed: whether that is ``(in, out)``.
+    """
+    return math.prod(shape[:-2]), shape[-1 if transposed else -2], 1
+
+
+def reduced_shapes(stored: Sequence[int], text: str) -> list[tuple[int, int, int]]:
+    """Return the shapes of the state by row of each matrix of a parameter.
+
+    Args:
+        stored: shape of the parameter.
+        text: of its view.
+    """
+    view = views.parse(text)
+    return [reduced_shape(shape, transposed=view.transposed) for shape in view.shapes(stored)]
+
+
+def reduced_numel(shapes: Iterable[Sequence[int]]) -> int:
+    """Return the number of elements of the flat tensor that holds state of these shapes."""
+    return sum(map(math.prod, shapes))
+
+
+def flat_zeros(param: Tensor, numel: int) -> Tensor:
+    """Return the state by row of a parameter before the first step."""
+    return torch.zeros(numel, dtype=torch.float32, device=local_of(param).device)
+
+
+# --- zeros, and conversion
+
+
+def complete_state_(group: Group, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Give every parameter of a group the state that a step needs, in its dtype and on its device, and nothing else.
+
+    State by row of flat partitions is left to the step, which knows their matrices. Keys of users stay.
+
+    Args:
+        group: a param group.
+        state: of an optimizer, which creates an empty dict for a parameter without state.
+    """
+    fused = not group["use_muon"] and uses_fused_adamw(group["params"], dtype_of(group))
+    for param, entries in zip(group["params"], entries_of(group), strict=True):
+        own = state[param]
+        if any(key in own and (scale in own) != (scale in entries) for scale, key in SCALES.items()):
+            own.update(converted(group, param, own, entries))
+        for key in [key for key in own if key not in entries and is_known(key)]:
+            del own[key]
+        here = local_of(param).device
+        of_moments = torch.device("cpu") if is_offloaded(group, param) else here
+        for key, entry in entries.items():
+            if key == "step":
+                count = own[key] if key in own else zero_state(group, param, key, entry)
+                own[key] = torch.as_tensor(count, dtype=entry.dtype, device=here if fused else "cpu")
+            elif key not in own and entry.shape is not None:
+                own[key] = zero_state(group, param, key, entry)
+            elif key in own:
+                device = of_moments if key in ALL_STATE_KEYS else here
+                if own[key].dtype != entry.dtype or own[key].device != device:
+                    own[key] = _copied(group, param, own[key], key, entry)
+
+
+def zero_state(group: Group, param: Tensor, key: str, entry: Entry) -> Tensor:
+    """Return a parameter's state under a key before the first step; codes and scales are contiguous."""
+    if key == "step":
+        return torch.tensor(0.0, dtype=entry.dtype, device="cpu")  # a constant, which fake tensors know the value of
+    whole, local = entry.shape or (), local_of(param)
+    if not entry.sharded:
+        return flat_zeros(param, math.prod(whole))
+    numbers = key not in SCALES and entry.dtype.is_floating_point
+    shape = None if numbers else moments.state_shape(key, local.shape)
+    if key in ALL_STATE_KEYS and is_offloaded(group, param):
+        return wrapped_like(param, host.zeros_like(local, entry.dtype, shape), whole)
+    if shape is None:
+        return torch.zeros_like(param, dtype=entry.dtype, memory_format=torch.preserve_format)
+    return wrapped_like(param, local.new_zeros(shape, dtype=entry.dtype), whole)
+
+
+def converted(
+    group: Group, param: Tensor, state: Mapping[str, Tensor], entries: Mapping[str, Entry]
+) -> dict[str, Tensor]:
+    """Return moments and the state of rules as a group stores them, in memory of their own.
+
+    Moments that are not there are left out, and so is the number of steps. State of rules that is not there, or does
+    not fit, starts from zero.
+
+    Args:
+        group: the param group.
+        param: the parameter; the result is stored like it.
+        state: of the parameter, whole or with any placements, in any dtypes.
+        entries: what the state of the parameter must have.
+    """
+    new: dict[str, Tensor] = {}
+    for key, entry in entries.items():
+        if key in MOMENTS and key in state:
+            new |= _converted_moment(group, param, state, key, entries)
+        elif key not in ALL_STATE_KEYS and key in state and entry.fits(state[key]):
+            new[key] = _copied(group, param, state[key], key, entry)
+        elif key not in ALL_STATE_KEYS and entry.shape is not None:
+            new[key] = zero_state(group, param, key, entry)
+    return new
+
+
+def _converted_moment(
+    group: Group, param: Tensor, state: Mapping[str, Tensor], key: str, entries: Mapping[str, Entry]
+) -> dict[str, Tensor]:
+    """Return a moment, with its scales if it is stored in 8 bits."""
+    scale = MOMENTS[key].scale
+    own = {name: state[name] for name in (key, scale) if name in state}
+    keys = [name for name in (key, scale) if name in entries]
+    if scale in own and scale not in keys:  # whole codes are decoded whole: here their blocks may be cut
+        if any(map(is_dtensor, own.values())):
+            own = {name: stored_like(param, value) for name, value in own.items()}
+        values = moments.decoded({name: local_of(value) for name, value in own.items()}, key)
+        own = {key: wrapped_like(own[key], values, own[key].shape)}
+    if scale not in own and scale in keys:
+        codes = {name: zero_state(group, param, name, entries[name]) for name in keys}
+        values = local_of(stored_like(param, own[key]))
+        moments.encode_({name: local_of(code) for name, code in codes.items()}, key, values)
+        return codes
+    return {name: _copied(group, param, own[name], name, entries[name]) for name in keys}
+
+
+def _copied(group: Group, param: Tensor, value: Tensor, key: str, entry: Entry) -> Tensor:
+    """Return a copy of a value in the dtype, on the device and with the placements of the group's state."""
+    value = stored_like(param, value) if entry.sharded else value
+    is_code = not entry.dtype.is_floating_point
+    if key in ALL_STATE_KEYS and is_offloaded(group, param):
+        local = local_of(value).contiguous() if is_code else local_of(value)
+        return wrapped_like(param, host.copied(local, entry.dtype, param.device), value.shape)
+    copy = value.to(device=local_of(param).device, dtype=entry.dtype, copy=True)
+    return copy.contiguous() if is_code else copy
+
+
+def stored_like(param: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor, whole or with other placements, stored like a parameter. DTensors may need communication."""
+    if not is_dtensor(param):
+        return value
+    if is_dtensor(value):
+        return value.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined, no-any-return]
+    from hf_muon.storage.dtensor import sharded_like
+
+    return sharded_like(param, value)  # type: ignore[arg-type]
+
+
+def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the tensor of this shape of which this rank stores `local`, with the placements of another tensor."""
+    if not is_dtensor(param):
+        return local
+    from hf_muon.storage import dtensor
+
+    return dtensor.stored_like(param, local, shape)  # type: ignore[arg-type]
+
+
+# --- checks of a step and of a save
+
+
+def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
+    """Say why groups cannot be stepped with their state: some of it is missing, or does not fit its parameter.
+
+    A rule that was switched on since has no state yet, for any parameter of its group.
+    """
+    for group in groups:
+        keys, rules, lost = STATE_KEYS[bool(group["use_muon"])], rule_keys(group), []
+        begun = {key for key in rules if any(key in state.get(param, ()) for param in group["params"])}
+        entries = list(entries_of(group)) if begun else []
+        for i, param in enumerate(group["params"]):
+            own = state.get(param, {})
+            # Codes need their scales, also where the group's dtype has none: they are converted before the step.
+            missing = [key for key in keys if key not in own]
+            missing += [scale for scale, key in SCALES.items() if key in keys and moments.lacks_scales(own, key)]
+            if missing:
+                lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
+            for key in own.keys() & ALL_STATE_KEYS - {"step", *missing}:
+                if complaint := _mismatch(own[key], param, moments.state_shape(key, param.shape)):
+                    yield (
+                        f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
+                        "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint "
+                        "[moment-misfit]"
+                    )
+            for key in begun:
+                shape = entries[i][key].shape  # None where only a layout knows it, and the step makes the state
+                if shape is not None and (key not in own or own[key].shape != shape):
+                    text = f"has shape {tuple(own[key].shape)}, not {shape}" if key in own else "is gone"
+                    yield (
+                        f"{describe(group, i)}: its {key} {text}. "
+                        "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
+                    )
+        if lost and group.get("step"):
+            yield (
+                f"the optimizer has taken {group['step']} steps and its moments are gone: {first_few(lost)}. They were "
+                "dropped on the way (an empty load template, or parameters that were replaced); load a checkpoint that "
+                "has them [moments-gone]"
+            )
 
 
 def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None:
@@ -123,125 +365,50 @@ def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | No
     return f"is {words[0]}, the parameter {words[1]}"
 
 
-def state_dtype(param: Tensor, key: str, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of a parameter's state, in a group with these options."""
-    return torch.float32 if key == "step" else moments.moment_dtype(param, key, dtype_of(group))
+_FORMS: tuple[Callable[[Tensor], Any], ...] = (
+    operator.attrgetter("nbytes"),  # less than half the time of `shape`
+    operator.attrgetter("dtype"),
+    Tensor.get_device,
+)
 
 
-def zero_state(param: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
-    """Return a parameter's state before the first step, stored like the parameter."""
-    if key == "step":
-        return torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant, which fake tensors know the value of
-    dtype, local = state_dtype(param, key, group), local_of(param)
-    if moments.is_quantized(dtype_of(group), param.shape):
-        shape = state_shape(local, key)  # contiguous
-        offloads = is_offloaded(group, param)
-        zeros = host.zeros_like(local, dtype, shape) if offloads else local.new_zeros(shape, dtype=dtype)
-        return wrapped_like(param, zeros, state_shape(param, key))
-    if is_offloaded(group, param):
-        return wrapped_like(param, host.zeros_like(local, dtype), param.shape)
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+class LeftState:
+    """The state as a step has left it, checked and complete: the next one looks at it only if something has changed.
 
-
-def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the tensor of this shape of which this rank stores `local`, with the placements of a parameter."""
-    if not is_dtensor(param):
-        return local
-    from hf_muon.storage import dtensor
-
-    return dtensor.stored_like(param, local, shape)  # type: ignore[arg-type]
-
-
-def complete_state_(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-    """Give every parameter of a group the state that a step needs: all keys, on the device and in the dtype it needs.
-
-    Args:
-        group: a param group.
-        state: of an optimizer, which creates an empty dict for a parameter without state.
+    Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
+    same form, for parameters that are stored as they were and groups with the same options.
     """
-    fused = not group["use_muon"] and uses_fused_adamw(group["params"], dtype_of(group))
-    for param in group["params"]:
-        own = state[param]
-        keys = state_keys(group, param)
-        if any(moments.SCALES[key] in own and (key in own) != (key in keys) for key in moments.SCALES):
-            converted = converted_moments(param, own, group)
-            for key in own.keys() & ALL_STATE_KEYS - {"step"}:
-                del own[key]
-            own.update(converted)
-        for key in keys:
-            if key not in own:
-                own[key] = zero_state(param, key, group)
-            device, dtype = device_of_moments(group, param), state_dtype(param, key, group)
-            if key == "step":
-                device = device if fused else torch.device("cpu")
-                own[key] = torch.as_tensor(own[key], dtype=dtype, device=device)
-            elif own[key].dtype != dtype or own[key].device != device:
-                own[key] = _copied(param, own[key], key, group)
+
+    def __init__(self) -> None:
+        self._key: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._forms: list[list[Any]] = []
+
+    def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
+        """Note a state that is checked and complete.
+
+        Args:
+            groups: param groups.
+            state: of their parameters.
+            layout: the same object as long as parameters are stored as they were.
+        """
+        self._key, self._tensors = _key_of(groups, state, layout)
+        self._forms = [list(map(form, self._tensors)) for form in _FORMS]
+
+    def stands(self, groups: Sequence[Group], state: State, layout: object) -> bool:
+        """Return whether the state is the one that was noted; takes half a microsecond for each tensor."""
+        key, tensors = _key_of(groups, state, layout)
+        if key != self._key or not all(map(operator.is_, tensors, self._tensors)):
+            return False
+        return all(all(map(operator.eq, map(f, tensors), noted)) for f, noted in zip(_FORMS, self._forms, strict=True))
 
 
-def blocks_complaint(group: Mapping[str, Any], param: Tensor) -> str | None:
-    """Return why a parameter's moments cannot be stored in its group's dtype."""
-    if not (is_dtensor(param) and moments.is_quantized(dtype_of(group), param.shape)):
-        return None
-    from hf_muon.storage.dtensor import quantization_complaint
-
-    return quantization_complaint(param, DTYPE_OPTIONS[bool(group["use_muon"])])  # type: ignore[arg-type]
-
-
-def converted_moments(param: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the moments of a parameter as its group stores them, in memory of their own.
-
-    Args:
-        param: the parameter; the result is stored like it.
-        state: its moments, whole or stored like the parameter.
-        group: the param group.
-    """
-    converted: dict[str, Tensor] = {}
-    for key in STATE_KEYS[bool(group["use_muon"])]:
-        if key in state and key != "step":
-            converted |= _converted_moment(param, state, key, group)
-    return converted
-
-
-def _converted_moment(
-    param: Tensor, state: Mapping[str, Tensor], key: str, group: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    scale = moments.MOMENTS[key].scale
-    state = {own: state[own] for own in (key, scale) if own in state}
-    keys = moments.with_scales([key], dtype_of(group), param.shape)
-    from_blocks, to_blocks = scale in state, scale in keys
-    # Whole codes that are to become numbers are decoded first: here their blocks may be cut.
-    if to_blocks or (from_blocks and any(map(is_dtensor, state.values()))):
-        state = {own: stored_like(param, value) for own, value in state.items()}
-    if from_blocks and to_blocks:
-        return {own: _copied(param, value, own, group) for own, value in state.items()}
-    stored = state[key]
-    if from_blocks:
-        values = moments.decoded({own: local_of(value) for own, value in state.items()}, key)
-        stored = wrapped_like(param, values, param.shape) if is_dtensor(stored) else values
-    if not to_blocks:
-        return {key: _copied(param, stored_like(param, stored), key, group)}
-    zeros = {own: zero_state(param, own, group) for own in keys}
-    moments.encode_({own: local_of(zero) for own, zero in zeros.items()}, key, local_of(stored))
-    return zeros
-
-
-def _copied(param: Tensor, value: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
-    """Return a copy of a moment in the dtype and on the device of the group's; stored like the parameter, as it is."""
-    dtype = state_dtype(param, key, group)
-    if is_offloaded(group, param):
-        local = local_of(value) if dtype.is_floating_point else local_of(value).contiguous()
-        return wrapped_like(param, host.copied(local, dtype, param.device), value.shape)
-    copy = value.to(device=param.device, dtype=dtype, copy=True)
-    return copy if dtype.is_floating_point else copy.contiguous()
-
-
-def stored_like(param: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor, whole or with other placements, stored like a parameter. DTensors may need communication."""
-    if not is_dtensor(param):
-        return value
-    if is_dtensor(value):
-        return value.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined, no-any-return]
-    from hf_muon.storage.dtensor import sharded_like
-
-    return sharded_like(param, value)  # type: ignore[arg-type]
+def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list[Any], list[Tensor]]:
+    """Return what is compared by value, and the tensors, which are the same objects or not."""
+    options = [
+        (len(group["params"]), group["use_muon"], dtype_of(group), group.get("momentum_offload"), rule_keys(group))
+        for group in groups
+    ]
+    tensors = [value for own in state.values() for value in own.values() if isinstance(value, Tensor)]
+    keys = list(itertools.chain.from_iterable(state.values()))
+    return [layout, options, list(state), keys, len(tensors)], tensors

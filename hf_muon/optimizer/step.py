@@ -26,8 +26,15 @@ from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
-from hf_muon.optimizer.rule_state import flat_zeros, is_reduced, reduced_numel, reduced_shape, rule_keys
-from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
+from hf_muon.optimizer.state import (
+    STATE_KEYS,
+    flat_zeros,
+    is_offloaded,
+    is_reduced,
+    reduced_numel,
+    reduced_shape,
+    rule_keys,
+)
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
-from hf_muon.optimizer.rule_state import is_reduced, reduced_numel, reduced_shapes
+from hf_muon.optimizer.state import is_reduced, reduced_numel, reduced_shapes
 from tests.bounds import move
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches
 

@@ -70,6 +70,15 @@ def _raise(error: Exception) -> Any:
     return fail
 
 
+@contextlib.contextmanager
+def no_memory(layout: Layout) -> Fault:
+    """Have no memory for state, in a step that looks at it because a moment has been replaced."""
+    own = layout.optimizer.state[_params(layout)[2]]
+    own.update({key: value.clone() for key, value in own.items()})
+    with mock.patch.object(prepared_steps, "complete_state_", _raise(torch.OutOfMemoryError("2 GiB"))):
+        yield
+
+
 OF_ONE_RANK = {
     **FAULTS,
     "frozen": frozen,
@@ -80,7 +89,7 @@ OF_ONE_RANK = {
     "of a rule": partial(_entry, index=0, key="of_a_rule", value=0.5),
     "placements": lambda _: mock.patch.object(DTensor, "placements", property(_raise(OSError("no space")))),
     "options": lambda _: mock.patch.object(prepared_steps, "hyperparameters", _raise(OSError("no space"))),
-    "memory": lambda _: mock.patch.object(prepared_steps, "complete_state_", _raise(torch.OutOfMemoryError("2 GiB"))),
+    "memory": no_memory,
 }
 
 

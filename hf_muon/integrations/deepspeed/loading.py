@@ -42,9 +42,9 @@ from hf_muon.integrations.deepspeed.saving import (
 )
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.consensus import together
+from hf_muon.optimizer.load import compare, steps_of
 from hf_muon.optimizer.muon import Muon
-from hf_muon.optimizer.rule_state import is_reduced, reduced_numel, reduced_shapes
-from hf_muon.optimizer.state_check import load_complaints, steps_of
+from hf_muon.optimizer.state import is_reduced, reduced_numel, reduced_shapes
 from hf_muon.routing.parameters import unwrapped
 
 BEFORE = "Resume from the checkpoint before it"
@@ -266,7 +266,7 @@ class Loading:
     def _complaints_of_state(self, state: Any) -> Iterator[str]:
         """Yield why a state dict is not this optimizer's."""
         with all_standing(self.engine.optimizer):
-            lines = list(load_complaints(self.optimizer.param_groups, state))
+            lines = compare(self.optimizer.param_groups, state).complaints
         if lines:
             lines[-1] += (
                 ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"

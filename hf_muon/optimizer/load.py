@@ -1,0 +1,518 @@
+"""Loading a state: its normal form, one comparison with this run, and the conversion of its tensors.
+
+`compare` finds on one rank why a state cannot be loaded, and what a user should know about it. `load_` refuses what any
+rank complains of, and only then writes: a load that fails changes nothing. Moments are matched with parameters by
+position, as in torch. Options, learning rates and step counts come from the checkpoint. What `_of_run` names stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import logging
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hf_muon.config import GROUP_OPTIONS
+from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.math.moments import SCALES
+from hf_muon.math.torch_private import load_hooks
+from hf_muon.optimizer import consensus
+from hf_muon.optimizer.groups import (
+    FOREIGN_KEYS,
+    OWN_KEYS,
+    SCHEDULER_KEYS,
+    check_written_option,
+    hyperparameter_complaint,
+)
+from hf_muon.optimizer.state import (
+    ALL_STATE_KEYS,
+    DTYPE_OPTIONS,
+    STATE_KEYS,
+    Entry,
+    blocks_complaint,
+    converted,
+    describe,
+    dtype_of,
+    entries_of,
+    is_known,
+    rule_keys,
+)
+from hf_muon.options.declaration import quoted
+from hf_muon.rules import registry
+from hf_muon.storage.factors import KEY, factors_of, has_factors, list_complaint
+from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
+from hf_muon.storage.views import views_of
+
+Group = Mapping[str, Any]
+
+_MOST_STEPS = 2**53
+"""Steps up to here are counted exactly in float64."""
+
+_OF_TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")  # options of its optimizers
+
+
+_NOTICES = {
+    "steps": "the checkpoint's param groups do not say how many steps they have taken; %s are assumed [steps-assumed]",
+    "missing options": "the checkpoint does not say %s; this run's stay [options-of-run]",
+    "state keys": "%s in the state of parameters, which Muon does not keep, is left out [state-left-out]",
+    "others": "state of %s parameters that no param group holds is left out [state-left-out]",
+    "options": "the checkpoint's options win over those of this run, as in any torch optimizer: %s "
+    "[options-of-checkpoint]",
+    "rates": "the checkpoint's learning rates win over those of this run (learning_rate, muon_lr, adamw_lr): %s. A "
+    "scheduler whose state is loaded goes on from the checkpoint's, too. To change a rate, write it into param_groups "
+    "and the scheduler's base_lrs, or start from the weights without the optimizer [rates-of-checkpoint]",
+    "dtypes": "moments are converted: %s",
+    "rules": "this run's rules hold; state that they lack starts from zero: %s [rules-of-run]",
+    "unknown options": "the checkpoint's param groups have %s, which is no option here and has no effect. If a rule of "
+    "another package declares it, import that package or call hf_muon.rules.register before you build the optimizer "
+    "[unknown-in-checkpoint]",
+    "factors": "this run's lr_scales hold: %s [lr-scales-of-run]",
+    "views": "from here on, other matrices than before are orthogonalized: %s [views-of-run]",
+}
+"""What is logged of each kind of differences, in this order."""
+
+_EXPECTED = ("steps", "others", "dtypes")  # of these nobody need be warned
+_OF_OPTIONS = ("options", "rates", "dtypes", "rules")  # all of these are listed, of the others a few
+
+
+@dataclass
+class Comparison:
+    """What a comparison of a saved state with a run has found on this rank.
+
+    Attributes:
+        complaints: why the state cannot be loaded.
+        differences: what a user should know, by kind; the texts are keys.
+        groups: the param groups after the load.
+        moments: the saved state of each parameter that has any, as far as it is loaded.
+    """
+
+    complaints: list[str] = field(default_factory=list)
+    differences: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    moments: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
+
+
+def load_(optimizer: Optimizer, state_dict: Any) -> None:
+    """Load a state dict into a `Muon`, together with all ranks that store parameters with this one.
+
+    Raises:
+        ValueError: every complaint of every rank, on all of them. Nothing was changed.
+    """
+    groups, replicate_group = optimizer.param_groups, getattr(optimizer, "replicate_group", None)
+    state_dict = _after_hooks(optimizer, state_dict)
+    try:
+        found = compare(groups, state_dict)
+        shared = list(_shared_lines(found))
+    except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
+        found, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
+    refuse(consensus.complaints_of_all(groups, found.complaints, replicate_group))
+    # Digests of what must be equal on all ranks travel first; the texts only if they differ.
+    digest = hashlib.blake2b("\n".join(shared).encode(), digest_size=8).hexdigest()
+    if len(consensus.complaints_of_all(groups, [digest])) > 1:
+        differing = [line for line in consensus.complaints_of_all(groups, shared) if "[rank" in line]
+        refuse([f"the ranks hold different states: {first_few(differing, 4, '; ')} [ranks-disagree]"])
+
+    previous = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        optimizer.__setstate__({"state": _restored(found), "param_groups": found.groups})
+        for hook in load_hooks(optimizer, "post"):
+            hook(optimizer)
+    except BaseException:
+        optimizer.__dict__.update(previous)
+        raise
+    for kind, text in _NOTICES.items() if is_rank_zero() else ():
+        if words := found.differences.get(kind):
+            listed = "; ".join(words) if kind in _OF_OPTIONS else first_few(words)
+            logger().log(logging.INFO if kind in _EXPECTED else logging.WARNING, text, listed)
+
+
+def refuse(complaints: Sequence[str]) -> None:
+    """Raise if there are complaints.
+
+    Raises:
+        ValueError: every complaint at once. Nothing was changed.
+    """
+    if complaints:
+        raise ValueError(
+            "This optimizer state cannot be loaded, and nothing was changed:\n  - "
+            + "\n  - ".join(complaints)
+            + "\nResume with the model and the options that wrote it, or start from its weights without the optimizer."
+        )
+
+
+def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
+    """Return what the pre-hooks that users have registered make of a state dict, as in `Optimizer.load_state_dict`.
+
+    If a hook fails on one rank, the other ranks, which wait for its complaints, refuse the load.
+    """
+    if not isinstance(state_dict, Mapping):
+        return state_dict  # `compare` complains
+    load_hooks(optimizer, "post")  # raises before the load, not after it
+    state_dict = dict(state_dict)
+    try:
+        for hook in load_hooks(optimizer, "pre"):
+            result = hook(optimizer, state_dict)
+            state_dict = state_dict if result is None else result
+    except Exception as error:
+        complaint = f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"
+        replicate_group = getattr(optimizer, "replicate_group", None)
+        consensus.complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
+        raise
+    return state_dict
+
+
+def _shared_lines(found: Comparison) -> Iterator[str]:
+    """Yield what must be equal on all ranks: step counts, and which moments are redistributed from which placements."""
+    for k, group in enumerate(found.groups):
+        if any(map(is_dtensor, group["params"])):  # without DTensors a rank steps on its own
+            yield f"param group {k} after {group['step']} steps"
+        for i, param in enumerate(group["params"]):
+            if is_dtensor(param):
+                own = found.moments.get(param, {})
+                kinds = {name: str(value.placements) for name, value in own.items() if is_dtensor(value)}
+                yield f"{describe(group, i)} with {sorted(own)}, {f'stored as {kinds}' if kinds else 'whole'}"
+
+
+@torch.no_grad()
+def _restored(found: Comparison) -> defaultdict[Tensor, dict[str, Any]]:
+    """Return the state after the load: copies, stored like their parameters, in the dtypes of the groups.
+
+    `Optimizer.load_state_dict` would cast moments to the parameters' dtype.
+    """
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for group in found.groups:
+        for param, entries in zip(group["params"], entries_of(group), strict=True):
+            if own := found.moments.get(param):
+                counts = {"step": _counter(own["step"])} if "step" in entries else {}
+                state[param] = counts | converted(group, param, own, entries)
+    return state
+
+
+def _counter(value: Any) -> Tensor:
+    if isinstance(value, Tensor) and not has_data(local_of(value)):
+        return value.clone()
+    return torch.tensor(float(steps_of(value) or 0), dtype=torch.float32, device="cpu")
+
+
+# --- the normal form of a saved state, whatever the parameters
+
+
+def _normal_groups(state_dict: Any, complaints: list[str]) -> list[dict[str, Any]]:
+    """Return the param groups of a state dict, with canonical options; add to `complaints` why it is none of a `Muon`.
+
+    Those of the oldest format have no `step`.
+    """
+    if not isinstance(state_dict, Mapping):
+        complaints.append(f"it is {quoted(state_dict)}, and not an optimizer's state_dict [not-a-state]")
+        return []
+    groups = state_dict.get("param_groups")
+    if not isinstance(groups, (list, tuple)) or not isinstance(state_dict.get("state"), Mapping):
+        keys = sorted(map(str, state_dict))
+        complaints.append(f"it is not an optimizer's state_dict: its keys are {keys} [not-a-state]")
+        return []
+    for k, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            complaints.append(f"its param group {k} is {quoted(group)}, and not a mapping [not-a-mapping]")
+            return []
+        if "use_muon" not in group:
+            known = sorted(str(key) for key in group if key != "params")
+            listing = f"its param groups hold {known}, and `use_muon` is not among them"
+            complaints.append(f"it was written by another optimizer: {listing} [foreign-state]")
+            return []
+    counts_steps = any("step" in group for group in groups)
+    normal = []
+    for k, group in enumerate(groups):
+        lines = list(_entry_complaints(group))
+        if counts_steps and "step" not in group:
+            lines.append("lacks `step`, the number of steps that it has taken [no-steps]")
+        normal.append({name: value for name, value in group.items() if name != "differentiable"})  # of older versions
+        for name in GROUP_OPTIONS.keys() & group.keys():
+            try:
+                normal[k][name] = check_written_option(name, group[name])
+            except ValueError as error:
+                lines.append(f"has {error}")
+        complaints += [f"its param group {k} {line}" for line in lines]
+    if not complaints and len(keys := [key for group in groups for key in group["params"]]) > len(set(keys)):
+        complaints.append("its param groups name a parameter twice [parameter-twice]")
+    return normal
+
+
+def _entry_complaints(group: Group) -> Iterator[str]:
+    """Say which entries of a saved param group, other than options, are not what they should be."""
+    if not isinstance(group["use_muon"], bool):
+        yield f"has use_muon={quoted(group['use_muon'])}. Valid: true or false [invalid-value]"
+    params = group.get("params")
+    if not isinstance(params, (list, tuple)) or not all(isinstance(key, Hashable) for key in params):
+        yield f"has params={quoted(params)}, and not a list of its parameters [no-params]"
+    if "step" in group and steps_of(group["step"]) is None:
+        yield f"has step={quoted(group['step'])}, and not a number of steps [no-steps]"
+    for name in ("param_names", "views"):
+        words = group.get(name)
+        texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
+        if words is not None and not texts:
+            yield f"has {name}={quoted(words)}, and not a text for each parameter [not-one-for-each]"
+    if complaint := list_complaint(group.get(KEY)):
+        yield f"has {KEY}: {complaint} [not-one-for-each]"
+    for name in SCHEDULER_KEYS:
+        if name in group and _number(group[name]) is None:
+            yield f"has {name}={quoted(group[name])}, and not a number [invalid-value]"
+    if group.get("differentiable"):
+        yield (
+            f"has differentiable={quoted(group['differentiable'])}: steps of Muon cannot be differentiated "
+            "[differentiable]"
+        )
+
+
+def steps_of(value: Any) -> int | None:
+    """Return a number of steps as an int, whatever kind of number stores it; None for anything else."""
+    number = _number(value)
+    return int(number) if number is not None and number == int(number) and 0 <= number <= _MOST_STEPS else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1 and has_data(local_of(value)):
+        value = local_of(value).item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+# --- the comparison
+
+
+def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
+    """Compare a saved state with the param groups that it is to be loaded into. Nothing is changed or sent.
+
+    Args:
+        groups: of a `Muon`.
+        state_dict: anything.
+    """
+    found = Comparison()
+    saved_groups = _normal_groups(state_dict, found.complaints)
+    found.complaints = found.complaints or list(_parameter_complaints(groups, saved_groups))
+    if found.complaints:
+        return found
+    saved_state = state_dict["state"]
+    if not any("step" in saved for saved in saved_groups):
+        # In the oldest format only AdamW's parameters count steps; the largest of their counts stands for all groups.
+        states = [saved_state.get(key) for saved in saved_groups if not saved["use_muon"] for key in saved["params"]]
+        steps = max((steps_of(own.get("step")) or 0 for own in states if isinstance(own, Mapping)), default=0)
+        saved_groups = [{**saved, "step": steps} for saved in saved_groups]
+        found.differences["steps"][str(steps)] = None
+    for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        merged = _merged(group, saved)
+        found.groups.append(merged)
+        found.complaints += _list_complaints(group, saved)
+        if complaint := hyperparameter_complaint(merged):
+            found.complaints.append(f"a step would refuse param group {k}: {complaint}")
+        found.complaints += _state_complaints(group, saved, saved_state, found.moments)
+        for kind, text in _differences(group, saved):
+            found.differences[kind][text] = None
+    keys = {key: None for saved in saved_groups for key in saved["params"]}
+    states = [own for key in keys if isinstance(own := saved_state.get(key), Mapping)]
+    found.differences["state keys"] = {str(name): None for own in states for name in own if not is_known(name)}
+    if others := len(saved_state.keys() - keys):
+        found.differences["others"][str(others)] = None
+    return found
+
+
+def _merged(group: Group, saved: Group) -> dict[str, Any]:
+    """Return a param group after the load: the options of the checkpoint, but for those of `_options_of_run`.
+
+    Views and factors follow from the model, and saved moments do not depend on them.
+    """
+    of_model = ("params", "views", KEY)
+    own = {name: group[name] for name in (*of_model, *_options_of_run()) if name in group}
+    lacking = {name: group[name] for name in (*GROUP_OPTIONS, "param_names") if name in group}
+    there = {name: copy.deepcopy(value) for name, value in saved.items() if name not in of_model}
+    return {**lacking, **there, **own, "step": steps_of(saved["step"])}
+
+
+def _options_of_run() -> tuple[str, ...]:
+    """Return the options that stay this run's, to which a checkpoint is converted: what is stored how, and rules."""
+    return ("momentum_dtype", "adamw_state_dtype", "weight_rounding", "momentum_offload", *registry.option_names())
+
+
+def _parameter_complaints(groups: Sequence[Group], saved_groups: Sequence[Group]) -> Iterator[str]:
+    """Say which parameters a saved state lacks, has too many or routes differently: by name, or else by number."""
+    if all(group.get("param_names") for group in (*groups, *saved_groups)):
+        here = {name: bool(group["use_muon"]) for group in groups for name in group["param_names"]}
+        there = {name: bool(group["use_muon"]) for group in saved_groups for name in group["param_names"]}
+        if missing := [name for name in here if name not in there]:
+            yield (
+                f"it does not have {first_few(missing)} ({len(there)} parameters, this optimizer {len(here)}) "
+                "[other-parameters]"
+            )
+        if extra := [name for name in there if name not in here]:
+            yield f"it has {first_few(extra)}, which this optimizer does not train [other-parameters]"
+        if changed := [name for name in here if here[name] != there.get(name, here[name])]:
+            routes = first_few(f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed)
+            yield (
+                f"the routing changed for {routes}: route them as there (muon_patterns, adamw_patterns) or start from "
+                "the weights alone [routing-changed]"
+            )
+        if missing or extra or changed:
+            return
+    sides = [
+        [(len(group["params"]), "Muon" if group["use_muon"] else "AdamW") for group in side]
+        for side in (saved_groups, groups)
+    ]
+    if sides[0] != sides[1]:
+        words = [
+            f"{sum(count for count, _ in side)} parameters in groups of {' + '.join(f'{n} {kind}' for n, kind in side)}"
+            for side in sides
+        ]
+        yield (
+            f"it has {words[0]}, this optimizer has {words[1]}: the model, what of it is trained, or the routing "
+            "differs [groups-differ]"
+        )
+
+
+def _list_complaints(group: Group, saved: Group) -> Iterator[str]:
+    """Say which lists of a saved param group have not one text or number for each parameter, or another order."""
+    names, saved_names = group.get("param_names") or (), saved.get("param_names") or ()
+    lists = {
+        "param_names": saved_names,
+        "views": saved.get("views"),
+        KEY: factors_of(saved) if has_factors(saved) else (),
+    }
+    for name, there in lists.items():
+        # A flat partition stands for many parameters: its group has more names than `params`, here and in the state.
+        if there and len(there) not in (len(names), len(group.get("views") or ()), len(group["params"])):
+            yield f"it has {len(there)} {name} for {len(group['params'])} parameters [not-one-for-each]"
+    if names and saved_names and list(names) != list(saved_names):
+        yield "the same parameters stand in another order, and state is matched by position [other-order]"
+    for i, param in enumerate(group["params"]):
+        if complaint := blocks_complaint(group, param):
+            yield f"{describe(group, i)} {complaint}"
+
+
+def _state_complaints(
+    group: Group, saved: Group, state: Mapping[Any, Any], moments: dict[Tensor, dict[str, Any]]
+) -> Iterator[str]:
+    """Say why the saved state of a group's parameters cannot be loaded; put what is loaded of it into `moments`.
+
+    Moments must be whole, stored like their parameter or whole, with numbers that a step can use.
+    """
+    rules, absent, any_moments = rule_keys(group), [], False
+    entries_there = entries_of({**saved, "params": group["params"]})
+    for i, (param, key, entries) in enumerate(zip(group["params"], saved["params"], entries_there, strict=True)):
+        own = {} if state.get(key) is None else state[key]
+        if not isinstance(own, Mapping):
+            yield f"{describe(group, i)}: its state is {quoted(own)}, and not a mapping [not-a-mapping]"
+            continue
+        needed = {name: entry for name, entry in entries.items() if name in ALL_STATE_KEYS or name in rules}
+        if missing := [name for name in needed if name not in own]:
+            absent.append(f"{describe(group, i)} lacks {missing}")
+        for name, entry in needed.items() if not missing else ():
+            if complaint := _value_complaint(name, own[name], entry, param):
+                yield f"{describe(group, i)}: its {name} {complaint}"
+        # DCP leaves the scales of its template beside moments that were saved without any.
+        extra = [name for name in own.keys() & ALL_STATE_KEYS if name not in needed and SCALES.get(name) not in needed]
+        if extra:
+            muon = bool(group["use_muon"])
+            algorithm = f"{'Muon' if muon else 'AdamW'} ({', '.join(STATE_KEYS[muon])})"
+            yield (
+                f"{describe(group, i)}: its state holds {first_few(sorted(extra))}, which {algorithm} does not keep "
+                "[foreign-moments]"
+            )
+        if not ALL_STATE_KEYS.isdisjoint(own):
+            any_moments = True
+            moments[param] = {name: own[name] for name in needed if name in own}
+    # A state saved before the first step is empty. An incomplete state, or none after steps, has lost moments.
+    if absent and (steps_of(saved["step"]) or any_moments):
+        yield f"moments are missing: {first_few(absent)} [moments-missing]"
+
+
+def _value_complaint(name: str, value: Any, entry: Entry, param: Tensor) -> str | None:
+    """Say why a saved value cannot be what a parameter's state has under a key; None where it can."""
+    if isinstance(value, Tensor) and not has_data(local_of(value)):
+        if has_data(local_of(param)):
+            return "is on the meta device, where it has no values [moment-on-meta]"
+    elif name == "step" and steps_of(value) is None:
+        return f"is {quoted(value)}, and not a number of steps [no-steps]"
+    if name == "step":
+        return None
+    if not isinstance(value, Tensor):
+        return f"is {quoted(value)}, and not a tensor [not-a-tensor]"
+    if not entry.fits(value):
+        return f"has shape {tuple(value.shape)}, not {entry.shape or 'a flat one'} [moment-shape]"
+    is_code = not entry.dtype.is_floating_point
+    dtypes = (entry.dtype,) if is_code or not entry.sharded else STEPPED_DTYPES
+    if value.dtype not in dtypes or value.layout != torch.strided:
+        layout = f" and layout {value.layout}" if value.layout != torch.strided else ""
+        return f"has dtype {value.dtype}{layout} [moment-dtype]"
+    if is_dtensor(value):
+        mesh, partial = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
+        if mesh != getattr(param, "device_mesh", None):
+            return (
+                f"is sharded over mesh {mesh.mesh.tolist()}, and the parameter is not. Load it through "
+                "torch.distributed.checkpoint.state_dict, which moves state between layouts [moment-mesh]"
+            )
+        if partial:
+            return f"is stored as {partial[0]}, as terms of a sum [moment-partial]"
+    local = local_of(value.detach())
+    if not local.numel() or not has_data(local):
+        return None
+    low, high = map(float, torch.stack(torch.aminmax(local)).tolist())  # both are NaN where an entry is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "is not finite [moment-not-finite]"
+    if (name == "exp_avg_sq" or name in SCALES or name in registry.non_negative()) and low < 0:
+        return f"has negative entries, {low:.3g} among them [negative-moment]"
+    limit = float(torch.iinfo(entry.dtype).max if is_code else torch.finfo(entry.dtype).max)
+    if name.startswith("momentum") and not is_code:
+        limit /= 2  # a step computes the difference between momentum and gradient, whose signs may differ
+    if max(-low, high) > limit:
+        return (
+            f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most "
+            "[moment-too-large]"
+        )
+    return None
+
+
+def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str]]:
+    """Yield in what a saved param group differs from this run's: a key of `_NOTICES`, and words for it."""
+    of_rules, of_run, use_muon = registry.option_names(), _options_of_run(), bool(group["use_muon"])
+    for name, option in sorted(GROUP_OPTIONS.items()):
+        if name in of_rules:
+            there = saved.get(name, option.default)
+            if name in group and group[name] != there:
+                yield "rules", f"{name} {group[name]!r} here, {there!r} in the checkpoint"
+        elif name not in of_run and name not in saved:
+            yield "missing options", name
+        elif name not in ("lr", *of_run) and group[name] != saved[name]:
+            yield "options", f"{name} {saved[name]!r}, not {group[name]!r}"
+    dtypes = [dtype_of(side).replace("auto", "fp32") for side in (saved, group)]
+    if dtypes[0] != dtypes[1]:
+        yield "dtypes", f"{DTYPE_OPTIONS[use_muon]} {dtypes[0]} in the checkpoint, {dtypes[1]} here"
+    # torch's schedulers keep the rate before any schedule in `initial_lr`.
+    rates = [float(side.get("initial_lr", side.get("lr", group["lr"]))) for side in (saved, group)]
+    if not math.isclose(*rates, rel_tol=1e-6):
+        unsure = "" if "initial_lr" in group and "initial_lr" in saved else ", unless a schedule has made it so"
+        yield "rates", f"{'Muon' if use_muon else 'AdamW'}'s {rates[0]:.6g}, not {rates[1]:.6g}{unsure}"
+    for name, value in saved.items():
+        if not (name in group or name in GROUP_OPTIONS or name in (*OWN_KEYS, *FOREIGN_KEYS, *_OF_TORCH)):
+            yield "unknown options", f"{name}={value!r:.200}"
+    names = group.get("param_names") or []
+    if has_factors(group) or has_factors(saved):
+        for i, (own, there) in enumerate(itertools.zip_longest(factors_of(group), factors_of(saved), fillvalue=1.0)):
+            if own != there:
+                yield "factors", f"{names[i] if i < len(names) else f'parameter {i}'} lr x {own:g}, there {there:g}"
+    for i, (view, there) in enumerate(zip(views_of(group), views_of(saved), strict=True)):
+        if use_muon and view != there:
+            stored = "as it is stored"
+            yield "views", f"{describe(group, i)} {view or stored!r}, there {there or stored!r}"
