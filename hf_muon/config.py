@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ class MuonConfig:
         "`deepseek_v4`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
         source="[docs](docs/how-it-works.md#coefficients)",
     )
-    ns_steps: Annotated[int | str, types.steps(1, 100)] = option(
+    ns_steps: Annotated[int | str, types.steps()] = option(
         AUTO,
         "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, those that are listed, else 5.",
         source=f"{_JORDAN}, torch",
@@ -141,7 +142,7 @@ class MuonConfig:
         "`original` sqrt(max(1, out / in)) or `spectral_unclamped` sqrt(out / in).",
         source=f"{_LIU}, {_JORDAN}, [2310.17813](https://arxiv.org/abs/2310.17813)",
     )
-    update_rms: Annotated[float, types.above_zero()] = option(
+    update_rms: Annotated[float, types.number("a number above 0", sys.float_info.min)] = option(
         0.2, "RMS of updates before the rate, under `match_rms_adamw`.", source=_LIU
     )
     adamw_betas: Annotated[tuple[float, float], types.betas()] = option(
@@ -256,9 +257,12 @@ def option_of(name: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[s
             registry.load_entry_points()
         if name in among:
             return among[name]
-    valid = [*more, *among]
-    near = difflib.get_close_matches(name[:100], valid, n=1) if isinstance(name, str) else []
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    valid, hint = [*more, *among], ""
+    if name in OPTIONS:
+        whose = "Muon as a whole" if OPTIONS[name].scope == "optimizer" else "build_optimizer and MuonOfGroups"
+        hint = f" It belongs to {whose}."
+    elif near := difflib.get_close_matches(name[:100], valid, n=1) if isinstance(name, str) else []:
+        hint = f" Did you mean {near[0]!r}?"
     raise ValueError(f"{quoted(name)} is not an option of muon.{hint} Valid: {listed(valid)} [unknown-option]")
 
 

@@ -125,7 +125,7 @@ class Muon(Optimizer):
     ) -> None:
         refuse_older("torch")
         refuse_strange_tensors()
-        arguments = {**locals(), **{name: check_option(name, value) for name, value in rules.items()}}
+        arguments = {**locals(), **{name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
         self.replicate_group = replicate_group

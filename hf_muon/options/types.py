@@ -37,12 +37,14 @@ class OptionType:
     choices: tuple[str, ...] = ()
 
 
-def number(valid: str, low: float, below: float = math.inf) -> OptionType:
-    """Return the type of a number of at least `low` that is less than `below`."""
+def number(valid: str, low: float, below: float | None = math.inf) -> OptionType:
+    """Return the type of a number of at least `low` that is less than `below`; without `below` it may be infinite."""
 
     def check(value: Any) -> float:
         # numpy's scalars are real numbers, too.
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) < below:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value):
+            raise ValueError
+        if below is not None and not float(value) < below:
             raise ValueError
         return float(value)
 
@@ -61,23 +63,8 @@ def integer(valid: str, low: int, below: float = math.inf) -> OptionType:
 
 
 def non_negative() -> OptionType:
-    """Return the type of a number of at least 0."""
+    """Return the type of a finite number of at least 0."""
     return number("a number of at least 0", 0)
-
-
-def above_zero() -> OptionType:
-    """Return the type of a finite number above 0."""
-    return number("a number above 0", sys.float_info.min)
-
-
-def positive() -> OptionType:
-    """Return the type of a number above 0, or infinity."""
-    finite = above_zero()
-
-    def check(value: Any) -> float:
-        return math.inf if isinstance(value, numbers.Real) and value == math.inf else finite.check(value)
-
-    return OptionType("a number above 0, or inf", check, float)
 
 
 def learning_rate() -> OptionType:
@@ -121,9 +108,9 @@ def choice(values: Sequence[str]) -> OptionType:
     return OptionType(f"{', '.join(others)} or {last}", check, choices=tuple(values))
 
 
-def steps(low: int, below: int) -> OptionType:
-    """Return the type of a number of Newton-Schulz steps: ``auto``, or an integer of at least `low` below `below`."""
-    whole = integer(f"{AUTO}, or an integer from {low} to {below - 1}", low, below)
+def steps() -> OptionType:
+    """Return the type of a number of Newton-Schulz steps: ``auto``, or an integer."""
+    whole = integer(f"{AUTO}, or an integer from 1 to {_MOST_STEPS}", 1, _MOST_STEPS + 1)
 
     def check(value: Any) -> int | str:
         return AUTO if isinstance(value, str) and value == AUTO else whole.check(value)

@@ -7,6 +7,7 @@ The same holds here for grouped queries, as far as one of the heads that share a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -46,7 +47,7 @@ RULE = Rule(
     name="qk_clip",
     options={
         "qk_clip": Option(
-            types.positive(),
+            types.number("a number above 0, or inf", sys.float_info.min, None),
             None,
             "Rescale query and key rows of heads whose largest attention logit is above this threshold, as 100 "
             "(MuonClip); `inf` measures the logits and rescales nothing.",

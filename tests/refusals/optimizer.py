@@ -72,6 +72,7 @@ ARGUMENTS = [
             ("unknown-option", "add_param_group", add(params=parameters(), betas=0.9), "'betas'.*: params, use_muon"),
             ("not-a-matrix", "add_param_group", add(params=parameters([(3,)])), r"\(3,\)"),
             ("unknown-option", "add_param_group", add(params=parameters(), differentiable=True), "differentiable"),
+            ("unknown-option", "add_param_group", add(params=parameters(), comm_dtype="bf16"), "Muon as a whole"),
             ("ns-steps-misfit", "add_param_group", add(params=parameters(), ns_coefficients=CANS, ns_steps=6), "5"),
         ],
         given=lambda: (None, unnamed()),

@@ -199,6 +199,7 @@ LISTS = [
             ("not-one-for-each", "Muon", over(lr_factors=0.5), r"0\.5"),
             ("not-one-for-each", "Muon", one((2, 2), "", ""), "views: 2 of 1"),
             *(("not-a-matrix", "Muon", one((6, 4), view), "parameter 0") for view in WRONG_VIEWS),
+            ("unknown-option", "Muon", muon(muon_lr=0.1), "'muon_lr'.* build_optimizer and MuonOfGroups"),
             *(("invalid-value", "Muon", muon(qk_clip=x), "qk_clip=") for x in (0, -1, "100", True, float("nan"))),
             ("not-a-matrix", "Muon", one((6, 4, 2, 2), "rows 6"), "rows 6"),
             *(("invalid-value", "MuonConfig", partial(MuonConfig, lr_scales=x), "lr_scales=") for x in WRONG_SCALES),
