@@ -9,13 +9,15 @@ layout, or whose sizes do not add up, stays one matrix.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from hf_muon.storage.tensors import shape_of
+
+_T = TypeVar("_T")
 
 # Names of the projections of an attention.
 QUERY = re.compile(r"q|query|q_proj|query_proj|to_q|q_b_proj|k|key|k_proj|key_proj|to_k|v|value|v_proj|value_proj|to_v")
@@ -82,31 +84,20 @@ class WeightLayout(NamedTuple):
     flat: bool = False
 
 
-# Classes (as of `read_as`) by the name of a weight: those in which it is (in, out),
-TRANSPOSED = {
-    "weight": ("Conv1D", "AriaGroupedExpertsGemm"),
-    "gate_up_proj": ("Llama4TextExperts",),
-    "down_proj": ("Llama4TextExperts",),
-    "w2": ("DbrxExpertGLU",),
-    "mm_input_projection_weight": ("Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector"),
-    "input_gate_weight": ("RecurrentGemmaRglru",),
-    "recurrent_gate_weight": ("RecurrentGemmaRglru",),
-    "r_kernel": ("FunnelRelMultiheadAttention",),
-    **dict.fromkeys("qkvr", ("XLNetRelativeAttention",)),
-}
-# those in which it is a matrix for each head, or codebook,
-STACKS = {
-    "weight": ("MoshiFlexibleLinear", "KyutaiSpeechToTextFlexibleLinear"),
-    "x_proj_weight": ("ZambaMambaMixer",),
-    "dt_proj_weight": ("ZambaMambaMixer",),
-    "input_gate_weight": ("RecurrentGemmaRglru",),
-    "recurrent_gate_weight": ("RecurrentGemmaRglru",),
-}
-# those in which it is (hidden, heads, size of a head).
-FLAT = {
-    "r_kernel": ("FunnelRelMultiheadAttention",),
-    **dict.fromkeys("qkvor", ("XLNetRelativeAttention",)),
-}
+# Names of a weight, classes (as of `read_as`) that hold it, and how it is stored there: `transposed`, as (in, out);
+# `stack`, a matrix for each head or codebook; `flat`, as (hidden, heads, size of a head).
+STORED: Sequence[tuple[str, str, str]] = (
+    ("weight", "Conv1D AriaGroupedExpertsGemm", "transposed"),
+    ("gate_up_proj|down_proj", "Llama4TextExperts", "transposed"),
+    ("w2", "DbrxExpertGLU", "transposed"),
+    ("mm_input_projection_weight", "Gemma3MultiModalProjector T5Gemma2MultiModalProjector", "transposed"),
+    ("(input|recurrent)_gate_weight", "RecurrentGemmaRglru", "transposed stack"),
+    ("r_kernel", "FunnelRelMultiheadAttention", "transposed flat"),
+    ("[qkvr]", "XLNetRelativeAttention", "transposed flat"),
+    ("o", "XLNetRelativeAttention", "flat"),
+    ("weight", "MoshiFlexibleLinear KyutaiSpeechToTextFlexibleLinear", "stack"),
+    ("(x|dt)_proj_weight", "ZambaMambaMixer", "stack"),
+)
 # Classes whose weights are several matrices, one below the other, and the attribute that says how many.
 BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_groups"}
 
@@ -414,13 +405,13 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
         parent: the module around it.
     """
     known = read_as(owner)
-    declared = bool(known and getattr(owner, "is_transposed", False))
-    transposed, stack, flat = (known in classes.get(name, ()) for classes in (TRANSPOSED, STACKS, FLAT))
+    words = {word for how in _rules_of(STORED, known, name) for word in how.split()}
+    transposed = "transposed" in words or bool(known and getattr(owner, "is_transposed", False))
     holder, word = (parent, leaf) if name == "weight" else (owner, name)
-    rows = shape[-1 if transposed or declared else -2]
+    rows = shape[-1 if transposed else -2]
     fused = _fused(word, holder, rows) if holder is not None and len(shape) < 4 else None
     below = number(owner, BELOW[known]) if known in BELOW else 0
-    return WeightLayout(transposed or declared, fused, below=below, stack=stack, flat=flat)
+    return WeightLayout(transposed, fused, below=below, stack="stack" in words, flat="flat" in words)
 
 
 def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
@@ -432,10 +423,15 @@ def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
 
 
 def _fused(word: str, module: nn.Module, size: int) -> Fused | None:
-    known = read_as(module)
-    for words, classes, rule in RULES if known else ():
-        if re.fullmatch(words, word) and (classes == "*" or known in classes.split()):
-            fused = rule(module, size)
-            if fused is not None and fused.size == size and all(part.size > 0 for part in fused.parts):
-                return fused
+    for rule in _rules_of(RULES, read_as(module), word):
+        fused = rule(module, size)
+        if fused is not None and fused.size == size and all(part.size > 0 for part in fused.parts):
+            return fused
     return None
+
+
+def _rules_of(table: Sequence[tuple[str, str, _T]], known: str, name: str) -> Iterator[_T]:
+    """Yield what a table has for a name in a class, as of `read_as`."""
+    for names, classes, what in table if known else ():
+        if (classes == "*" or known in classes.split()) and re.fullmatch(names, name):
+            yield what

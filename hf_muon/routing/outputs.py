@@ -52,19 +52,18 @@ class Chain:
 
     Attributes:
         module: the outermost module that holds nothing else.
-        name: of this module in the module around it.
-        around: the module around it; None for the model itself.
-        beyond: the modules further out, from the model inward.
-        layered: the chain stands in a layer, which is a numbered module.
+        steps: the components of its name, each with the module that is asked for it; none for the model itself.
         widths: of each matrix, in order.
     """
 
     module: nn.Module
-    name: str
-    around: nn.Module | None
-    beyond: tuple[nn.Module, ...]
-    layered: bool
+    steps: tuple[tuple[str, nn.Module], ...]
     widths: tuple[Widths, ...]
+
+    @property
+    def layered(self) -> bool:
+        """Whether the chain stands in a layer, which is a numbered module."""
+        return _in_layer(self.steps[:-1])
 
     @property
     def reads(self) -> int:
@@ -136,10 +135,7 @@ class Outputs:
         while depth > 0 and self._chained[id(param.steps[depth - 1][1])]:
             depth -= 1
         module = param.steps[depth][1]
-        name, around = param.steps[depth - 1] if depth else ("", None)
-        beyond = tuple(outer for _, outer in param.steps[: max(depth - 1, 0)])
-        layered = _in_layer(param.steps[: max(depth - 1, 0)])
-        return Chain(module, name, around, beyond, layered, self._chained[id(module)])
+        return Chain(module, param.steps[:depth], self._chained[id(module)])
 
     def is_output(self, param: ModelParameter) -> bool:
         """Return whether a weight is an output of the model, or belongs to an MLP whose result is one."""
@@ -178,19 +174,18 @@ class Outputs:
         widths = self._chained[id(module)]
         if not widths:
             return True
-        chain = Chain(module, "", None, (), False, widths)
+        chain = Chain(module, (), widths)
         return not chain.ends_in_few and self._is_read_anywhere(chain)
 
     def _ends_in_few(self, chain: Chain) -> bool:
         """Return whether a chain ends in few rows, and no later chain beside it reads them, as after a bottleneck."""
         if not chain.ends_in_few:
             return False
-        inside: list[nn.Module] = [chain.module]
-        if isinstance(chain.around, (nn.ModuleList, nn.ModuleDict)):
-            inside.append(chain.around)
-        for module, outer in zip(inside, [chain.around, *chain.beyond[::-1]], strict=False):
+        outward = [chain.module, *(module for _, module in reversed(chain.steps))]
+        is_listed = len(outward) > 1 and isinstance(outward[1], (nn.ModuleList, nn.ModuleDict))
+        for module, outer in itertools.islice(itertools.pairwise(outward), 2 if is_listed else 1):
             length = len(module) if module is not chain.module else 0  # type: ignore[arg-type]
-            children = list(outer.children()) if outer is not None else []
+            children = list(outer.children())
             later = children[1 + next((i for i, child in enumerate(children) if child is module), len(children)) :]
             for child in later:
                 # A list of bottlenecks is followed by as many chains, or by one chain that does not read coordinates.
@@ -205,13 +200,13 @@ class Outputs:
 
     def _attends(self, chain: Chain) -> bool:
         """Return whether a chain is a query, key or value: by names beside it, or by the way back out."""
-        around = chain.around
-        if around is None:
+        if not chain.steps:
             return False
+        name, around = chain.steps[-1]
         beside = dict(around.named_children())
-        if _ATTENDS.fullmatch(chain.name) and any("k" in name and _ATTENDS.fullmatch(name) for name in beside):
+        if _ATTENDS.fullmatch(name) and any("k" in other and _ATTENDS.fullmatch(other) for other in beside):
             return True
-        if not chain.beyond:
+        if len(chain.steps) == 1:
             return False  # direct children of the model are heads
         children = list(beside.values())
         after = children.index(chain.module)  # an attention ends in the way back

@@ -99,9 +99,8 @@ class ModelParameter:
 
     def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
         """Yield the components of the name from the last to the first, each with its module; None for the parameter."""
-        modules = [module for _, module in self.steps[1:]]
         yield self.own_name, None
-        for (part, _), module in zip(self.steps[-2::-1], reversed(modules), strict=True):
+        for (part, _), (_, module) in zip(self.steps[-2::-1], self.steps[:0:-1], strict=True):
             yield part, module
 
 

@@ -264,9 +264,7 @@ def _decays(param: ModelParameter) -> bool:
 
 def attends(module: nn.Module | None) -> bool:
     """Return whether a module holds an attention."""
-    if module is None:
-        return False
-    named = module.named_modules()
+    named = module.named_modules() if module is not None else ()
     return any(isinstance(m, nn.MultiheadAttention) or name.endswith(("k_proj", "key", "qkv")) for name, m in named)
 
 
@@ -305,17 +303,13 @@ def not_hidden_matrices(param: ModelParameter) -> str | None:
     if not is_matrix(param.shape):
         return "not a matrix"
     if param.own_name != "weight" and any(n > 1 and param.shape[0] % n == 0 for n in counts):
-        if layout_at(param).below:
-            return None
-        return "experts flattened into one matrix"
+        return None if layout_at(param).below else "experts flattened into one matrix"
     return None
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
     """Return whether a shape is ``(m, n)`` or ``(B, m, n)`` without a dim of size 1."""
-    if len(shape) == 2:
-        return min(shape) > 1
-    return len(shape) == 3 and min(shape) > 1
+    return len(shape) in (2, 3) and min(shape) > 1
 
 
 def norm_or_bias(param: ModelParameter) -> str | None:
