@@ -35,10 +35,9 @@ from torch import Tensor, nn
 import hf_muon.math
 from hf_muon import Muon, build_optimizer
 from hf_muon.config import MuonConfig
-from hf_muon.distributed.pieces import Piece
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import Elementwise
-from hf_muon.math.momentum import BUFFER, MomentumBuffers
+from hf_muon.math.momentum import BUFFER, move_
 from hf_muon.math.newton_schulz import newton_schulz
 from hf_muon.math.precision import compute_dtype
 
@@ -434,12 +433,11 @@ def _steps(device: torch.device, dtype: torch.dtype, of_grads: torch.dtype, opti
 def _move_alone(device: torch.device, dtype: torch.dtype, of_grads: torch.dtype) -> None:
     """Move momentum whose update nobody needs, as DDP does on ranks that do not own a matrix."""
     shape = (48, 128)
-    piece = Piece(0)
-    grads = {0: torch.randn(shape, device=device, dtype=of_grads)}
+    grads = [torch.randn(shape, device=device, dtype=of_grads)]
     for stored in dict.fromkeys((torch.promote_types(dtype, torch.float32), torch.bfloat16)):
-        buffers = {0: {BUFFER: torch.zeros(shape, device=device, dtype=stored)}}
+        moments = [{BUFFER: torch.zeros(shape, device=device, dtype=stored)}]
         for step in range(3):
-            MomentumBuffers(buffers, grads, momentum=0.95, nesterov=True, step=step).updates([], [piece])
+            move_(moments, grads, momentum=0.95, nesterov=True, step=step, wanted=False)
 
 
 # --- memory and kernels

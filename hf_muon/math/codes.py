@@ -8,7 +8,7 @@ https://arxiv.org/abs/2110.02861; for Muon: https://arxiv.org/abs/2509.23106.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class Code(NamedTuple):
         exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
         return exact.mul_(exact) if self.power == 4 else exact
 
+    def values(self, blocks: Tensor, scales: Tensor) -> Tensor:
+        """Return the fp32 values of blocks of codes ``(..., width)`` with scales ``(...)``."""
+        return self.fractions(blocks) * scales.unsqueeze(-1)
+
     def exact_codes(self, fractions: Tensor) -> Tensor:
         """Return the codes of fractions from 0 to 1, before they are rounded. Overwrites the fractions."""
         roots = fractions.sqrt_()
@@ -53,29 +57,6 @@ SQUARES = Code(torch.int8, 127, 2)
 """For averages of gradients, which have a sign, and most of which lie near zero."""
 FOURTH_POWERS = Code(torch.uint8, 255, 4)
 """For averages of squared gradients: over nine orders of magnitude, with square roots as dense as `SQUARES`."""
-
-
-class Box(Protocol):
-    """Some rows and columns of what this rank stores of matrices."""
-
-    def rows_of(self, stored: Tensor, /) -> Tensor: ...
-
-    def columns_of(self, rows: Tensor, /) -> Tensor: ...
-
-
-class Piece(Protocol):
-    """A part of what this rank stores of a matrix, or of a stack."""
-
-    @property
-    def matrix(self) -> int: ...
-
-    @property
-    def box(self) -> Box | None: ...
-
-    @property
-    def cuts_rows(self) -> bool: ...
-
-    def of(self, local: Tensor, /) -> Tensor: ...
 
 
 class Quantized(NamedTuple):
@@ -94,15 +75,7 @@ class Quantized(NamedTuple):
     def values(self) -> Tensor:
         """Return the fp32 values."""
         n = self.codes.shape[-1]
-        values = _in_blocks(self.code.fractions(self.codes)) * self.scales.unsqueeze(-1)
-        return values.flatten(-2)[..., :n]
-
-    def values_of(self, piece: Piece) -> Tensor:
-        """Return the fp32 values of a piece."""
-        if piece.box is None or not piece.cuts_rows:
-            return Quantized(piece.of(self.codes), piece.of(self.scales), self.code).values()
-        rows = Quantized(piece.box.rows_of(self.codes), piece.box.rows_of(self.scales), self.code)
-        return piece.box.columns_of(rows.values())  # which cut through blocks
+        return self.code.values(_in_blocks(self.codes), self.scales).flatten(-2)[..., :n]
 
     def store_(self, values: Tensor) -> None:
         """Store values ``(..., n)`` in fp32, each rounded to the nearest level."""

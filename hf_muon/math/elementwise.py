@@ -9,7 +9,8 @@ bit-identical to a single process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hf_muon.math import compiler
-from hf_muon.math.torch_private import storage_id
 
 
 class _Numbers(NamedTuple):
@@ -57,6 +57,16 @@ def chunk_size(device: torch.device) -> int:
     return _numbers(device).chunk
 
 
+def rows_per_chunk(tensor: Tensor) -> int:
+    """Return how many indices of a tensor's first dim, at least one, make a chunk."""
+    return max(1, chunk_size(tensor.device) // max(1, tensor.shape[1:].numel()))
+
+
+def most_elements(max_bytes: int) -> int:
+    """Return how many elements, with fp32 results that `over` writes and copies of them, take at most some bytes."""
+    return max(max_bytes // 8, (max_bytes - _ON_ACCELERATOR.run_bytes) // 4)
+
+
 def as_tensor(argument: Tensor | float) -> Tensor:
     """Return an argument of a function as a compiler gets it, which compiles anew for each number of Python's."""
     if isinstance(argument, Tensor):
@@ -68,18 +78,26 @@ class Elementwise:
     """A function of flat tensors that writes into some of them: compiled where torch can, otherwise in chunks.
 
     Args:
-        function: of flat tensors, or of rows ``(R, n)`` and ``(R,)``; of numbers; and of options, each combination of
-            which is compiled.
+        function: of flat tensors, or of rows ``(R, n)`` and numbers of rows ``(R,)``; of numbers; and of options, each
+            combination of which is compiled.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
         row: the only length of its rows; None for any.
+        by_row: positions of the tensors that have a number for each of these rows.
     """
 
     def __init__(
-        self, function: Callable[..., None], *, reads: Sequence[int], writes: Sequence[int], row: int | None = None
+        self,
+        function: Callable[..., None],
+        *,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        row: int | None = None,
+        by_row: Sequence[int] = (),
     ) -> None:
         self.plain = function
         self.row = row
+        self.by_row = by_row
         self.name = cast(FunctionType, function).__name__.strip("_")
         self.reads = reads
         self.writes = writes
@@ -95,40 +113,25 @@ class Elementwise:
         else:
             # Tensors that are passed twice stay the same one: a function may read one that it writes.
             tensors = [first, *(argument for argument in arguments if isinstance(argument, Tensor))]
-            parts = {id(tensor): torch.split(tensor, rows_per_chunk(first)) for tensor in tensors}
+            rows = rows_per_chunk(first)
+            parts = {id(tensor): torch.split(tensor, rows) for tensor in tensors}
             for chunk in zip(*(parts[id(tensor)] for tensor in tensors), strict=True):
                 self.plain(*chunk, *arguments[len(tensors) - 1 :], **options)
 
     def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
         # Inductor copies tensors that are not aligned, and what early versions then write stays in the copies.
         odd = {id(tensor): tensor.clone() for tensor in tensors if tensor.ndim and tensor.data_ptr() % _ALIGNED_BYTES}
-        if odd:
-            self._call_compiled(*(odd.get(id(tensor), tensor) for tensor in tensors), **options)
-            for tensor in (tensors[k] for k in self.writes):
-                if id(tensor) in odd:
-                    tensor.copy_(odd[id(tensor)])
-            return
-        compiler.call(self.plain, tensors, options, self.row)
+        compiler.call(self.plain, [odd.get(id(tensor), tensor) for tensor in tensors], options, self.row)
+        for tensor in (tensors[k] for k in self.writes):
+            if id(tensor) in odd:
+                tensor.copy_(odd[id(tensor)])
 
-
-def rows_per_chunk(tensor: Tensor) -> int:
-    """Return how many indices of a tensor's first dim, at least one, make a chunk."""
-    return max(1, chunk_size(tensor.device) // max(1, tensor.shape[1:].numel()))
-
-
-def most_elements(max_bytes: int) -> int:
-    """Return how many elements, with fp32 results that `over` writes and copies of them, take at most some bytes."""
-    return max(max_bytes // 8, (max_bytes - _ON_ACCELERATOR.run_bytes) // 4)
-
-
-def is_large(copied_bytes: int, device: torch.device) -> bool:
-    """Return whether copies of some bytes take longer than a call for one tensor."""
-    return copied_bytes >= _numbers(device).copied_bytes
-
-
-def most_copied(itemsize: int, device: torch.device) -> int:
-    """Return how many elements of some bytes are copied together at most."""
-    return _numbers(device).run_bytes // itemsize
+    def in_blocks(self, position: int, tensor: Tensor) -> Tensor:
+        """View a tensor with rows of whole blocks as the function takes it: ``(..., row)``, or a number for each."""
+        if self.row is None:
+            return tensor
+        shape = tensor.shape[:-1] if tensor.ndim > 1 else ()
+        return tensor.view(*shape, -1) if position in self.by_row else tensor.view(*shape, -1, self.row)
 
 
 def over(
@@ -141,61 +144,75 @@ def over(
     """Call a function on many tensors, in few launches.
 
     Small tensors are copied into flat ones and back, which is one launch for many of them. Large ones, for which copies
-    would take longer than launches, have a call each.
+    would take longer than launches, have a call each. If the function takes rows of one length, those of tensors are
+    cut into such blocks; the last one of a row is filled up with zeros, in a copy.
 
     Args:
         function: takes as many flat tensors as there are columns, then the numbers and options.
-        columns: for each argument, a list of tensors. Tensors at one position have equal shapes.
+        columns: for each argument, a list of tensors. Tensors at one position have equal shapes, but for those with
+            a number for each block, ``(..., ceil(n / row))`` for ``(..., n)``.
         numbers: of the function.
-        into: columns that are only read, with one that is only written, adjacent in memory, and takes their copies.
+        into: columns that are only read, with one that is only written and takes their copies.
         options: of the function.
     """
     if not columns[0]:
         return
     at_most = _numbers(columns[0][0].device)
-    flats = [adjacent(column) for column in columns]
-    kinds = [[(tensor.dtype, tensor.device) for tensor in column] for column in columns]
+    rows = [part for row in zip(*columns, strict=True) for part in _parts(function, row, at_most.run_bytes)]
+    has_padding = any(_padding(function, row[0]) for row in rows)
+    flats = [None if has_padding else adjacent(column) for column in columns]
     copied = [c for c, flat in enumerate(flats) if flat is None]
-    weight = [2 * ((c in function.reads) + (c in function.writes)) for c in range(len(columns))]
-    first, begin = 0, 0  # of the tensors that are waiting, and of their elements
-    end = 0
-
-    def together(last: int) -> None:
-        if first < last:
-            parts = [column[first:last] for column in columns]
-            own = [None if flat is None else flat[begin:end] for flat in flats]
-            _gathered(function, parts, own, into, *numbers, **options)
-
-    for i, row in enumerate(zip(*columns, strict=True)):
-        size = row[0].numel()
-        copies = sum(row[c].dtype.itemsize for c in copied if c not in into)
-        alone = any(not row[c].is_contiguous() for c in copied) or (
-            sum(weight[c] * row[c].dtype.itemsize for c in copied) * size >= at_most.copied_bytes
+    passes = {c: 2 * ((c in function.reads) + (c in function.writes)) for c in copied}
+    waiting: list[Sequence[Tensor]] = []  # for others, to be copied together
+    waiting_bytes, kind = 0, None
+    for row in rows:
+        nbytes = sum(row[c].nbytes for c in copied if c not in into)
+        alone = (
+            not _padding(function, row[0]) and sum(passes[c] * row[c].nbytes for c in copied) >= at_most.copied_bytes
         )
-        differs = any(kind[i] != kind[first] for kind in kinds)
-        if alone or (first < i and (differs or (end - begin + size) * copies > at_most.run_bytes)):
-            together(i)
-            first, begin = i, end
-        end += size
+        alone = alone or any(not row[c].is_contiguous() for c in copied)
+        last_kind, kind = kind, [(tensor.dtype, tensor.device) for tensor in row]
+        if waiting and (alone or kind != last_kind or waiting_bytes + nbytes > at_most.run_bytes):
+            _gathered(function, waiting, flats, into, *numbers, **options)
+            waiting, waiting_bytes = [], 0
         if alone:
             _alone(function, row, *numbers, **options)
-            first, begin = i + 1, end
-    together(len(columns[0]))
+        else:
+            waiting.append(row)
+            waiting_bytes += nbytes
+    if waiting:
+        _gathered(function, waiting, flats, into, *numbers, **options)
+
+
+def _padding(function: Elementwise, tensor: Tensor) -> int:
+    """Return by how many elements each row of a tensor must be filled up."""
+    return 0 if function.row is None else -tensor.shape[-1] % function.row
+
+
+def _parts(function: Elementwise, row: Sequence[Tensor], most_bytes: int) -> Iterable[Sequence[Tensor]]:
+    """Return tensors, or parts with some of their rows if these have to be copied and take more than some bytes."""
+    if not _padding(function, row[0]) or not all(tensor.is_contiguous() for tensor in row):
+        return [row]
+    nbytes = sum(tensor.nbytes for tensor in row)
+    matrices = [tensor.detach().flatten(end_dim=-2) for tensor in row]
+    count = max(1, len(matrices[0]) * most_bytes // max(1, nbytes))
+    return zip(*(torch.split(matrix, count) for matrix in matrices), strict=True)
 
 
 def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **options: Any) -> None:
     """Call a function on one tensor of each column, where they lie if they are rows, with gaps between them or none."""
     tensors = [tensor.detach() for tensor in row]
-    if tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
+    if function.row is None and tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
         tensors = [tensor.mT for tensor in tensors]
-    if rows := _in_rows(tensors):
-        function(*rows, *numbers, **options)
+    rows = None if _padding(function, tensors[0]) else _in_rows(tensors)
+    if rows is not None:
+        function(*(function.in_blocks(c, tensor) for c, tensor in enumerate(rows)), *numbers, **options)
         return
-    flats = [tensor.contiguous().view(-1) for tensor in tensors]
-    function(*flats, *numbers, **options)
+    copies = [tensor.contiguous() for tensor in tensors]
+    _gathered(function, [copies], [None] * len(copies), {}, *numbers, **options)
     for c in function.writes:
-        if not tensors[c].is_contiguous():
-            tensors[c].copy_(flats[c].view(tensors[c].shape))
+        if copies[c] is not tensors[c]:
+            tensors[c].copy_(copies[c])
 
 
 def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -205,7 +222,7 @@ def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     shape = tensors[0].shape
     for dim in range(1, len(shape)):
         with contextlib.suppress(RuntimeError):  # of tensors that cannot be viewed so
-            rows = [tensor.view(shape[:dim].numel(), shape[dim:].numel()) for tensor in tensors]
+            rows = [tensor.view(shape[:dim].numel(), tensor.shape[dim:].numel()) for tensor in tensors]
             if all(tensor.stride(1) == 1 for tensor in rows):
                 return rows
     return None
@@ -213,32 +230,59 @@ def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 def _gathered(
     function: Elementwise,
-    columns: Sequence[Sequence[Tensor]],
+    rows: Sequence[Sequence[Tensor]],
     flats: Sequence[Tensor | None],
     into: Mapping[int, int],
     *numbers: float,
     **options: Any,
 ) -> None:
     """Call a function once on contiguous tensors of one dtype a column, some of which lie in flat tensors already."""
-    sizes = [tensor.numel() for tensor in columns[0]]
-    arguments: list[Tensor] = []
+    columns = [*zip(*rows, strict=True)]
+    has_padding = any(_padding(function, row[0]) for row in rows)
+    arguments: dict[int, Tensor] = {}
     written: list[tuple[list[Tensor], list[Tensor]]] = []
-    for c, (column, flat) in enumerate(zip(columns, flats, strict=True)):
-        if flat is None and len(column) == 1:
+    for c in sorted(range(len(columns)), key=into.__contains__):  # after those that they are copied into
+        column, flat, shared = columns[c], flats[c], None
+        if flat is not None:
+            begin = int(column[0].storage_offset()) - int(flat.storage_offset())
+            flat = flat[begin : begin + sum(tensor.numel() for tensor in column)]
+        elif len(column) == 1 and not has_padding:
             flat = column[0].detach().view(-1)
-        elif flat is None:
-            flat = flats[into[c]] if c in into else None
-            if flat is None:
-                flat = torch.empty(sum(sizes), dtype=column[0].dtype, device=column[0].device)
-            tensors, parts = [tensor.detach().view(-1) for tensor in column], list(torch.split(flat, sizes))
+        else:
+            shared = arguments[into[c]] if c in into else None
+            row = function.row if has_padding and c not in function.by_row else None
+            flat, tensors, places = _places(column, row, None if shared is None else shared.view(-1))
             if c in function.reads:
-                torch._foreach_copy_(parts, tensors)
+                torch._foreach_copy_(places, tensors)
             if c in function.writes:
-                written.append((tensors, parts))
-        arguments.append(flat)
-    function(*arguments, *numbers, **options)
+                written.append((tensors, places))
+        arguments[c] = function.in_blocks(c, flat) if shared is None else shared
+    function(*(arguments[c] for c in range(len(columns))), *numbers, **options)
     for targets, copies in written:
         torch._foreach_copy_(targets, copies)
+
+
+def _places(
+    column: Sequence[Tensor], row: int | None, flat: Tensor | None
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return a flat tensor for copies, new if there is none yet, the tensors that are copied, and a place for each.
+
+    Args:
+        column: contiguous tensors of one dtype.
+        row: fill up each of their rows with zeros to a multiple of so many elements; None to leave rows as they are.
+        flat: the flat tensor.
+    """
+    tensors = [tensor.detach().view(-1) if row is None else tensor.detach().flatten(end_dim=-2) for tensor in column]
+    widths = [tensor.shape[-1] if row is None else math.ceil(tensor.shape[-1] / row) * row for tensor in tensors]
+    sizes = [tensor.shape[:-1].numel() * width for tensor, width in zip(tensors, widths, strict=True)]
+    if flat is None:
+        new = torch.empty if row is None else torch.zeros
+        flat = new(sum(sizes), dtype=column[0].dtype, device=column[0].device)
+    wide = [
+        part.view(*tensor.shape[:-1], width)
+        for part, tensor, width in zip(torch.split(flat, sizes), tensors, widths, strict=True)
+    ]
+    return flat, tensors, [part[..., : tensor.shape[-1]] for part, tensor in zip(wide, tensors, strict=True)]
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -252,14 +296,16 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 def adjacent_runs(tensors: Sequence[Tensor]) -> list[int]:
     """Return for each tensor the number of its run, in which tensors lie one after the other in memory."""
     runs: list[int] = []
-    last: tuple[Any, Any] | None = None
+    storage: Any = None
+    dtype: torch.dtype | None = None
     run = end = -1
     for tensor in tensors:
-        storage, offset = (storage_id(tensor), tensor.dtype), int(tensor.storage_offset())
-        if offset != end or storage != last:
+        last, offset = storage, int(tensor.storage_offset())
+        storage = tensor.untyped_storage()  # of all tensors of the same memory the same object
+        if offset != end or storage is not last or tensor.dtype != dtype:
             run += 1
         runs.append(run)
-        end, last = (offset + tensor.numel() if tensor.is_contiguous() else -1), storage
+        end, dtype = (offset + tensor.numel() if tensor.is_contiguous() else -1), tensor.dtype
     return runs
 
 
@@ -267,62 +313,3 @@ def shaped_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a flat tensor, one after the other, in the shapes of some tensors."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-class PaddedRows(NamedTuple):
-    """Tensors whose rows are copied into a flat one, each filled with zeros up to a multiple of some elements.
-
-    Attributes:
-        tensors: ``(..., n)``, of one dtype.
-        widths: of a row in the flat tensor, for each of them.
-    """
-
-    tensors: list[Tensor]
-    widths: list[int]
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether any row is filled up."""
-        return any(width != tensor.shape[-1] for tensor, width in zip(self.tensors, self.widths, strict=True))
-
-    def gathered(self, into: Tensor | None = None) -> Tensor:
-        """Return the flat tensor; a view if there is one tensor, and nothing is filled up."""
-        first = self.tensors[0]
-        if into is None and len(self.tensors) == 1 and not self.has_padding and first.is_contiguous():
-            return first.view(-1)
-        if into is None:
-            numel = sum(self._sizes())
-            new = torch.zeros if self.has_padding else torch.empty
-            into = new(numel, dtype=first.dtype, device=first.device)
-        torch._foreach_copy_(self._parts(into), self._sources())
-        return into
-
-    def scatter(self, flat: Tensor) -> None:
-        """Copy the rows back, unless they are a view."""
-        if storage_id(flat) != storage_id(self.tensors[0]):
-            torch._foreach_copy_(self._sources(), self._parts(flat))
-
-    def _sizes(self) -> list[int]:
-        return [
-            tensor.numel() // max(1, tensor.shape[-1]) * width
-            for tensor, width in zip(self.tensors, self.widths, strict=True)
-        ]
-
-    def _sources(self) -> list[Tensor]:
-        return [
-            tensor.view(-1) if width == tensor.shape[-1] and tensor.is_contiguous() else tensor
-            for tensor, width in zip(self.tensors, self.widths, strict=True)
-        ]
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        parts = []
-        for part, tensor, width in zip(torch.split(flat, self._sizes()), self.tensors, self.widths, strict=True):
-            n = tensor.shape[-1]
-            rows = part.view(*tensor.shape[:-1], width)[..., :n]
-            parts.append(rows.view(-1) if width == n and tensor.is_contiguous() else rows)
-        return parts
-
-
-def padded_rows(tensors: Sequence[Tensor], multiple: int) -> PaddedRows:
-    """Return tensors with rows that are to be filled up to a multiple of some elements."""
-    return PaddedRows(list(tensors), [-(-tensor.shape[-1] // multiple) * multiple for tensor in tensors])

@@ -97,6 +97,23 @@ def round_to_half(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isnan(), values, rounded).to(dtype)
 
 
+def store_(weights: Tensor, exact: Tensor, updates: Tensor, salt: Salt, *, stochastic: bool) -> None:
+    """Store the results of a step in weights, rounded once if these are bf16 or fp16.
+
+    Weights that are equal and have different updates are rounded independently.
+
+    Args:
+        weights: of any dtype; may be `exact`.
+        exact: results, fp32 for bf16 and fp16 weights.
+        updates: hashed together with the results; of their dtype.
+        salt: of the step.
+        stochastic: whether to round at random, and not to nearest.
+    """
+    if is_half(weights) and stochastic:
+        exact = round_to_half(exact, salted_bits(exact, salt, updates), weights.dtype)
+    weights.copy_(exact)
+
+
 def _with_fewer_bits(values: Tensor, bits: Tensor, count: int) -> Tensor:
     """Round fp32 values at random to values whose last bits are zero; `count` says how many. Overwrites `bits`."""
     bits &= (1 << count) - 1

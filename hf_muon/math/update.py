@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from hf_muon.math.elementwise import Elementwise, Number, adjacent_runs, over
-from hf_muon.math.rounding import Observer, Salt, is_half, round_to_half, salt, salted_bits
+from hf_muon.math.rounding import Observer, Salt, is_half, salt, store_
 
 MATCH_RMS = "match_rms_adamw"
 ADJUST_LR_FNS = (MATCH_RMS, "original", "spectral_unclamped")
@@ -51,31 +52,16 @@ def check_scale(adjust_lr_fn: str, update_rms: float) -> None:
         )
 
 
-def _apply(weights: Tensor, directions: Tensor, keep: Number, factor: Number) -> None:
-    """Compute ``keep * weights + factor * directions`` in the dtype of the weights."""
-    weights.mul_(keep).add_(directions.to(weights.dtype) * factor)
-
-
-def _apply_rounded(
-    weights: Tensor,
-    directions: Tensor,
-    keep: Number,
-    factor: Number,
-    step_salt: Salt,
-    *,
-    stochastic: bool,
+def _apply(
+    weights: Tensor, directions: Tensor, step_salt: Salt, keep: Number, factor: Number, *, stochastic: bool
 ) -> None:
-    """Compute ``keep * weights + factor * directions`` in fp32 and round it to bf16 or fp16 weights.
-
-    Weights that are equal and have different directions are rounded independently.
-    """
-    move = directions.float()
-    exact = (weights.float() * keep).add_(move * factor)
-    weights.copy_(round_to_half(exact, salted_bits(exact, step_salt, move), weights.dtype) if stochastic else exact)
+    """Compute ``keep * weights + factor * directions``: in fp32 for bf16 and fp16 weights, which are rounded once."""
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    moves = directions.to(dtype)
+    store_(weights, weights.to(dtype).mul_(keep).add_(moves * factor), moves, step_salt, stochastic=stochastic)
 
 
 APPLY = Elementwise(_apply, reads=(0, 1), writes=(0,))
-APPLY_ROUNDED = Elementwise(_apply_rounded, reads=(0, 1), writes=(0,))
 
 
 def apply_directions_(
@@ -99,18 +85,12 @@ def apply_directions_(
         rounding: `weight_rounding` of the param group.
         observer: of what is rounded.
     """
-    salted = salt(step)
     runs = adjacent_runs(directions)
-    for (own, half, _), alike in itertools.groupby(
-        range(len(params)), key=lambda i: (rates[i], is_half(params[i]), runs[i])
-    ):
+    for (own, _, _), alike in itertools.groupby(range(len(params)), key=lambda i: (rates[i], params[i].dtype, runs[i])):
         indices = list(alike)
         weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
-        if not half:
-            over(APPLY, [weights, moves], *own)
-            continue
-        if observer is not None:
+        if observer is not None and is_half(weights[0]):
             keep, factor = own
             for weight, move in zip(weights, moves, strict=True):
                 observer(weight, weight.float() * keep + move.float() * factor)
-        over(APPLY_ROUNDED, [weights, moves], *own, salted, stochastic=rounding != "nearest")
+        over(APPLY, [weights, moves], salt(step), *own, stochastic=rounding != "nearest")

@@ -20,12 +20,11 @@ from hf_muon.math.momentum import BUFFER, SCALE
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.rounding import Observer
-from hf_muon.math.torch_private import storage_id
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
-from hf_muon.optimizer.offloaded import adamw_offloaded_, updates_for
+from hf_muon.optimizer.moments import Momentum, adamw_offloaded_
 from hf_muon.optimizer.state import (
     STATE_KEYS,
     flat_zeros,
@@ -129,17 +128,14 @@ class MuonStep:
         local = {i: gradients.local_grad(param) for i, param in self._params.items()}  # which may communicate
         grads = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
         average = {key: self._options[key] for key in ("momentum", "nesterov")} | {"step": self._number}
-        offloaded = any(is_offloaded(self._group, param) for param in self._params.values())
         coefficients = resolve(self._options["ns_coefficients"], self._options["ns_steps"])
         for exchange in self._work.exchanges:
             dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
             direction = functools.partial(
                 self._direction, Orthogonalizer(coefficients, dtype, self._max_batch_bytes), watch
             )
-            with updates_for(
-                exchange, self._active, self._moments, grads, is_offloaded=offloaded, **average
-            ) as updates_of:
-                update = functools.partial(self._update, updates_of)
+            with Momentum(self._moments, grads, exchange.order(self._active), **average) as momentum:
+                update = functools.partial(self._update, momentum.updates)
                 for pieces, directions in exchange.directions(self._active, update, direction, dtype):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
@@ -166,7 +162,7 @@ class MuonStep:
                 assert rule.update is not None
                 state = self._state_of(piece, rule)
                 update = rule.update(update, weight, state, self._options, self._number)
-                if any(storage_id(update) == storage_id(other) for other in (weight, *state.values())):
+                if any(update.untyped_storage() is other.untyped_storage() for other in (weight, *state.values())):
                     update = update.clone()  # what orthogonalizes updates overwrites them
             updates.append(update.to(computed.device))
         return updates[: len(pieces)]

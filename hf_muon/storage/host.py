@@ -15,7 +15,7 @@ OFFLOADS = ("none", "cpu")
 SMALLEST = 2**16
 """Moments of fewer elements stay on the device: they are few bytes, and a copy costs a launch whatever its size."""
 
-_PINS = ("cuda", "xpu")
+_PINS = ("cuda", "xpu")  # devices that copy memory of the host by themselves if its pages do not move
 _HAS_NO_HOST = ("cpu", "meta")
 
 
@@ -30,11 +30,6 @@ def moments_device(param: Tensor, offload: str, shape: Sequence[int] | None = No
     device = local_of(param).device
     numel = math.prod(shape_of(param) if shape is None else shape)
     return torch.device("cpu") if offload == "cpu" and device.type not in _HAS_NO_HOST and numel >= SMALLEST else device
-
-
-def pins(device: torch.device) -> bool:
-    """Return whether a device copies memory of the host by itself if its pages do not move."""
-    return device.type in _PINS
 
 
 def asynchronous(device: torch.device) -> Any:
@@ -67,7 +62,7 @@ def copied(local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _empty(local: Tensor, dtype: torch.dtype, device: torch.device, shape: Sequence[int] | None = None) -> Tensor:
-    pinned = pins(device)
+    pinned = device.type in _PINS
     try:
         if shape is not None:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)

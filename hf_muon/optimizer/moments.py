@@ -1,0 +1,151 @@
+"""Moments of pieces and of AdamW's parameters in a step; those on the host are brought to the device and taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_muon.distributed.pieces import Piece
+from hf_muon.math.adamw import Stepped, adamw_, chunks, uses_fused_adamw
+from hf_muon.math.codes import Quantized
+from hf_muon.math.elementwise import chunk_size
+from hf_muon.math.momentum import BUFFER, SCALE, ahead, move_
+from hf_muon.storage.transport import Moments, Transport
+
+
+class Momentum:
+    """The momentum of the pieces of an exchange in one step; a context manager, in which `updates` moves it.
+
+    Momentum that is stored on the host is brought to the device of its gradient for each call.
+
+    Args:
+        moments: the momentum of each matrix, or stack, to step, by its position in the group; local tensors. Several
+            matrices in one int8 parameter share its tensors, by whose identity it moves once.
+        grads: the gradient of each of them; local tensors.
+        calls: the pieces of each call of `updates`, in order.
+        momentum: decay of the average.
+        nesterov: whether to look one step ahead.
+        step: number of the step, which seeds stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        moments: Mapping[int, Moments],
+        grads: Mapping[int, Tensor],
+        calls: Iterable[Sequence[Piece]],
+        *,
+        momentum: float,
+        nesterov: bool,
+        step: int = 0,
+    ) -> None:
+        self._moments = moments
+        self._grads = grads
+        self._options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "step": step}
+        self._moved: set[int] = set()  # ids of codes that pieces cut
+        self._transport: Transport | None = None
+        for k, own in moments.items():
+            if own[BUFFER].device.type != grads[k].device.type:
+                turns = [[self._stored(piece) for piece in pieces] for pieces in calls]
+                self._transport = Transport(grads[k].device, turns)
+                break
+
+    def __enter__(self) -> Momentum:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._transport is not None:
+            self._transport.synchronize()
+
+    def updates(self, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
+        """Move the momentum of the pieces of the next call, and return the updates of those that are not `others`.
+
+        The updates are memory of their own, which may be overwritten.
+        """
+        every = [*pieces, *others]
+        order = [*range(len(pieces), len(every)), *range(len(pieces))]  # the others first, which leave no updates
+        updates: list[Tensor] = []
+        with self._present(every) as present:
+            for (_, cuts, wanted), alike in itertools.groupby(
+                order, key=lambda k: (present[k][BUFFER].dtype, self._cuts_blocks(every[k]), k < len(pieces))
+            ):
+                members = list(alike)
+                if cuts:
+                    for k in members:
+                        self._move_codes(every[k], present[k])
+                    updates += [self._of_codes(every[k], present[k]) for k in members if wanted]
+                else:
+                    grads = [every[k].of(self._grads[every[k].matrix]) for k in members]
+                    updates += move_([present[k] for k in members], grads, **self._options, wanted=wanted)
+        return updates
+
+    def _present(self, pieces: Sequence[Piece]) -> AbstractContextManager[Sequence[Moments]]:
+        """Return the momentum of the pieces of the next call, where their gradients are."""
+        if self._transport is not None:
+            return self._transport.turn()
+        return contextlib.nullcontext([self._stored(piece) for piece in pieces])
+
+    def _stored(self, piece: Piece) -> Moments:
+        """Return the tensors that a piece needs of the stored momentum: views of its own, or all codes that it cuts."""
+        stored = self._moments[piece.matrix]
+        return stored if self._cuts_blocks(piece) else {key: piece.of(tensor) for key, tensor in stored.items()}
+
+    def _cuts_blocks(self, piece: Piece) -> bool:
+        return piece.cuts_rows and SCALE in self._moments[piece.matrix]
+
+    def _move_codes(self, piece: Piece, present: Moments) -> None:
+        """Move all codes of a parameter at its first piece that cuts through blocks of them."""
+        codes = self._moments[piece.matrix][BUFFER]
+        if id(codes) not in self._moved:
+            self._moved.add(id(codes))
+            move_([present], [self._grads[piece.matrix]], **self._options, wanted=False)
+
+    def _of_codes(self, piece: Piece, present: Moments) -> Tensor:
+        """Return the update of a piece that cuts through blocks of codes, from what is stored."""
+        assert piece.box is not None
+        rows = Quantized(piece.box.rows_of(present[BUFFER]), piece.box.rows_of(present[SCALE]))
+        stored = piece.box.columns_of(rows.values())
+        grad, rate = piece.of(self._grads[piece.matrix]).float(), 1 - self._options["momentum"]
+        return ahead(stored, grad, rate) if self._options["nesterov"] else stored
+
+
+def adamw_offloaded_(stepped: Sequence[Stepped], **options: Any) -> None:
+    """Take the step of `adamw_` with moments that are stored on the host.
+
+    Args:
+        stepped: see `adamw_`.
+        **options: of `adamw_`.
+    """
+    for device, alike in itertools.groupby(stepped, key=lambda own: own.param.device):
+        most = chunk_size(device)
+        turns: list[list[Stepped]] = [[]]
+        for chunk in (chunk for own in alike for chunk in chunks(own, most)):
+            if turns[-1] and sum(other.param.numel() for other in turns[-1]) + chunk.param.numel() > most:
+                turns.append([])
+            turns[-1].append(chunk)
+        transport = Transport(device, [[_without_step(own.state) for own in turn] for turn in turns])
+        try:
+            for turn in turns:
+                with transport.turn() as present:
+                    adamw_([_with_counter(*own) for own in zip(turn, present, strict=True)], **options)
+        finally:
+            transport.synchronize()
+    for own in stepped:
+        own.state["step"] += 1
+
+
+def _without_step(state: Moments) -> Moments:
+    return {key: value for key, value in state.items() if key != "step"}
+
+
+def _with_counter(own: Stepped, moments: Moments) -> Stepped:
+    """Return a chunk with moments on its device, and with a counter of its own."""
+    alike = all(moment.dtype is own.param.dtype for moment in moments.values())
+    device = own.param.device if alike and uses_fused_adamw([own.param]) else "cpu"
+    step = torch.full((), own.state["step"].item(), dtype=torch.float32, device=device)
+    return Stepped(own.param, own.grad, {"step": step, **moments})
