@@ -158,28 +158,33 @@ def over(
     if not columns[0]:
         return
     at_most = _numbers(columns[0][0].device)
-    rows = [part for row in zip(*columns, strict=True) for part in _parts(function, row, at_most.run_bytes)]
-    has_padding = any(_padding(function, row[0]) for row in rows)
+    rows: list[Sequence[Tensor]] = list(zip(*columns, strict=True))
+    has_padding = function.row is not None and any(_padding(function, row[0]) for row in rows)
+    if has_padding:
+        rows = [part for row in rows for part in _parts(function, row, at_most.run_bytes)]
     flats = [None if has_padding else adjacent(column) for column in columns]
     copied = [c for c, flat in enumerate(flats) if flat is None]
-    passes = {c: 2 * ((c in function.reads) + (c in function.writes)) for c in copied}
+    counted = [c for c in copied if c not in function.by_row]
+    passes = [2 * ((c in function.reads) + (c in function.writes)) for c in range(len(columns))]
     waiting: list[Sequence[Tensor]] = []  # for others, to be copied together
     waiting_bytes, kind = 0, None
     for row in rows:
-        nbytes = sum(row[c].nbytes for c in copied if c not in into)
-        alone = (
-            not _padding(function, row[0]) and sum(passes[c] * row[c].nbytes for c in copied) >= at_most.copied_bytes
-        )
-        alone = alone or any(not row[c].is_contiguous() for c in copied)
         last_kind, kind = kind, [(tensor.dtype, tensor.device) for tensor in row]
-        if waiting and (alone or kind != last_kind or waiting_bytes + nbytes > at_most.run_bytes):
+        if kind != last_kind:
+            copy_bytes = sum(row[c].dtype.itemsize for c in counted if c not in into)
+            pass_bytes = sum(row[c].dtype.itemsize * passes[c] for c in counted)
+        size = row[0].numel()
+        alone = any(not row[c].is_contiguous() for c in copied) or (
+            size * pass_bytes >= at_most.copied_bytes and not _padding(function, row[0])
+        )
+        if waiting and (alone or kind != last_kind or waiting_bytes + size * copy_bytes > at_most.run_bytes):
             _gathered(function, waiting, flats, into, *numbers, **options)
             waiting, waiting_bytes = [], 0
         if alone:
             _alone(function, row, *numbers, **options)
         else:
             waiting.append(row)
-            waiting_bytes += nbytes
+            waiting_bytes += size * copy_bytes
     if waiting:
         _gathered(function, waiting, flats, into, *numbers, **options)
 
@@ -272,17 +277,21 @@ def _places(
         row: fill up each of their rows with zeros to a multiple of so many elements; None to leave rows as they are.
         flat: the flat tensor.
     """
-    tensors = [tensor.detach().view(-1) if row is None else tensor.detach().flatten(end_dim=-2) for tensor in column]
-    widths = [tensor.shape[-1] if row is None else math.ceil(tensor.shape[-1] / row) * row for tensor in tensors]
-    sizes = [tensor.shape[:-1].numel() * width for tensor, width in zip(tensors, widths, strict=True)]
+    if row is None:
+        tensors = [tensor.detach().view(-1) for tensor in column]
+        sizes = widths = [tensor.numel() for tensor in tensors]
+    else:
+        tensors = [tensor.detach().flatten(end_dim=-2) for tensor in column]
+        widths = [math.ceil(tensor.shape[1] / row) * row for tensor in tensors]
+        sizes = [len(tensor) * width for tensor, width in zip(tensors, widths, strict=True)]
     if flat is None:
         new = torch.empty if row is None else torch.zeros
         flat = new(sum(sizes), dtype=column[0].dtype, device=column[0].device)
-    wide = [
-        part.view(*tensor.shape[:-1], width)
-        for part, tensor, width in zip(torch.split(flat, sizes), tensors, widths, strict=True)
-    ]
-    return flat, tensors, [part[..., : tensor.shape[-1]] for part, tensor in zip(wide, tensors, strict=True)]
+    places = list(torch.split(flat, sizes))
+    if row is not None:
+        wide = [place.view(len(t), width) for place, t, width in zip(places, tensors, widths, strict=True)]
+        places = [place[:, : tensor.shape[1]] for place, tensor in zip(wide, tensors, strict=True)]
+    return flat, tensors, places
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
