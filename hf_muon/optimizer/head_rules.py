@@ -75,23 +75,23 @@ class HeadRules:
         attentions, complaints = attentions_of(model)
         of_groups = {id(param): (k, i) for k, group in enumerate(groups) for i, param in enumerate(group["params"])}
         places: dict[str, tuple[int, int]] = {}
-        for attention in attentions:
-            missing = [name for name, param in attention.parameters.items() if id(param) not in of_groups]
+        for attention, parameters in attentions.items():
+            missing = [name for name, param in parameters.items() if id(param) not in of_groups]
             if missing:
                 complaints.append(
                     (attention.name, f"has weights that no param group has, as {missing[0]} [weights-without-group]")
                 )
                 continue
-            own = {name: of_groups[id(param)] for name, param in attention.parameters.items()}
+            own = {name: of_groups[id(param)] for name, param in parameters.items()}
             places |= own
             complaints += _complaints(attention, [groups[k] for k, _ in own.values()])
         if not attentions and not complaints:
             complaints.append(("this model", "has no trained attention [no-attention]"))
-        source = source_of(attentions) if not complaints else ""
+        source = source_of([*attentions]) if not complaints else ""
         if isinstance(source, str):
             lines = first_few(_joined(complaints) or [source], 5, "\n  - ")
             raise ValueError(f"{names} cannot work with this model:\n  - {lines}")
-        self._attentions, self._source, self._places = attentions, source, places
+        self._attentions, self._source, self._places = [*attentions], source, places
         if is_rank_zero():
             heads = sum(attention.heads.queries for attention in attentions)
             logger().info("%s: %d heads of %d attentions are measured", names, heads, len(attentions))

@@ -31,10 +31,11 @@ class _Projection(NamedTuple):
     ranges: Ranges
 
 
-def attentions_of(model: nn.Module) -> tuple[list[Attention], list[tuple[str, str]]]:
+def attentions_of(model: nn.Module) -> tuple[dict[Attention, dict[str, Tensor]], list[tuple[str, str]]]:
     """Return the attentions of a model that have queries and keys of known heads, and complaints about the others.
 
-    A complaint is the name of a module, and a text. Attentions without a trained parameter are left out.
+    Each attention has the parameters that its rows name. Attentions without a trained one are left out. A complaint is
+    the name of a module, and a text.
     """
     params = parameters_of(model)
     names = {param.parameter: param.name for param in params}
@@ -55,29 +56,30 @@ def attentions_of(model: nn.Module) -> tuple[list[Attention], list[tuple[str, st
             if isinstance(bias, nn.Parameter):
                 parameters[names[bias]] = bias
             projections.append(_Projection(parameters, layout.transposed, ranges))
-    attentions: list[Attention] = []
+    attentions: dict[Attention, dict[str, Tensor]] = {}
     complaints: list[tuple[str, str]] = []
     for module, (name, projections) in candidates.items():
         inside = [p for p in params if p.parameter.requires_grad and p.name.startswith(f"{name}.")]
         if not inside:
             continue
         attention = _attention(name, module, projections)
-        reason = attention if isinstance(attention, str) else _untrained(attention, inside)
+        parameters = {own: p for projection in projections for own, p in projection.parameters.items()}
+        reason = attention if isinstance(attention, str) else _untrained(name, parameters, inside)
         if reason is not None:
             complaints.append((name, f"({type(module).__name__}) {reason}"))
-        elif isinstance(attention, Attention) and any(p.requires_grad for p in attention.parameters.values()):
-            attentions.append(attention)
+        elif isinstance(attention, Attention) and any(p.requires_grad for p in parameters.values()):
+            attentions[attention] = parameters
     return attentions, complaints
 
 
-def _untrained(attention: Attention, inside: list[ModelParameter]) -> str | None:
+def _untrained(attention: str, parameters: dict[str, Tensor], inside: list[ModelParameter]) -> str | None:
     """Say why rows of an attention's weights cannot be rescaled; None if they can, or if nothing of them is trained."""
-    leaves = [name.removeprefix(f"{attention.name}.").partition(".")[0] for name in attention.rows]
+    leaves = [name.removeprefix(f"{attention}.").partition(".")[0] for name in parameters]
     for param in inside:
-        if is_lora(param.name) and param.name.removeprefix(f"{attention.name}.").partition(".")[0] in leaves:
+        if is_lora(param.name) and param.name.removeprefix(f"{attention}.").partition(".")[0] in leaves:
             return f"is trained by LoRA ({param.name}), which leaves the weights to rescale frozen [frozen-attention]"
-    frozen = [name for name, p in attention.parameters.items() if not p.requires_grad]
-    if frozen and len(frozen) < len(attention.parameters):
+    frozen = [name for name, p in parameters.items() if not p.requires_grad]
+    if frozen and len(frozen) < len(parameters):
         return f"is trained in part: {frozen[0]} is frozen [frozen-attention]"
     return None
 
@@ -138,5 +140,4 @@ def _attention(name: str, module: nn.Module, projections: Sequence[_Projection])
     norms = [own for own, child in children if _NORM.fullmatch(own) and not isinstance(child, nn.Identity)]
     size = len(queries[0]) + (len(rotary[0]) if rotary else 0)
     heads_of = Heads(len(queries), len(keys), bool(rotary), ", ".join(norms))
-    all_parameters = {own: parameter for projection in projections for own, parameter in projection.parameters.items()}
-    return Attention(name, module, heads_of, size, rows, all_parameters)
+    return Attention(name, module, heads_of, size, rows)

@@ -1,4 +1,4 @@
-"""Rules that change a step of Muon at one of six points, each written once for every layout; see docs/rules.md."""
+"""Rules that change a step of Muon at one of five points, each written once for every layout; see docs/rules.md."""
 
 from hf_muon.options import types
 from hf_muon.options.declaration import Option

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -55,15 +55,13 @@ class Attention:
         heads: its heads.
         size: of a query head.
         rows: by the name of a parameter, weight or bias, of its query and key projections.
-        parameters: the same parameters.
     """
 
     name: str
     module: nn.Module
     heads: Heads
     size: int
-    rows: Mapping[str, Rows] = field(default_factory=dict)
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, Rows]
 
 
 class LogitSource(Protocol):

@@ -20,7 +20,7 @@ MODULE.is_causal = True
 
 
 def largest_logits(implementation, query, key, mask=None, **options):
-    own = _Recorder(Attention("a", MODULE, Heads(HEADS, 2), 3, {"a.q.weight": Rows((1, 2, 3, 4))}, {}))
+    own = _Recorder(Attention("a", MODULE, Heads(HEADS, 2), 3, {"a.q.weight": Rows((1, 2, 3, 4))}))
     own.record(implementation, query, key, mask, {"scaling": 1.0, **options})
     return own.pop().tolist()
 

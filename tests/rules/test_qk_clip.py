@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -60,6 +62,19 @@ def test_a_planted_head_comes_below_the_threshold_and_all_others_keep_their_bits
         changed += not torch.equal(mine, weights[n])
         assert torch.equal(mine == weights[n], other == weights[n]), "other rows than those of the head have changed"
     assert changed
+
+
+def test_parameters_that_a_framework_replaces_are_not_kept():
+    """As `fully_shard` replaces them by shards, after the optimizer was built."""
+    model = make("llama")
+    optimizer = build_optimizer(model, qk_clip=THRESHOLD)
+    projection = model.model.layers[0].self_attn.q_proj
+    before, after = weakref.ref(projection.weight), torch.nn.Parameter(projection.weight.detach().clone())
+    for group in optimizer.param_groups:
+        group["params"] = [after if param is projection.weight else param for param in group["params"]]
+    projection.weight = after
+    gc.collect()
+    assert before() is None
 
 
 @pytest.mark.parametrize("name", MODELS)
