@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_muon.optimizer import consensus, gradients, layout
+from hf_muon.optimizer import check, gradients, layout
 from hf_muon.storage import host, transport
 
 META = torch.device("meta")
@@ -73,7 +73,7 @@ def as_accelerator(count: Noted | None = None, *, reads: bool = True, device: to
         return torch.empty(tuple(local.shape if shape is None else shape), dtype=dtype, device="cpu")
 
     with (
-        mock.patch.object(consensus, "has_data", return_value=reads),
+        mock.patch.object(check, "has_data", return_value=reads),
         mock.patch.object(gradients, "has_data", return_value=reads),
         mock.patch.object(layout, "model_device", return_value=device),
         mock.patch.object(host, "_HAS_NO_HOST", ("cpu",)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.accelerator import META
 from hf_muon import Muon, build_optimizer
-from hf_muon.distributed import agreement
-from hf_muon.math.compiler import Readiness
+from hf_muon.distributed import ranks as ranks_module
+from hf_muon.distributed.ranks import Ranks
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage import views
 from hf_muon.storage.dtensor import mesh_regions
@@ -130,19 +130,17 @@ def rank_of(ranks: int, rank: int, *, reads: bool = True, device: torch.device =
         yield
         return
 
-    def reports(group: Any, model_device: torch.device, *numbers: Any) -> list[agreement.RankReport]:
-        *own, flags = numbers
-        bits = [flag.to(torch.int64).view(1) for flag in flags]
-        rows = agreement.gathered(group, model_device, *bits, torch.tensor([1, *map(int, own)]))
+    def numbers(self: Ranks, own: Sequence[int], flags: Sequence[Tensor] = ()) -> list[list[int]]:
+        rows = self._gathered(own, flags)
         if reads:
             rows.cpu()
-        return [agreement.RankReport(0, 0, complains=False, readiness=Readiness.CAN, flags=(True, True))] * ranks
+        return [[*[1] * len(flags), *own]] * ranks
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with (
-            mock.patch.object(agreement, "exchange_reports", reports),
-            mock.patch.object(agreement, "report_device", return_value=device),
+            mock.patch.object(Ranks, "numbers", numbers),
+            mock.patch.object(ranks_module, "report_device", return_value=device),
         ):
             yield
     finally:

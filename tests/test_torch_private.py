@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_muon
 from hf_muon import Muon
-from hf_muon.distributed.agreement import report_device
 from hf_muon.distributed.groups import make_group
+from hf_muon.distributed.ranks import report_device
 from hf_muon.math import compiler, torch_private
 from hf_muon.storage.dtensor import stored_like
 from tests.accelerated import compiling

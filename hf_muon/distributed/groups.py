@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hf_muon.distributed.agreement import gather, pack_bits, unpack_bits
+from hf_muon.distributed.ranks import Ranks, pack_bits, unpack_bits
 from hf_muon.math.torch_private import device_types, new_group
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def connected(groups: Sequence[dist.ProcessGroup]) -> list[int]:
     pending = sorted(groups, key=_order)
     while pending:
         for group in list(pending):
-            own = [known == complete, *pack_bits(known), *pack_bits(complete)]
-            reports = gather(group, torch.device("cpu"), torch.tensor(own, dtype=torch.int64))
+            own = [int(known == complete), *pack_bits(known), *pack_bits(complete)]
+            reports = Ranks(group, torch.device("cpu")).numbers(own)
             for _, *numbers in reports:
                 half = len(numbers) // 2
                 known = [a or b for a, b in zip(known, unpack_bits(numbers[:half], world), strict=True)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.agreement import all_gather
+from hf_muon.distributed.ranks import all_gather
 from hf_muon.math.elementwise import is_accelerator
 from hf_muon.storage.tensors import has_data
 

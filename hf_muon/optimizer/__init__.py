@@ -1,7 +1,7 @@
 """`Muon`, and what a step, a load and a copy of it need.
 
 The room imports every room below it and names no framework. Others use `Muon`; integrations also use
-`partitioned.attach_partitions` and what `state`, `load` and `consensus` say of checkpoints, the planner
+`partitioned.attach_partitions` and what `state`, `load` and `check` say of checkpoints, the planner
 `layout.StepLayout`.
 """
 

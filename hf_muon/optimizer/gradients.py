@@ -35,22 +35,89 @@ def local_grad(param: Tensor) -> Tensor:
     return local_of(grad)
 
 
+class Gradients:
+    """What this rank finds of the gradients of param groups, in one pass over all parameters.
+
+    Args:
+        groups: param groups.
+
+    Attributes:
+        complaints: why gradients do not fit their parameters.
+        stored: of each parameter, how its gradient is stored if it takes communication to store it like the parameter;
+            otherwise `IN_PLACE`, or "" without a gradient.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.complaints: list[str] = []
+        self.stored: list[str] = []
+        # By device and dtype: gradients whose values can be read, and the limit of each.
+        self._readable: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
+        self._has_others = False
+        for group in groups:
+            limits: dict[torch.dtype, float] = {}
+            for i, param in enumerate(group["params"]):
+                if param.grad is None:
+                    self.stored.append("")
+                elif text := complaint(group, param):
+                    self.complaints.append(f"{describe(group, i)} {text}")
+                else:
+                    self.stored.append(_stored(param, param.grad))
+                    if param.dtype not in limits:
+                        limits[param.dtype] = largest(group, param)
+                    self._add(local_of(param.grad), limits[param.dtype])
+
+    def _add(self, grad: Tensor, limit: float) -> None:
+        if not has_data(grad):
+            self._has_others = True
+        elif grad.numel():
+            grads, limits = self._readable.setdefault((grad.device, grad.dtype), ([], []))
+            grads.append(grad)
+            limits.append(limit)
+
+    def flags(self, *, may_be_idle: bool) -> list[Tensor]:
+        """Return flags, 0-dim bool, still on the device: all entries can be stepped; any of them is not zero.
+
+        Args:
+            may_be_idle: whether to compute the second flag; without it there is one.
+        """
+        steppable = _together([_all_small(grads, limits) for grads, limits in self._readable.values()]).all()
+        if self._has_others or not may_be_idle:
+            return [steppable]
+        return [steppable, _together([grad.any() for grads, _ in self._readable.values() for grad in grads]).any()]
+
+
+IN_PLACE = "="
+
+
+def needs_others(stored: str) -> bool:
+    """Return whether a gradient that is stored so takes communication."""
+    return stored not in ("", IN_PLACE)
+
+
+def _stored(param: Tensor, grad: Tensor) -> str:
+    if not is_dtensor(grad) or grad.placements == param.placements:  # type: ignore[attr-defined]
+        return IN_PLACE
+    pairs = zip(grad.placements, param.placements, strict=True)  # type: ignore[attr-defined]
+    if all(placement == own or placement.is_replicate() for placement, own in pairs):
+        return IN_PLACE
+    return str(grad.placements)  # type: ignore[attr-defined]
+
+
 def complaint(group: Group, param: Tensor) -> str | None:
-    """Say why a parameter's gradient does not fit it; None where it does, or where there is none."""
+    """Say why a parameter's gradient does not fit it; None where it does."""
     grad = param.grad
-    if grad is None:
-        return None
+    assert grad is not None
     if complaint_of_class := class_complaint(param):  # it was frozen when the layout was made
         return complaint_of_class
     if grad.layout != torch.strided:
         return "has a sparse gradient; build its embedding with sparse=False [sparse-gradient]"
-    if is_dtensor(grad) != is_dtensor(param):
+    if (is_sharded := is_dtensor(grad)) != is_dtensor(param):
         kinds = ["a DTensor" if is_dtensor(tensor) else "a plain tensor" for tensor in (param, grad)]
         return (
             f"is {kinds[0]}, and its gradient {kinds[1]}: it was wrapped after the backward pass "
             "[wrapped-after-backward]"
         )
-    if is_dtensor(grad) and grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+    if is_sharded and grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
         return f"has a gradient on another mesh, {grad.device_mesh} [gradient-mesh]"  # type: ignore[attr-defined]
     if grad.shape != param.shape:
         return f"has a gradient of shape {tuple(grad.shape)}: it was resized after the backward pass [gradient-shape]"
@@ -63,47 +130,6 @@ def complaint(group: Group, param: Tensor) -> str | None:
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def flags(groups: Sequence[Group], *, may_be_idle: bool) -> list[Tensor]:
-    """Return flags, 0-dim bool, still on the device: whether all entries can be stepped; whether any is not zero.
-
-    Args:
-        groups: param groups.
-        may_be_idle: whether to compute the second flag; without it there is one.
-    """
-    buckets, unread = _buckets(groups)
-    steppable = _together([_all_small(grads, limits) for grads, limits in buckets.values()]).all()
-    if unread or not may_be_idle:
-        return [steppable]
-    return [steppable, _together([grad.any() for grads, _ in buckets.values() for grad in grads]).any()]
-
-
-def _buckets(
-    groups: Sequence[Group],
-) -> tuple[dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]], bool]:
-    """Return gradients and their limits by device and dtype, and whether there are others, which cannot be read."""
-    buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
-    unread = False
-    for group in groups:
-        limit_of: dict[torch.dtype, float] = {}
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            grad = local_of(param.grad)
-            if not has_data(grad):
-                unread = True
-            elif grad.numel():
-                if param.dtype not in limit_of:
-                    limit_of[param.dtype] = largest(group, param)
-                grads, limits = buckets.setdefault((grad.device, grad.dtype), ([], []))
-                grads.append(grad)
-                limits.append(limit_of[param.dtype])
-    return buckets, unread
-
-
-def _with_gradient(groups: Sequence[Group]) -> list[tuple[Group, Tensor]]:
-    return [(group, param) for group in groups for param in group["params"] if param.grad is not None]
 
 
 def largest(group: Group, param: Tensor) -> float:
@@ -140,17 +166,16 @@ def _together(bits: Sequence[Tensor]) -> Tensor:
 
 def bad_names(groups: Sequence[Group]) -> list[str]:
     """Return the parameters whose gradients cannot be stepped, each with the reason."""
-    stepped = [(g, p) for g, p in _with_gradient(groups) if local_of(p.grad).numel() and has_data(local_of(p.grad))]  # type: ignore[arg-type]
-    reasons = {p: _too_large_reason(local_of(p.grad), largest(g, p)) for g, p in stepped}  # type: ignore[arg-type]
-    if len(stepped) > 1 and all(reason == _NOT_FINITE for reason in reasons.values()):
-        everything = f"every parameter (clipping by a norm that is not finite spreads it), {len(stepped)} in all,"
-        return [f"{everything} {_NOT_FINITE}"]
-    return [
-        f"{describe(group, i)} {reason}"
+    reasons = [
+        (describe(group, i), _too_large_reason(local_of(param.grad), largest(group, param)))
         for group in groups
         for i, param in enumerate(group["params"])
-        if (reason := reasons.get(param))
+        if param.grad is not None and local_of(param.grad).numel() and has_data(local_of(param.grad))
     ]
+    if len(reasons) > 1 and all(reason == _NOT_FINITE for _, reason in reasons):
+        everything = f"every parameter (clipping by a norm that is not finite spreads it), {len(reasons)} in all,"
+        return [f"{everything} {_NOT_FINITE}"]
+    return [f"{name} {reason}" for name, reason in reasons if reason]
 
 
 _NOT_FINITE = "has a gradient that is not finite [gradient-not-finite]"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.distributed.ranks import Ranks
+from hf_muon.optimizer.check import refuse
 from hf_muon.optimizer.layout import StepLayout
-from hf_muon.optimizer.preflight import refuse
 from hf_muon.routing.attention import attentions_of
 from hf_muon.routing.parameters import unwrapped
 from hf_muon.rules import registry
@@ -137,11 +138,7 @@ class HeadRules:
             none = torch.full((attention.heads.queries,), -math.inf, device=device)
             own.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
         logits = torch.cat(own)
-        if layout.root is not None:
-            from hf_muon.distributed.agreement import maxima
-
-            logits = maxima(layout.root, device, logits)
-        logits = logits.cpu()
+        logits = Ranks(layout.root, device).maxima(logits).cpu()
         self._has_measured = self._has_measured or float(logits.max()) > -math.inf
         if not self._has_measured:
             refuse([UNMEASURED.format(rules=names)])

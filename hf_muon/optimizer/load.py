@@ -26,7 +26,7 @@ from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.math.moments import SCALES
 from hf_muon.math.torch_private import load_hooks
-from hf_muon.optimizer import consensus
+from hf_muon.optimizer.check import complaints_of_all
 from hf_muon.optimizer.groups import (
     FOREIGN_KEYS,
     OWN_KEYS,
@@ -115,11 +115,11 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
         shared = list(_shared_lines(found))
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         found, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
-    refuse(consensus.complaints_of_all(groups, found.complaints, replicate_group))
+    refuse(complaints_of_all(groups, found.complaints, replicate_group))
     # Digests of what must be equal on all ranks travel first; the texts only if they differ.
     digest = hashlib.blake2b("\n".join(shared).encode(), digest_size=8).hexdigest()
-    if len(consensus.complaints_of_all(groups, [digest])) > 1:
-        differing = [line for line in consensus.complaints_of_all(groups, shared) if "[rank" in line]
+    if len(complaints_of_all(groups, [digest])) > 1:
+        differing = [line for line in complaints_of_all(groups, shared) if "[rank" in line]
         refuse([f"the ranks hold different states: {first_few(differing, 4, '; ')} [ranks-disagree]"])
 
     previous = {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -166,7 +166,7 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
     except Exception as error:
         complaint = f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"
         replicate_group = getattr(optimizer, "replicate_group", None)
-        consensus.complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
+        complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
         raise
     return state_dict
 

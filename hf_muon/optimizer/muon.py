@@ -15,19 +15,22 @@ from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_O
 from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
+from hf_muon.distributed.ranks import Ranks
+from hf_muon.math.rounding import Observer
 from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
-from hf_muon.optimizer import compilation, consensus, copies, load, preflight
+from hf_muon.optimizer import check, copies, load
 from hf_muon.optimizer.empty_steps import warn_of_empty_step
 from hf_muon.optimizer.first_step_report import FirstStepReport
+from hf_muon.optimizer.gradients import Gradients
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
-from hf_muon.optimizer.prepared_steps import PreparedSteps
 from hf_muon.optimizer.state import LeftState, check_params, complete_state_, state_complaints
+from hf_muon.optimizer.step import MuonStep, adamw_step, hyperparameters
 from hf_muon.optimizer.unmarked import warn_of_tables
-from hf_muon.optimizer.watching import StepWatch, can_watch
+from hf_muon.optimizer.watching import GroupWatch, StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
 from hf_muon.versions import refuse_older
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = dict[str, Any]
+Take = Callable[[GroupWatch | None, Observer | None], None]
 
 
 @documented(MUON_OPTIONS)
@@ -171,7 +175,10 @@ class Muon(Optimizer):
 
     def init_state(self) -> None:
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""
-        preflight.refuse(list(state_complaints(self.param_groups, self.state)))
+        check.refuse(list(state_complaints(self.param_groups, self.state)))
+        self._complete_state()
+
+    def _complete_state(self) -> None:
         for group in self.param_groups:
             complete_state_(group, self.state)
 
@@ -199,21 +206,32 @@ class Muon(Optimizer):
         return loss
 
     def _step(self) -> None:
-        layout = self._layout()
-        steps = PreparedSteps(self.param_groups, layout, self.state, self.max_batch_bytes)
-        indices_of_groups, watch = self._agreed(layout, steps)
-        counts = any(indices_of_groups) or (indices_of_groups and self.state)
-        for k, (group, work) in enumerate(zip(self.param_groups, layout.works, strict=True)):
-            if indices_of_groups and indices_of_groups[k]:
-                group_watch = None if watch is None else watch.of_group(group, work)
-                steps.take(k, group_watch, self._lost_updates.observer(group))
-            if counts and self.partitioned.completes_group(group):
-                group["step"] += 1  # last, so that a step which fails here and is taken again counts once
+        layout, groups, known = self._layout(), self.param_groups, len(self.state)
+        try:
+            indices_of_groups, steps, watch = self._agreed(layout)
+        except BaseException:
+            self._drop_state(known)
+            raise
+        if indices_of_groups is not None:
+            if not any(indices_of_groups) and not known:
+                self._drop_state(known)
+            counts = any(indices_of_groups) or self.state
+            for group, work, indices, take in zip(groups, layout.works, indices_of_groups, steps, strict=True):
+                if indices:
+                    group_watch = None if watch is None else watch.of_group(group, work)
+                    take(group_watch, self._lost_updates.observer(group))
+                if counts and self.partitioned.completes_group(group):
+                    group["step"] += 1  # last, so that a step which fails here and is taken again counts once
         self._lost_updates.log()
-        complete = self.partitioned.count(self.param_groups)
-        measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
+        complete = self.partitioned.count(groups)
+        measured = self.head_rules.finish(groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
+
+    def _drop_state(self, known: int) -> None:
+        """Drop the state of all parameters but the first `known`, which was allocated for a step that is not taken."""
+        for param in list(self.state)[known:]:
+            del self.state[param]
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that now stand in the param groups are stored."""
@@ -228,53 +246,67 @@ class Muon(Optimizer):
             max_batch_bytes=self.max_batch_bytes,
         )
 
-    def _agreed(self, layout: StepLayout, steps: PreparedSteps) -> tuple[list[list[int]], StepWatch | None]:
+    def _agreed(self, layout: StepLayout) -> tuple[list[list[int]] | None, list[Take], StepWatch | None]:
         """Check and prepare a step before it changes anything, and agree with the other ranks on it.
 
         Returns:
-            For each group the indices of the parameters to step on all ranks, nothing at all for a step that only
-            creates state; and what watches the step.
+            For each group the indices of the parameters to step on all ranks, None for a step that only creates state;
+            the step of each group; and what watches it.
 
         Raises:
             RuntimeError: every complaint of every rank at once; weights and moments are as they were.
         """
-        groups, watch = self.param_groups, None
-        complaints = list(layout.complaints)
-        may_be_idle, is_complete = False, False
-        try:
-            with layout.guarded(complaints):
-                self.partitioned.clear_stale_gradients(groups)
-                is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
-                if not is_complete:  # fewer works than groups where the layout's complaints came early
-                    complaints += state_complaints(groups[: len(layout.works)], self.state)
-                complaints += preflight.step_complaints(groups, layout)
-                complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
-                may_be_idle = not complaints and preflight.may_be_idle(groups, self.state)
-                if not may_be_idle:
-                    self._report.add(groups, layout, self.partitioned.partitions)
-                if self.metrics is not None and can_watch(groups):
-                    watch = StepWatch(self.metrics, groups, partitioned=self.partitioned.partitions is not None)
-            complaints = list(dict.fromkeys(complaints))  # groups may agree
-            refusal = self.partitioned.refusal
-            prepare = functools.partial(steps.prepare, completes=not is_complete)
-            readiness = functools.partial(compilation.readiness, groups, layout, self.state)
-            indices = consensus.agree(
-                groups, layout, complaints, prepare, readiness, may_be_idle=may_be_idle, refusal=refusal
-            )
-            if indices is not None:
-                self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
-        except BaseException:
-            steps.undo()
-            raise
+        groups, partitions = self.param_groups, self.partitioned.partitions
+        complaints, own, watch = list(layout.complaints), check.Own(), None
+        steps: list[Take] = []
+        with layout.guarded(complaints):
+            self.partitioned.clear_stale_gradients(groups)
+            found = Gradients(groups)
+            is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
+            if not is_complete:  # fewer works than groups where the layout's complaints came early
+                complaints += state_complaints(groups[: len(layout.works)], self.state)
+            complaints += [*check.complaints_of_groups(groups, layout), *found.complaints]
+            complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
+            may_be_idle = not complaints and check.may_be_idle(groups, self.state)
+            if not may_be_idle:
+                self._report.add(groups, layout, partitions)
+            if self.metrics is not None and can_watch(groups):
+                watch = StepWatch(self.metrics, groups, partitioned=partitions is not None)
+            if not complaints:
+                flags = found.flags(may_be_idle=may_be_idle)  # computed by the device while the host prepares
+                if not is_complete:
+                    self._complete_state()
+                here = check.by_group(groups, found.stored)
+                steps = self._prepared(layout, here)
+                if not is_complete:
+                    self._left_state.note(groups, self.state, layout)
+                options, readiness = check.option_lines(groups, layout), check.readiness(groups, layout, self.state)
+                own = check.Own(options, found.stored, flags, *readiness)
+        ranks = Ranks(layout.root, layout.first_device)
+        indices = check.agree(ranks, groups, layout, complaints, own, self.partitioned.refusal)
         if indices is None:
-            self.init_state()
-            return [], watch
-        if self.state and not is_complete:
-            self._left_state.note(groups, self.state, layout)
-        if not any(indices) and self.partitioned.partitions is None and not self._warned_of_empty_step:
+            return None, [], watch
+        self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
+        if indices != here:
+            steps = self._prepared(layout, indices)
+        if not any(indices) and partitions is None and not self._warned_of_empty_step:
             self._warned_of_empty_step = True
             warn_of_empty_step([param for group in groups for param in group["params"]])
-        return indices, watch
+        return indices, steps, watch
+
+    def _prepared(self, layout: StepLayout, indices_of_groups: Sequence[Sequence[int]]) -> list[Take]:
+        """Return the step of each group, ready to be taken; its options are read, and nothing has moved."""
+        steps: list[Take] = []
+        for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
+            number = group["step"] + 1  # the same for all partitions of a group
+            if group["use_muon"]:
+                steps.append(MuonStep(group, work, indices, self.state, number, self.max_batch_bytes).take)
+            else:
+                options = hyperparameters(group, number)
+                steps.append(
+                    functools.partial(adamw_step, group, indices, self.state, number, work=work, options=options)
+                )
+        return steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch.

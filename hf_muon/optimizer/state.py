@@ -376,12 +376,13 @@ class LeftState:
     """The state as a step has left it, checked and complete: the next one looks at it only if something has changed.
 
     Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
-    same form, for parameters that are stored as they were and groups with the same options.
+    same form, for parameters that are stored as they were and groups with the same options. Tensors are noted by `id`,
+    so that the memory of those that others replace, as to offload them, is free at once.
     """
 
     def __init__(self) -> None:
         self._key: list[Any] = []
-        self._tensors: list[Tensor] = []
+        self._ids: list[int] = []
         self._forms: list[list[Any]] = []
 
     def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
@@ -392,13 +393,14 @@ class LeftState:
             state: of their parameters.
             layout: the same object as long as parameters are stored as they were.
         """
-        self._key, self._tensors = _key_of(groups, state, layout)
-        self._forms = [list(map(form, self._tensors)) for form in _FORMS]
+        self._key, tensors = _key_of(groups, state, layout)
+        self._ids = list(map(id, tensors))
+        self._forms = [list(map(form, tensors)) for form in _FORMS]
 
     def stands(self, groups: Sequence[Group], state: State, layout: object) -> bool:
         """Return whether the state is the one that was noted; takes half a microsecond for each tensor."""
         key, tensors = _key_of(groups, state, layout)
-        if key != self._key or not all(map(operator.is_, tensors, self._tensors)):
+        if key != self._key or list(map(id, tensors)) != self._ids:
             return False
         return all(all(map(operator.eq, map(f, tensors), noted)) for f, noted in zip(_FORMS, self._forms, strict=True))
 

@@ -13,6 +13,8 @@ from hf_muon.math.torch_private import is_of_fsdp1, is_strided
 STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of parameters and gradients."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # the classes of most tensors, which are told fast
+
 
 def shape_of(param: Tensor) -> tuple[int, ...]:
     """Return a parameter's whole shape, also after DeepSpeed's zero.Init has emptied the parameter itself."""
@@ -28,6 +30,8 @@ def uninitialized(param: Tensor) -> bool:
 
 def is_dtensor(tensor: Any) -> bool:
     """Return whether a tensor is a DTensor, without importing torch.distributed.tensor."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -57,7 +61,7 @@ _KNOWN_CLASSES = {
 
 def _is_known(cls: type) -> bool:
     """Return whether `shape` of a tensor of this class is the whole parameter's, or is a shape that torch manages."""
-    if cls in (Tensor, torch.nn.Parameter):
+    if cls in _PLAIN:
         return True
     module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
     if getattr(module, cls.__name__, None) is cls:
@@ -74,6 +78,8 @@ def class_complaint(param: Tensor) -> str | None:
 
     `shape` of an unknown class may be that of one shard, which would be orthogonalized as if it were the whole matrix.
     """
+    if type(param) in _PLAIN:
+        return None
     if uninitialized(param):
         return (
             "is not initialized yet, as in a lazy module: run a forward pass before the optimizer is built "

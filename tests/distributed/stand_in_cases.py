@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_muon import build_optimizer
-from hf_muon.distributed import agreement, groups
+from hf_muon.distributed import groups, ranks
 from hf_muon.math import elementwise, newton_schulz
 from hf_muon.storage import host, tensors, transport
 from tests.accelerated import uncomputed
@@ -32,7 +32,7 @@ def on_device(backends=("cpu", "standin"), as_host=False):
     """
     from tests import stand_in
 
-    agreement.report_device = lambda group, model_device: model_device
+    ranks.report_device = lambda group, model_device: model_device
     groups.has_backend = lambda group, kind: kind in backends
     stand_in.DEVICE.reset()
     hosts = {"cpu", "standin"} if as_host else {"cpu"}

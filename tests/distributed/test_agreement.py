@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from hf_muon import Muon
-from hf_muon.distributed import agreement
 from hf_muon.distributed import groups as groups_module
+from hf_muon.distributed import ranks as ranks_module
 from tests.distributed.cases import make, whole_state
 from tests.distributed.pool import Pool
 from tests.equality.counted import Counted
@@ -50,8 +50,11 @@ class Ranks:
         self.get_rank = lambda: self.rank.number
         self.get_process_group_ranks = self.members.__getitem__
 
-    def gather(self, group, device_type, mine):
-        self.reports[group][self.rank.number] = mine.tolist()
+    def of_group(self, group, device):
+        return SimpleNamespace(numbers=lambda own: self.gather(group, own))
+
+    def gather(self, group, own):
+        self.reports[group][self.rank.number] = own
         self.barriers[group].wait(LONGEST)
         gathered = [self.reports[group][rank] for rank in self.members[group]]
         assert len(set(map(len, gathered))) == 1
@@ -98,15 +101,15 @@ CHAIN = [{i, i + 1} for i in range(7)]
 @example([{0, 1, 2}, {0, 1, 2}, {2, 3}])
 def test_ranks_learn_whom_they_are_connected_with(groups):
     ranks = Ranks(groups)
-    with mock.patch.multiple(groups_module, dist=ranks, gather=ranks.gather):
+    with mock.patch.multiple(groups_module, dist=ranks, Ranks=ranks.of_group):
         assert ranks.connected() == components(groups)
 
 
 @pytest.mark.parametrize("count", [0, 1, 61, 62, 63, 130])
 def test_bits_are_packed_and_unpacked(count):
     bits = [bool(bit) for bit in torch.randint(2, (count,)).tolist()]
-    packed = agreement.pack_bits(bits)
-    assert agreement.unpack_bits(packed, count) == bits
+    packed = ranks_module.pack_bits(bits)
+    assert ranks_module.unpack_bits(packed, count) == bits
     assert all(0 <= number < 2**62 for number in packed)
 
 
@@ -215,7 +218,7 @@ def test_a_torch_that_names_groups_in_another_way_is_refused(five):
 )
 def test_a_rank_talks_over_the_device_of_its_parameters(types, home, expected):
     group = SimpleNamespace(_device_types=types)
-    assert agreement.report_device(group, torch.device(home)) == torch.device(expected)
+    assert ranks_module.report_device(group, torch.device(home)) == torch.device(expected)
 
 
 def own_experts(rank, use_muon):

@@ -6,6 +6,7 @@ import copy
 import gzip
 import io
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
@@ -432,3 +433,12 @@ def test_groups_of_a_loaded_optimizer():
     assert [group["step"] for group in optimizer.param_groups] == [STEPS] * 2
     groups = [{**group, "differentiable": False} for group in optimizer.param_groups]  # of older versions
     assert "differentiable" not in Muon(groups).param_groups[0]
+
+
+def test_moments_that_are_replaced_are_not_kept():
+    """Offload moments between steps as frameworks do: the memory of the others is free at once."""
+    optimizer = stepped()[1]
+    moments = [weakref.ref(value) for own in optimizer.state.values() for value in own.values()]
+    for own in optimizer.state.values():
+        own.update({key: value.clone() for key, value in own.items()})
+    assert not any(moment() is not None for moment in moments)

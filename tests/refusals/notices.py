@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer
+from hf_muon.distributed.ranks import Ranks
 from hf_muon.integrations.transformers import refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
 from hf_muon.math.compiler import Readiness
-from hf_muon.optimizer import compilation
+from hf_muon.optimizer.check import Own, decide_compilation
 from hf_muon.optimizer.sharded_checkpoints import loading_from
 from tests.optimizer.cases import gradients, parameters, run, stepped
 from tests.refusals import Refusal, table
@@ -85,7 +86,8 @@ def compile_here() -> None:
 
 
 def cannot() -> None:
-    compilation.decide([Readiness.CANNOT], Readiness.CANNOT, "there is no compiler", list, list)
+    alone = Ranks(None, torch.device("cpu"))
+    decide_compilation(alone, [Readiness.CANNOT], Own(readiness=Readiness.CANNOT, reason="there is no compiler"))
 
 
 def other_scales() -> None:

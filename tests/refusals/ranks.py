@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.optimizer import prepared_steps
+from hf_muon.optimizer import muon
 from tests.equality.cells import Cell
 from tests.equality.layouts import FAULTS, Layout, layout_of
 from tests.equality.runs import VICTIM, digest, prepare, train
@@ -75,7 +75,7 @@ def no_memory(layout: Layout) -> Fault:
     """Have no memory for state, in a step that looks at it because a moment has been replaced."""
     own = layout.optimizer.state[_params(layout)[2]]
     own.update({key: value.clone() for key, value in own.items()})
-    with mock.patch.object(prepared_steps, "complete_state_", _raise(torch.OutOfMemoryError("2 GiB"))):
+    with mock.patch.object(muon, "complete_state_", _raise(torch.OutOfMemoryError("2 GiB"))):
         yield
 
 
@@ -88,7 +88,7 @@ OF_ONE_RANK = {
     "initial_lr": partial(_entry, index=0, key="initial_lr", value=0.5),
     "of a rule": partial(_entry, index=0, key="of_a_rule", value=0.5),
     "placements": lambda _: mock.patch.object(DTensor, "placements", property(_raise(OSError("no space")))),
-    "options": lambda _: mock.patch.object(prepared_steps, "hyperparameters", _raise(OSError("no space"))),
+    "options": lambda _: mock.patch.object(muon, "hyperparameters", _raise(OSError("no space"))),
     "memory": no_memory,
 }
 

@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.distributed.agreement import exchange_texts
+from hf_muon.distributed.ranks import together
 from hf_muon.integrations.deepspeed.partitions import is_swapped
 from hf_muon.integrations.deepspeed.saving import (
     INDEX,
     SAVE,
     Index,
     StoredPartition,
+    all_ranks,
     index_of,
     replaced,
     swap_folder,
-    world,
 )
 from hf_muon.integrations.names import OURS
-from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.load import compare, steps_of
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import is_reduced, reduced_numel, reduced_shapes
@@ -67,9 +66,10 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
         call.apply_defaults()
         own = Loading(engine, optimizer, call.arguments)
         complaints = own.check()
-        exchange = functools.partial(exchange_texts, world(), engine.device)
-        texts = exchange(_mixture(own.folder, exchange(own.saves)) or complaints)
-        if any(texts) and not (own.tag is None and all(texts)):  # without a tag, DeepSpeed loads nothing, returns None
+        ranks = all_ranks(engine)
+        texts = ranks.texts(_mixture(own.folder, ranks.texts(own.saves).values()) or complaints)
+        said = texts.values()
+        if any(said) and not (own.tag is None and all(said)):  # without a tag, DeepSpeed loads nothing, returns None
             raise ValueError(
                 "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
             )
@@ -87,7 +87,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
     engine.load_checkpoint = checked
 
 
-def _mixture(folder: Path, of_ranks: Sequence[Sequence[str]]) -> list[str]:
+def _mixture(folder: Path, of_ranks: Iterable[Sequence[str]]) -> list[str]:
     """Return the complaint that a folder holds files of several saves, by what each rank has read; none otherwise."""
     files: dict[str, dict[str, None]] = {}
     for line in chain(*of_ranks):

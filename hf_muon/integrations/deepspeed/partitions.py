@@ -42,8 +42,9 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
         RuntimeError: the optimizer is not known or stores parameters in another way; raised on all ranks if a value
             differs.
     """
-    from hf_muon.distributed.agreement import exchange_texts
+
     from hf_muon.distributed.groups import root_group
+    from hf_muon.distributed.ranks import Ranks
 
     wrapper = engine.optimizer
     reader = _reader(wrapper)
@@ -60,7 +61,7 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(_unknown(wrapper, f"{type(error).__name__}: {error}")) from error
     root = root_group([partition.group for partition in partitions.values()])
-    gathered = [line for lines in exchange_texts(root, engine.device, wrong) for line in lines]
+    gathered = [line for lines in Ranks(root, engine.device).texts(wrong).values() for line in lines]
     if gathered:
         raise RuntimeError(_unknown(wrapper, first_few(dict.fromkeys(gathered), 5, "; ")))
     return partitions

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hf_muon.distributed.agreement import exchange_texts
+from hf_muon.distributed.ranks import Ranks, together
 from hf_muon.integrations.archives import complete_or_absent
 from hf_muon.integrations.names import OURS
-from hf_muon.optimizer.consensus import together
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.parameters import unwrapped
 from hf_muon.storage.partitions import Division
@@ -144,7 +143,7 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         with_latest = values["save_latest"] and not writer.is_decoupled()
         values["save_latest"] &= writer.is_decoupled()  # such a writer goes on after the save, and names it then
         errors: list[str] = []
-        also: dict[str, Any] = {SAVE: exchange_texts(world(), engine.device, [uuid.uuid4().hex])[0][0]}
+        also: dict[str, Any] = {SAVE: next(iter(all_ranks(engine).texts([uuid.uuid4().hex]).values()))[0]}
         with _noting(errors):
             also[INDEX] = json.dumps(dataclasses.asdict(index_of(engine, optimizer)))
             if engine.global_rank == 0:
@@ -182,11 +181,9 @@ def swap_folder(engine: Any, folder: Path) -> Path:
     return folder / "offloaded_tensors" / f"rank{rank:02d}"
 
 
-def world() -> dist.ProcessGroup:
-    """Return the group of all ranks, which save and load together."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def all_ranks(engine: Any) -> Ranks:
+    """Return all ranks, which save and load together."""
+    return Ranks(dist.group.WORLD, engine.device)
 
 
 def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
@@ -195,8 +192,8 @@ def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
     Raises:
         RuntimeError: on all ranks.
     """
-    texts = exchange_texts(world(), engine.device, errors)
-    if any(texts):
+    texts = all_ranks(engine).texts(errors)
+    if any(texts.values()):
         there = folder.with_name("latest").is_file()
         words = "`latest` names the one before it" if there else "there is none that `latest` names"
         raise RuntimeError(

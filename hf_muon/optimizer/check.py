@@ -1,0 +1,366 @@
+"""The check before a step: all ranks agree on the parameters to step, or on one error, before anything moves.
+
+Each rank collects its complaints in a list, and prepares the step. Then the ranks exchange one record of six numbers.
+If it says that something differs or is wrong, they exchange texts, which say what. A process that is alone takes the
+same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_muon.diagnostics import log
+from hf_muon.distributed.ranks import Ranks, listed, together
+from hf_muon.math import compiler
+from hf_muon.math.compiler import Readiness
+from hf_muon.math.precision import compute_dtype
+from hf_muon.optimizer.gradients import bad_names, needs_others
+from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint
+from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
+from hf_muon.optimizer.state import describe
+from hf_muon.storage.shared import SharedStorage
+from hf_muon.storage.tensors import has_data, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group = Mapping[str, Any]
+State = Mapping[Tensor, Mapping[str, Any]]
+
+REFUSED = "Muon refuses this step; weights and moments are as they were"
+NOT_FINITE = (
+    "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
+    "GradScaler."
+)
+DIVERGING = (
+    "{name} has a gradient on rank {having} and none on rank {lacking}, which store the same part of it: replicas "
+    "would diverge. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True) "
+    "[diverging-gradients]"
+)
+STORED_DIFFERENTLY = (
+    "{name} has a gradient that is stored as {stored}, and not as the parameter, on rank {having}, but not on rank "
+    "{lacking}: redistribute it on every rank [gradient-placements]"
+)
+
+
+class Own(NamedTuple):
+    """What this rank has found before a step that it has no complaints about.
+
+    Attributes:
+        options: of param groups, as lines that must be equal on all ranks.
+        stored: how the gradient of each parameter is stored; see `Gradients`.
+        flags: of the gradients; see `Gradients.flags`.
+        readiness: whether it compiles elementwise functions.
+        reason: why not.
+    """
+
+    options: Sequence[str] = ()
+    stored: Sequence[str] = ()
+    flags: Sequence[Tensor] = ()
+    readiness: Readiness = Readiness.CAN
+    reason: str = ""
+
+
+class Record(NamedTuple):
+    """What one rank says to all before a step, in numbers.
+
+    Attributes:
+        steppable: whether all entries of its gradients can be stepped.
+        moves: whether any of them is not zero.
+        lines: fingerprint of options and of how parameters are stored; must be the same on all ranks.
+        stored: fingerprint of which parameters have gradients, and of how these are stored.
+        complains: whether the rank has complaints.
+        readiness: whether it compiles elementwise functions.
+    """
+
+    steppable: int
+    moves: int
+    lines: int
+    stored: int
+    complains: int
+    readiness: int
+
+
+def complaints_of_groups(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
+    """Say what is wrong with the options of param groups, on this rank."""
+    for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints itself
+        if complaint := hyperparameter_complaint(group, work.devices):
+            yield complaint
+
+
+def may_be_idle(groups: Sequence[Group], state: State) -> bool:
+    """Return whether this may be a step that only creates state.
+
+    torch.distributed.checkpoint takes one with learning rates and gradients of zero, to have moments to load into. It
+    must not count as a step.
+    """
+    return not state and all(float(group["lr"]) == 0 for group in groups)
+
+
+def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
+    """Raise if there are complaints.
+
+    Raises:
+        RuntimeError: the first complaints, and the number of the others.
+    """
+    if complaints:
+        raise RuntimeError(head + ":\n  - " + log.first_few(complaints, 10, "\n  - ") + advice)
+
+
+def agree(
+    ranks: Ranks,
+    groups: Sequence[Group],
+    layout: StepLayout,
+    complaints: Sequence[str],
+    own: Own,
+    refusal: str = REFUSED,
+) -> list[list[int]] | None:
+    """Return the indices of the parameters of each group to step, the same on all ranks; None for an idle step.
+
+    A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
+    If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
+
+    Args:
+        ranks: that take the step together.
+        groups: param groups.
+        layout: of these groups.
+        complaints: why this rank cannot take the step.
+        own: what it has found; not read if there are complaints.
+        refusal: how the error begins.
+
+    Raises:
+        RuntimeError: every complaint of every rank, the same on all of them.
+    """
+
+    def stop(texts: Sequence[str], advice: str = "") -> None:
+        refuse(together(ranks.texts(texts)), advice, refusal)
+
+    flags = [flag for flag in own.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
+    numbers = [_hash([layout.digest, *own.options]), _hash(own.stored), int(bool(complaints)), int(own.readiness)]
+    records = [Record(*row) for row in ranks.numbers([1] * (2 - len(flags)) + numbers, flags)]
+    if any(record.complains for record in records):
+        stop(complaints)
+    if len({record.lines for record in records}) > 1:
+        refuse([_difference(ranks.texts([*layout.lines, *own.options]))], head=refusal)
+    if not all(record.steppable for record in records):
+        stop([] if bool(own.flags[0]) else bad_names(groups), NOT_FINITE)
+    there = list(map(bool, own.stored))
+    if len({record.stored for record in records}) > 1:
+        there, differences = _of_any_rank(ranks, groups, layout, own.stored)
+        stop(differences)
+    refuse(decide_compilation(ranks, [Readiness(record.readiness) for record in records], own), head=refusal)
+    return by_group(groups, there) if any(record.moves for record in records) else None
+
+
+def _of_any_rank(
+    ranks: Ranks, groups: Sequence[Group], layout: StepLayout, stored: Sequence[str]
+) -> tuple[list[bool], list[str]]:
+    """Return which parameters have a gradient on any of the ranks that store them, and what is wrong with that."""
+    # All ranks have as many parameters: the layouts that they agree on have a line for each.
+    rows = ranks.bits([*map(bool, stored), *map(needs_others, stored)])
+    there = [bool(text) for text in stored]
+    shared = list(_shared(groups, layout))
+    for k, _, _, members in shared:
+        there[k] = any(rows[rank][k] for rank in members)
+    differences = list(_diverging(shared, rows))
+    if any(any(row[len(stored) :]) for row in rows.values()):
+        differences += _stored_differently(shared, ranks.texts(stored))
+    return there, differences
+
+
+class _Shared(NamedTuple):
+    """A parameter that ranks store together: its position among all, its name, where it lies, and the ranks."""
+
+    position: int
+    name: str
+    place: SharedStorage
+    members: Sequence[int]
+
+
+def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[_Shared]:
+    places = [
+        (group, i, place)
+        for group, work in zip(groups, layout.works, strict=True)
+        for i, place in enumerate(work.shared)
+    ]
+    for k, (group, i, place) in enumerate(places):
+        if place is not None:
+            yield _Shared(k, describe(group, i), place, Ranks(place.group, layout.first_device).members)
+
+
+def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
+    """Complain of ranks that store the same region of a parameter, of which some have a gradient and others none."""
+    for k, name, place, members in shared:
+        for region in dict.fromkeys(place.regions):
+            alike = [
+                rank for rank, other in zip(members, place.regions, strict=True) if other == region and region.numel
+            ]
+            having = [rank for rank in alike if has[rank][k]]
+            lacking = [rank for rank in alike if not has[rank][k]]
+            if having and lacking:
+                yield DIVERGING.format(name=name, having=listed(having), lacking=listed(lacking))
+                break
+
+
+def _stored_differently(shared: Sequence[_Shared], stored: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """Complain of gradients that only some ranks would redistribute, which would wait for the others forever."""
+    for k, name, _, members in shared:
+        text = next((stored[rank][k] for rank in members if needs_others(stored[rank][k])), None)
+        lacking = [rank for rank in members if stored[rank][k] != text]
+        if text is not None and lacking:
+            having = [rank for rank in members if stored[rank][k] == text]
+            yield STORED_DIFFERENTLY.format(name=name, stored=text, having=listed(having), lacking=listed(lacking))
+
+
+def by_group(groups: Sequence[Group], there: Iterable[object]) -> list[list[int]]:
+    """Return for each group the indices of the parameters, not empty, that have a gradient.
+
+    Args:
+        groups: param groups.
+        there: of each parameter, something that is true if it has one; in the order of all parameters.
+    """
+    rest = iter(there)
+    return [
+        [i for i, (param, bit) in enumerate(zip(group["params"], rest, strict=False)) if bit and param.numel()]
+        for group in groups
+    ]
+
+
+def complaints_of_all(
+    groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
+) -> list[str]:
+    """Return the complaints of all ranks that store DTensors or replicas together; without those, this rank's own."""
+    from hf_muon.distributed.groups import root_group
+
+    process_groups = process_groups_of(groups, replicate_group)
+    root = root_group(process_groups) if process_groups else None
+    return together(Ranks(root, first_device_of(groups)).texts(complaints))
+
+
+# --- what must be the same on all ranks, in words and as a number
+
+
+def _hash(lines: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")
+
+
+def option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
+    """Return what must be equal on all ranks of the options of param groups, in words."""
+    lines = []
+    for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
+        values = {
+            name: _comparable(float(value) if name == "lr" else value)  # of any type of number
+            for name, value in sorted(group.items(), key=_name)
+            if name not in _OF_PARAMETERS
+        }
+        if all(place is None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
+            values.pop("step", None)
+        lines += [f"{name}={value} in param group {k}" for name, value in values.items()]
+        if group["use_muon"]:
+            types = sorted({device.type for device in work.devices})
+            lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
+    return lines
+
+
+# Entries of a group that the lines of its layout describe, parameter by parameter.
+_OF_PARAMETERS = frozenset(OWN_KEYS) - {"use_muon", "step"}
+
+
+def _name(entry: tuple[Any, Any]) -> str:
+    return str(entry[0])
+
+
+def _comparable(value: Any) -> str:
+    """Return a text that is equal on two ranks if an entry of a param group is."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if has_data(value) and value.numel() == 1 else f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return _comparable(sorted(value.items(), key=_name))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_comparable, value))}]"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"a {type(value).__name__}"  # its repr may have an address
+
+
+def _difference(texts: Mapping[int, Sequence[str]]) -> str:
+    """Say what differs between the first rank of a group and the next one that has something else.
+
+    Entries that only one of the two has come first: where one is missing, all later lines differ by position.
+    """
+    first, lines = next(iter(texts.items()))
+    rank, others = next(item for item in texts.items() if item[1] != lines)
+    known, others_known = set(lines), set(others)
+    mine = [line for line in lines if line not in others_known]
+    theirs = [line for line in others if line not in known]
+    if not mine and not theirs:  # in another order
+        mine, theirs = list(lines), list(others)
+    pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")
+    here, there = next((here, there) for here, there in pairs if here != there)
+    return f"the ranks disagree: rank {first} has {here}, rank {rank} has {there} [ranks-disagree]"
+
+
+# --- compiled functions
+
+
+def readiness(groups: Sequence[Group], layout: StepLayout, state: State) -> tuple[Readiness, str]:
+    """Return whether this rank compiles functions for a step, and why not; see `compiler.readiness`.
+
+    Args:
+        groups: param groups.
+        layout: of these groups.
+        state: of their parameters; complete.
+    """
+    devices = dict.fromkeys([*layout.devices, *(device for work in layout.works for device in work.devices)])
+    untried = compiler.untried(devices)
+    dtypes = dict.fromkeys(_dtypes(groups, state)) if untried else ()
+    return compiler.readiness({device: [*dtypes, *_of_products(groups, device)] for device in untried})
+
+
+def decide_compilation(ranks: Ranks, said: Sequence[Readiness], own: Own) -> list[str]:
+    """Have all ranks compile functions if all can, else none.
+
+    Args:
+        ranks: that decide together.
+        said: by each of them.
+        own: what this rank has found.
+
+    Returns:
+        Complaints, the same on all ranks: some have compiled functions in an earlier step, and others do not.
+    """
+    if all(one & 1 for one in said):
+        if compiler.decide(compiled=True) and log.is_rank_zero():
+            log.logger().info("compiling elementwise functions: the first step takes longer")
+        return []
+    if Readiness.COMPILED in said:
+        how = f"elementwise functions are {'compiled' if own.readiness & 1 else 'not compiled'} in this process"
+        why = f": {own.reason}" if own.reason else ""
+        text = f"{how}{why} (TORCH_COMPILE_DISABLE=1 compiles on no rank) [compiled-differently]"
+        return together(ranks.texts([text]))
+    if Readiness.CANNOT in said:
+        reasons = together(ranks.texts([own.reason] if own.reason else []))
+        if log.is_rank_zero() and not all(text.endswith("=1 is set") for text in reasons):  # where it is set on all
+            log.logger().warning(
+                "Elementwise functions are not compiled, which makes steps slower: %s [not-compiled]",
+                log.first_few(reasons, 3, "; "),
+            )
+    compiler.decide(compiled=False)
+    return []
+
+
+def _dtypes(groups: Sequence[Group], state: State) -> list[torch.dtype]:
+    """Return the dtypes of parameters, gradients and moments, and of what is computed from them."""
+    params = [param for group in groups for param in group["params"]]
+    grads = [param.grad for param in params if param.grad is not None]
+    moments = [local_of(value) for param in params for value in state.get(param, {}).values() if torch.is_tensor(value)]
+    return [torch.float32, *(tensor.dtype for tensor in (*params, *grads, *moments))]
+
+
+def _of_products(groups: Sequence[Group], device: torch.device) -> list[torch.dtype]:
+    return [compute_dtype(group["ns_dtype"], device.type, device.index) for group in groups if group["use_muon"]]
