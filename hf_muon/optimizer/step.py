@@ -92,7 +92,10 @@ class MuonStep:
         self._number = number
         self._max_batch_bytes = max_batch_bytes
         self._options = hyperparameters(group, number)
-        self._rules = registry.rules_of(group)
+        rules = registry.rules_of(group)
+        self._on_update = [(rule, rule.update) for rule in rules if rule.update is not None]
+        self._on_direction = [(rule, rule.direction) for rule in rules if rule.direction is not None]
+        self._on_apply = [(rule, rule.apply) for rule in rules if rule.apply is not None]
         self._active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
         local = {i: local_of(param) for i, param in params.items()}
         moments = {
@@ -110,7 +113,7 @@ class MuonStep:
             k: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"]) for k, matrix in self._active.items()
         }
         lr, decay = rate_of(group), self._options["weight_decay"]
-        if any(rule.decays for rule in self._rules):
+        if any(rule.decays for rule in rules):
             decay = 0.0
         # What the weights of a matrix, and its direction, are multiplied by before they are added.
         self._rates = {
@@ -135,7 +138,7 @@ class MuonStep:
                 self._direction, Orthogonalizer(coefficients, dtype, self._max_batch_bytes), watch
             )
             with Momentum(self._moments, grads, exchange.order(self._active), **average) as momentum:
-                update = functools.partial(self._update, momentum.updates)
+                update = functools.partial(self._update, momentum.updates) if self._on_update else momentum.updates
                 for pieces, directions in exchange.directions(self._active, update, direction, dtype):
                     self._apply(pieces, directions, watch, observer)
                     del directions  # before the next ones are made
@@ -150,18 +153,14 @@ class MuonStep:
 
     def _update(self, updates_of: UpdatesOf, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
         """Move the momentum of all these pieces, and return the updates of `pieces` as rules change them."""
-        rules = [rule for rule in self._rules if rule.update is not None]
-        if not rules:
-            return updates_of(pieces, others)
         updates = []
         every = [*pieces, *others]  # a rule may have state that moves with every update
         for piece, computed in zip(every, updates_of(every), strict=True):
             weight = piece.of(self._weights[piece.matrix])
             update = computed.to(weight.device)
-            for rule in rules:
-                assert rule.update is not None
+            for rule, function in self._on_update:
                 state = self._state_of(piece, rule)
-                update = rule.update(update, weight, state, self._options, self._number)
+                update = function(update, weight, state, self._options, self._number)
                 if any(update.untyped_storage() is other.untyped_storage() for other in (weight, *state.values())):
                     update = update.clone()  # what orthogonalizes updates overwrites them
             updates.append(update.to(computed.device))
@@ -176,17 +175,15 @@ class MuonStep:
         directions = newton_schulz(updates, overwrite=True)
         if watch is not None:
             watch.orthogonalized(unit, directions)
-        rules = [rule for rule in self._rules if rule.direction is not None]
-        if not rules:
+        if not self._on_direction:
             return directions
         transposed = self._active[unit.ranges[0].matrix].transposed
         changed = directions.to(torch.promote_types(directions.dtype, torch.float32))
         changed = changed.mT if transposed else changed
-        for rule in rules:
-            assert rule.direction is not None
+        for rule, function in self._on_direction:
             slices = {key: self._rows(unit, key) for key in rule.state if key in self._row_keys}
             state = {key: torch.cat(own).to(changed.device) for key, own in slices.items()}
-            changed = rule.direction(changed, state, self._options, self._number)
+            changed = function(changed, state, self._options, self._number)
             for key, own in slices.items():
                 for stored, new in zip(own, torch.split(state[key], list(map(len, own))), strict=True):
                     stored.copy_(new)
@@ -204,7 +201,7 @@ class MuonStep:
         if watch is not None:
             watch.directions(pieces, directions, [self._scales[piece.matrix] for piece in pieces], weights)
         directions = beside(directions, weights)
-        if any(rule.apply is not None for rule in self._rules):
+        if self._on_apply:
             directions = [self._applied(*each) for each in zip(pieces, directions, weights, strict=True)]
         apply_directions_(
             weights,
@@ -222,10 +219,9 @@ class MuonStep:
         options, factor = self._options, self._active[piece.matrix].factor
         if factor != 1:
             options = {**options, "lr": options["lr"] * factor}
-        for rule in self._rules:
-            if rule.apply is not None:
-                state, scale = self._state_of(piece, rule), self._scales[piece.matrix]
-                direction = rule.apply(direction, exact, state, options, self._number, scale)
+        for rule, function in self._on_apply:
+            state, scale = self._state_of(piece, rule), self._scales[piece.matrix]
+            direction = function(direction, exact, state, options, self._number, scale)
         return direction
 
     def _state_of(self, piece: Piece, rule: Rule) -> dict[str, Tensor]:
