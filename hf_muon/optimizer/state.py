@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -376,13 +377,13 @@ class LeftState:
     """The state as a step has left it, checked and complete: the next one looks at it only if something has changed.
 
     Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
-    same form, for parameters that are stored as they were and groups with the same options. Tensors are noted by `id`,
-    so that the memory of those that others replace, as to offload them, is free at once.
+    same form, for parameters that are stored as they were and groups with the same options. Tensors that are replaced
+    are not kept alive: a framework may take state off the device between steps.
     """
 
     def __init__(self) -> None:
         self._key: list[Any] = []
-        self._ids: list[int] = []
+        self._tensors: list[weakref.ref[Tensor]] = []
         self._forms: list[list[Any]] = []
 
     def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
@@ -394,13 +395,13 @@ class LeftState:
             layout: the same object as long as parameters are stored as they were.
         """
         self._key, tensors = _key_of(groups, state, layout)
-        self._ids = list(map(id, tensors))
+        self._tensors = list(map(weakref.ref, tensors))
         self._forms = [list(map(form, tensors)) for form in _FORMS]
 
     def stands(self, groups: Sequence[Group], state: State, layout: object) -> bool:
         """Return whether the state is the one that was noted; takes half a microsecond for each tensor."""
         key, tensors = _key_of(groups, state, layout)
-        if key != self._key or list(map(id, tensors)) != self._ids:
+        if key != self._key or not all(map(operator.is_, tensors, (noted() for noted in self._tensors))):
             return False
         return all(all(map(operator.eq, map(f, tensors), noted)) for f, noted in zip(_FORMS, self._forms, strict=True))
 
@@ -413,4 +414,4 @@ def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list
     ]
     tensors = [value for own in state.values() for value in own.values() if isinstance(value, Tensor)]
     keys = list(itertools.chain.from_iterable(state.values()))
-    return [layout, options, list(state), keys, len(tensors)], tensors
+    return [layout, options, list(map(id, state)), keys, len(tensors)], tensors

@@ -17,6 +17,7 @@ from hf_muon import Muon, build_optimizer
 from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
 from hf_muon.math.codes import Quantized, scale_shape
 from hf_muon.math.moments import MOMENTS, decoded
+from hf_muon.optimizer.state import entries_of
 from tests.optimizer.cases import (
     STEPS,
     adamw_over,
@@ -433,6 +434,52 @@ def test_groups_of_a_loaded_optimizer():
     assert [group["step"] for group in optimizer.param_groups] == [STEPS] * 2
     groups = [{**group, "differentiable": False} for group in optimizer.param_groups]  # of older versions
     assert "differentiable" not in Muon(groups).param_groups[0]
+
+
+# --- a step looks at its state again only if something has changed
+
+
+def replace(optimizer, param):
+    optimizer.state[param] = {key: value.clone() for key, value in optimizer.state[param].items()}
+
+
+def cast_in_place(optimizer, param):
+    moment = optimizer.state[param]["momentum_buffer"]
+    moment.data = moment.data.bfloat16()
+
+
+def store_in_bf16(optimizer, _):
+    optimizer.param_groups[0]["momentum_dtype"] = "bf16"
+
+
+def reload(optimizer, _):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def keep_more(optimizer, param):
+    optimizer.state[param]["my_count"] = 3
+
+
+CHANGES = {"nothing": None, "replaced": replace, "cast": cast_in_place, "option": store_in_bf16, "loaded": reload}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "of a user"])
+def test_state_is_looked_at_again_only_if_something_has_changed(change, monkeypatch):
+    optimizer = stepped()[1]
+    param = optimizer.param_groups[0]["params"][0]
+    looked_at = []
+    monkeypatch.setattr(
+        "hf_muon.optimizer.state.entries_of", lambda group: looked_at.append(group) or entries_of(group)
+    )
+    if act := CHANGES.get(change, keep_more):
+        act(optimizer, param)
+    looked_at.clear()
+    step(optimizer, 5)
+    assert bool(looked_at) == (change != "nothing")
+    assert optimizer.state[param]["momentum_buffer"].dtype == (torch.bfloat16 if change == "option" else torch.float32)
+    looked_at.clear()
+    step(optimizer, 6)
+    assert not looked_at
 
 
 def test_moments_that_are_replaced_are_not_kept():
