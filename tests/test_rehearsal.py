@@ -71,7 +71,7 @@ ASKING = {
     "storage/dtensor.py": "moments of meta DTensors are wrapped as those of the mesh's device",
     "storage/host.py": "as_accelerator() offloads from the meta device, and has streams",
     "storage/tensors.py": "as_accelerator() has values be read",
-    "optimizer/empty_steps.py": "a warning",
+    "optimizer/reports.py": "a warning",
 }
 
 

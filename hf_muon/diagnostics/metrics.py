@@ -84,7 +84,7 @@ class Metrics:
         times = self._times(watch.step)
         if not self._started or list(watch.shapes) != self._names:
             self._start(watch)
-        line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.rates, **times}
+        line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.numbers, **times}
         for measure in (*MEASURES, *ADAMW_MEASURES):
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]

@@ -18,18 +18,14 @@ from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.rounding import Observer
 from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
-from hf_muon.optimizer import check, copies, load
-from hf_muon.optimizer.empty_steps import warn_of_empty_step
-from hf_muon.optimizer.first_step_report import FirstStepReport
+from hf_muon.optimizer import check, copies, load, reports
 from hf_muon.optimizer.gradients import Gradients
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
-from hf_muon.optimizer.lost_updates import LostUpdates
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.state import LeftState, check_params, complete_state_, state_complaints
 from hf_muon.optimizer.step import MuonStep, adamw_step, hyperparameters
-from hf_muon.optimizer.unmarked import warn_of_tables
 from hf_muon.optimizer.watching import GroupWatch, StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
@@ -143,10 +139,9 @@ class Muon(Optimizer):
         """Set what an optimizer, or a copy of one, does not have before its first step."""
         self.partitioned = PartitionedStep()
         self.metrics = None  # in a copy, too: the original may be writing into that file
-        self._report = FirstStepReport()
-        self._lost_updates = LostUpdates()
+        self._report = reports.FirstStepReport()
+        self._warned_of: set[str] = set()  # codes of warnings that come once
         self.head_rules = HeadRules()
-        self._warned_of_empty_step = False
         self._layouts = Layouts()
         self._left_state = LeftState()
         self._replicas = Replicas()
@@ -171,7 +166,7 @@ class Muon(Optimizer):
             del self.param_groups[count:]
             raise
         if not is_marked:
-            warn_of_tables(self.param_groups[count])
+            reports.warn_of_tables(self.param_groups[count])
 
     def init_state(self) -> None:
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""
@@ -206,27 +201,33 @@ class Muon(Optimizer):
         return loss
 
     def _step(self) -> None:
-        layout, groups, known = self._layout(), self.param_groups, len(self.state)
+        groups, layout, known = self.param_groups, self._layout(), len(self.state)
+        keeps_state = False
         try:
             indices_of_groups, steps, watch = self._agreed(layout)
-        except BaseException:
-            self._drop_state(known)
-            raise
-        if indices_of_groups is not None:
-            if not any(indices_of_groups) and not known:
+            keeps_state = indices_of_groups is None or any(indices_of_groups) or known > 0
+        finally:
+            if not keeps_state:
                 self._drop_state(known)
-            counts = any(indices_of_groups) or self.state
-            for group, work, indices, take in zip(groups, layout.works, indices_of_groups, steps, strict=True):
-                if indices:
-                    group_watch = None if watch is None else watch.of_group(group, work)
-                    take(group_watch, self._lost_updates.observer(group))
-                if counts and self.partitioned.completes_group(group):
-                    group["step"] += 1  # last, so that a step which fails here and is taken again counts once
-        self._lost_updates.log()
+        if indices_of_groups is None:
+            return
+        lost: list[reports.Lost] = []
+        for group, work, indices, take in zip(groups, layout.works, indices_of_groups, steps, strict=True):
+            if indices:
+                take(None if watch is None else watch.of_group(group, work), self._observer(group, lost))
+            if self.state and self.partitioned.completes_group(group):
+                group["step"] += 1  # last, so that a step which fails here and is taken again counts once
+        if reports.warn_of_lost_updates(lost):
+            self._warned_of.add("weights-cannot-move")
         complete = self.partitioned.count(groups)
         measured = self.head_rules.finish(groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
+
+    def _observer(self, group: Group, lost: list[reports.Lost]) -> Observer | None:
+        """Return what counts the weights of a group that rounding leaves as they are; None where nothing does."""
+        is_over = "weights-cannot-move" in self._warned_of
+        return None if is_over else reports.observer_of_lost_updates(group, lost)
 
     def _drop_state(self, known: int) -> None:
         """Drop the state of all parameters but the first `known`, which was allocated for a step that is not taken."""
@@ -289,9 +290,9 @@ class Muon(Optimizer):
         self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
         if indices != here:
             steps = self._prepared(layout, indices)
-        if not any(indices) and partitions is None and not self._warned_of_empty_step:
-            self._warned_of_empty_step = True
-            warn_of_empty_step([param for group in groups for param in group["params"]])
+        if not any(indices) and partitions is None and "no-gradients" not in self._warned_of:
+            self._warned_of.add("no-gradients")
+            reports.warn_of_empty_step(groups)
         return indices, steps, watch
 
     def _prepared(self, layout: StepLayout, indices_of_groups: Sequence[Sequence[int]]) -> list[Take]:

@@ -1,4 +1,4 @@
-"""What metrics are shown of a step. Nothing is sent, and nothing that the step goes on with is written to."""
+"""What is measured of a step. Nothing is sent, and nothing that the step goes on with is written to."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics import facts
+from hf_muon.diagnostics.measures import adamw_sum_of_squares, orthogonality_error, stable_rank, sum_of_squares
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.diagnostics.watch import Watch
 from hf_muon.distributed.pieces import Piece
@@ -46,12 +48,7 @@ class StepWatch:
         self._step = first["step"] + 1
         self._watch = metrics.begin(self._step, local_of(first["params"][0]).device)
         if self._watch is not None:
-            self._watch.options |= facts.options(groups, dict.fromkeys([*GROUP_OPTIONS, *registry.option_names()]))
-
-    @property
-    def measures(self) -> bool:
-        """Whether this step is measured, and not only timed."""
-        return self._watch is not None
+            self._watch.options.update(facts.options(groups, dict.fromkeys([*GROUP_OPTIONS, *registry.option_names()])))
 
     def of_group(self, group: Group, work: GroupWork) -> GroupWatch | None:
         """Return what measures the step of a group; None where this step is only timed."""
@@ -66,7 +63,7 @@ class StepWatch:
             complete: whether no other part follows.
         """
         if self._watch is not None and logits:
-            self._watch.attentions(logits, clipped)
+            self._watch.note_logits(logits, clipped)
         self._metrics.end(self._step, whole=complete)
 
     def _names(self, group: Group) -> list[str]:
@@ -81,7 +78,7 @@ class StepWatch:
 
 
 class GroupWatch:
-    """The step of one param group as metrics see it, under the names of its parameters.
+    """Measures the step of one param group, under the names of its parameters.
 
     Args:
         watch: takes the measures.
@@ -93,28 +90,26 @@ class GroupWatch:
     def __init__(self, watch: Watch, group: Group, work: GroupWork, names: Sequence[str]) -> None:
         self._watch = watch
         self._group = group
+        self._work = work
         self._parameters = names
         self._names = _numbered([matrix.name or names[matrix.param] for matrix in work.matrices])
-        if group["use_muon"]:
-            shapes = {k: matrix.shape for k, matrix in enumerate(work.matrices)}
-            watch.muon(dict(enumerate(self._names)), shapes, float(group["lr"]))
-            matrices = zip(self._names, work.matrices, strict=True)
-            watch.rate_factors({name: matrix.factor for name, matrix in matrices if matrix.factor != 1})
-        for name, runs in zip(names, work.factors, strict=bool(work.factors)):
-            if len(runs) == 1:  # those of a partition's members are measured together
-                watch.rate_factors({name: runs[0][1]})
+        self._rate = float(group["lr"])
+        watch.numbers["muon_lr" if group["use_muon"] else "adamw_lr"] = self._rate
+        for name, matrix in zip(self._names, work.matrices, strict=True):
+            watch.moves(name, matrix.shape, self._rate * matrix.factor)
 
     def updates(self, unit: Unit, updates: Tensor) -> None:
         """Measure whole matrices ``(B, m, n)`` on the rank that orthogonalizes them next."""
-        self._watch.updates(self._counts(unit), updates)
+        self._add_batch("stable_rank", unit, stable_rank(updates))
 
     def orthogonalized(self, unit: Unit, directions: Tensor) -> None:
         """Measure the directions of whole matrices ``(B, m, n)`` on the rank that has orthogonalized them."""
-        self._watch.orthogonalized(self._counts(unit), directions)
+        self._add_batch("orthogonality_error", unit, orthogonality_error(directions))
 
-    def _counts(self, unit: Unit) -> list[tuple[str, int]]:
-        """Return names, each with its number of matrices, in the order of the batch."""
-        return [(self._names[matrix], stop - start) for matrix, start, stop in unit.ranges]
+    def _add_batch(self, measure: str, unit: Unit, values: Tensor) -> None:
+        counts = [stop - start for _, start, stop in unit.ranges]
+        for (matrix, _, _), count, own in zip(unit.ranges, counts, torch.split(values, counts), strict=True):
+            self._watch.add(measure, self._names[matrix], own.sum(), count)
 
     def directions(
         self,
@@ -123,25 +118,34 @@ class GroupWatch:
         scales: Sequence[float],
         weights: Sequence[Tensor],
     ) -> None:
-        """Measure directions, and the weights of these pieces before they move."""
+        """Measure directions before they are scaled, and the weights of these pieces before they move."""
         for piece, direction, scale, weight in zip(pieces, directions, scales, weights, strict=True):
-            self._watch.direction(self._names[piece.matrix], direction, scale, weight)
+            name = self._names[piece.matrix]
+            self._watch.add("update_rms", name, sum_of_squares(direction) * scale**2, direction.numel())
+            self._watch.add("weight_rms", name, sum_of_squares(weight), weight.numel())
 
     def momentum(self, matrix: int, buffer: Tensor) -> None:
-        """Measure what this rank stores of a matrix's momentum."""
-        self._watch.momentum(self._names[matrix], buffer)
+        """Measure what this rank stores of a matrix's momentum, after its update."""
+        self._watch.add("momentum_rms", self._names[matrix], sum_of_squares(buffer), buffer.numel())
 
     def rules(self, hyperparameters: Group) -> None:
         """Note the options of the group in this step, if rules change them."""
         if any(rule.hyperparameters is not None for rule in registry.rules_of(self._group)):
-            self._watch.options_of_step({key: float(hyperparameters[key]) for key in ("momentum", "weight_decay")})
+            for key in ("momentum", "weight_decay"):
+                self._watch.numbers[f"muon_{key}"] = float(hyperparameters[key])
 
     def adamw(self, param: int, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
         """Measure what this rank stores of a parameter and of its moments, after the step; local tensors."""
-        self._watch.adamw_weight(self._parameters[param], weight)
-        options = (self._group["adamw_betas"], self._group["adamw_eps"], float(self._group["lr"]))
+        name = self._parameters[param]
+        runs = self._work.factors[param] if self._work.factors else []
+        factor = runs[0][1] if len(runs) == 1 else 1.0  # those of a partition's members are measured together
+        self._watch.moves(name, (), self._rate * factor)
+        self._watch.add("adamw_weight_rms", name, sum_of_squares(weight), weight.numel())
+        options = (self._group["adamw_betas"], self._group["adamw_eps"])
         for chunk in decoded_chunks(moments, MOMENTS_OF_ADAMW):
-            self._watch.adamw(self._parameters[param], {"step": moments["step"], **chunk}, *options)
+            first, second = chunk["exp_avg"], chunk["exp_avg_sq"]
+            squares = adamw_sum_of_squares(first, second, moments["step"], *options)
+            self._watch.add("adamw_update_rms", name, squares, first.numel())
 
 
 def can_watch(groups: Sequence[Group]) -> bool:

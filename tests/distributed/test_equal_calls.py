@@ -66,8 +66,8 @@ def calls_of_rank(model, layout, ranks, rank, options):
         counting() as count,
         as_accelerator(count),
         mock.patch.object(watching, "has_data", return_value=True),
-        mock.patch.object(watch, "stable_rank", one_number_each),
-        mock.patch.object(watch, "orthogonality_error", one_number_each),
+        mock.patch.object(watching, "stable_rank", one_number_each),
+        mock.patch.object(watching, "orthogonality_error", one_number_each),
         mock.patch.object(watch.Watch, "read", return_value={}),
         mock.patch.object(MODULE, "newton_schulz", noted),
     ):

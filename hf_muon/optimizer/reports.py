@@ -1,0 +1,211 @@
+"""What an optimizer tells people on rank 0, through logging: what they may not expect, and how it takes its first step.
+
+Nothing is sent to other ranks, and nothing that a step goes on with is written to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_muon.config import MuonConfig
+from hf_muon.diagnostics import log
+from hf_muon.math.coefficients import resolve
+from hf_muon.math.precision import compute_dtype
+from hf_muon.math.rounding import Observer
+from hf_muon.optimizer.layout import StepLayout
+from hf_muon.routing.live_models import held_routes
+from hf_muon.routing.parameters import folded
+from hf_muon.routing.rules import is_adapter
+from hf_muon.storage.partitions import Partitions
+from hf_muon.storage.shared import SharedStorage
+from hf_muon.storage.tensors import has_data, is_dtensor, local_of, shape_of
+from hf_muon.storage.views import views_of
+
+Group = Mapping[str, Any]
+
+# Looking through all live objects takes a tenth of a second, which models of fewer weights are not worth.
+SMALLEST = 100_000
+
+
+def warn_of_tables(group: Mapping[str, Any]) -> None:
+    """Log on rank 0 which matrices of a Muon group are embeddings, heads or the like in the model that holds them.
+
+    Parameters alone do not say what they are: those of no live module, and groups of fewer than `SMALLEST` weights, are
+    taken for hidden matrices, as in torch.optim.Muon.
+    """
+    matrices = [param for param in group["params"] if isinstance(param, nn.Parameter) and param.ndim == 2]
+    if sum(param.numel() for param in matrices) < SMALLEST or not log.is_rank_zero():
+        return
+    try:
+        routes = held_routes(matrices, MuonConfig()).values()
+    except Exception:  # noqa: BLE001  somebody's module, which this optimizer does not need to know
+        return
+    others = [f"{route.name} ({route.reason})" for route in routes if not (route.use_muon or is_adapter(route.name))]
+    if others:
+        log.logger().warning(
+            "Muon orthogonalizes every matrix of a group without use_muon, and among these are %s. Use "
+            "hf_muon.build_optimizer(model), or hf_muon.MuonOfGroups where a program passes parameters alone: both "
+            "give these to AdamW. To keep them here, write use_muon: True into their group [unmarked-groups]",
+            log.first_few(others, 3),
+        )
+
+
+def warn_of_empty_step(groups: Sequence[Group]) -> None:
+    """Warn that no parameter has a gradient on any rank, and log the likely cause."""
+    if log.is_rank_zero():
+        log.logger().warning(
+            "no parameter of this optimizer has a gradient, so that the step changes nothing: %s [no-gradients]",
+            _likely_cause([param for group in groups for param in group["params"]]),
+        )
+
+
+def _likely_cause(params: Sequence[Tensor]) -> str:
+    """Return why parameters most likely have no gradients, judging by what has become of them."""
+    if not any(param.requires_grad for param in params):
+        return "none of them requires a gradient"
+    if any(param.device.type == "meta" for param in params):
+        return (
+            "they are on the meta device. Build the optimizer after the model was materialized (to_empty), not before"
+        )
+    return (
+        "either there was no backward pass since zero_grad(), or the model has other parameters by now (fully_shard, "
+        "parallelize_module, to_empty and peft replace them). In the latter case, build the optimizer after that"
+    )
+
+
+class Lost(NamedTuple):
+    """How many of some weights, stepped at a learning rate, rounding to nearest leaves as they are.
+
+    Attributes:
+        lr: the learning rate.
+        dtype: of the weights.
+        lost: their number, 0-dim.
+        total: the number of all of them.
+    """
+
+    lr: float
+    dtype: torch.dtype
+    lost: Tensor
+    total: int
+
+
+def observer_of_lost_updates(group: Group, counts: list[Lost]) -> Observer | None:
+    """Return what adds to `counts` in a step of a group; None where this is not a step to judge by.
+
+    The step is the first with at least half of the highest learning rate that the group knows of: a warmup begins with
+    updates that are smaller than a run's typical ones. Rank 0 counts what it stores.
+    """
+    if group["weight_rounding"] != "nearest" or not log.is_rank_zero():
+        return None
+    if not all(has_data(local_of(param)) for param in group["params"][:1]):
+        return None
+    lr = float(group["lr"])
+    highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))
+    if lr <= 0 or lr < highest / 2:
+        return None
+
+    def count(weights: Tensor, exact: Tensor) -> None:
+        lost = (exact != weights) & (exact.to(weights.dtype) == weights)
+        counts.append(Lost(lr, weights.dtype, lost.sum(), weights.numel()))
+
+    return count
+
+
+def warn_of_lost_updates(counts: Sequence[Lost]) -> bool:
+    """Warn if rounding has left more than half of the weights as they were; return whether there were any weights."""
+    total = sum(count.total for count in counts)
+    share = sum(int(count.lost) for count in counts) / max(total, 1)
+    if share > 0.5:
+        rates = "|".join(f"{lr:.3g}" for lr in sorted({count.lr for count in counts}))
+        dtypes = " and ".join(sorted({str(count.dtype).removeprefix("torch.") for count in counts}))
+        log.logger().warning(
+            "weight_rounding=nearest: at a learning rate of %s, %.0f%% of the %s weights cannot move, because their "
+            "updates are smaller than half a unit in the last place. Use weight_rounding=stochastic, or train fp32 "
+            "weights [weights-cannot-move]",
+            rates,
+            100 * share,
+            dtypes,
+        )
+    return total > 0
+
+
+class FirstStepReport:
+    """The report of an optimizer's first step, logged once if `HF_MUON_STEP_REPORT` asks for it.
+
+    A framework that steps one flat partition after the other calls `add` for each; the report comes with the last one.
+    """
+
+    def __init__(self) -> None:
+        self._entries: Counter[str] = Counter()  # parameters that differ in nothing but their layer share one
+        self._params: set[int] = set()
+        self._is_logged = False
+
+    def add(self, groups: Sequence[Group], layout: StepLayout, partitions: Partitions | None = None) -> None:
+        """Add the parameters that stand in the groups, and log the report when all `partitions` of a step are there."""
+        if self._is_logged or not log.report_wanted() or not log.is_rank_zero():
+            return
+        params = {id(param) for group in groups for param in group["params"]}
+        if not params & self._params:
+            self._entries.update(_entries(groups, layout, partitions or {}))
+        self._params |= params
+        if not self._params.issuperset(map(id, partitions or ())):
+            return
+        self._is_logged = True
+        world = "one process, no process group"
+        if log.has_process_group():
+            world = f"{torch.distributed.get_world_size()} processes, {torch.distributed.get_backend()}"
+        counts = self._entries.items()
+        entries = [entry.replace("\n", f"  ({count} of them)\n", 1) if count > 1 else entry for entry, count in counts]
+        log.logger().info("%s", "\n".join([f"the first step of Muon, as rank 0 sees it ({world}):", *entries]))
+
+
+def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions) -> Iterator[str]:
+    """Yield a text for each parameter, or for each slice of a flat partition."""
+    for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints
+        names = group.get("param_names") or [f"parameters of shape {shape_of(param)}" for param in group["params"]]
+        views = views_of(group)
+        for i, (param, place) in enumerate(zip(group["params"], work.shared, strict=True)):
+            gradient = "none" if param.grad is None else _described(param.grad)
+            if param in partitions:
+                stored = f"a slice in a flat ZeRO partition on each of {partitions[param].group.size()} ranks"
+                gradient = f"of that partition, {_where(param.grad)}" if param.grad is not None else gradient
+                slices = partitions[param].slices
+                members = [(one.name, f"{one.shape}, {stored}, {_where(param)}", one.view.text) for one in slices]
+            else:
+                members = [(names[i], _described(param), views[i])]
+            for own, described, seen in members:
+                lines = [folded(own), f"    parameter  {described}", *([f"    seen as    {seen}"] if seen else [])]
+                yield "\n".join([*lines, f"    gradient   {gradient}", f"    step       {_how(group, param, place)}"])
+
+
+def _described(tensor: Tensor) -> str:
+    """Return type, shape, placements, mesh, local shape, dtype and device of a tensor, as text."""
+    parts = [f"{type(tensor).__name__} {shape_of(tensor)}"]
+    if is_dtensor(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        parts += [f"placements {tensor.placements}", f"mesh {tuple(mesh.mesh.shape)}{names}"]  # type: ignore[attr-defined]
+        parts += [f"local {tuple(local_of(tensor).shape)}"]
+    return ", ".join([*parts, _where(tensor)])
+
+
+def _where(tensor: Tensor) -> str:
+    return f"{tensor.dtype}, {local_of(tensor).device}".removeprefix("torch.")
+
+
+def _how(group: Group, param: Tensor, place: SharedStorage | None) -> str:
+    if not group["use_muon"]:
+        return "AdamW on the local part, no communication"
+    device = local_of(param).device
+    dtype = str(compute_dtype(group["ns_dtype"], device.type, device.index)).removeprefix("torch.")
+    steps = f"{len(resolve(group['ns_coefficients'], group['ns_steps']))} Newton-Schulz steps in {dtype}"
+    if place is None or place.group is None:
+        return f"Muon, whole on this rank: {steps}"
+    stored = "parts travel to" if is_dtensor(param) else "stored whole on each,"
+    stored = stored if place.regions else "slices of ZeRO's partitions travel to"
+    return f"Muon, {stored} one owner of {place.group.size()} ranks, which orthogonalizes the whole matrix: {steps}"
