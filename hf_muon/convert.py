@@ -17,10 +17,8 @@ from hf_muon.diagnostics.log import first_few
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import load
 from hf_muon.optimizer.muon import Muon
+from hf_muon.optimizer.state import ALGORITHM
 from hf_muon.routing.parameters import unwrapped
-
-ALGORITHM = {True: "Muon", False: "AdamW"}
-"""By `use_muon`."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from hf_muon.optimizer.groups import (
     hyperparameter_complaint,
 )
 from hf_muon.optimizer.state import (
+    ALGORITHM,
     ALL_STATE_KEYS,
     DTYPE_OPTIONS,
     STATE_KEYS,
@@ -45,7 +46,6 @@ from hf_muon.optimizer.state import (
     dtype_of,
     entries_of,
     is_known,
-    rule_keys,
 )
 from hf_muon.options.declaration import quoted
 from hf_muon.rules import registry
@@ -360,7 +360,7 @@ def _parameter_complaints(groups: Sequence[Group], saved_groups: Sequence[Group]
         if extra := [name for name in there if name not in here]:
             yield f"it has {first_few(extra)}, which this optimizer does not train [other-parameters]"
         if changed := [name for name in here if here[name] != there.get(name, here[name])]:
-            routes = first_few(f"{name} ({'Muon' if there[name] else 'AdamW'} there)" for name in changed)
+            routes = first_few(f"{name} ({ALGORITHM[there[name]]} there)" for name in changed)
             yield (
                 f"the routing changed for {routes}: route them as there (muon_patterns, adamw_patterns) or start from "
                 "the weights alone [routing-changed]"
@@ -368,8 +368,7 @@ def _parameter_complaints(groups: Sequence[Group], saved_groups: Sequence[Group]
         if missing or extra or changed:
             return
     sides = [
-        [(len(group["params"]), "Muon" if group["use_muon"] else "AdamW") for group in side]
-        for side in (saved_groups, groups)
+        [(len(group["params"]), ALGORITHM[group["use_muon"]]) for group in side] for side in (saved_groups, groups)
     ]
     if sides[0] != sides[1]:
         words = [
@@ -408,7 +407,7 @@ def _state_complaints(
 
     Moments must be whole, stored like their parameter or whole, with numbers that a step can use.
     """
-    rules, absent, any_moments = rule_keys(group), [], False
+    rules, absent, any_moments = registry.state_of(group), [], False
     entries_there = entries_of({**saved, "params": group["params"]})
     for i, (param, key, entries) in enumerate(zip(group["params"], saved["params"], entries_there, strict=True)):
         own = {} if state.get(key) is None else state[key]
@@ -424,11 +423,10 @@ def _state_complaints(
         # DCP leaves the scales of its template beside moments that were saved without any.
         extra = [name for name in own.keys() & ALL_STATE_KEYS if name not in needed and SCALES.get(name) not in needed]
         if extra:
-            muon = bool(group["use_muon"])
-            algorithm = f"{'Muon' if muon else 'AdamW'} ({', '.join(STATE_KEYS[muon])})"
+            use_muon = bool(group["use_muon"])
             yield (
-                f"{describe(group, i)}: its state holds {first_few(sorted(extra))}, which {algorithm} does not keep "
-                "[foreign-moments]"
+                f"{describe(group, i)}: its state holds {first_few(sorted(extra))}, which {ALGORITHM[use_muon]} "
+                f"({', '.join(STATE_KEYS[use_muon])}) does not keep [foreign-moments]"
             )
         if not ALL_STATE_KEYS.isdisjoint(own):
             any_moments = True
@@ -503,7 +501,7 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str]]:
     rates = [float(side.get("initial_lr", side.get("lr", group["lr"]))) for side in (saved, group)]
     if not math.isclose(*rates, rel_tol=1e-6):
         unsure = "" if "initial_lr" in group and "initial_lr" in saved else ", unless a schedule has made it so"
-        yield "rates", f"{'Muon' if use_muon else 'AdamW'}'s {rates[0]:.6g}, not {rates[1]:.6g}{unsure}"
+        yield "rates", f"{ALGORITHM[use_muon]}'s {rates[0]:.6g}, not {rates[1]:.6g}{unsure}"
     for name, value in saved.items():
         if not (name in group or name in GROUP_OPTIONS or name in (*OWN_KEYS, *FOREIGN_KEYS, *_OF_TORCH)):
             yield "unknown options", f"{name}={value!r:.200}"

@@ -14,7 +14,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, Mapping[str, Any]]
+
+ALGORITHM = {True: "Muon", False: "AdamW"}
+"""By `use_muon`."""
 
 STATE_KEYS = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
 """State keys of a parameter by `use_muon`; moments that are stored in 8 bits have scales too."""
@@ -137,19 +140,14 @@ def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str]) -
             entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32))
         else:
             whole = shape_of(param)
-            shape = (reduced_numel(reduced_shapes(whole, view)),) if len(whole) >= 2 else None
+            shape = (row_numel(whole, view),) if len(whole) >= 2 else None
             entries[key] = Entry(shape, torch.float32, sharded=False)
     return entries
 
 
-def rule_keys(group: Group) -> tuple[str, ...]:
-    """Return the keys of the state that the rules of a group keep for each parameter."""
-    return tuple(registry.state_of(group))
-
-
-def is_reduced(key: str) -> bool:
-    """Return whether the state of a rule under a key is not stored like its parameter."""
-    return registry.state_kinds().get(key, "weight") != "weight"
+def is_by_row(key: str) -> bool:
+    """Return whether a key is that of a rule's state by row, which is not stored like its parameter."""
+    return registry.state_kinds().get(key) == "row"
 
 
 def is_known(key: str) -> bool:
@@ -157,8 +155,8 @@ def is_known(key: str) -> bool:
     return key in ALL_STATE_KEYS or key in registry.state_kinds()
 
 
-def reduced_shape(shape: Sequence[int], *, transposed: bool) -> tuple[int, int, int]:
-    """Return the shape ``(B, out, 1)`` of the state of a matrix or stack by row.
+def row_shape(shape: Sequence[int], *, transposed: bool) -> tuple[int, int, int]:
+    """Return the shape ``(B, out, 1)`` of the state by row of a matrix or stack.
 
     Args:
         shape: ``(m, n)`` or ``(B, m, n)``, as it is stored.
@@ -167,20 +165,15 @@ def reduced_shape(shape: Sequence[int], *, transposed: bool) -> tuple[int, int, 
     return math.prod(shape[:-2]), shape[-1 if transposed else -2], 1
 
 
-def reduced_shapes(stored: Sequence[int], text: str) -> list[tuple[int, int, int]]:
-    """Return the shapes of the state by row of each matrix of a parameter.
+def row_numel(stored: Sequence[int], text: str) -> int:
+    """Return the number of elements of the flat state by row of a parameter.
 
     Args:
         stored: shape of the parameter.
         text: of its view.
     """
     view = views.parse(text)
-    return [reduced_shape(shape, transposed=view.transposed) for shape in view.shapes(stored)]
-
-
-def reduced_numel(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the number of elements of the flat tensor that holds state of these shapes."""
-    return sum(map(math.prod, shapes))
+    return sum(math.prod(row_shape(shape, transposed=view.transposed)) for shape in view.shapes(stored))
 
 
 def flat_zeros(param: Tensor, numel: int) -> Tensor:
@@ -322,7 +315,7 @@ def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
     A rule that was switched on since has no state yet, for any parameter of its group.
     """
     for group in groups:
-        keys, rules, lost = STATE_KEYS[bool(group["use_muon"])], rule_keys(group), []
+        keys, rules, lost = STATE_KEYS[bool(group["use_muon"])], registry.state_of(group), []
         begun = {key for key in rules if any(key in state.get(param, ()) for param in group["params"])}
         entries = list(entries_of(group)) if begun else []
         for i, param in enumerate(group["params"]):
@@ -409,7 +402,13 @@ class LeftState:
 def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list[Any], list[Tensor]]:
     """Return what is compared by value, and the tensors, which are the same objects or not."""
     options = [
-        (len(group["params"]), group["use_muon"], dtype_of(group), group.get("momentum_offload"), rule_keys(group))
+        (
+            len(group["params"]),
+            group["use_muon"],
+            dtype_of(group),
+            group.get("momentum_offload"),
+            registry.state_of(group),
+        )
         for group in groups
     ]
     tensors = [value for own in state.values() for value in own.values() if isinstance(value, Tensor)]

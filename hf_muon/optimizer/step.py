@@ -25,15 +25,7 @@ from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.moments import Momentum, adamw_offloaded_
-from hf_muon.optimizer.state import (
-    STATE_KEYS,
-    flat_zeros,
-    is_offloaded,
-    is_reduced,
-    reduced_numel,
-    reduced_shape,
-    rule_keys,
-)
+from hf_muon.optimizer.state import STATE_KEYS, flat_zeros, is_offloaded, row_shape
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Rule
@@ -108,7 +100,7 @@ class MuonStep:
             for k, matrix in self._active.items()
         }
         self._rule_states = _rule_states(group, work.matrices, state)
-        self._row_keys = [key for key in rule_keys(group) if is_reduced(key)]
+        self._row_keys = [key for key, kind in registry.state_of(group).items() if kind == "row"]
         self._scales = {
             k: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"]) for k, matrix in self._active.items()
         }
@@ -240,15 +232,15 @@ def _rule_states(group: Group, matrices: Sequence[Matrix], state: State) -> dict
     State by row of a flat partition is made here, since no one else knows its matrices.
     """
     states: dict[int, dict[str, Tensor]] = {k: {} for k in range(len(matrices))}
-    for key in rule_keys(group):
+    for key, kind in registry.state_of(group).items():
         for i, members in itertools.groupby(states, key=lambda k: matrices[k].param):
             param, of_param = group["params"][i], list(members)
-            if is_reduced(key):
-                shapes = [reduced_shape(matrices[k].shape, transposed=matrices[k].transposed) for k in of_param]
-                own = state[param]
-                if key not in own or own[key].numel() != reduced_numel(shapes):
-                    own[key] = flat_zeros(param, reduced_numel(shapes))
-                flats = torch.split(own[key], list(map(math.prod, shapes)))
+            if kind == "row":
+                shapes = [row_shape(matrices[k].shape, transposed=matrices[k].transposed) for k in of_param]
+                own, numels = state[param], list(map(math.prod, shapes))
+                if key not in own or own[key].numel() != sum(numels):
+                    own[key] = flat_zeros(param, sum(numels))
+                flats = torch.split(own[key], numels)
                 parts = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
             else:
                 parts = [matrices[k].of(local_of(state[param][key])) for k in of_param]

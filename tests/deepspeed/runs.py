@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
-from hf_muon.optimizer.state import is_reduced, reduced_numel, reduced_shapes
+from hf_muon.optimizer.state import is_by_row, row_numel
 from tests.bounds import move
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches
 
@@ -303,10 +303,10 @@ def whole_state(engine, optimizer):
     pieces = {}
     for flat, partition in optimizer.partitioned.partitions.items():
         state = dict(optimizer.state[flat])
-        small = {key: state.pop(key) for key in list(state) if is_reduced(key)}
+        small = {key: state.pop(key) for key in list(state) if is_by_row(key)}
         for part in partition.slices if flat.numel() else ():
             for key, value in small.items():
-                numel = reduced_numel(reduced_shapes(part.shape, part.view.text))
+                numel = row_numel(part.shape, part.view.text)
                 result[part.name][key], small[key] = value[:numel].clone(), value[numel:]
             for key, value in {"master": flat.detach(), **state}.items():
                 own = value.reshape(1) if key == "step" else value[part.elements(partition.rank)]

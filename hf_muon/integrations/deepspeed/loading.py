@@ -43,7 +43,7 @@ from hf_muon.integrations.deepspeed.saving import (
 from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.load import compare, steps_of
 from hf_muon.optimizer.muon import Muon
-from hf_muon.optimizer.state import is_reduced, reduced_numel, reduced_shapes
+from hf_muon.optimizer.state import is_by_row, row_numel
 from hf_muon.routing.parameters import unwrapped
 
 BEFORE = "Resume from the checkpoint before it"
@@ -482,14 +482,14 @@ class Stored:
         return {
             key: value.clone() if key == "step" else torch.zeros(part.numel, dtype=value.dtype)
             for key, value in state.items()
-            if not is_reduced(key)
+            if not is_by_row(key)
         }
 
     def small_states(self, source: Index, target: Index) -> list[dict[str, Tensor]]:
         """Return the state of rules for each partition of another layout; each file has that of whole parameters."""
         by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for part, state in zip(source.partitions, self.states, strict=True):
-            for key in filter(is_reduced, state):
+            for key in filter(is_by_row, state):
                 numels = self._small_numels(part, key)
                 if sum(numels) == len(state[key]):  # the check of the state misses it otherwise
                     for name, own in zip(part.parameters, torch.split(state[key], numels), strict=True):
@@ -508,7 +508,7 @@ class Stored:
         group = self.groups[part.group]
         names = [unwrapped(name) for name in group["param_names"]]
         views = dict(zip(names, group.get("views") or [""] * len(names), strict=True))
-        return [reduced_numel(reduced_shapes(one.shape, views[name])) for name, one in part.parameters.items()]
+        return [row_numel(one.shape, views[name]) for name, one in part.parameters.items()]
 
     def state_dict(self, index: Index, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a Muon's state dict with moments of other partitions."""
@@ -520,7 +520,7 @@ class Stored:
             groups[part.group]["params"].append(key)
             shape = next(iter(part.parameters.values())).shape if index.stage == 0 else (part.numel,)
             state[key] = {
-                name: v if name == "step" or is_reduced(name) else v.view(shape) for name, v in states[k].items()
+                name: v if name == "step" or is_by_row(name) else v.view(shape) for name, v in states[k].items()
             }
         return {"state": state, "param_groups": groups}
 
