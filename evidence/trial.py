@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from evidence.corpus import BUILD, Corpus
 from evidence.models import build_model
 from evidence.rivals import build_rival
-from hf_muon.config import MuonConfig
+from hf_muon.config import OPTIONS
 
 HELD_OUT_BLOCKS = 128
 EVALUATION_BATCH = 16
@@ -165,7 +165,7 @@ def arguments(settings: Mapping[str, Any], batch: int, steps: int, seed: int) ->
     for name, value in settings.items():
         if name in names:
             of_trainer[name] = value
-        elif name in MuonConfig.names():
+        elif name in OPTIONS:
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         elif name not in _NOT_FOR_TRAINER:
             raise ValueError(f"setting {name} is neither of TrainingArguments nor of muon")

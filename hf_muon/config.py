@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import sys
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
@@ -108,6 +109,7 @@ class MuonConfig:
         scope="optimizer",
         source="[docs](docs/command-line.md#diagnostics)",
     )
+    # From here on for experiments; those above are `FRONT`.
     momentum: Annotated[float, types.number("a number from 0 to below 1", 0, 1)] = option(
         0.95, "Decay of the moving average of the gradients.", source=f"{_JORDAN}, torch"
     )
@@ -189,11 +191,6 @@ class MuonConfig:
         resolve(self.ns_coefficients, self.ns_steps)
         check_scale(self.adjust_lr_fn, self.update_rms)
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the names of all options."""
-        return tuple(OPTIONS)
-
     def value_of(self, name: str) -> Any:
         """Return the value of an option, also of one that a registered rule declares; the default if it is not set."""
         value = self.rules.get(name) if name in registry.OTHERS_OPTIONS else getattr(self, name)
@@ -219,12 +216,9 @@ class MuonConfig:
         return dataclasses.replace(self, **values, rules={**self.rules, **rules})
 
 
-FRONT = (
-    *("lr", "weight_decay", "muon_lr", "adamw_lr", "adamw_weight_decay", "lora", "muon_patterns", "adamw_patterns"),
-    *("momentum_dtype", "adamw_state_dtype", "momentum_offload", "diagnostics_every"),
-)
-"""The options that errors and documents name first; the rest is for experiments."""
 _OWN = options_of(MuonConfig)
+FRONT = tuple(itertools.takewhile(lambda name: name != "momentum", _OWN))
+"""The options that errors and documents name first; the rest is for experiments."""
 registry.OWN_NAMES.update(_OWN, ["rules"])
 if both := _OWN.keys() & registry.OTHERS_OPTIONS.keys():
     raise ValueError(f"A registered rule has the option {min(both)!r}, which is Muon's. Rename it [name-taken]")

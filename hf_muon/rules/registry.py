@@ -104,11 +104,6 @@ def _with_defaults(rule: Rule, group: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**group, **missing} if missing else group
 
 
-def has_sides(group: Mapping[str, Any]) -> bool:
-    """Return whether a rule of a param group tells the rows of directions from the columns."""
-    return any(rule.direction is not None for rule in rules_of(group))
-
-
 def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:
     """Return the state of the rules that a param group follows: what each key has a number for."""
     if not group["use_muon"]:
