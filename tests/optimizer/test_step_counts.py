@@ -134,7 +134,9 @@ def test_partitions_that_are_attached_complete_steps_and_groups():
         return [own.count([{"params": [flats[k]]}]) for k in positions]
 
     assert complete(0, 1, 2, 0, 1, 2) == [False, False, True] * 2
-    assert complete(0, 1, 0, 1, 2) == [False] * 4 + [True]  # the first two were refused on the way
+    assert complete(0, 1) == [False, False]
+    assert [own.begins_step([{"params": [flat]}]) for flat in flats] == [True, True, False]
+    assert complete(0, 1, 2) == [False, False, True]  # the first two were refused on the way
     assert own.count([{"params": flats}])
     parts = flats[:1], flats[1:2], flats[:2], []
     assert [own.completes_group({"params": part}) for part in parts] == [False, True, False, False]

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.transformers import attention
+from hf_muon.optimizer.step import MuonStep
 from hf_muon.rules.heads import Heads
 from hf_muon.rules.qk_clip import rescaling
 from tests.distributed.training import wrap
@@ -62,6 +64,22 @@ def test_a_planted_head_comes_below_the_threshold_and_all_others_keep_their_bits
         changed += not torch.equal(mine, weights[n])
         assert torch.equal(mine == weights[n], other == weights[n]), "other rows than those of the head have changed"
     assert changed
+
+
+def test_logits_of_a_step_that_failed_are_forgotten(monkeypatch):
+    model = make("llama")
+    optimizer = build_optimizer(model, lr=0.0, qk_clip=THRESHOLD)
+    weights = weights_of(model)
+    enlarge(model, "llama", 1, 2, 1e5)
+    assert max(map(torch.max, backward(model, tokens(1)))) > THRESHOLD
+    monkeypatch.setattr(MuonStep, "take", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    monkeypatch.undo()
+    model.load_state_dict(weights, strict=False)
+    backward(model, tokens(1))
+    optimizer.step()
+    assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
 
 
 def test_parameters_that_a_framework_replaces_are_not_kept():
