@@ -67,26 +67,6 @@ class Own(NamedTuple):
     reason: str = ""
 
 
-class Record(NamedTuple):
-    """What one rank says to all before a step, in numbers.
-
-    Attributes:
-        steppable: whether all entries of its gradients can be stepped.
-        moves: whether any of them is not zero.
-        lines: fingerprint of options and of how parameters are stored; must be the same on all ranks.
-        stored: fingerprint of which parameters have gradients, and of how these are stored.
-        complains: whether the rank has complaints.
-        readiness: whether it compiles elementwise functions.
-    """
-
-    steppable: int
-    moves: int
-    lines: int
-    stored: int
-    complains: int
-    readiness: int
-
-
 def complaints_of_groups(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
     """Say what is wrong with the options of param groups, on this rank."""
     for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints itself
@@ -141,21 +121,25 @@ def agree(
     def stop(texts: Sequence[str], advice: str = "") -> None:
         refuse(together(ranks.texts(texts)), advice, refusal)
 
+    # What each rank says, in six numbers: whether all entries of its gradients can be stepped, and whether any of them
+    # is not zero; what must be the same on all ranks; how gradients are stored; whether it has complaints; and whether
+    # it compiles functions.
     flags = [flag for flag in own.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
     numbers = [_hash([layout.digest, *own.options]), _hash(own.stored), int(bool(complaints)), int(own.readiness)]
-    records = [Record(*row) for row in ranks.numbers([1] * (2 - len(flags)) + numbers, flags)]
-    if any(record.complains for record in records):
+    rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
+    steppable, moves, same, stored, complains, readiness_of_all = zip(*rows, strict=True)
+    if any(complains):
         stop(complaints)
-    if len({record.lines for record in records}) > 1:
+    if len(set(same)) > 1:
         refuse([_difference(ranks.texts([*layout.lines, *own.options]))], head=refusal)
-    if not all(record.steppable for record in records):
+    if not all(steppable):
         stop([] if bool(own.flags[0]) else bad_names(groups), NOT_FINITE)
     there = list(map(bool, own.stored))
-    if len({record.stored for record in records}) > 1:
+    if len(set(stored)) > 1:
         there, differences = _of_any_rank(ranks, groups, layout, own.stored)
         stop(differences)
-    refuse(decide_compilation(ranks, [Readiness(record.readiness) for record in records], own), head=refusal)
-    return by_group(groups, there) if any(record.moves for record in records) else None
+    refuse(decide_compilation(ranks, list(map(Readiness, readiness_of_all)), own), head=refusal)
+    return by_group(groups, there) if any(moves) else None
 
 
 def _of_any_rank(
@@ -319,8 +303,19 @@ def readiness(groups: Sequence[Group], layout: StepLayout, state: State) -> tupl
     """
     devices = dict.fromkeys([*layout.devices, *(device for work in layout.works for device in work.devices)])
     untried = compiler.untried(devices)
-    dtypes = dict.fromkeys(_dtypes(groups, state)) if untried else ()
-    return compiler.readiness({device: [*dtypes, *_of_products(groups, device)] for device in untried})
+    if not untried:
+        return compiler.readiness({})
+    params = [param for group in groups for param in group["params"]]
+    grads = [param.grad for param in params if param.grad is not None]
+    moments = [local_of(value) for param in params for value in state.get(param, {}).values() if torch.is_tensor(value)]
+    dtypes = dict.fromkeys([torch.float32, *(tensor.dtype for tensor in (*params, *grads, *moments))])
+    precisions = [group["ns_dtype"] for group in groups if group["use_muon"]]
+    return compiler.readiness(
+        {
+            device: [*dtypes, *(compute_dtype(precision, device.type, device.index) for precision in precisions)]
+            for device in untried
+        }
+    )
 
 
 def decide_compilation(ranks: Ranks, said: Sequence[Readiness], own: Own) -> list[str]:
@@ -352,15 +347,3 @@ def decide_compilation(ranks: Ranks, said: Sequence[Readiness], own: Own) -> lis
             )
     compiler.decide(compiled=False)
     return []
-
-
-def _dtypes(groups: Sequence[Group], state: State) -> list[torch.dtype]:
-    """Return the dtypes of parameters, gradients and moments, and of what is computed from them."""
-    params = [param for group in groups for param in group["params"]]
-    grads = [param.grad for param in params if param.grad is not None]
-    moments = [local_of(value) for param in params for value in state.get(param, {}).values() if torch.is_tensor(value)]
-    return [torch.float32, *(tensor.dtype for tensor in (*params, *grads, *moments))]
-
-
-def _of_products(groups: Sequence[Group], device: torch.device) -> list[torch.dtype]:
-    return [compute_dtype(group["ns_dtype"], device.type, device.index) for group in groups if group["use_muon"]]

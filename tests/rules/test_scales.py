@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer, route_parameters
 from hf_muon.optim_args import parse_optim_args, text_of
-from hf_muon.optimizer.layout_lines import lines_of
+from hf_muon.optimizer.layout import lines_of
 from hf_muon.routing.route import table
 from hf_muon.storage.factors import factors_of
 from tests.distributed import training
