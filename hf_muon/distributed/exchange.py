@@ -17,27 +17,52 @@ matrices is their owner, and everything is as it is elsewhere for matrices that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.pieces import (
-    Directions,
-    DirectionsOf,
-    Piece,
-    UpdatesOf,
-)
 from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
 from hf_muon.distributed.transfers import Wait, connect, copied, exchanged
-from hf_muon.distributed.units import Matrix, Unit, assign_owners, make_units
+from hf_muon.distributed.units import Matrix, Piece, Unit, assign_owners, make_units
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.products import is_aligned
 from hf_muon.storage.boxes import Box
 
 _BYTES_UNDER_WAY = 2**31  # for the default of `max_batch_bytes`
+
+
+Directions = Iterator[tuple[list[Piece], list[Tensor]]]
+"""Pieces, and for each of them a direction of its shape."""
+
+
+class UpdatesOf(Protocol):
+    """Moves momentum, and computes updates."""
+
+    def __call__(self, pieces: Sequence[Piece], others: Sequence[Piece] = (), /) -> list[Tensor]:
+        """Move the momentum of some pieces and return their updates, memory of their own that may be overwritten.
+
+        Args:
+            pieces: whose updates are returned.
+            others: whose momentum moves, too.
+        """
+        ...
+
+
+class DirectionsOf(Protocol):
+    """Orthogonalizes whole matrices, on their owner."""
+
+    def __call__(self, unit: Unit, updates: Tensor, /) -> Tensor:
+        """Return the directions of a unit ``(B, m, n)``.
+
+        Args:
+            unit: the matrices.
+            updates: of them, ``(B, m, n)``, contiguous and aligned; they may be overwritten.
+        """
+        ...
 
 
 class Exchange:

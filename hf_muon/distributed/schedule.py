@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_muon.distributed.pieces import Piece
-from hf_muon.distributed.units import Unit
+from hf_muon.distributed.units import Piece, Unit
 from hf_muon.storage.boxes import Box
 
 # An owner takes several units in a round as long as their updates are this part of `max_bucket_bytes`.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.pieces import Piece
 from hf_muon.math.cost import BlockRows, flops, segments, working_bytes
 from hf_muon.math.elementwise import is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
@@ -81,6 +80,22 @@ class Matrix(NamedTuple):
     def of(self, local: Tensor) -> Tensor:
         """Return the slice of a flat partition that stores the matrix's parameter; outside of partitions, `local`."""
         return local if self.elements is None else local[self.elements]
+
+
+class Piece(NamedTuple):
+    """The elements of a matrix that this rank steps at once.
+
+    Attributes:
+        matrix: position of the matrix, or stack, among those of its param group.
+        box: some of what this rank stores of it.
+    """
+
+    matrix: int
+    box: Box
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return a view of the piece in a tensor that is stored like the matrix."""
+        return self.box.of(local)
 
 
 class MatrixRange(NamedTuple):

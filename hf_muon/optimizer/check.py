@@ -24,7 +24,7 @@ from hf_muon.optimizer.gradients import bad_names, needs_others
 from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
 from hf_muon.optimizer.state import describe
-from hf_muon.storage.shared import SharedStorage
+from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.tensors import has_data, local_of
 
 if TYPE_CHECKING:

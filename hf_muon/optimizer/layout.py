@@ -19,9 +19,9 @@ from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.torch_private import shard_orders
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
 from hf_muon.storage import views
+from hf_muon.storage.boxes import SharedStorage, replicated
 from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
-from hf_muon.storage.shared import SharedStorage, replicated
 from hf_muon.storage.tensors import (
     is_dtensor,
     local_of,

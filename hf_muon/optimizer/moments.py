@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.pieces import Piece
+from hf_muon.distributed.units import Piece
 from hf_muon.math.adamw import Stepped, adamw_, chunks, uses_fused_adamw
 from hf_muon.math.codes import Quantized
 from hf_muon.math.elementwise import chunk_size
@@ -96,7 +96,7 @@ class Momentum:
         return stored if self._cuts_blocks(piece) else {key: piece.of(tensor) for key, tensor in stored.items()}
 
     def _cuts_blocks(self, piece: Piece) -> bool:
-        return piece.cuts_rows and SCALE in self._moments[piece.matrix]
+        return not piece.box.has_whole_rows and SCALE in self._moments[piece.matrix]
 
     def _move_codes(self, piece: Piece, present: Moments) -> None:
         """Move all codes of a parameter at its first piece that cuts through blocks of them."""
@@ -107,7 +107,6 @@ class Momentum:
 
     def _of_codes(self, piece: Piece, present: Moments) -> Tensor:
         """Return the update of a piece that cuts through blocks of codes, from what is stored."""
-        assert piece.box is not None
         rows = Quantized(piece.box.rows_of(present[BUFFER]), piece.box.rows_of(present[SCALE]))
         stored = piece.box.columns_of(rows.values())
         grad, rate = piece.of(self._grads[piece.matrix]).float(), 1 - self._options["momentum"]

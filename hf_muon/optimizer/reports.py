@@ -21,8 +21,8 @@ from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.live_models import held_routes
 from hf_muon.routing.parameters import folded
 from hf_muon.routing.rules import is_adapter
+from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.partitions import Partitions
-from hf_muon.storage.shared import SharedStorage
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of, shape_of
 from hf_muon.storage.views import views_of
 

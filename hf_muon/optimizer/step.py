@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_muon.distributed.pieces import Piece, UpdatesOf
-from hf_muon.distributed.units import Matrix, Unit
+from hf_muon.distributed.exchange import UpdatesOf
+from hf_muon.distributed.units import Matrix, Piece, Unit
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.moments import SCALES, decoded

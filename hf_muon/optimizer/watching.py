@@ -14,7 +14,7 @@ from hf_muon.diagnostics import facts
 from hf_muon.diagnostics.measures import adamw_sum_of_squares, orthogonality_error, stable_rank, sum_of_squares
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.diagnostics.watch import Watch
-from hf_muon.distributed.pieces import Piece
+from hf_muon.distributed.units import Piece
 from hf_muon.math.adamw import MOMENTS_OF_ADAMW
 from hf_muon.math.moments import decoded_chunks
 from hf_muon.optimizer.layout import GroupWork

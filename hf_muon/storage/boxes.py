@@ -10,14 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_muon.storage.blocks import Blocks
-from hf_muon.storage.regions import FlatRegion, Ranges, Region, length, merge
-from hf_muon.storage.views import View
+from hf_muon.storage.regions import FlatRegion, Ranges, Region, length, merge, whole
+from hf_muon.storage.views import Blocks, View
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Dim(NamedTuple):
@@ -118,13 +120,13 @@ class Box(NamedTuple):
 
     def read(self, batch: Tensor, data: Tensor) -> None:
         """Copy the box out of a batch, into data of its `shape`."""
-        for part, whole in self._slices():
-            data[part] = batch[whole]
+        for part, place in self._slices():
+            data[part] = batch[place]
 
     def write(self, data: Tensor, batch: Tensor) -> None:
         """Copy data of the box's `shape` into a batch."""
-        for part, whole in self._slices():
-            batch[whole] = data[part]
+        for part, place in self._slices():
+            batch[place] = data[part]
 
     def _slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Yield parts of the data, and of the batch."""
@@ -319,3 +321,30 @@ def shards_of(view: View, shape: tuple[int, ...], regions: Sequence[Region | Fla
         Shards([Held(region, matrices, folded if isinstance(region, Region) else (), *part) for region in regions])
         for part in parts
     )
+
+
+@dataclass(frozen=True, eq=False)
+class SharedStorage:
+    """How the ranks of a process group store a tensor.
+
+    Attributes:
+        group: the process group; None where this process has the tensor alone.
+        shape: of the whole tensor.
+        regions: what each rank stores, in the order of the group's ranks; empty for flat partitions.
+    """
+
+    group: ProcessGroup | None
+    shape: tuple[int, ...]
+    regions: Sequence[Region] = ()
+    _shards: dict[View, tuple[Shards, ...]] = field(default_factory=dict, repr=False)
+
+    def shards(self, view: View) -> tuple[Shards, ...]:
+        """Return, for each part of a view of the tensor, what each rank stores of it."""
+        if view not in self._shards:
+            self._shards[view] = shards_of(view, self.shape, tuple(self.regions))
+        return self._shards[view]
+
+
+def replicated(shape: tuple[int, ...], group: ProcessGroup | None) -> SharedStorage:
+    """Return the storage of a tensor that each rank of a group has whole, or this process alone."""
+    return SharedStorage(group, shape, (whole(shape),) * (1 if group is None else group.size()))
