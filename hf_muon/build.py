@@ -62,10 +62,10 @@ def build_optimizer(
 
 
 def as_config(config: MuonConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> MuonConfig:
-    """Return the options of a `MuonConfig`, a mapping or nothing, replaced by others.
+    """Return `config` as a `MuonConfig`, with the values of `options` in place of its own.
 
     Raises:
-        ValueError: something else, or an option that is not valid.
+        ValueError: `config` is neither a `MuonConfig`, a mapping nor None, or an option is not valid.
     """
     if not isinstance(config, (MuonConfig, Mapping, type(None))):
         raise ValueError(f"config is a MuonConfig or a mapping of its options, not {quoted(config)} [not-a-mapping]")
@@ -85,10 +85,10 @@ def groups_of(
     Args:
         routes: of the parameters.
         config: the options.
-        lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it, or multiplies it
-            by its proportion to the `lr` of `config` if that is set.
-        weight_decay: the weight decay of a ready-made group, which is that of norms and biases, too;
-            `adamw_weight_decay` replaces it unless it is 0.
+        lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it; if `config` has
+            `lr`, too, the group keeps its proportion to that.
+        weight_decay: the weight decay of a ready-made group, norms and biases included. `adamw_weight_decay` replaces
+            it unless it is 0.
     """
     parts: dict[tuple[bool, bool], list[Route]] = {}
     for route in routes:
@@ -111,7 +111,7 @@ def groups_of(
 
 
 def _rate(lr: Any, own_lr: float | None, config: MuonConfig) -> Any:
-    """Return the rate of a part of a group whose rate is `lr`, where `own_lr` is `muon_lr` or `adamw_lr`."""
+    """Return the rate of a param group, given the `lr` of a ready-made one and `muon_lr` or `adamw_lr` (`own_lr`)."""
     if own_lr is None:
         return config.value_of("lr") if lr is None else lr
     if lr is None or not config.lr or lr == config.lr:

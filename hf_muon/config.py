@@ -192,7 +192,7 @@ class MuonConfig:
         check_scale(self.adjust_lr_fn, self.update_rms)
 
     def value_of(self, name: str) -> Any:
-        """Return the value of an option, also of one that a registered rule declares; the default if it is not set."""
+        """Return the value of an option, of a registered rule's too; the default if it is not set."""
         value = self.rules.get(name) if name in registry.OTHERS_OPTIONS else getattr(self, name)
         return OPTIONS[name].default if value is None else value
 
@@ -240,7 +240,7 @@ def option_of(name: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[s
     Args:
         name: of the option.
         among: the options that are valid here, by name.
-        more: names that are valid here, too, for the error.
+        more: other names that are valid here, for the error.
 
     Raises:
         ValueError: there is no such option; the message names the closest one, and the valid ones.
@@ -264,14 +264,13 @@ def check_option(name: str, value: Any, among: Mapping[str, Option] = OPTIONS, m
     """Return the canonical form of a value.
 
     Raises:
-        ValueError: there is no such option, as in `option_of`, or it does not take the value; the message names the
-            valid ones.
+        ValueError: as `option_of`, or the option does not take the value; the message names the valid ones.
     """
     return option_of(name, among, more).check(name, value)
 
 
 def listed(names: Collection[str]) -> str:
-    """Return names as an error lists them: without the options that are not in front, but with their number."""
+    """Join names for an error. Options that are not in `FRONT` are only counted."""
     shown = [name for name in names if name in FRONT or name not in OPTIONS]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f", and {rest} more in docs/options.md" if rest else "")

@@ -146,10 +146,10 @@ def _tensors(params: Any) -> list[Tensor]:
 
 
 def _with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments or a param group with our names in place of those of torch.optim.AdamW.
+    """Rename the options of arguments or of a param group that torch.optim.AdamW calls differently.
 
     Raises:
-        ValueError: an option twice, under both names; or one of torch's that is not at its default.
+        ValueError: an option is set under both names, or an option that only torch has is not at its default.
     """
     own = dict(options)
     for theirs, ours in _RENAMED.items():
@@ -170,7 +170,7 @@ def _require_one_rate(rates: Sequence[tuple[bool, Any]], config: MuonConfig) -> 
     """Raise if `muon_lr` or `adamw_lr` would replace the different rates of groups by one.
 
     Args:
-        rates: whether a part of a group is for Muon, and the rate of the group; None where it has no own.
+        rates: for each part of a group whether Muon steps it, and the `lr` of the group; None if the group sets none.
         config: the options. If it has `lr`, groups keep their proportions to it.
 
     Raises:

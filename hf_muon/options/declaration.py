@@ -102,7 +102,7 @@ def options_of(config: type) -> dict[str, Option]:
 
 
 def quoted(value: Any) -> str:
-    """Return a value as an error message quotes it; of a tensor that is no single number, its shape."""
+    """Return the repr of a value for an error, cut at 200 characters; of a tensor with several elements, its shape."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return f"a tensor of shape {tuple(value.shape)}"
     try:
@@ -113,7 +113,7 @@ def quoted(value: Any) -> str:
 
 
 def documented(options: Mapping[str, Option]) -> Callable[[type[_T]], type[_T]]:
-    """Return a class decorator that replaces the line ``{options}`` of a docstring by the meanings of options."""
+    """Return a class decorator that replaces the line ``{options}`` of a docstring with the meanings of options."""
 
     def described(line: re.Match[str]) -> str:
         return "\n".join(

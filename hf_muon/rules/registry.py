@@ -85,17 +85,17 @@ def option_names() -> list[str]:
 
 
 def state_kinds() -> dict[str, StateKind]:
-    """Return the state of all rules: what each key has a number for."""
+    """Return the keys of the state of all rules, each with its kind."""
     return {key: kind for rule in RULES.values() for key, kind in rule.state.items()}
 
 
 def non_negative() -> set[str]:
-    """Return the keys of state of which a checkpoint may hold no negative numbers."""
+    """Return the keys of state that are never negative."""
     return {key for rule in RULES.values() for key in rule.non_negative}
 
 
 def rules_of(group: Mapping[str, Any]) -> list[Rule]:
-    """Return the rules that a param group follows; older versions lack options, which are at their defaults then."""
+    """Return the rules that a param group follows. Options that the group lacks have their defaults."""
     return [rule for rule in RULES.values() if rule.is_on(_with_defaults(rule, group))]
 
 
@@ -105,14 +105,14 @@ def _with_defaults(rule: Rule, group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:
-    """Return the state of the rules that a param group follows: what each key has a number for."""
+    """Return the keys of the state of the rules that a param group follows, each with its kind."""
     if not group["use_muon"]:
         return {}
     return {key: kind for rule in rules_of(group) for key, kind in rule.state.items()}
 
 
 def complaint(group: Mapping[str, Any]) -> str | None:
-    """Say why the rules of a param group cannot be followed; None where they can."""
+    """Return why the rules of a param group cannot be followed; None if they can."""
     rules = rules_of(group)
     for rule in rules:
         if rule.complaint is not None and (text := rule.complaint(_with_defaults(rule, group))):
