@@ -99,7 +99,7 @@ def test_the_meta_device_takes_the_branches_of_cuda():
     param = nn.Parameter(torch.empty(256, 512, device=META))
     with as_accelerator():
         assert host.moments_device(param, "cpu") == torch.device("cpu")
-        assert transport._Streams(META)._module is not torch.cpu
+        assert transport.Transport(META, [])._module is not torch.cpu
     assert host.moments_device(param, "cpu") == META
 
 

@@ -59,9 +59,6 @@ def ask_for_options_of_inductor():
 
 def take_away(name, patch):
     """Take a name from torch; return what must not change, and what needs the name."""
-    if name == "_cdata":
-        patch.setattr(torch, "UntypedStorage", type("UntypedStorage", (), {}))
-        return None, stepped
     if name == "_len_torch_dispatch_stack":
         patch.delattr(torch._C, name)
         stepped()  # what is not compiled does not need it

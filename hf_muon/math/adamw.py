@@ -159,32 +159,10 @@ def adamw_(
             eps=eps,
             maximize=False,
         )
-    if others:
-        _step_others_(others, lr, betas, eps, weight_decay, step, rounding, observer)
-
-
-def _is_for_torch(stepped: Stepped) -> bool:
-    """Return whether torch's AdamW steps a parameter: all in its dtype, on an accelerator by the fused kernel."""
-    param, state = stepped.param, stepped.state
-    alike = all(other.dtype is param.dtype for other in (stepped.grad, *(state[key] for key in MOMENTS_OF_ADAMW)))
-    on_host = state["step"].device.type == "cpu"
-    return alike and not is_half(param) and not (on_host and is_accelerator(param.device))
-
-
-def _step_others_(
-    stepped: Sequence[Stepped],
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    rounding: str,
-    observer: Observer | None,
-) -> None:
-    """Step parameters with `STEP` or `STEP_CODES`, in few launches."""
     by_count: dict[float, list[Stepped]] = {}
-    torch._foreach_add_([own.state["step"] for own in stepped], 1)
-    for own in stepped:
+    if others:
+        torch._foreach_add_([own.state["step"] for own in others], 1)
+    for own in others:
         by_count.setdefault(float(own.state["step"]), []).append(own)
     for count, alike in by_count.items():
         corrections = [1 - beta**count for beta in betas]
@@ -199,6 +177,14 @@ def _step_others_(
             if rows:
                 columns = list(zip(*rows, strict=True))
                 over(function, columns, salt(step), *rates, *factors, stochastic=rounding != "nearest")
+
+
+def _is_for_torch(stepped: Stepped) -> bool:
+    """Return whether torch's AdamW steps a parameter: all in its dtype, on an accelerator by the fused kernel."""
+    param, state = stepped.param, stepped.state
+    alike = all(other.dtype is param.dtype for other in (stepped.grad, *(state[key] for key in MOMENTS_OF_ADAMW)))
+    on_host = state["step"].device.type == "cpu"
+    return alike and not is_half(param) and not (on_host and is_accelerator(param.device))
 
 
 def _tensors(stepped: Stepped) -> list[Tensor]:

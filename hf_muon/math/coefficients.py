@@ -136,7 +136,7 @@ def resolve(ns_coefficients: Coefficients, ns_steps: int | str = AUTO) -> Steps:
         return _of_preset(ns_coefficients, ns_steps)
     triples = [triple for triple in ns_coefficients if isinstance(triple, Sequence)]
     if not triples:
-        return (_triple(ns_coefficients, ns_coefficients),) * _number(ns_steps, DEFAULT_STEPS)
+        return (_triple(ns_coefficients, ns_coefficients),) * (DEFAULT_STEPS if ns_steps == AUTO else int(ns_steps))
     listed = len(ns_coefficients)
     if ns_steps not in (AUTO, listed):
         raise ValueError(
@@ -144,10 +144,6 @@ def resolve(ns_coefficients: Coefficients, ns_steps: int | str = AUTO) -> Steps:
             f"or set ns_steps={listed} [ns-steps-misfit]"
         )
     return tuple(_triple(triple, ns_coefficients) for triple in ns_coefficients)
-
-
-def _number(ns_steps: int | str, default: int) -> int:
-    return default if ns_steps == AUTO else int(ns_steps)
 
 
 def _triple(numbers: object, ns_coefficients: Coefficients) -> Triple:
@@ -167,7 +163,7 @@ def _of_preset(name: str, ns_steps: int | str) -> Steps:
             "or for each [invalid-value]"
         )
     preset = PRESETS[name]
-    number, listed = _number(ns_steps, preset.default_steps), len(preset.steps)
+    number, listed = preset.default_steps if ns_steps == AUTO else int(ns_steps), len(preset.steps)
     if (number < listed and not preset.truncates) or (number > listed and not preset.repeat_last):
         bound = "at most" if preset.truncates else "exactly"
         raise ValueError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from hf_muon.math import cost
 from hf_muon.math.coefficients import AUTO, Coefficients, Steps, Triple, resolve
 from hf_muon.math.elementwise import Elementwise
-from hf_muon.math.gram import polynomial_of_gram
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import Workspace, is_aligned, symmetric_
 
@@ -43,14 +41,23 @@ def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace, *, apar
 
 
 def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], work: Workspace) -> Tensor:
-    """Return ``X`` after several steps, computed in the Gram form.
+    """Return ``Q X``: several steps in the Gram form, which computes ``Q`` from the Gram matrix ``R = X X^T`` alone.
+
+    ``R``, ``W`` and ``Q`` are polynomials of the first ``R``: symmetric, and their products commute.
 
     Args:
         x: see `newton_schulz_step`.
-        coefficients: ``(a, b, c)`` of each step.
+        coefficients: ``(a, b, c)`` of each of at least two steps.
         work: memory for the products and the result.
     """
-    return work.apply(polynomial_of_gram(work.gram_of(x), coefficients, work), x)
+    gram, (product, free), scratch, rows = work.gram_of(x), work.small, work.scratch(), work.rows.small
+    between, weight = scratch, work.weight_(product, gram, coefficients[0])  # W = a I + b R + c R^2
+    for step in coefficients[1:]:
+        symmetric_(gram, symmetric_(between, gram, weight, rows=rows), weight, rows=rows)  # W R W
+        weight = work.weight_(scratch, gram, step)
+        product, free = symmetric_(free, product, weight, rows=rows), product  # W Q
+        between = free
+    return work.apply(product, x)
 
 
 def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -119,10 +126,6 @@ def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | Non
     return out
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
-
-
 def newton_schulz(
     matrices: Tensor,
     coefficients: Steps,
@@ -150,7 +153,7 @@ def newton_schulz(
     device = matrices.device.type
     lengths = lengths or cost.segments(matrices.shape, len(coefficients), dtype)
     rows = rows or cost.block_rows(min(matrices.shape[1:]), dtype, device)
-    with _without_autocast(device):
+    with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         # Each segment multiplies X from one memory into another, and back.
         ends_where_it_starts = len(lengths) % 2 == 0
         normalized = _normalized_in_three if device in _WITH_FP64 else _normalized

@@ -33,34 +33,17 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
         raise ValueError(
             "ns_dtype=fp16 does not run on a CPU, where fp16 has no fast product. Use auto, bf16 or fp32 [fp16-on-cpu]"
         )
-    dtype = NS_DTYPES[ns_dtype]
-    if dtype is not None:
-        return dtype
-    if _has_tensor_cores(device_type, device_index):
-        return torch.float16
-    return torch.bfloat16 if _has_bf16(device_type, device_index) else torch.float32
+    return NS_DTYPES[ns_dtype] or _fast_dtype(device_type, device_index)
 
 
-def _has_tensor_cores(device_type: str, device_index: int | None) -> bool:
-    """Return whether a device is an NVIDIA GPU that multiplies fp16 in tensor cores.
-
-    AMD's GPUs are called "cuda", too. Some of them flush subnormal fp16 numbers, which nobody has compared.
-    """
-    is_nvidia = device_type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device_index)[0] >= 7
-
-
-def _has_bf16(device_type: str, device_index: int | None) -> bool:
-    """Return whether a device multiplies bf16 natively."""
-    if device_type == "cpu":
-        return cpu_has_bf16()
+def _fast_dtype(device_type: str, device_index: int | None) -> torch.dtype:
+    """Return the shortest dtype that a device multiplies natively. Emulated, bf16 is 100 times slower than fp32."""
     if device_type == "cuda":
+        # AMD's GPUs are called "cuda", too. Some of them flush subnormal fp16 numbers, which nobody has compared.
+        if torch.version.hip is not None:
+            return torch.bfloat16
         # One machine may hold cards of different generations, hence the index.
-        return torch.version.hip is not None or torch.cuda.get_device_capability(device_index)[0] >= 8
-    return device_type == "xpu" and bool(torch.xpu.is_bf16_supported())
-
-
-@functools.lru_cache(maxsize=1)
-def cpu_has_bf16() -> bool:
-    """Return whether this CPU multiplies bf16 natively; emulated bf16 is about a hundred times slower than fp32."""
-    return cpu_multiplies_bf16()
+        has_tensor_cores = torch.cuda.get_device_capability(device_index)[0] >= 7
+        return torch.float16 if has_tensor_cores else torch.float32
+    has_bf16 = cpu_multiplies_bf16() if device_type == "cpu" else device_type == "xpu" and torch.xpu.is_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32

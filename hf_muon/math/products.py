@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,26 +21,25 @@ def is_aligned(tensor: Tensor) -> bool:
     return int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES == 0
 
 
-class _Free:
-    """Memory to use: aligned parts of a contiguous tensor as long as there are any, then new memory.
+def _taking(free: Tensor | None, like: Tensor) -> Callable[[Sequence[int]], Tensor]:
+    """Return a function from shapes to contiguous memory: aligned parts of `free` while there are any, then new memory.
 
     Args:
-        tensor: is written to; None for new memory alone.
+        free: contiguous, in any dtype; is written to.
         like: has the dtype and the device of what is taken.
     """
+    rest = like.new_empty(0).view(torch.uint8) if free is None else free.view(-1).view(torch.uint8)
+    begin = 0 if free is None else -int(free.storage_offset()) * free.dtype.itemsize % _ALIGNED_BYTES
 
-    def __init__(self, tensor: Tensor | None, like: Tensor) -> None:
-        self._like = like
-        self._bytes = None if tensor is None else tensor.view(-1).view(torch.uint8)
-        self._begin = 0 if tensor is None else -int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES
+    def take(shape: Sequence[int]) -> Tensor:
+        nonlocal begin
+        first, nbytes = begin, math.prod(shape) * like.dtype.itemsize
+        if first + nbytes > rest.numel():
+            return like.new_empty(shape)
+        begin += math.ceil(nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return rest[first : first + nbytes].view(like.dtype).view(shape)
 
-    def take(self, shape: Sequence[int]) -> Tensor:
-        """Return a contiguous tensor of some shape."""
-        begin, nbytes = self._begin, math.prod(shape) * self._like.dtype.itemsize
-        if self._bytes is None or begin + nbytes > self._bytes.numel():
-            return self._like.new_empty(shape)
-        self._begin += math.ceil(nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES
-        return self._bytes[begin : begin + nbytes].view(self._like.dtype).view(shape)
+    return take
 
 
 def symmetric_(
@@ -117,11 +116,11 @@ class Workspace:
         free: Tensor | None = None,
     ) -> None:
         self._size = min(x.shape[1:])
-        memory = _Free(free, x)
-        self._next = memory.take(x.shape) if into is None else into
+        take = _taking(free, x)
+        self._next = take(x.shape) if into is None else into
         self._shape = (x.size(0), self._size, cost.row_length(self._size, rows))
         count = cost.small_matrices(lengths)
-        self.gram, *self.small = (memory.take(self._shape)[..., : self._size] for _ in range(count))
+        self.gram, *self.small = (take(self._shape)[..., : self._size] for _ in range(count))
         self.rows = rows
         self._identity: Tensor | None = None
         self._tall = x.size(-2) > x.size(-1)

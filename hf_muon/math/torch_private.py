@@ -25,7 +25,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _LATER = "Use a torch that hf_muon was tested with, or a newer hf_muon"
 _COMPILING, _LOADING, _GROUPS = "compiled functions", "hooks of loads", "process groups"
 NEEDS = {
-    "_cdata": "every step",
     "_len_torch_dispatch_stack": _COMPILING,
     "list_options": _COMPILING,
     "_optimizer_load_state_dict_pre_hooks": _LOADING,
@@ -58,21 +57,6 @@ def _private(owner: Any, name: str) -> Any:
             f"torch {torch.__version__} has no {kind.__name__}.{name}, which hf_muon needs for {NEEDS[name]}. "
             f"{_LATER} [torch-changed]"
         ) from error
-
-
-def refuse_strange_tensors() -> None:
-    """Raise where `storage_id`, which every step needs, does not work.
-
-    Raises:
-        RuntimeError: a name is gone.
-    """
-    _private(torch.UntypedStorage, "_cdata")
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return a number that only tensors of the same memory share; `data_ptr` is 0 for all tensors without data."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def disable_dynamo(function: _F) -> _F:

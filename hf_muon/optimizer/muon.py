@@ -17,7 +17,7 @@ from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.rounding import Observer
-from hf_muon.math.torch_private import disable_dynamo, refuse_strange_tensors
+from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import check, copies, load, reports
 from hf_muon.optimizer.gradients import Gradients
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
@@ -124,7 +124,6 @@ class Muon(Optimizer):
         **rules: Any,
     ) -> None:
         refuse_older("torch")
-        refuse_strange_tensors()
         arguments = {**locals(), **{name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})

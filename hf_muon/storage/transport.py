@@ -40,7 +40,9 @@ class Transport:
             for turn in turns
         ]
         self._turn = 0
-        self._streams = _Streams(device)
+        self._device = device
+        self._module = asynchronous(device) or torch.cpu  # whose streams do nothing
+        self._in, self._out = self._module.Stream(device), self._module.Stream(device)
         sizes = [sum(map(_aligned_bytes, away.values())) for away in self._away]
         count = max(1, min(2, sum(size > 0 for size in sizes)))  # one for tensors without elements
         slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(count)]
@@ -58,20 +60,23 @@ class Transport:
         if turn + 1 < len(self._turns) and away.keys().isdisjoint(self._away[turn + 1]):
             self._send_for(turn + 1)
         present, arrived = self._arriving.pop(turn)
-        self._streams.wait(arrived)
+        self._wait(arrived)
         yield [{key: present.get(id(there), there) for key, there in own.items()} for own in self._turns[turn]]
-        with self._streams.outward():
+        with self._outward():
             for place, here in present.items():
                 away[place].copy_(here, non_blocking=away[place].is_contiguous())
 
     def synchronize(self) -> None:
-        """Let the host wait until everything is back in its memory."""
-        self._streams.synchronize()
+        """Let the host wait for all copies."""
+        for stream in (self._in, self._out):
+            ended = self._module.Event()
+            ended.record(stream)
+            ended.synchronize()
 
     def _send_for(self, turn: int) -> None:
         """Start to copy the moments of a turn to the device."""
         present: dict[int, Tensor] = {}
-        with self._streams.inward() as arrived:
+        with self._inward() as arrived:
             if self._away[turn]:
                 slot, start = next(self._slots), 0
                 for place, there in self._away[turn].items():
@@ -80,27 +85,8 @@ class Transport:
                     start += _aligned_bytes(there)
         self._arriving[turn] = present, arrived
 
-
-def _aligned_bytes(tensor: Tensor) -> int:
-    return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
-
-
-class _Streams:
-    """Streams for copies to a device and from it, next to the one that computes.
-
-    Those of a device without streams are `torch.cpu`'s, which do nothing.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = asynchronous(device) or torch.cpu
-        self._device = device
-        self._in, self._out = self._module.Stream(device), self._module.Stream(device)
-
     @contextlib.contextmanager
-    def inward(self) -> Iterator[Any]:
+    def _inward(self) -> Iterator[Any]:
         """Copy in, after what was launched before and after all copies out: memory and tensors may be the same ones.
 
         Yields:
@@ -114,22 +100,19 @@ class _Streams:
             arrived.record(self._in)
 
     @contextlib.contextmanager
-    def outward(self) -> Iterator[None]:
+    def _outward(self) -> Iterator[None]:
         """Copy out, after what was launched before."""
         self._out.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._out):
             yield
 
-    def wait(self, arrived: Any) -> None:
+    def _wait(self, arrived: Any) -> None:
         """Let the computing stream wait for copies in."""
         self._module.current_stream(self._device).wait_event(arrived)
 
-    def synchronize(self) -> None:
-        """Let the host wait for all copies."""
-        for stream in (self._in, self._out):
-            ended = self._module.Event()
-            ended.record(stream)
-            ended.synchronize()
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
 def beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:

@@ -69,7 +69,7 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
     """Step a model on the device; return weights, the optimizer's state dict, and what the device has noted.
 
     Args:
-        broken: a method of `transport._Streams` that does nothing.
+        broken: a method of `transport.Transport` that orders nothing.
         compiles: whether elementwise functions have no temporary tensors, as where they are compiled; nor results here.
     """
     from tests import stand_in
@@ -91,7 +91,7 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
             stack.enter_context(mock.patch.object(newton_schulz, "_WITH_FP64", {"standin"}))
         stack.enter_context(stand_in.HostAccesses())
         if broken:
-            stack.enter_context(mock.patch.object(transport._Streams, broken, unordered(broken)))
+            stack.enter_context(mock.patch.object(transport.Transport, broken, unordered(broken)))
         for step in range(first, first + steps):
             generator = torch.Generator().manual_seed(step)
             for param in model.parameters():
@@ -126,16 +126,16 @@ def kinds(state):
 
 
 def unordered(name):
-    """Return a method of `transport._Streams` that orders nothing."""
+    """Return a method of `transport.Transport` that orders nothing."""
 
     @contextlib.contextmanager
     def in_stream(self):
         event = self._module.Event()
-        with self._module.stream(self._in if name == "inward" else self._out):
+        with self._module.stream(self._in if name == "_inward" else self._out):
             yield event
             event.record(self._in)
 
-    return in_stream if name in ("inward", "outward") else lambda self, *args: None
+    return in_stream if name in ("_inward", "_outward") else lambda self, *args: None
 
 
 def failing(rank):

@@ -74,7 +74,7 @@ def test_a_plan_foretells_the_host_and_bounds_the_device(stand_in, name):
 
 
 @pytest.mark.first_tier("wait")
-@pytest.mark.parametrize("broken", ["inward", "outward", "wait", "synchronize"])
+@pytest.mark.parametrize("broken", ["_inward", "_outward", "_wait", "synchronize"])
 def test_without_one_of_the_waits_copies_would_overtake(stand_in, broken):
     """Show that the tests above see what they are for."""
     assert stand_in(train, momentum_offload="cpu", broken=broken)[2]["races"]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.live_bytes import LiveBytes
 from hf_muon import orthogonalize
-from hf_muon.math import cost, elementwise, precision
+from hf_muon.math import cost, elementwise
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
 from hf_muon.math.cost import BlockRows
 from hf_muon.math.newton_schulz import Orthogonalizer, newton_schulz
@@ -302,12 +302,11 @@ def test_auto_is_what_a_processor_multiplies_fast(device, facts, expected, monke
     else:
         monkeypatch.setattr(torch.version, "hip", facts[0])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: facts[1])
-    asked = (compute_dtype, precision.cpu_has_bf16)
     try:
-        [function.cache_clear() for function in asked]
+        compute_dtype.cache_clear()
         assert compute_dtype("auto", device, *([0] if device == "cuda" else [])) is expected
     finally:
-        [function.cache_clear() for function in asked]
+        compute_dtype.cache_clear()
 
 
 def test_the_form_depends_on_the_shape_and_the_dtype_and_has_the_fewest_flops():
