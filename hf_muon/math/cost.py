@@ -105,14 +105,6 @@ def _entries(size: int, rows: int) -> int:
     return sum((min(start + rows, size) - start) * min(start + rows, size) for start in range(0, size, rows))
 
 
-def described(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type: str) -> str:
-    """Describe in words how a matrix is orthogonalized."""
-    lengths = segments(shape, steps, dtype)
-    size = min(shape[-2:])
-    form = "standard form" if max(lengths) == 1 else f"Gram form, {'+'.join(map(str, lengths))} steps"
-    return form + (", symmetric products by half" if block_rows(size, dtype, device_type).small < size else "")
-
-
 def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: BlockRows) -> int:
     """Return the bytes that orthogonalizing one matrix takes.
 
