@@ -194,7 +194,7 @@ def _restored(found: Comparison) -> defaultdict[Tensor, dict[str, Any]]:
         for param, entries in zip(group["params"], entries_of(group), strict=True):
             if own := found.moments.get(param):
                 counts = {"step": _counter(own["step"])} if "step" in entries else {}
-                state[param] = counts | converted(group, param, own, entries)
+                state[param] = counts | converted(param, own, entries)
     return state
 
 

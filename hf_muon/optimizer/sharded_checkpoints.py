@@ -115,7 +115,7 @@ def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved)
                 if there.keys() != here.keys() and not blocks_complaint(like, param):
                     own = {name: value for name, value in own.items() if name not in {*MOMENTS, *SCALES}}
                     own |= {
-                        name: zero_state(like, param, name, entry)
+                        name: zero_state(param, name, entry)
                         for name, entry in there.items()
                         if name not in own and name not in rules
                     }

@@ -103,11 +103,13 @@ class Entry(NamedTuple):
     Attributes:
         shape: of the whole tensor; None for the state by row of a flat partition, whose matrices only its layout knows.
         dtype: of the tensor.
+        device: of the tensor; another one than the parameter's for moments that are offloaded.
         sharded: whether it is stored with the placements of the parameter; else each rank has all of it.
     """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    device: torch.device
     sharded: bool = True
 
     def fits(self, value: Tensor) -> bool:
@@ -118,30 +120,31 @@ class Entry(NamedTuple):
 def entries_of(group: Group) -> Iterator[dict[str, Entry]]:
     """Yield what the state of each parameter of a group must have, by key; equal parameters share a dict."""
     rules = registry.state_of(group)
+    fused = not group["use_muon"] and uses_fused_adamw(group["params"], dtype_of(group))
     known: dict[Any, dict[str, Entry]] = {}
     for param, view in zip(group["params"], views.views_of(group), strict=True):
-        kind = param.shape, param.dtype, shape_of(param), view
+        kind = param.shape, param.dtype, param.device, is_dtensor(param), shape_of(param), view
         if kind not in known:
-            known[kind] = _entries(group, param, view, rules)
+            known[kind] = _entries(group, param, view, rules, fused=fused)
         yield known[kind]
 
 
-def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str]) -> dict[str, Entry]:
-    dtype, entries = dtype_of(group), {}
+def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *, fused: bool) -> dict[str, Entry]:
+    host_memory, here = torch.device("cpu"), local_of(param).device
+    dtype, of_moments, entries = dtype_of(group), host_memory if is_offloaded(group, param) else here, {}
     for key in moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype, param.shape):
-        is_count = key == "step"
-        entries[key] = Entry(
-            () if is_count else moments.state_shape(key, param.shape),
-            torch.float32 if is_count else moments.moment_dtype(param, key, dtype),
-            sharded=not is_count,
-        )
+        if key == "step":
+            entries[key] = Entry((), torch.float32, here if fused else host_memory, sharded=False)
+        else:
+            shape = moments.state_shape(key, param.shape)
+            entries[key] = Entry(shape, moments.moment_dtype(param, key, dtype), of_moments)
     for key, kind in rules.items():
         if kind == "weight":
-            entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32))
+            entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32), here)
         else:
             whole = shape_of(param)
-            shape = (row_numel(whole, view),) if len(whole) >= 2 else None
-            entries[key] = Entry(shape, torch.float32, sharded=False)
+            numel = (row_numel(whole, view),) if len(whole) >= 2 else None
+            entries[key] = Entry(numel, torch.float32, here, sharded=False)
     return entries
 
 
@@ -193,53 +196,45 @@ def complete_state_(group: Group, state: MutableMapping[Tensor, dict[str, Any]])
         group: a param group.
         state: of an optimizer, which creates an empty dict for a parameter without state.
     """
-    fused = not group["use_muon"] and uses_fused_adamw(group["params"], dtype_of(group))
     for param, entries in zip(group["params"], entries_of(group), strict=True):
         own = state[param]
         if any(key in own and (scale in own) != (scale in entries) for scale, key in SCALES.items()):
-            own.update(converted(group, param, own, entries))
+            own.update(converted(param, own, entries))
         for key in [key for key in own if key not in entries and is_known(key)]:
             del own[key]
-        here = local_of(param).device
-        of_moments = torch.device("cpu") if is_offloaded(group, param) else here
         for key, entry in entries.items():
-            if key == "step":
-                count = own[key] if key in own else zero_state(group, param, key, entry)
-                own[key] = torch.as_tensor(count, dtype=entry.dtype, device=here if fused else "cpu")
-            elif key not in own and entry.shape is not None:
-                own[key] = zero_state(group, param, key, entry)
-            elif key in own:
-                device = of_moments if key in ALL_STATE_KEYS else here
-                if own[key].dtype != entry.dtype or own[key].device != device:
-                    own[key] = _copied(group, param, own[key], key, entry)
+            if key not in own:
+                if entry.shape is not None:
+                    own[key] = zero_state(param, key, entry)
+            elif key == "step":
+                own[key] = torch.as_tensor(own[key], dtype=entry.dtype, device=entry.device)
+            elif own[key].dtype != entry.dtype or own[key].device != entry.device:
+                own[key] = _copied(param, own[key], entry)
 
 
-def zero_state(group: Group, param: Tensor, key: str, entry: Entry) -> Tensor:
+def zero_state(param: Tensor, key: str, entry: Entry) -> Tensor:
     """Return a parameter's state under a key before the first step; codes and scales are contiguous."""
     if key == "step":
-        return torch.tensor(0.0, dtype=entry.dtype, device="cpu")  # a constant, which fake tensors know the value of
+        return torch.tensor(0.0, dtype=entry.dtype, device=entry.device)  # a constant: fake tensors know its value
     whole, local = entry.shape or (), local_of(param)
     if not entry.sharded:
         return flat_zeros(param, math.prod(whole))
     numbers = key not in SCALES and entry.dtype.is_floating_point
     shape = None if numbers else moments.state_shape(key, local.shape)
-    if key in ALL_STATE_KEYS and is_offloaded(group, param):
+    if entry.device != local.device:
         return wrapped_like(param, host.zeros_like(local, entry.dtype, shape), whole)
     if shape is None:
         return torch.zeros_like(param, dtype=entry.dtype, memory_format=torch.preserve_format)
     return wrapped_like(param, local.new_zeros(shape, dtype=entry.dtype), whole)
 
 
-def converted(
-    group: Group, param: Tensor, state: Mapping[str, Tensor], entries: Mapping[str, Entry]
-) -> dict[str, Tensor]:
-    """Return moments and the state of rules as a group stores them, in memory of their own.
+def converted(param: Tensor, state: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """Return a parameter's moments and state of rules as entries describe them, in memory of their own.
 
     Moments that are not there are left out, and so is the number of steps. State of rules that is not there, or does
     not fit, starts from zero.
 
     Args:
-        group: the param group.
         param: the parameter; the result is stored like it.
         state: of the parameter, whole or with any placements, in any dtypes.
         entries: what the state of the parameter must have.
@@ -247,16 +242,16 @@ def converted(
     new: dict[str, Tensor] = {}
     for key, entry in entries.items():
         if key in MOMENTS and key in state:
-            new |= _converted_moment(group, param, state, key, entries)
+            new |= _converted_moment(param, state, key, entries)
         elif key not in ALL_STATE_KEYS and key in state and entry.fits(state[key]):
-            new[key] = _copied(group, param, state[key], key, entry)
+            new[key] = _copied(param, state[key], entry)
         elif key not in ALL_STATE_KEYS and entry.shape is not None:
-            new[key] = zero_state(group, param, key, entry)
+            new[key] = zero_state(param, key, entry)
     return new
 
 
 def _converted_moment(
-    group: Group, param: Tensor, state: Mapping[str, Tensor], key: str, entries: Mapping[str, Entry]
+    param: Tensor, state: Mapping[str, Tensor], key: str, entries: Mapping[str, Entry]
 ) -> dict[str, Tensor]:
     """Return a moment, with its scales if it is stored in 8 bits."""
     scale = MOMENTS[key].scale
@@ -268,21 +263,21 @@ def _converted_moment(
         values = moments.decoded({name: local_of(value) for name, value in own.items()}, key)
         own = {key: wrapped_like(own[key], values, own[key].shape)}
     if scale not in own and scale in keys:
-        codes = {name: zero_state(group, param, name, entries[name]) for name in keys}
+        codes = {name: zero_state(param, name, entries[name]) for name in keys}
         values = local_of(stored_like(param, own[key]))
         moments.encode_({name: local_of(code) for name, code in codes.items()}, key, values)
         return codes
-    return {name: _copied(group, param, own[name], name, entries[name]) for name in keys}
+    return {name: _copied(param, own[name], entries[name]) for name in keys}
 
 
-def _copied(group: Group, param: Tensor, value: Tensor, key: str, entry: Entry) -> Tensor:
-    """Return a copy of a value in the dtype, on the device and with the placements of the group's state."""
+def _copied(param: Tensor, value: Tensor, entry: Entry) -> Tensor:
+    """Return a copy of a value as an entry describes it."""
     value = stored_like(param, value) if entry.sharded else value
     is_code = not entry.dtype.is_floating_point
-    if key in ALL_STATE_KEYS and is_offloaded(group, param):
+    if entry.device != local_of(param).device:
         local = local_of(value).contiguous() if is_code else local_of(value)
         return wrapped_like(param, host.copied(local, entry.dtype, param.device), value.shape)
-    copy = value.to(device=local_of(param).device, dtype=entry.dtype, copy=True)
+    copy = value.to(device=entry.device, dtype=entry.dtype, copy=True)
     return copy.contiguous() if is_code else copy
 
 
