@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from hf_muon.storage.views import View, parse, views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from hf_muon.optimizer.muon import Muon
 
 Group = Mapping[str, Any]
 
@@ -105,15 +107,7 @@ class PartitionedStep:
         return [(param, partitions[param]) for group in groups for param in group["params"] if param in partitions]
 
 
-class Partitionable(Protocol):
-    """What of a `Muon` the framework changes."""
-
-    param_groups: list[dict[str, Any]]
-    partitioned: PartitionedStep
-    replicate_group: ProcessGroup | None
-
-
-def expect_partitions(optimizer: Partitionable, framework: str) -> None:
+def expect_partitions(optimizer: Muon, framework: str) -> None:
     """Have an optimizer take no step but those that create state, until `attach_partitions`.
 
     Where the framework fails to start in between, later steps say so.
@@ -131,7 +125,7 @@ def expect_partitions(optimizer: Partitionable, framework: str) -> None:
 
 
 def attach_partitions(
-    optimizer: Partitionable, partitions: Partitions | None, replicate_group: ProcessGroup | None = None
+    optimizer: Muon, partitions: Partitions | None, replicate_group: ProcessGroup | None = None
 ) -> None:
     """Have an optimizer step what a framework has made of its parameters.
 
