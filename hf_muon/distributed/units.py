@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -148,7 +149,7 @@ class Unit:
     @cached_property
     def stored(self) -> Tensor:
         """Elements that each rank stores, ``(ranks,)``."""
-        return sum(each.stored(start, stop) for each, _, start, stop in self._each())  # type: ignore[return-value]
+        return _total(each.stored(start, stop) for each, _, start, stop in self._each())
 
     @cached_property
     def holders(self) -> list[int]:
@@ -162,7 +163,7 @@ class Unit:
 
     def sent_to(self, owner: int) -> Tensor:
         """Return the elements that each rank sends to an owner, ``(ranks,)``, including the owner's own."""
-        return sum(each.sent_to(owner, start, stop) for each, _, start, stop in self._each())  # type: ignore[return-value]
+        return _total(each.sent_to(owner, start, stop) for each, _, start, stop in self._each())
 
     def boxes(self, rank: int, owner: int) -> Iterator[tuple[Piece, Box, bool]]:
         """Yield what a rank stores of the unit, in the order in which it stores it.
@@ -179,6 +180,11 @@ class Unit:
 
     def _each(self) -> Iterator[tuple[Shards, int, int, int]]:
         return ((shards, *matrices) for shards, matrices in zip(self.shards, self.ranges, strict=True))
+
+
+def _total(numbers: Iterable[tuple[int, ...]]) -> Tensor:
+    """Return the sum of numbers for each rank, ``(ranks,)``."""
+    return sum(count * torch.tensor(own) for own, count in Counter(numbers).items())  # type: ignore[return-value]
 
 
 def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTES) -> list[Unit]:

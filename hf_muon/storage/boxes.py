@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_muon.storage.regions import FlatRegion, Ranges, Region, length, merge, whole
@@ -273,8 +272,9 @@ class Shards:
             for position, rank in enumerate(ranks):
                 self._replicas[rank] = position, len(ranks)
         self._period = math.lcm(*(len(ranks) for own, ranks in alike.items() if own.numel))
-        self._stored: dict[tuple[int, int], Tensor] = {}
-        self._sent: dict[tuple[int, int, int], Tensor] = {}
+        # Numbers and no tensors, which would be those of a fake mode that has long ended.
+        self._stored: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._sent: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def sends(self, rank: int, owner: int) -> bool:
         """Return whether a rank sends what it stores to an owner: of ranks that store the same, exactly one does.
@@ -284,23 +284,20 @@ class Shards:
         position, count = self._replicas[rank]
         return self._replicas[owner][0] % count == position
 
-    def stored(self, start: int, stop: int) -> Tensor:
-        """Return the elements of the matrices `start` to `stop` that each rank stores, ``(ranks,)``."""
+    def stored(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return the elements of the matrices `start` to `stop` that each rank stores."""
         if (start, stop) not in self._stored:
             boxes = (own.boxes(start, stop) for own in self.held)
-            self._stored[start, stop] = torch.tensor([sum(box.numel for box in of_rank) for of_rank in boxes])
+            self._stored[start, stop] = tuple(sum(box.numel for box in of_rank) for of_rank in boxes)
         return self._stored[start, stop]
 
-    def sent_to(self, owner: int, start: int, stop: int) -> Tensor:
-        """Return the elements of the matrices `start` to `stop` that each rank sends to an owner, ``(ranks,)``.
-
-        They include the owner's own.
-        """
+    def sent_to(self, owner: int, start: int, stop: int) -> tuple[int, ...]:
+        """Return the elements of the matrices `start` to `stop` that each rank sends to an owner, or keeps."""
         # Owners with equal phases receive from the same ranks.
         phase = self._replicas[owner][0] % self._period
         if (phase, start, stop) not in self._sent:
-            sends = torch.tensor([self.sends(rank, owner) for rank in range(len(self.held))])
-            self._sent[phase, start, stop] = self.stored(start, stop) * sends
+            stored = self.stored(start, stop)
+            self._sent[phase, start, stop] = tuple(n if self.sends(r, owner) else 0 for r, n in enumerate(stored))
         return self._sent[phase, start, stop]
 
 
