@@ -166,6 +166,9 @@ def over(
     copied = [c for c, flat in enumerate(flats) if flat is None]
     counted = [c for c in copied if c not in function.by_row]
     passes = [2 * ((c in function.reads) + (c in function.writes)) for c in range(len(columns))]
+    most_bytes = at_most.run_bytes
+    if function.row is not None:  # copies of 8-bit codes are a quarter of updates, which take memory in any case
+        most_bytes = max(most_bytes, sum(flat.nbytes for flat in flats if flat is not None) // 4)
     waiting: list[Sequence[Tensor]] = []  # for others, to be copied together
     waiting_bytes, kind = 0, None
     for row in rows:
@@ -177,7 +180,7 @@ def over(
         alone = any(not row[c].is_contiguous() for c in copied) or (
             size * pass_bytes >= at_most.copied_bytes and not _padding(function, row[0])
         )
-        if waiting and (alone or kind != last_kind or waiting_bytes + size * copy_bytes > at_most.run_bytes):
+        if waiting and (alone or kind != last_kind or waiting_bytes + size * copy_bytes > most_bytes):
             _gathered(function, waiting, flats, into, *numbers, **options)
             waiting, waiting_bytes = [], 0
         if alone:
