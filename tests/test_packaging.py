@@ -23,8 +23,10 @@ from tests.pin import bounds, pinned
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_oldest_versions_are_those_of_pyproject_of_readme_and_of_llamafactory():
-    rows = re.findall(r"^\| (\w+)[^|]*\| ([\d.]+) \| [^|]+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_oldest_versions_are_those_of_pyproject_of_the_quick_start_and_of_llamafactory():
+    rows = re.findall(
+        r"^\| (\w+)[^|]*\| ([\d.]+) \| [^|]+ \|$", (ROOT / "docs/quickstart.md").read_text(), re.MULTILINE
+    )
     documented = {package.lower(): version for package, version in rows}
     pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints-llamafactory.txt").read_text(), re.MULTILINE))
     for package, version in OLDEST.items():

@@ -59,6 +59,11 @@ def test_python_runs(block, left_out, tmp_path, monkeypatch):
     exec(compile(block, script, "exec"), names)
 
 
+def test_the_quick_start_has_the_script_of_the_readme():
+    readme, start = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md"))
+    assert next(match[0] for match in BLOCK.finditer(readme) if match[2] == "python") in start
+
+
 @pytest.mark.parametrize(("block", "_"), blocks("yaml"))
 def test_yaml_has_options_that_exist(block, _):
     for settings in filter(None, yaml.safe_load_all(block)):

@@ -6,6 +6,7 @@ Where a test fails after new trials: run the study to its end, then correct the 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from functools import cache
 from itertools import groupby
@@ -19,7 +20,7 @@ from evidence.agenda import final_rows, is_tuned, searches
 from evidence.conclusions import verdict
 from evidence.forgetting import forgotten
 from evidence.results import RESULTS, loss_of, losses_of, read_rows
-from evidence.significance import paired, speed_up
+from evidence.significance import LEVEL, paired, smallest_shown, speed_up
 from evidence.study import STUDIES, read_study
 from evidence.tables import draw
 from evidence.times import quicker, read_times
@@ -159,6 +160,18 @@ def test_settings(first, sides):
         test = difference("settings", cell, side, "default")
         assert row[-2] == f"{test.mean:+.3f} ± {test.deviation:.3f}".replace("0.", ".")
         assert row[-1].split(" (")[0] == verdict(test).replace("no difference shown", "no")
+
+
+def test_answers():
+    """Expect the answer, the difference and what would have been seen in each row of evidence/README.md."""
+    text = (Path(__file__).parents[2] / "evidence" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \| `(\w+)`, (.+?): (.+?) - (.+?) \|$", text, re.MULTILINE)
+    assert len(rows) > 15
+    for _, answer, stated, least, *sides in rows:
+        test = difference(*sides)
+        assert (answer == "yes") == (test.p < LEVEL)
+        assert stated == f"{test.mean:+.3f} ± {test.deviation:.3f} ({test.pairs})"
+        assert least == f"{smallest_shown(test):.3f}"
 
 
 def test_momentum_in_the_long_run():
