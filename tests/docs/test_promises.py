@@ -1,4 +1,4 @@
-"""Each promise of README.md, of layouts and of programs has an id, and tests of the first tier have a mark with that id.
+"""Each promise of README.md, layouts and programs has an id, and tests of the first tier have a mark with that id.
 
 An id stands in a comment behind what is promised: `<!-- shown by: ddp -->`, or several, separated by spaces.
 """
