@@ -16,11 +16,6 @@ from hf_muon.storage.tensors import STEPPED_DTYPES, class_complaint, has_data, i
 
 Group = Mapping[str, Any]
 
-NOT_FINITE = (
-    "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
-    "GradScaler."
-)
-
 
 def local_grad(param: Tensor) -> Tensor:
     """Return this rank's part of a parameter's gradient, stored like the parameter; zeros without a gradient.
@@ -58,21 +53,20 @@ class Gradients:
             for i, param in enumerate(group["params"]):
                 if param.grad is None:
                     self.stored.append("")
-                elif text := complaint(group, param):
+                    continue
+                if text := complaint(group, param):
                     self.complaints.append(f"{describe(group, i)} {text}")
-                else:
-                    self.stored.append(_stored(param, param.grad))
+                    continue
+                self.stored.append(_stored(param, param.grad))
+                grad = local_of(param.grad)
+                if not has_data(grad):
+                    self._has_others = True
+                elif grad.numel():
                     if param.dtype not in limits:
                         limits[param.dtype] = largest(group, param)
-                    self._add(local_of(param.grad), limits[param.dtype])
-
-    def _add(self, grad: Tensor, limit: float) -> None:
-        if not has_data(grad):
-            self._has_others = True
-        elif grad.numel():
-            grads, limits = self._readable.setdefault((grad.device, grad.dtype), ([], []))
-            grads.append(grad)
-            limits.append(limit)
+                    grads, limits_of_grads = self._readable.setdefault((grad.device, grad.dtype), ([], []))
+                    grads.append(grad)
+                    limits_of_grads.append(limits[param.dtype])
 
     def flags(self, *, may_be_idle: bool) -> list[Tensor]:
         """Return flags, 0-dim bool, still on the device: all entries can be stepped; any of them is not zero.

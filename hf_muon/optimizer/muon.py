@@ -261,10 +261,11 @@ class Muon(Optimizer):
         steps: list[Take] = []
         with layout.guarded(complaints):
             self.partitioned.clear_stale_gradients(groups)
-            found = Gradients(groups)
             is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
-            if not is_complete:  # fewer works than groups where the layout's complaints came early
-                complaints += state_complaints(groups[: len(layout.works)], self.state)
+            checked = groups[: len(layout.works)]  # not all, where the layout's complaints came early
+            found = Gradients(checked)
+            if not is_complete:
+                complaints += state_complaints(checked, self.state)
             complaints += [*check.complaints_of_groups(groups, layout), *found.complaints]
             complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
             may_be_idle = not complaints and check.may_be_idle(groups, self.state)
