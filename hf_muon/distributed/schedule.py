@@ -5,6 +5,7 @@ Every rank computes the same rounds. A round also holds what this rank sends and
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -142,7 +143,7 @@ def _make_return(units: Sequence[tuple[int, Unit, int]], rank: int, ranks: int) 
     return Return(
         leave=leave,
         arrive=arrive,
-        travels=any(int(unit.stored.sum()) > int(unit.stored[owner]) for _, unit, owner in units),
+        travels=any(sum(unit.stored) > unit.stored[owner] for _, unit, owner in units),
         to_all=to_all,
         boxes=[item for of_rank in boxes for item in _joined(of_rank)],
         pieces=[piece for piece, _ in arrived],
@@ -246,22 +247,23 @@ class Schedule:
     def _sized(self, units: list[OwnedUnit]) -> PlannedRound:
         if self.ranks == 1:
             return PlannedRound(units, [[*range(len(units))]])
-        nothing = torch.zeros(self.ranks, dtype=torch.int64)
-        sent, gathered, returned, largest = nothing, nothing.clone(), nothing, 0
+        nothing = [0] * self.ranks
+        sent, gathered, returned, largest = nothing, nothing.copy(), nothing, 0
         parts: list[list[int]] = [[]]
         for k, (unit, owner) in enumerate(units):
-            sent = sent + unit.sent_to(owner)
+            sent = _sum(sent, unit.sent_to(owner))
             gathered[owner] += unit.numel
-            back = unit.stored.clone()
-            back[owner] += unit.numel if unit.is_everywhere else unit.stored.sum()
-            if parts[-1] and int((returned + back).max()) * self._back > self.max_bucket_bytes // _OF_RETURN:
+            back = unit.stored.copy()
+            back[owner] += unit.numel if unit.is_everywhere else sum(unit.stored)
+            together = _sum(returned, back)
+            if parts[-1] and max(together) * self._back > self.max_bucket_bytes // _OF_RETURN:
                 parts.append([])
-                returned = nothing
+                together = back
             parts[-1].append(k)
-            returned = returned + back
-            largest = max(largest, int(returned.max()) * self._back)
-        gather = int((sent + gathered).max()) * self.comm_dtype.itemsize
-        return PlannedRound(units, parts, gather, largest, int(sent.max()))
+            returned = together
+            largest = max(largest, max(returned) * self._back)
+        gather = max(_sum(sent, gathered)) * self.comm_dtype.itemsize
+        return PlannedRound(units, parts, gather, largest, max(sent))
 
     def overlaps(self, planned: Sequence[PlannedRound]) -> list[bool]:
         """Return for each round whether it overlaps with others: what then travels at once is within the bound."""
@@ -271,6 +273,10 @@ class Schedule:
                 [*planned[:1], *planned], planned, [*planned[1:], *planned[-1:]], strict=False
             )
         ]
+
+
+def _sum(some: Sequence[int], others: Sequence[int]) -> list[int]:
+    return list(map(operator.add, some, others))
 
 
 def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:

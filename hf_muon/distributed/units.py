@@ -147,22 +147,22 @@ class Unit:
         return Unit(self.shape, tuple(self.ranges[k] for k in stepped), tuple(self.shards[k] for k in stepped))
 
     @cached_property
-    def stored(self) -> Tensor:
-        """Elements that each rank stores, ``(ranks,)``."""
+    def stored(self) -> list[int]:
+        """Elements that each rank stores."""
         return _total(each.stored(start, stop) for each, _, start, stop in self._each())
 
     @cached_property
     def holders(self) -> list[int]:
         """The ranks that store all of the unit."""
-        return (self.stored == self.numel).nonzero().flatten().tolist()
+        return [rank for rank, stored in enumerate(self.stored) if stored == self.numel]
 
     @property
     def is_everywhere(self) -> bool:
         """Whether all ranks store all of the unit."""
         return len(self.holders) == len(self.stored)
 
-    def sent_to(self, owner: int) -> Tensor:
-        """Return the elements that each rank sends to an owner, ``(ranks,)``, including the owner's own."""
+    def sent_to(self, owner: int) -> list[int]:
+        """Return the elements that each rank sends to an owner, including the owner's own."""
         return _total(each.sent_to(owner, start, stop) for each, _, start, stop in self._each())
 
     def boxes(self, rank: int, owner: int) -> Iterator[tuple[Piece, Box, bool]]:
@@ -182,9 +182,10 @@ class Unit:
         return ((shards, *matrices) for shards, matrices in zip(self.shards, self.ranges, strict=True))
 
 
-def _total(numbers: Iterable[tuple[int, ...]]) -> Tensor:
-    """Return the sum of numbers for each rank, ``(ranks,)``."""
-    return sum(count * torch.tensor(own) for own, count in Counter(numbers).items())  # type: ignore[return-value]
+def _total(numbers: Iterable[tuple[int, ...]]) -> list[int]:
+    """Return the sum of numbers of each rank; many matrices of a unit are stored alike."""
+    alike = [[times * number for number in own] for own, times in Counter(numbers).items()]
+    return alike[0] if len(alike) == 1 else list(map(sum, zip(*alike, strict=True)))
 
 
 def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTES) -> list[Unit]:
@@ -198,20 +199,22 @@ def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTE
         max_batch_bytes: bound on the memory of a unit on an accelerator, as long as it has two matrices.
     """
     alike: dict[tuple[tuple[int, int], bool, Hashable], list[int]] = {}
+    counts: Counter[tuple[tuple[int, int], bool]] = Counter()  # whoever stores them
     total = 0
     for i, matrix in enumerate(matrices):
         if math.prod(matrix.shape):
             rows, columns = matrix.shape[-2:]
             # Rules compute by rows of the weight: matrices that are stored transposed have batches of their own.
             alike.setdefault(((rows, columns), matrix.transposed, matrix.exchange), []).append(i)
+            counts[(rows, columns), matrix.transposed] += matrix.size
             total += matrix.size * _cost((rows, columns))
     units: list[Unit] = []
-    for (shape, _, _), members in alike.items():
+    for (shape, transposed, _), members in alike.items():
         stacks = {i: matrices[i].size for i in members}
         if is_accelerator(matrices[members[0]].device):
             size = _size_on_accelerator(shape, max_batch_bytes, total / _UNITS_OF_ALL)
         else:
-            size = max(1, min(_BATCH_ELEMENTS // math.prod(shape), sum(stacks.values()) // _UNITS_OF_A_SHAPE))
+            size = max(1, min(_BATCH_ELEMENTS // math.prod(shape), counts[shape, transposed] // _UNITS_OF_A_SHAPE))
         columns = _columns([*stacks.values()], size)
         for column in range(columns):
             cut = {i: (stack * column // columns, stack * (column + 1) // columns) for i, stack in stacks.items()}

@@ -100,8 +100,8 @@ def agree(
     complaints: Sequence[str],
     own: Own,
     refusal: str = REFUSED,
-) -> list[list[int]] | None:
-    """Return the indices of the parameters of each group to step, the same on all ranks; None for an idle step.
+) -> tuple[list[list[int]] | None, bool]:
+    """Agree with all ranks on the parameters to step, or on an error.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
     If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
@@ -113,6 +113,10 @@ def agree(
         complaints: why this rank cannot take the step.
         own: what it has found; not read if there are complaints.
         refusal: how the error begins.
+
+    Returns:
+        The indices of the parameters of each group to step, the same on all ranks, None for an idle step; and whether
+        all ranks have gradients for the same parameters.
 
     Raises:
         RuntimeError: every complaint of every rank, the same on all of them.
@@ -135,11 +139,22 @@ def agree(
     if not all(steppable):
         stop([] if bool(own.flags[0]) else bad_names(groups), NOT_FINITE)
     there = list(map(bool, own.stored))
-    if len(set(stored)) > 1:
+    is_alike = len(set(stored)) == 1
+    if not is_alike:
         there, differences = _of_any_rank(ranks, groups, layout, own.stored)
         stop(differences)
     refuse(decide_compilation(ranks, list(map(Readiness, readiness_of_all)), own), head=refusal)
-    return by_group(groups, there) if any(moves) else None
+    return by_group(groups, there) if any(moves) else None, is_alike
+
+
+def agree_on_complaints(ranks: Ranks, complaints: Sequence[str], refusal: str) -> None:
+    """Raise the complaints of all ranks if any of them has some; all ranks call this together.
+
+    Raises:
+        RuntimeError: every complaint of every rank, the same on all of them.
+    """
+    if any(itertools.chain.from_iterable(ranks.bits([bool(complaints)]).values())):
+        refuse(together(ranks.texts(complaints)), head=refusal)
 
 
 def _of_any_rank(

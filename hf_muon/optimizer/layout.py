@@ -189,7 +189,7 @@ def _storage(param: Tensor) -> tuple[Any, ...]:
     if not is_dtensor(param):
         return id(param), *_OF_TENSOR(param)
     dtype, device, local, spec = _OF_DTENSOR(param)
-    return id(param), dtype, device, id(local), id(spec)
+    return id(param), dtype, device, id(local), spec
 
 
 def _stands(

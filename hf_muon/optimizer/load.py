@@ -108,8 +108,8 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
     Raises:
         ValueError: every complaint of every rank, on all of them. Nothing was changed.
     """
-    groups, replicate_group = optimizer.param_groups, getattr(optimizer, "replicate_group", None)
     state_dict = _after_hooks(optimizer, state_dict)
+    groups, replicate_group = optimizer.param_groups, getattr(optimizer, "replicate_group", None)
     try:
         found = compare(groups, state_dict)
         shared = list(_shared_lines(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,7 +38,7 @@ class Momentum:
         self,
         moments: Mapping[int, Moments],
         grads: Mapping[int, Tensor],
-        calls: Iterable[Sequence[Piece]],
+        calls: Sequence[Sequence[Piece]],
         *,
         momentum: float,
         nesterov: bool,
@@ -49,8 +49,8 @@ class Momentum:
         self._options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "step": step}
         self._moved: set[int] = set()  # ids of codes that pieces cut
         self._transport: Transport | None = None
-        for k, own in moments.items():
-            if own[BUFFER].device.type != grads[k].device.type:
+        for k in dict.fromkeys(piece.matrix for pieces in calls for piece in pieces):
+            if moments[k][BUFFER].device.type != grads[k].device.type:
                 turns = [[self._stored(piece) for piece in pieces] for pieces in calls]
                 self._transport = Transport(grads[k].device, turns)
                 break

@@ -208,6 +208,8 @@ class Muon(Optimizer):
         finally:
             if not keeps_state:
                 self._drop_state(known)
+        if keeps_state:
+            self._left_state.note_rules(groups, self.state, forgets_others=self.partitioned.partitions is None)
         if indices_of_groups is None:
             return
         lost: list[reports.Lost] = []
@@ -266,6 +268,7 @@ class Muon(Optimizer):
             found = Gradients(checked)
             if not is_complete:
                 complaints += state_complaints(checked, self.state)
+                complaints += self._left_state.complaints(checked, self.state)
             complaints += [*check.complaints_of_groups(groups, layout), *found.complaints]
             complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
             may_be_idle = not complaints and check.may_be_idle(groups, self.state)
@@ -277,19 +280,21 @@ class Muon(Optimizer):
                 flags = found.flags(may_be_idle=may_be_idle)  # computed by the device while the host prepares
                 if not is_complete:
                     self._complete_state()
-                here = check.by_group(groups, found.stored)
-                steps = self._prepared(layout, here)
+                steps = self._prepared(layout, check.by_group(groups, found.stored))
                 if not is_complete:
                     self._left_state.note(groups, self.state, layout)
                 options, readiness = check.option_lines(groups, layout), check.readiness(groups, layout, self.state)
                 own = check.Own(options, found.stored, flags, *readiness)
         ranks = Ranks(layout.root, layout.first_device)
-        indices = check.agree(ranks, groups, layout, complaints, own, self.partitioned.refusal)
+        refusal = self.partitioned.refusal
+        indices, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
         if indices is None:
             return None, [], watch
+        if not is_alike:
+            with layout.guarded(complaints):
+                steps = self._prepared(layout, indices)
+            check.agree_on_complaints(ranks, complaints, refusal)
         self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
-        if indices != here:
-            steps = self._prepared(layout, indices)
         if not any(indices) and partitions is None and "no-gradients" not in self._warned_of:
             self._warned_of.add("no-gradients")
             reports.warn_of_empty_step(groups)
@@ -333,6 +338,7 @@ class Muon(Optimizer):
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         load.load_(self, state_dict)
+        self._left_state = LeftState()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,8 @@ class PartitionedStep:
     def _in(self, groups: Sequence[Group]) -> list[tuple[Tensor, Partition]]:
         """Return the partitions that are in the groups now."""
         partitions = self.partitions or {}
-        return [(param, partitions[param]) for group in groups for param in group["params"] if param in partitions]
+        params = itertools.chain.from_iterable(group.get("params", ()) for group in groups)  # one may have lost its own
+        return [(param, partitions[param]) for param in params if param in partitions]
 
 
 def expect_partitions(optimizer: Muon, framework: str) -> None:

@@ -305,14 +305,9 @@ def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
-    """Say why groups cannot be stepped with their state: some of it is missing, or does not fit its parameter.
-
-    A rule that was switched on since has no state yet, for any parameter of its group.
-    """
+    """Say why groups cannot be stepped with their state: moments are missing, or do not fit their parameter."""
     for group in groups:
-        keys, rules, lost = STATE_KEYS[bool(group["use_muon"])], registry.state_of(group), []
-        begun = {key for key in rules if any(key in state.get(param, ()) for param in group["params"])}
-        entries = list(entries_of(group)) if begun else []
+        keys, lost = STATE_KEYS[bool(group["use_muon"])], []
         for i, param in enumerate(group["params"]):
             own = state.get(param, {})
             # Codes need their scales, also where the group's dtype has none: they are converted before the step.
@@ -326,14 +321,6 @@ def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
                         f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
                         "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint "
                         "[moment-misfit]"
-                    )
-            for key in begun:
-                shape = entries[i][key].shape  # None where only a layout knows it, and the step makes the state
-                if shape is not None and (key not in own or own[key].shape != shape):
-                    text = f"has shape {tuple(own[key].shape)}, not {shape}" if key in own else "is gone"
-                    yield (
-                        f"{describe(group, i)}: its {key} {text}. "
-                        "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
                     )
         if lost and group.get("step"):
             yield (
@@ -355,9 +342,10 @@ def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | No
 
 
 _FORMS: tuple[Callable[[Tensor], Any], ...] = (
-    operator.attrgetter("nbytes"),  # less than half the time of `shape`
+    operator.attrgetter("shape"),
     operator.attrgetter("dtype"),
     Tensor.get_device,
+    lambda tensor: getattr(tensor, "_spec", None),  # placements of a DTensor; the same object is equal at once
 )
 
 
@@ -367,12 +355,17 @@ class LeftState:
     Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
     same form, for parameters that are stored as they were and groups with the same options. Tensors that are replaced
     are not kept alive: a framework may take state off the device between steps.
+
+    The state of rules must be there later as a step of this process has left it; only a rule that is switched on begins
+    without.
     """
 
     def __init__(self) -> None:
         self._key: list[Any] = []
         self._tensors: list[weakref.ref[Tensor]] = []
         self._forms: list[list[Any]] = []
+        self._of_rules: dict[Tensor, dict[str, torch.Size]] = {}
+        self._knows_rules = False
 
     def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
         """Note a state that is checked and complete.
@@ -385,13 +378,47 @@ class LeftState:
         self._key, tensors = _key_of(groups, state, layout)
         self._tensors = list(map(weakref.ref, tensors))
         self._forms = [list(map(form, tensors)) for form in _FORMS]
+        self._knows_rules = False
+
+    def note_rules(self, groups: Sequence[Group], state: State, *, forgets_others: bool) -> None:
+        """Note the shapes of the state of rules, when it is sure that a step is taken.
+
+        Args:
+            groups: param groups.
+            state: of their parameters.
+            forgets_others: whether there are no parameters but those that are in the groups now.
+        """
+        if self._knows_rules:
+            return
+        if forgets_others:
+            self._of_rules.clear()
+        for group in groups:
+            keys = registry.state_of(group)
+            for param in group["params"] if keys else ():
+                own = state.get(param, {})
+                self._of_rules[param] = {key: own[key].shape for key in keys if key in own}
+        self._knows_rules = True
+
+    def complaints(self, groups: Sequence[Group], state: State) -> Iterator[str]:
+        """Say which state of rules is gone, or does not have its shape any more."""
+        for group in groups:
+            keys = registry.state_of(group)
+            for i, param in enumerate(group["params"] if keys else ()):
+                own = state.get(param, {})
+                for key, shape in self._of_rules.get(param, {}).items():
+                    if key in keys and (key not in own or own[key].shape != shape):
+                        text = f"has shape {tuple(own[key].shape)}, not {tuple(shape)}" if key in own else "is gone"
+                        yield (
+                            f"{describe(group, i)}: its {key} {text}. "
+                            "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
+                        )
 
     def stands(self, groups: Sequence[Group], state: State, layout: object) -> bool:
         """Return whether the state is the one that was noted; takes half a microsecond for each tensor."""
         key, tensors = _key_of(groups, state, layout)
         if key != self._key or not all(map(operator.is_, tensors, (noted() for noted in self._tensors))):
             return False
-        return all(all(map(operator.eq, map(f, tensors), noted)) for f, noted in zip(_FORMS, self._forms, strict=True))
+        return all(list(map(form, tensors)) == noted for form, noted in zip(_FORMS, self._forms, strict=True))
 
 
 def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list[Any], list[Tensor]]:

@@ -83,13 +83,14 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
     there = schedule.comm_dtype.itemsize
     back = min(there, direction_dtype.itemsize)
     flops = [0] * schedule.ranks
-    sent = torch.zeros(schedule.ranks, dtype=torch.int64)
+    sent = [0] * schedule.ranks
     for unit, owner in schedule.owned:
         flops[owner] += flops_of(unit)
         # The owner sends the directions of what others store; its own update stays.
         own = unit.stored[owner]
-        sent += unit.sent_to(owner) * there
-        sent[owner] += (unit.stored.sum() - own) * back - own * there
+        for rank, numel in enumerate(unit.sent_to(owner)):
+            sent[rank] += numel * there
+        sent[owner] += (sum(unit.stored) - own) * back - own * there
     rounds = schedule.planned({matrix for unit, _ in schedule.owned for matrix, *_ in unit.ranges})
     if schedule.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
         together = (sum(unit.numel for unit, _ in each.units) for each in rounds)
@@ -99,9 +100,7 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
     ]
     in_flight = [each.gather + 2 * each.back + ahead for each, ahead in zip(rounds, [*following, 0], strict=False)]
     largest = max((there * unit.numel for unit, _ in schedule.owned), default=0)
-    return StepCost(
-        flops, sent.tolist(), max(in_flight, default=0), largest, max((each.sent for each in rounds), default=0)
-    )
+    return StepCost(flops, sent, max(in_flight, default=0), largest, max((each.sent for each in rounds), default=0))
 
 
 def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_dtype: torch.dtype) -> int:

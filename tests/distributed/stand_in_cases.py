@@ -57,24 +57,38 @@ class Net(nn.Module):
         self.lm_head = nn.Linear(256, 600)
 
 
-def on_stand_in(model):
-    for module in model.modules():
+def on_stand_in(model, but=""):
+    for path, module in model.named_modules():
+        if but and path.startswith(but):
+            continue
         for name, param in list(module._parameters.items()):
             if param is not None:
                 module._parameters[name] = nn.Parameter(param.detach().to("standin"))
     return model
 
 
-def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chunk=CHUNK, compiles=False, **options):
+def train(
+    rank,
+    steps=2,
+    first=0,
+    dtype="float32",
+    state=None,
+    broken=None,
+    chunk=CHUNK,
+    compiles=False,
+    on_host="",
+    **options,
+):
     """Step a model on the device; return weights, the optimizer's state dict, and what the device has noted.
 
     Args:
         broken: a method of `transport.Transport` that orders nothing.
+        on_host: how the names of modules begin that are not on the device.
         compiles: whether elementwise functions have no temporary tensors, as where they are compiled; nor results here.
     """
     from tests import stand_in
 
-    model = on_stand_in(Net().to(getattr(torch, dtype)))
+    model = on_stand_in(Net().to(getattr(torch, dtype)), on_host)
     optimizer = build_optimizer(model, **{"lr": 1e-2, "ns_dtype": "fp32", **options})
     if state is not None:
         weights, states = state
@@ -95,7 +109,7 @@ def train(rank, steps=2, first=0, dtype="float32", state=None, broken=None, chun
         for step in range(first, first + steps):
             generator = torch.Generator().manual_seed(step)
             for param in model.parameters():
-                param.grad = torch.randn(param.shape, generator=generator).to("standin", param.dtype)
+                param.grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
             device.reset()
             before = device.nbytes()
             optimizer.step()

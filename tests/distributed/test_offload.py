@@ -59,6 +59,15 @@ def test_moments_travel_once_each_way_and_two_turns_of_them_are_on_the_device(st
     assert plain[2]["peak"] < notes["peak"] <= plain[2]["peak"] + 2 * max(unit, chunk) + 2**12
 
 
+def test_momentum_of_a_group_on_two_devices_moves_beside_its_parameters(stand_in):
+    plain, offloaded = (stand_in(train, momentum_offload=where, on_host="back") for where in ("none", "cpu"))
+    assert_same(offloaded, plain)
+    notes = offloaded[2]
+    on_host = MATRICES // 2 * SHAPE[0] * SHAPE[1] * 4
+    assert not notes["races"]
+    assert 0 < notes["copied"]["out"] <= notes["state bytes"] - on_host
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_a_plan_foretells_the_host_and_bounds_the_device(stand_in, name):
     options, plans, runs = dict(STATES[name]), [], []

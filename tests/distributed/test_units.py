@@ -72,6 +72,13 @@ def test_small_matrices_stay_together_as_long_as_there_is_enough_to_share_out(sh
     assert [unit.count for unit in units_of(shapes)] == counts
 
 
+def test_units_of_a_cpu_are_as_large_whoever_stores_their_matrices():
+    stored = shards((16, 16), 1, Shard(0))
+    matrices = [Matrix(i, (16, 16), stored, dtype=(torch.float32, torch.float64)[i % 2]) for i in range(80)]
+    assert [unit.count for unit in make_units(matrices)] == [10] * 8
+    assert {len({matrix % 2 for matrix, *_ in unit.ranges}) for unit in make_units(matrices)} == {1}
+
+
 def test_units_fill_an_accelerator_several_times_over_and_fit_into_its_memory():
     counts = {}
     for unit in units_of(qwen3_06b(), True):

@@ -249,6 +249,11 @@ def resized(params: dict[str, Any], optimizer: Muon) -> None:
     optimizer.param_groups[0]["ns_dtype"] = "fp16"
 
 
+def transposed(params: dict[str, Any], optimizer: Muon) -> None:
+    momentum = optimizer.state[params["0.weight"]]["momentum_buffer"]
+    momentum.data = momentum.t().contiguous()
+
+
 def swapped(params: dict[str, Any], optimizer: Muon) -> None:
     """Put a tensor of an unknown class into a group, as accelerate puts DTensors."""
     optimizer.param_groups[0]["params"][1] = shard(3, 8)
@@ -288,6 +293,7 @@ SPOILED = [
     *(("invalid-value", written(k, **each), f"{KEPT}.*{next(iter(each))}=") for k in (0, 1) for each in WRITTEN),
     ("ns-steps-misfit", written(0, ns_coefficients="deepseek_v4"), "ns_steps=5.*10"),
     ("moment-misfit fp16-on-cpu", resized, r"exp_avg.*\(3,\)"),
+    ("moment-misfit", transposed, "0.weight.*momentum_buffer"),
     ("moments-gone", lambda _, optimizer: optimizer.state.clear(), "0.weight"),
     ("moments-gone", lambda _, optimizer: optimizer.state.popitem()[1].clear(), "2.bias|1.bias"),
     (f"{UNKNOWN} moments-gone", swapped, "2.weight.*Shard"),

@@ -79,6 +79,23 @@ def no_memory(layout: Layout) -> Fault:
         yield
 
 
+@contextlib.contextmanager
+def no_second_preparation(layout: Layout) -> Fault:
+    """Lack a gradient that another rank has, and fail where the step is prepared again with that parameter."""
+    param, prepared = _params(layout)[1], []
+    made, grad, param.grad = muon.MuonStep, param.grad, None
+
+    def prepare(group: Any, *args: Any) -> Any:
+        if id(group) in prepared:
+            raise OSError("no space")
+        prepared.append(id(group))
+        return made(group, *args)
+
+    with mock.patch.object(muon, "MuonStep", prepare):
+        yield
+    param.grad = grad
+
+
 OF_ONE_RANK = {
     **FAULTS,
     "frozen": frozen,
@@ -90,6 +107,7 @@ OF_ONE_RANK = {
     "placements": lambda _: mock.patch.object(DTensor, "placements", property(_raise(OSError("no space")))),
     "options": lambda _: mock.patch.object(muon, "hyperparameters", _raise(OSError("no space"))),
     "memory": no_memory,
+    "second preparation": no_second_preparation,
 }
 
 
@@ -240,7 +258,11 @@ STEPS = [
     ("placed-fsdp-2", "placements", "", "OSError: no space.*rank 1"),
     ("copies-2", "options", "", "OSError: no space.*rank 1"),
     ("copies-2", "memory", "", "OutOfMemoryError: 2 GiB.*rank 1"),
-    *((place, "no params", "no-params", "param group 1 .*rank 1") for place in ("copies-2", "placed-fsdp-2")),
+    ("placed-fsdp-2", "second preparation", "", "OSError: no space.*rank 1"),
+    *(
+        (place, "no params", "no-params", r"^[^\n]*\n[^\n]*param group 1 [^\n]*rank 1\]\Z")
+        for place in ("copies-2", "placed-fsdp-2")
+    ),
     ("placed-fsdp-2", "partial gradient", "gradient-placements", r"m1 \(10, 16\).*Partial.* rank 0, .*rank 1"),
     ("placed-fsdp-2", "moved weight", "moment-misfit", "momentum_buffer.*Shard.*Replicate"),
 ]

@@ -266,11 +266,12 @@ def loaded(change: Callable[[Any], Any]) -> Callable[[Any], None]:
     return attempt
 
 
-def stepped(change: Callable[[Any], Any]) -> Callable[[], None]:
+def stepped(change: Callable[[Any], Any], *, of_all: bool = False) -> Callable[[], None]:
     def attempt() -> None:
         made = trained()
         before = [weight.detach().clone() for weight in made.weights]
-        change(made.optimizer.state[made.weights[1]])
+        for weight in made.weights if of_all else made.weights[1:2]:
+            change(made.optimizer.state[weight])
         try:
             made.optimizer.step()
         finally:
@@ -326,6 +327,7 @@ RULES = [
         [
             ("rule-not-loaded", OPTIONS, entry_point_that_is_gone, "others:GONE"),
             ("rule-state-gone", STEP, stepped(LOST), SECOND_MOMENT),
+            ("rule-state-gone", STEP, stepped(LOST, of_all=True), SECOND_MOMENT),
             ("rule-state-gone", STEP, stepped(SMALL), SECOND_MOMENT),
         ],
         error=RuntimeError,
