@@ -127,14 +127,14 @@ def beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     if all(tensor.device == other.device for tensor, other in zip(tensors, others, strict=True)):
         return list(tensors)
     runs = adjacent_runs(tensors)
-    brought: list[Tensor] = []
+    copies: list[tuple[Tensor, list[Tensor]]] = []
     for (device, _), alike in itertools.groupby(range(len(tensors)), key=lambda i: (others[i].device, runs[i])):
         own = [tensors[i] for i in alike]
         flat = adjacent(own)
         if flat is None:
             flat = torch.cat([tensor.reshape(-1) for tensor in own])
-        brought += shaped_like(flat.to(device, non_blocking=asynchronous(flat.device) is not None), own)
+        copies.append((flat.to(device, non_blocking=asynchronous(flat.device) is not None), own))
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         if (module := asynchronous(device)) is not None:
             module.current_stream(device).synchronize()
-    return brought
+    return [tensor for flat, own in copies for tensor in shaped_like(flat, own)]
