@@ -134,7 +134,7 @@ def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *
     dtype, of_moments, entries = dtype_of(group), host_memory if is_offloaded(group, param) else here, {}
     for key in moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype, param.shape):
         if key == "step":
-            entries[key] = Entry((), torch.float32, here if fused else host_memory, sharded=False)
+            entries[key] = Entry((), torch.float32, of_moments if fused else host_memory, sharded=False)
         else:
             shape = moments.state_shape(key, param.shape)
             entries[key] = Entry(shape, moments.moment_dtype(param, key, dtype), of_moments)
