@@ -1,20 +1,24 @@
-"""Every error and warning of the package by its code: tests/golden/messages.txt, and the texts of troubleshooting.
+"""Every error and warning of the package by its code: tests/golden/messages.txt and docs/messages.md.
 
 A message is a text of the source that ends in a code, as ``is not an option of muon. [unknown-option]``. ``python -m
-tests.messages``, which `make golden` calls, reads them from the source and writes them into both files.
+tests.messages``, which `make golden` calls, reads them from the source and writes both files. The page also has the
+hints of docs/hints.yaml, for messages that do not say what to do.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "messages.md"
+HINTS = ROOT / "docs" / "hints.yaml"
+BEGIN = "<!-- messages: generated from the source and docs/hints.yaml by `python -m tests.messages` -->\n"
 _CODED = re.compile(r"(.+) \[([a-z0-9]+(?:-[a-z0-9]+)*)\](?::\n  - )?", re.DOTALL)
 _RAISED = re.compile(r"(?!NotImplemented|Assertion|Invalid)\w+Error|.*\.(?:warning|warn|BadParameter)|sys\.exit|fail")
 _LOGGED = re.compile(r"%(?:\.\d)?[sdgf]")
@@ -76,62 +80,28 @@ def without_code(source: str) -> Iterator[str]:
                 yield text
 
 
-# --- docs/troubleshooting.md: entries of bold texts, each followed by why it comes and what to do
+def hints() -> dict[str, str]:
+    """Return the hint of each code that has one; a hint may be that of several codes."""
+    written = yaml.safe_load(HINTS.read_text(encoding="utf-8"))
+    return {code: hint for codes, hint in written.items() for code in codes.split()}
 
 
-_BOLD = re.compile(r"\*\*(`+) ?(.+?) ?\1\*\*(?: \\)*")
+def with_messages(page: str, found: dict[str, list[str]], known: dict[str, str]) -> str:
+    """Return the page with a line for each code below its marker: the code, its texts, a hint."""
+    lines = [_line(code, texts, known.get(code, "")) for code, texts in found.items()]
+    return page.partition(BEGIN)[0] + BEGIN + "\n" + "".join(lines)
 
 
-def bold_texts(page: str) -> dict[str, list[str]]:
-    """Return the texts in bold on the page by their codes; those without one under an empty code."""
-    found: dict[str, list[str]] = {}
-    for line in page.split("\n"):
-        if bold := _BOLD.fullmatch(line):
-            coded = _CODED.fullmatch(bold[2])
-            found.setdefault(coded[2] if coded else "", []).append(coded[1] if coded else bold[2])
-    return found
-
-
-def with_texts(page: str, found: dict[str, list[str]]) -> str:
-    """Return the page with today's texts of each code that it has: others go, and new ones come behind the old ones."""
-    page = re.sub(r"^(\*\*`.*`\*\*)$", r"\1 \\", page, flags=re.MULTILINE)  # a line break behind each text
-
-    def replaced(old: str, code: str, new: list[str]) -> str:
-        return page.replace(f"{_line(old, code)}\n", "".join(f"{_line(text, code)}\n" for text in new))
-
-    for code, shown in bold_texts(page).items():
-        new = [text for text in found.get(code, ()) if text not in shown]
-        for old in [text for text in shown if code in found and text not in found[code]]:
-            like = difflib.get_close_matches(old, new, n=1, cutoff=0)
-            page = replaced(old, code, like)
-            new = [text for text in new if text not in like]
-        if new:
-            last = bold_texts(page)[code][-1]
-            page = replaced(last, code, [last, *new])
-    return re.sub(r" \\\n\n", "\n\n", page)
-
-
-def _line(text: str, code: str) -> str:
-    quote = "``" if "`" in text else "`"
-    return f"**{quote}{text} [{code}]{quote}** \\"
-
-
-def problems(page: str, found: dict[str, list[str]]) -> list[str]:
-    """Return what is wrong with the entries that only a person can repair."""
-    codes = bold_texts(page).keys() - {""}
-    lacking = [
-        f"[{code}] has no entry: write **`{found[code][0]} [{code}]`** and, below it, why it comes and what to do"
-        for code in found
-        if code not in codes
-    ]
-    return lacking + [f"[{code}] is gone: remove its entry" for code in sorted(codes) if code not in found]
+def _line(code: str, texts: list[str], hint: str) -> str:
+    shown = " \\\n  ".join(f"`` {text} ``" if "`" in text else f"`{text}`" for text in texts)
+    return f"- **[{code}]** {shown}" + (f" \\\n  → {hint}" if hint else "") + "\n"
 
 
 def main() -> None:
     """Write what follows from the source."""
     found = messages()
     GOLDEN.write_text(listed(found), encoding="utf-8")
-    PAGE.write_text(with_texts(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    PAGE.write_text(with_messages(PAGE.read_text(encoding="utf-8"), found, hints()), encoding="utf-8")
 
 
 if __name__ == "__main__":

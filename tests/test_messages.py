@@ -1,10 +1,12 @@
-"""Every error and warning has a code, and its text is in tests/golden and on the page of troubleshooting."""
+"""Every error and warning has a code, and its text is in tests/golden and in docs/messages.md."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.messages import PAGE, ROOT, bold_texts, listed, messages, problems, texts_of, with_texts, without_code
+from tests.messages import BEGIN, PAGE, ROOT, hints, listed, messages, texts_of, with_messages, without_code
 from tests.snapshots import Golden
 
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "hf_muon").rglob("*.py"))]
@@ -16,8 +18,6 @@ INSIDE = (
     "a parameter of shape ... is not in the model, or was not in the optimizer at the start",
     "the ranks' partitions do not hold ... whole",
 )
-# Of other packages, on the page for people who search for them.
-OF_OTHERS = ("... is not a valid OptimizerNames", "Missing key in checkpoint state_dict: ...")
 
 
 def test_all_texts(golden: Golden):
@@ -31,43 +31,25 @@ def test_every_error_and_warning_has_a_code():
     assert set(INSIDE) <= set(texts)
 
 
-def test_the_page_has_an_entry_for_every_code():
-    page, found = PAGE.read_text(encoding="utf-8"), messages()
-    assert problems(page, found) == []
-    assert page == with_texts(page, found), "docs/troubleshooting.md is outdated: run `python -m tests.messages`"
+def test_the_page_follows_the_source_and_the_hints():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_messages(page, messages(), hints()), f"{PAGE} is outdated: run `python -m tests.messages`"
+    assert hints().keys() <= messages().keys(), "remove from docs/hints.yaml the codes that are gone"
 
 
-def test_texts_without_a_code_on_the_page_are_in_the_source():
-    """Look for the longest fixed part of each: headlines, reasons, and states that `hf-muon doctor` lists."""
-    known = " ".join(" ".join(" ".join(texts_of(source)).split()) for source in SOURCES)
-    for text in bold_texts(PAGE.read_text(encoding="utf-8"))[""]:
-        longest = max(text.split("..."), key=len).strip(" .,:;()")
-        assert text in OF_OTHERS or longest in known, f"{text}: remove it from docs/troubleshooting.md"
+def test_codes_on_the_page_of_questions_exist():
+    """A code is a word in backticks and brackets there, as `[unknown-option]`."""
+    named = re.findall(r"`\[([a-z0-9-]+)\]`", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    assert named
+    assert set(named) <= messages().keys()
 
 
-PAGE_OF_TWO = r"""
-**`... is wrong [wrong]`** \
-**`... is lost [lost]`**
-
-Find it.
-"""
-FOLLOWED = r"""
-**`... is wrong [wrong]`** \
-**`... is lost here [lost]`** \
-**``both `a` and `b` are lost [lost]``**
-
-Find it.
-"""
-
-
-def test_texts_on_the_page_follow_the_source():
-    found = {"lost": ["... is lost"], "wrong": ["... is wrong"]}
-    assert with_texts(PAGE_OF_TWO, found) == PAGE_OF_TWO
-    assert problems(PAGE_OF_TWO, found) == []
-    found = {"lost": ["... is lost here", "both `a` and `b` are lost"], "new": ["new"]}
-    assert with_texts(PAGE_OF_TWO, found) == FOLLOWED
-    assert with_texts(FOLLOWED, {**found, "lost": ["... is lost"], "wrong": ["... is wrong"]}) == PAGE_OF_TWO
-    assert [line.partition("]")[0] for line in problems(FOLLOWED, found)] == ["[new", "[wrong"]
+def test_a_line_has_the_code_its_texts_and_a_hint():
+    found = {"lost": ["... is lost", "both `a` and `b` are lost"], "wrong": ["... is wrong"]}
+    assert with_messages(f"# Messages\n\n{BEGIN}old\n", found, {"lost": "Find it."}) == (
+        f"# Messages\n\n{BEGIN}\n- **[lost]** `... is lost` \\\n  `` both `a` and `b` are lost `` \\\n  → Find it.\n"
+        "- **[wrong]** `... is wrong`\n"
+    )
 
 
 @pytest.mark.parametrize(
