@@ -12,8 +12,8 @@ from torch.optim.adamw import adamw
 
 from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, check_blocks, codes_of
 from hf_muon.math.elementwise import Elementwise, Number, is_accelerator, over
-from hf_muon.math.moments import MOMENTS, decoded, moment_dtype
-from hf_muon.math.rounding import Observer, Salt, is_half, salt, salted_bf16, store_
+from hf_muon.math.moments import MOMENTS, moment_dtype
+from hf_muon.math.rounding import Salt, is_half, salt, salted_bf16, store_
 
 # Elements per chunk on a CPU, so that the temporaries of torch's AdamW stay in a cache.
 CHUNK = 2**18
@@ -114,7 +114,6 @@ def adamw_(
     weight_decay: float,
     step: int = 0,
     rounding: str = "auto",
-    observer: Observer | None = None,
 ) -> None:
     """Step with torch's functional AdamW where all tensors have one dtype of at least 32 bits, and else with `STEP`.
 
@@ -132,7 +131,6 @@ def adamw_(
         weight_decay: decoupled from the gradient.
         step: number of the param group's step, which seeds stochastic rounding.
         rounding: `weight_rounding` of the param group.
-        observer: of what is rounded.
     """
     others: list[Stepped] = []
     chunked: list[Stepped] = []
@@ -168,10 +166,6 @@ def adamw_(
         corrections = [1 - beta**count for beta in betas]
         rates = (1 - betas[0], betas[1], 1 - betas[1])
         factors = (1 - lr * weight_decay, lr / corrections[0], 1 / math.sqrt(corrections[1]), eps)
-        for own in alike:
-            if observer is not None and is_half(own.param):
-                first, second = (decoded(own.state, key) for key in MOMENTS_OF_ADAMW)
-                observer(own.param, next_values(own.param, own.grad, first, second, *rates, *factors)[0])
         for function in (STEP, STEP_CODES):
             rows = [_tensors(own) for own in alike if ("exp_avg_scale" in own.state) == (function is STEP_CODES)]
             if rows:

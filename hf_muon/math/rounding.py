@@ -9,8 +9,6 @@ Source: Zamirai et al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -21,8 +19,6 @@ _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 Salt = int | Tensor
 """The hash of a step's number, 32 bits; where functions are compiled, an int32 tensor of no dims."""
-Observer = Callable[[Tensor, Tensor], None]
-"""Is shown weights before a step, and after it in fp32."""
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.elementwise import Elementwise, Number, adjacent_runs, over
-from hf_muon.math.rounding import Observer, Salt, is_half, salt, store_
+from hf_muon.math.rounding import Salt, salt, store_
 
 MATCH_RMS = "match_rms_adamw"
 ADJUST_LR_FNS = (MATCH_RMS, "original", "spectral_unclamped")
@@ -71,7 +71,6 @@ def apply_directions_(
     *,
     step: int,
     rounding: str = "auto",
-    observer: Observer | None = None,
 ) -> None:
     """Compute ``keep * param + factor * direction`` with the two rates of each parameter, in few launches.
 
@@ -83,14 +82,9 @@ def apply_directions_(
         rates: of each piece: ``1 - lr * weight_decay`` and ``-lr * scale``.
         step: number of the step, which seeds stochastic rounding.
         rounding: `weight_rounding` of the param group.
-        observer: of what is rounded.
     """
     runs = adjacent_runs(directions)
     for (own, _, _), alike in itertools.groupby(range(len(params)), key=lambda i: (rates[i], params[i].dtype, runs[i])):
         indices = list(alike)
         weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
-        if observer is not None and is_half(weights[0]):
-            keep, factor = own
-            for weight, move in zip(weights, moves, strict=True):
-                observer(weight, weight.float() * keep + move.float() * factor)
         over(APPLY, [weights, moves], salt(step), *own, stochastic=rounding != "nearest")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from hf_muon.diagnostics import log
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
-from hf_muon.math.rounding import Observer
 from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import check, copies, load, reports
 from hf_muon.optimizer.gradients import Gradients
@@ -25,8 +23,8 @@ from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.state import LeftState, check_params, complete_state_, state_complaints
-from hf_muon.optimizer.step import MuonStep, adamw_step, hyperparameters
-from hf_muon.optimizer.watching import GroupWatch, StepWatch, can_watch
+from hf_muon.optimizer.step import Take, prepared
+from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
 from hf_muon.versions import refuse_older
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = dict[str, Any]
-Take = Callable[[GroupWatch | None, Observer | None], None]
 
 
 @documented(MUON_OPTIONS)
@@ -201,39 +198,28 @@ class Muon(Optimizer):
 
     def _step(self) -> None:
         groups, layout, known = self.param_groups, self._layout(), len(self.state)
-        keeps_state = False
+        steps: list[Take | None] | None = []
         try:
-            indices_of_groups, steps, watch = self._agreed(layout)
-            keeps_state = indices_of_groups is None or any(indices_of_groups) or known > 0
+            steps, watch = self._agreed(layout)
         finally:
-            if not keeps_state:
-                self._drop_state(known)
-        if keeps_state:
+            if steps is not None and not any(steps):
+                for param in list(self.state)[known:]:  # allocated for a step that is not taken
+                    del self.state[param]
+        if self.state:
             self._left_state.note_rules(groups, self.state, forgets_others=self.partitioned.partitions is None)
-        if indices_of_groups is None:
+        if steps is None:
             return
-        lost: list[reports.Lost] = []
-        for group, work, indices, take in zip(groups, layout.works, indices_of_groups, steps, strict=True):
-            if indices:
-                take(None if watch is None else watch.of_group(group, work), self._observer(group, lost))
+        if reports.warn_of_weights_that_cannot_move(groups, layout, is_known="weights-cannot-move" in self._warned_of):
+            self._warned_of.add("weights-cannot-move")
+        for group, work, take in zip(groups, layout.works, steps, strict=True):
+            if take is not None:
+                take(None if watch is None else watch.of_group(group, work))
             if self.state and self.partitioned.completes_group(group):
                 group["step"] += 1  # last, so that a step which fails here and is taken again counts once
-        if reports.warn_of_lost_updates(lost):
-            self._warned_of.add("weights-cannot-move")
         complete = self.partitioned.count(groups)
         measured = self.head_rules.finish(groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
-
-    def _observer(self, group: Group, lost: list[reports.Lost]) -> Observer | None:
-        """Return what counts the weights of a group that rounding leaves as they are; None where nothing does."""
-        is_over = "weights-cannot-move" in self._warned_of
-        return None if is_over else reports.observer_of_lost_updates(group, lost)
-
-    def _drop_state(self, known: int) -> None:
-        """Drop the state of all parameters but the first `known`, which was allocated for a step that is not taken."""
-        for param in list(self.state)[known:]:
-            del self.state[param]
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that now stand in the param groups are stored."""
@@ -248,19 +234,19 @@ class Muon(Optimizer):
             max_batch_bytes=self.max_batch_bytes,
         )
 
-    def _agreed(self, layout: StepLayout) -> tuple[list[list[int]] | None, list[Take], StepWatch | None]:
+    def _agreed(self, layout: StepLayout) -> tuple[list[Take | None] | None, StepWatch | None]:
         """Check and prepare a step before it changes anything, and agree with the other ranks on it.
 
         Returns:
-            For each group the indices of the parameters to step on all ranks, None for a step that only creates state;
-            the step of each group; and what watches it.
+            The step of each group, None where it steps no parameter; None for a step that only creates state. And what
+            watches the step.
 
         Raises:
             RuntimeError: every complaint of every rank at once; weights and moments are as they were.
         """
-        groups, partitions = self.param_groups, self.partitioned.partitions
+        groups, partitions, refusal = self.param_groups, self.partitioned.partitions, self.partitioned.refusal
         complaints, own, watch = list(layout.complaints), check.Own(), None
-        steps: list[Take] = []
+        steps: list[Take | None] = []
         with layout.guarded(complaints):
             self.partitioned.clear_stale_gradients(groups)
             is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
@@ -280,39 +266,25 @@ class Muon(Optimizer):
                 flags = found.flags(may_be_idle=may_be_idle)  # computed by the device while the host prepares
                 if not is_complete:
                     self._complete_state()
-                steps = self._prepared(layout, check.by_group(groups, found.stored))
+                indices = check.by_group(groups, found.stored)
+                steps = prepared(groups, layout.works, indices, self.state, self.max_batch_bytes)
                 if not is_complete:
                     self._left_state.note(groups, self.state, layout)
                 options, readiness = check.option_lines(groups, layout), check.readiness(groups, layout, self.state)
                 own = check.Own(options, found.stored, flags, *readiness)
         ranks = Ranks(layout.root, layout.first_device)
-        refusal = self.partitioned.refusal
-        indices, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
-        if indices is None:
-            return None, [], watch
+        agreed, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
+        if agreed is None:
+            return None, watch
         if not is_alike:
             with layout.guarded(complaints):
-                steps = self._prepared(layout, indices)
+                steps = prepared(groups, layout.works, agreed, self.state, self.max_batch_bytes)
             check.agree_on_complaints(ranks, complaints, refusal)
         self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
-        if not any(indices) and partitions is None and "no-gradients" not in self._warned_of:
+        if not any(steps) and partitions is None and "no-gradients" not in self._warned_of:
             self._warned_of.add("no-gradients")
             reports.warn_of_empty_step(groups)
-        return indices, steps, watch
-
-    def _prepared(self, layout: StepLayout, indices_of_groups: Sequence[Sequence[int]]) -> list[Take]:
-        """Return the step of each group, ready to be taken; its options are read, and nothing has moved."""
-        steps: list[Take] = []
-        for group, work, indices in zip(self.param_groups, layout.works, indices_of_groups, strict=True):
-            number = group["step"] + 1  # the same for all partitions of a group
-            if group["use_muon"]:
-                steps.append(MuonStep(group, work, indices, self.state, number, self.max_batch_bytes).take)
-            else:
-                options = hyperparameters(group, number)
-                steps.append(
-                    functools.partial(adamw_step, group, indices, self.state, number, work=work, options=options)
-                )
-        return steps
+        return steps, watch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch.

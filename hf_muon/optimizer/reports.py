@@ -5,9 +5,10 @@ Nothing is sent to other ranks, and nothing that a step goes on with is written 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from hf_muon.config import MuonConfig
 from hf_muon.diagnostics import log
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
-from hf_muon.math.rounding import Observer
+from hf_muon.math.rounding import is_half
+from hf_muon.math.update import lr_scale
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.live_models import held_routes
 from hf_muon.routing.parameters import folded
@@ -78,58 +80,46 @@ def _likely_cause(params: Sequence[Tensor]) -> str:
     )
 
 
-class Lost(NamedTuple):
-    """How many of some weights, stepped at a learning rate, rounding to nearest leaves as they are.
+def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout, *, is_known: bool) -> bool:
+    """Warn if rounding to nearest loses typical updates of more than half of the bf16 and fp16 weights on rank 0.
 
-    Attributes:
-        lr: the learning rate.
-        dtype: of the weights.
-        lost: their number, 0-dim.
-        total: the number of all of them.
+    A typical update is the learning rate times the root mean square of directions. The step to judge by is the first
+    with at least half of the highest learning rate that a group knows of: a warmup begins with smaller updates.
+
+    Args:
+        groups: param groups, before their step.
+        layout: of these groups.
+        is_known: whether an earlier step was judged; then nothing happens.
+
+    Returns:
+        Whether this was a step to judge by.
     """
-
-    lr: float
-    dtype: torch.dtype
-    lost: Tensor
-    total: int
-
-
-def observer_of_lost_updates(group: Group, counts: list[Lost]) -> Observer | None:
-    """Return what adds to `counts` in a step of a group; None where this is not a step to judge by.
-
-    The step is the first with at least half of the highest learning rate that the group knows of: a warmup begins with
-    updates that are smaller than a run's typical ones. Rank 0 counts what it stores.
-    """
-    if group["weight_rounding"] != "nearest" or not log.is_rank_zero():
-        return None
-    if not all(has_data(local_of(param)) for param in group["params"][:1]):
-        return None
-    lr = float(group["lr"])
-    highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))
-    if lr <= 0 or lr < highest / 2:
-        return None
-
-    def count(weights: Tensor, exact: Tensor) -> None:
-        lost = (exact != weights) & (exact.to(weights.dtype) == weights)
-        counts.append(Lost(lr, weights.dtype, lost.sum(), weights.numel()))
-
-    return count
-
-
-def warn_of_lost_updates(counts: Sequence[Lost]) -> bool:
-    """Warn if rounding has left more than half of the weights as they were; return whether there were any weights."""
-    total = sum(count.total for count in counts)
-    share = sum(int(count.lost) for count in counts) / max(total, 1)
+    counts: dict[tuple[float, torch.dtype], list[Tensor]] = {}
+    total = 0
+    for group, work in zip(groups, layout.works, strict=True):
+        lr = float(group["lr"])
+        highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))
+        if is_known or group["weight_rounding"] != "nearest" or lr <= 0 or lr < highest / 2 or not log.is_rank_zero():
+            continue
+        scales = {
+            matrix.param: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"])
+            / math.sqrt(max(matrix.out_in))
+            for matrix in work.matrices
+        }
+        for i, weights in enumerate(map(local_of, group["params"])):
+            if is_half(weights) and has_data(weights):
+                stays = (weights.float() + lr * scales.get(i, 1.0)).to(weights.dtype) == weights
+                counts.setdefault((lr, weights.dtype), []).append(stays.sum())
+                total += weights.numel()
+    share = sum(int(count) for own in counts.values() for count in own) / max(total, 1)
     if share > 0.5:
-        rates = "|".join(f"{lr:.3g}" for lr in sorted({count.lr for count in counts}))
-        dtypes = " and ".join(sorted({str(count.dtype).removeprefix("torch.") for count in counts}))
         log.logger().warning(
             "weight_rounding=nearest: at a learning rate of %s, %.0f%% of the %s weights cannot move, because their "
             "updates are smaller than half a unit in the last place. Use weight_rounding=stochastic, or train fp32 "
             "weights [weights-cannot-move]",
-            rates,
+            "|".join(dict.fromkeys(f"{lr:.3g}" for lr, _ in counts)),
             100 * share,
-            dtypes,
+            " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype in counts)),
         )
     return total > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,6 @@ from hf_muon.math.moments import SCALES, decoded
 from hf_muon.math.momentum import BUFFER, SCALE
 from hf_muon.math.newton_schulz import Orthogonalizer
 from hf_muon.math.precision import compute_dtype
-from hf_muon.math.rounding import Observer
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer import gradients
 from hf_muon.optimizer.groups import rate_of
@@ -35,6 +34,8 @@ from hf_muon.storage.transport import beside
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
+Take = Callable[[GroupWatch | None], None]
+"""Takes the step of a group, which something may watch."""
 
 _NOT_OPTIONS = ("params", "param_names", "views", KEY)
 
@@ -51,6 +52,34 @@ def hyperparameters(group: Group, number: int) -> dict[str, Any]:
         if rule.hyperparameters is not None:
             options |= rule.hyperparameters(options, number)
     return options
+
+
+def prepared(
+    groups: Sequence[Group],
+    works: Sequence[GroupWork],
+    indices: Sequence[Sequence[int]],
+    state: State,
+    max_batch_bytes: int,
+) -> list[Take | None]:
+    """Return the step of each group, ready to be taken: its options are read, and nothing has moved.
+
+    Args:
+        groups: param groups.
+        works: of each group.
+        indices: of the parameters of each group to step; a group without any has no step.
+        state: of their parameters; complete.
+        max_batch_bytes: as of `Muon`.
+    """
+    steps: list[Take | None] = []
+    for group, work, own in zip(groups, works, indices, strict=True):
+        number = group["step"] + 1  # the same for all partitions of a group
+        if not own:
+            steps.append(None)
+        elif group["use_muon"]:
+            steps.append(MuonStep(group, work, own, state, number, max_batch_bytes).take)
+        else:
+            steps.append(functools.partial(adamw_step, group, work, own, state, number, hyperparameters(group, number)))
+    return steps
 
 
 class MuonStep:
@@ -113,12 +142,11 @@ class MuonStep:
             for k, matrix in self._active.items()
         }
 
-    def take(self, watch: GroupWatch | None = None, observer: Observer | None = None) -> None:
+    def take(self, watch: GroupWatch | None = None) -> None:
         """Take the step; all ranks have agreed that they do.
 
         Args:
             watch: measures this step; None where nothing does.
-            observer: of weights that are rounded.
         """
         local = {i: gradients.local_grad(param) for i, param in self._params.items()}  # which may communicate
         grads = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
@@ -132,7 +160,7 @@ class MuonStep:
             with Momentum(self._moments, grads, exchange.order(self._active), **average) as momentum:
                 update = functools.partial(self._update, momentum.updates) if self._on_update else momentum.updates
                 for pieces, directions in exchange.directions(self._active, update, direction, dtype):
-                    self._apply(pieces, directions, watch, observer)
+                    self._apply(pieces, directions, watch)
                     del directions  # before the next ones are made
             if self._row_keys:
                 exchange.share(
@@ -181,13 +209,7 @@ class MuonStep:
                     stored.copy_(new)
         return (changed.mT if transposed else changed).to(directions.dtype)
 
-    def _apply(
-        self,
-        pieces: Sequence[Piece],
-        directions: Sequence[Tensor],
-        watch: GroupWatch | None,
-        observer: Observer | None,
-    ) -> None:
+    def _apply(self, pieces: Sequence[Piece], directions: Sequence[Tensor], watch: GroupWatch | None) -> None:
         """Move the weights of some pieces by their directions, as rules change them."""
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
@@ -201,7 +223,6 @@ class MuonStep:
             [self._rates[piece.matrix] for piece in pieces],
             step=self._number,
             rounding=self._group["weight_rounding"],
-            observer=observer,
         )
 
     def _applied(self, piece: Piece, direction: Tensor, weight: Tensor) -> Tensor:
@@ -251,26 +272,23 @@ def _rule_states(group: Group, matrices: Sequence[Matrix], state: State) -> dict
 
 def adamw_step(
     group: Group,
+    work: GroupWork,
     indices: Sequence[int],
     state: State,
     number: int,
-    watch: GroupWatch | None = None,
-    observer: Observer | None = None,
-    *,
-    work: GroupWork,
     options: Mapping[str, Any],
+    watch: GroupWatch | None = None,
 ) -> None:
     """Step an AdamW group.
 
     Args:
         group: a param group.
+        work: of the group.
         indices: of the parameters to step.
         state: of its parameters; complete.
         number: of the group's step, from one.
-        watch: measures this step; None where nothing does.
-        observer: of weights that are rounded.
-        work: of the group.
         options: of this step, from `hyperparameters`.
+        watch: measures this step; None where nothing does.
     """
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
@@ -290,7 +308,6 @@ def adamw_step(
             weight_decay=options["weight_decay"],
             step=number,
             rounding=group["weight_rounding"],
-            observer=observer,
         )
     if watch is not None:
         for i, param, moments in zip(indices, params, states, strict=True):

@@ -192,13 +192,10 @@ def test_equal_weights_with_different_updates_are_rounded_independently():
         assert float(torch.corrcoef(pairs)[0, 1]) == pytest.approx(0, abs=0.03)
 
 
-def test_nearest_is_a_cast_and_an_observer_sees_weights_before_and_after():
-    exact, weights, seen = normal(9, 5), torch.zeros(9, 5, dtype=torch.bfloat16), []
-    moved(
-        weights, -exact, rounding="nearest", observer=lambda *tensors: seen.extend(tensor.clone() for tensor in tensors)
-    )
+def test_nearest_is_a_cast():
+    exact, weights = normal(9, 5), torch.zeros(9, 5, dtype=torch.bfloat16)
+    moved(weights, -exact, rounding="nearest")
     assert torch.equal(weights, exact.bfloat16())
-    assert torch.equal(torch.stack([each.float() for each in seen]), torch.stack([torch.zeros(9, 5), exact]))
 
 
 # --- Codes of 8 bits
