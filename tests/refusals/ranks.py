@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.optimizer import muon, step
+from hf_muon.optimizer import muon
+from hf_muon.optimizer import step as group_step
 from tests.equality.cells import Cell
 from tests.equality.layouts import FAULTS, Layout, layout_of
 from tests.equality.runs import VICTIM, digest, prepare, train
@@ -83,7 +84,7 @@ def no_memory(layout: Layout) -> Fault:
 def no_second_preparation(layout: Layout) -> Fault:
     """Lack a gradient that another rank has, and fail where the step is prepared again with that parameter."""
     param, prepared = _params(layout)[1], []
-    made, grad, param.grad = step.MuonStep, param.grad, None
+    made, grad, param.grad = group_step.MuonStep, param.grad, None
 
     def prepare(group: Any, *args: Any) -> Any:
         if id(group) in prepared:
@@ -91,7 +92,7 @@ def no_second_preparation(layout: Layout) -> Fault:
         prepared.append(id(group))
         return made(group, *args)
 
-    with mock.patch.object(step, "MuonStep", prepare):
+    with mock.patch.object(group_step, "MuonStep", prepare):
         yield
     param.grad = grad
 
@@ -105,7 +106,7 @@ OF_ONE_RANK = {
     "initial_lr": partial(_entry, index=0, key="initial_lr", value=0.5),
     "of a rule": partial(_entry, index=0, key="of_a_rule", value=0.5),
     "placements": lambda _: mock.patch.object(DTensor, "placements", property(_raise(OSError("no space")))),
-    "options": lambda _: mock.patch.object(step, "hyperparameters", _raise(OSError("no space"))),
+    "options": lambda _: mock.patch.object(group_step, "hyperparameters", _raise(OSError("no space"))),
     "memory": no_memory,
     "second preparation": no_second_preparation,
 }
