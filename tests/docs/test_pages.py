@@ -64,6 +64,27 @@ def test_the_quick_start_has_the_script_of_the_readme():
     assert next(match[0] for match in BLOCK.finditer(readme) if match[2] == "python") in start
 
 
+def anchors(page):
+    """Return the anchors that a forge gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not page.name.startswith(WRITTEN)], ids=lambda page: page.stem
+)
+def test_links_lead_to_files_and_headings_on_any_forge(page):
+    """Not to pages that only the site has: docs/conf.py writes those, and git ignores them."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)):
+        if "://" not in target:
+            file = (page.parent / target) if target else page
+            assert file.exists(), target
+            assert not file.name.startswith(WRITTEN) or file.parent.name != "docs", target
+            assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
 @pytest.mark.parametrize(("block", "_"), blocks("yaml"))
 def test_yaml_has_options_that_exist(block, _):
     for settings in filter(None, yaml.safe_load_all(block)):

@@ -219,6 +219,7 @@ CPU_FSDP = ROOT / "tests" / "e2e" / "cpu_fsdp.py"  # runs a script with FSDP2 on
 
 LLAMAFACTORY_SFT = {  # with the settings that make each of them small
     "llamafactory_qwen3_full_sft.yaml": {},
+    "llamafactory_qwen3_8b_sft.yaml": {"pure_bf16": False},  # LLaMA-Factory has it on GPUs only
     "llamafactory_qwen3_freeze_sft.yaml": {"freeze_trainable_layers": 1},
     "llamafactory_qwen3_lora_sft.yaml": {},
 }

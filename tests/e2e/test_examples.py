@@ -37,7 +37,7 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.newest
 
 PROGRAMS = ROOT / "examples" / "programs"
-PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "recipes").glob("*.md"))
+PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
 
 
 def test_no_example_is_left_out():
@@ -81,7 +81,7 @@ def test_trainer_script_does_not_know_muon():
 @pytest.mark.parametrize("path", sorted(PROGRAMS.iterdir()), ids=lambda path: path.stem)
 def test_program_can_be_read_and_has_options_that_exist(path):
     text = path.read_text(encoding="utf-8")
-    assert path.name in PAGES, "a recipe names it"
+    assert path.name in PAGES, "a page names it"
     assert path.name in text.split("\n\n")[0] + text.split("\n\n")[1], "the beginning says how to run it"
     if path.suffix == ".py":
         compile(text, str(path), "exec")

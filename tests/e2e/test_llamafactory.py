@@ -126,6 +126,7 @@ def factors(modules: set[str], factor: str) -> set[str]:
 MATRICES = fixtures_text.qwen3_matrices()
 SFT = {
     "full": (ALL_MATRICES, ALL_OTHERS),
+    "8b": (ALL_MATRICES, ALL_OTHERS),
     "freeze": (
         {f"{name}.weight" for name in fixtures_text.qwen3_matrices([1])},
         {f"{name}.weight" for name in fixtures_text.qwen3_norms([1])},
