@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import Muon
-from hf_muon.math.codes import BLOCK
+from hf_muon.math.moments import BLOCK
 
 RUNS = ROOT / "build" / "rare_tokens"
 MODELS = {"tied": True, "untied": False}

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, check_blocks, codes_of
 from hf_muon.math.elementwise import Elementwise, Number, is_accelerator, over
-from hf_muon.math.moments import MOMENTS, moment_dtype
-from hf_muon.math.rounding import Salt, is_half, salt, salted_bf16, store_
+from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, moment_dtype
+from hf_muon.math.rounding import Salt, is_half, salt, store_
 
 # Elements per chunk on a CPU, so that the temporaries of torch's AdamW stay in a cache.
 CHUNK = 2**18
@@ -70,10 +69,7 @@ def _step(
     stochastic: bool,
 ) -> None:
     """Step a parameter and its moments; the numbers are those of `next_values`."""
-    exact, *moments = next_values(param, grad, exp_avg, exp_avg_sq, *numbers)
-    for stored, moment in zip((exp_avg, exp_avg_sq), moments, strict=True):
-        stored.copy_(salted_bf16(moment.float(), step_salt) if stored.dtype is torch.bfloat16 else moment)
-    store_(param, exact, moments[0], step_salt, stochastic=stochastic)
+    _step_moments(param, grad, (exp_avg,), (exp_avg_sq,), step_salt, *numbers, stochastic=stochastic)
 
 
 def _step_codes(
@@ -89,16 +85,25 @@ def _step_codes(
 ) -> None:
     """Step a parameter in blocks ``(R, BLOCK)`` and its moments of 8 bits; the numbers are those of `next_values`."""
     check_blocks(avg_codes)
-    exp_avg, exp_avg_sq = SQUARES.values(avg_codes, avg_scales), FOURTH_POWERS.values(sq_codes, sq_scales)
-    exact, first, second = next_values(param, grad, exp_avg, exp_avg_sq, *numbers)
-    for codes, scales, moment, code in (
-        (avg_codes, avg_scales, first, SQUARES),
-        (sq_codes, sq_scales, second, FOURTH_POWERS),
-    ):
-        stored, largest = codes_of(moment.float(), code, step_salt)
-        codes.copy_(stored)
-        scales.copy_(largest.squeeze(-1))
-    store_(param, exact, first, step_salt, stochastic=stochastic)
+    average, square = (avg_codes, avg_scales), (sq_codes, sq_scales)
+    _step_moments(param, grad, average, square, step_salt, *numbers, stochastic=stochastic)
+
+
+def _step_moments(
+    param: Tensor,
+    grad: Tensor,
+    average: Sequence[Tensor],
+    square: Sequence[Tensor],
+    step_salt: Salt,
+    *numbers: Number,
+    stochastic: bool,
+) -> None:
+    """Step a parameter and its moments, each a tensor, or codes and their scales."""
+    first, second = (MOMENTS[key] for key in MOMENTS_OF_ADAMW)
+    exact, *moments = next_values(param, grad, first.read(*average), second.read(*square), *numbers)
+    first.write_(moments[0], step_salt, *average)
+    second.write_(moments[1], step_salt, *square)
+    store_(param, exact, moments[0], step_salt, stochastic=stochastic)
 
 
 STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))

@@ -1,6 +1,11 @@
 """How moments are stored between steps: fp32, bf16 with stochastic rounding, or 8-bit codes with scales.
 
-Everything that a dtype needs is in this file: state keys, dtypes, shapes, decoding and encoding.
+Everything that a dtype needs is in this file: state keys, dtypes, shapes, and how elementwise functions read and write.
+
+In 8 bits a moment is a code for each element, and a scale for each block of a row. Blocks lie within the rows of a
+matrix, and codes do not depend on where a block lies. A CPU's may differ from a card's: torch's square root on a CPU
+may be off by a unit in the last place. Block-wise scales: https://arxiv.org/abs/2110.02861; for Muon:
+https://arxiv.org/abs/2509.23106.
 """
 
 from __future__ import annotations
@@ -11,28 +16,119 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
-from hf_muon.math.codes import FOURTH_POWERS, SHORTEST, SQUARES, Code, Quantized, scale_shape
 from hf_muon.math.elementwise import rows_per_chunk
+from hf_muon.math.rounding import Salt, salted_bf16, salted_bits
 
 MOMENT_DTYPES = ("auto", "fp32", "bf16", "int8")
 
+BLOCK = 64
+"""Elements of a row that share a scale."""
+SHORTEST = 16
+"""Rows shorter than this stay in fp32: their scales would weigh much, and such parameters are few."""
+
 
 class Moment(NamedTuple):
-    """How a moment is stored in 8 bits: the state key of its scales, and its code."""
+    """How a moment is stored. In 8 bits a code ``c`` is ``sign(c) * (abs(c) / largest)**power``, times a scale.
+
+    Levels are denser near zero. The scale is the largest absolute value of the block.
+
+    Attributes:
+        scale: state key of the scales.
+        dtype: of the codes.
+        largest: code.
+        power: 2 or 4.
+    """
 
     scale: str
-    code: Code
+    dtype: torch.dtype
+    largest: int
+    power: int
+
+    def fractions(self, codes: Tensor) -> Tensor:
+        """Return what codes stand for, from -1 to 1, in fp32."""
+        exact = codes.float() * codes.float().abs()
+        exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
+        return exact.mul_(exact) if self.power == 4 else exact
+
+    def codes_of(self, blocks: Tensor, salt: Salt | None = None) -> tuple[Tensor, Tensor]:
+        """Return the codes of blocks ``(..., width)``, as fp32 numbers, and their scales ``(..., 1)``.
+
+        Args:
+            blocks: fp32 and finite.
+            salt: of the step, see `rounding.salted_bits`, to round up or down at random, so that the mean is the value;
+                None to round to the nearest level.
+        """
+        fractions = blocks.abs()
+        scales = fractions.amax(dim=-1, keepdim=True)
+        fractions = fractions / torch.where(scales > 0, scales, 1.0)
+        roots = fractions.clone().sqrt_()
+        codes = (roots.sqrt_() if self.power == 4 else roots).mul_(self.largest)
+        if salt is None:
+            codes = codes.round()
+        else:
+            below = codes.floor().clamp(max=self.largest - 1)
+            low, high = self.fractions(below), self.fractions(below + 1)
+            draws = (salted_bits(blocks, salt) & 0xFFFFFF) * 2.0**-24
+            codes = below + (draws * (high - low) < fractions - low)
+        if self.dtype.is_signed:
+            return codes.copysign(blocks), scales
+        return codes.maximum((fractions > 0).to(codes.dtype)), scales  # zero would not bound AdamW's update
+
+    def read(self, stored: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Return the values of a stored moment: the tensor itself, or those of blocks of codes, in fp32.
+
+        Args:
+            stored: the moment; with scales ``(...)`` the codes ``(..., width)``.
+            scales: of codes.
+        """
+        return stored if scales is None else self.fractions(stored) * scales.unsqueeze(-1)
+
+    def write_(self, values: Tensor, salt: Salt | None, stored: Tensor, scales: Tensor | None = None) -> None:
+        """Store values that a step has computed; the opposite of `read`.
+
+        Args:
+            values: of at least 32 bits.
+            salt: of the step, to round to bf16 and codes at random; codes are the nearest without it.
+            stored: where to store them; may be `values`.
+            scales: of codes.
+        """
+        if scales is not None:
+            codes, largest = self.codes_of(values.float(), salt)
+            stored.copy_(codes)
+            scales.copy_(largest.squeeze(-1))
+        elif stored.dtype is torch.bfloat16:
+            assert salt is not None
+            stored.copy_(salted_bf16(values.float(), salt))
+        else:
+            stored.copy_(values)
 
 
 MOMENTS = {
-    "momentum_buffer": Moment("momentum_scale", SQUARES),
-    "exp_avg": Moment("exp_avg_scale", SQUARES),
-    "exp_avg_sq": Moment("exp_avg_sq_scale", FOURTH_POWERS),
+    # Averages of gradients have a sign, and most lie near zero.
+    "momentum_buffer": Moment("momentum_scale", torch.int8, 127, 2),
+    "exp_avg": Moment("exp_avg_scale", torch.int8, 127, 2),
+    # Those of squared gradients lie over nine orders of magnitude; their square roots are as dense as the others.
+    "exp_avg_sq": Moment("exp_avg_sq_scale", torch.uint8, 255, 4),
 }
 """By state key."""
 SCALES = {moment.scale: key for key, moment in MOMENTS.items()}
 """State keys of scales, with those of their moments."""
+
+
+def check_blocks(blocks: Tensor) -> None:
+    """Tell a compiler that rows ``(R, BLOCK)`` have that length: those of unknown length need memory for the results.
+
+    Args:
+        blocks: codes, or what has their shape.
+    """
+    torch._check(blocks.shape[-1] == BLOCK)  # type: ignore[no-untyped-call]
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of codes: ``(..., ceil(n / BLOCK))`` for ``(..., n)``."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
 def is_quantized(dtype: str, shape: Sequence[int]) -> bool:
@@ -67,7 +163,7 @@ def moment_dtype(param: Tensor, key: str, dtype: str = "auto", shape: Sequence[i
     if key in SCALES:
         return torch.float32
     if is_quantized(dtype, param.shape if shape is None else shape):
-        return MOMENTS[key].code.dtype
+        return MOMENTS[key].dtype
     if dtype == "bf16":
         return torch.bfloat16
     return torch.float32 if dtype == "int8" else torch.promote_types(param.dtype, torch.float32)
@@ -96,8 +192,9 @@ def decoded(state: Mapping[str, Tensor], key: str) -> Tensor:
     moment, stored = MOMENTS[key], state[key]
     if moment.scale not in state:
         return stored
-    blocks = Quantized(stored.to(moment.code.dtype), state[moment.scale], moment.code)
-    return blocks.values() if blocks.codes.numel() else blocks.codes.float()
+    if not stored.numel():
+        return stored.float()
+    return moment.read(_in_blocks(stored), state[moment.scale]).flatten(-2)[..., : stored.shape[-1]]
 
 
 def decoded_chunks(state: Mapping[str, Tensor], keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
@@ -118,4 +215,13 @@ def encode_(state: Mapping[str, Tensor], key: str, values: Tensor) -> None:
     if moment.scale not in state:
         stored.copy_(values)
     elif values.numel():
-        Quantized(stored, state[moment.scale], moment.code).store_(values.to(stored.device, torch.float32))
+        codes, scales = moment.codes_of(_in_blocks(values.to(stored.device, torch.float32)))
+        stored.copy_(codes.flatten(-2)[..., : stored.shape[-1]])
+        state[moment.scale].copy_(scales.squeeze(-1))
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """View ``(..., n)`` as ``(..., blocks, width)``, padded with zeros if the last block is not full."""
+    width = min(BLOCK, rows.shape[-1])
+    padded = F.pad(rows, (0, -rows.shape[-1] % width)) if rows.shape[-1] % width else rows
+    return padded.reshape(*padded.shape[:-1], -1, width)

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_muon.math.codes import BLOCK, SQUARES, check_blocks, codes_of
 from hf_muon.math.elementwise import Elementwise, Number, over, shaped_like
-from hf_muon.math.moments import MOMENTS
-from hf_muon.math.rounding import Salt, salt, salted_bf16
+from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks
+from hf_muon.math.rounding import Salt, salt
 
 BUFFER = "momentum_buffer"
 SCALE = MOMENTS[BUFFER].scale
+_MOMENT = MOMENTS[BUFFER]
 
 
 def update_dtype(param: Tensor, momentum_dtype: str = "auto") -> torch.dtype:
@@ -32,43 +32,38 @@ def update_dtype(param: Tensor, momentum_dtype: str = "auto") -> torch.dtype:
     return torch.float32
 
 
-def _move_(buffer: Tensor, grad: Tensor, rate: Number) -> Tensor:
-    """Move an average towards a gradient by `rate`."""
-    return buffer.add_((grad - buffer).mul_(rate))
-
-
 def ahead(moved: Tensor, grad: Tensor, rate: Number) -> Tensor:
     """Return the average one step ahead, if the gradient stays the same."""
     return moved - (moved - grad).mul_(rate)
 
 
+def _moved(buffer: Tensor, grad: Tensor, step_salt: Salt, rate: Number) -> Tensor:
+    """Move a buffer towards a gradient by `rate`. Return it in the dtype of the step, before it is rounded."""
+    dtype = torch.promote_types(buffer.dtype, torch.float32)
+    exact, grad = buffer.to(dtype), grad.to(dtype)
+    moved = exact.add_((grad - exact).mul_(rate))
+    _MOMENT.write_(moved, step_salt, buffer)
+    return moved
+
+
 def _move(buffer: Tensor, grad: Tensor, update: Tensor, step_salt: Salt, rate: Number, *, nesterov: bool) -> None:
-    """Move a buffer towards a gradient by `rate`, in the dtype of the update."""
-    grad = grad.to(update.dtype)
-    moved = _move_(buffer.to(update.dtype), grad, rate)
-    update.copy_(ahead(moved, grad, rate) if nesterov else moved)
-    if buffer.dtype is torch.bfloat16:
-        buffer.copy_(salted_bf16(moved, step_salt))
+    """Move a buffer towards a gradient by `rate`, and compute the update, in its dtype."""
+    moved = _moved(buffer, grad, step_salt, rate)
+    update.copy_(ahead(moved, grad.to(update.dtype), rate) if nesterov else moved)
 
 
 def _move_alone(buffer: Tensor, grad: Tensor, step_salt: Salt, rate: Number) -> None:
-    """Move a buffer as `_move` does, where nobody needs the update."""
-    dtype = torch.promote_types(buffer.dtype, torch.float32)
-    moved = _move_(buffer.to(dtype), grad.to(dtype), rate)
-    if buffer.dtype is torch.bfloat16:
-        buffer.copy_(salted_bf16(moved, step_salt))
+    """Move a buffer where nobody needs the update."""
+    _moved(buffer, grad, step_salt, rate)
 
 
 def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Number, *, nesterov: bool) -> None:
     """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
     check_blocks(codes)
-    grad = grad.float()
-    exact = SQUARES.values(codes, scales)
-    nearest, largest = codes_of(_move_(exact, grad, rate), SQUARES)
-    stored = SQUARES.fractions(nearest) * largest
+    exact, grad = _MOMENT.read(codes, scales), grad.float()
+    _MOMENT.write_(exact.add_((grad - exact).mul_(rate)), None, codes, scales)
+    stored = _MOMENT.read(codes, scales)
     update.copy_(ahead(stored, grad, rate) if nesterov else stored)
-    codes.copy_(nearest)
-    scales.copy_(largest.squeeze(-1))
 
 
 MOVE = Elementwise(_move, reads=(0, 1), writes=(0, 2))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_muon.distributed.units import Piece
 from hf_muon.math.adamw import Stepped, adamw_, chunks, uses_fused_adamw
-from hf_muon.math.codes import Quantized
 from hf_muon.math.elementwise import chunk_size
+from hf_muon.math.moments import decoded
 from hf_muon.math.momentum import BUFFER, SCALE, ahead, move_
 from hf_muon.storage.transport import Moments, Transport
 
@@ -107,8 +107,8 @@ class Momentum:
 
     def _of_codes(self, piece: Piece, present: Moments) -> Tensor:
         """Return the update of a piece that cuts through blocks of codes, from what is stored."""
-        rows = Quantized(piece.box.rows_of(present[BUFFER]), piece.box.rows_of(present[SCALE]))
-        stored = piece.box.columns_of(rows.values())
+        rows = {key: piece.box.rows_of(present[key]) for key in (BUFFER, SCALE)}
+        stored = piece.box.columns_of(decoded(rows, BUFFER))
         grad, rate = piece.of(self._grads[piece.matrix]).float(), 1 - self._options["momentum"]
         return ahead(stored, grad, rate) if self._options["nesterov"] else stored
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_muon.math.codes import BLOCK, scale_shape
+from hf_muon.math.moments import BLOCK, scale_shape
 from hf_muon.math.torch_private import dtensor_on_host, part_of, shard_orders
 from hf_muon.storage.regions import Region, regions
 

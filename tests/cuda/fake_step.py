@@ -27,8 +27,8 @@ from benchmarks.accelerator import as_accelerator
 from benchmarks.fake_layouts import mesh_of, rank_of, shard_
 from hf_muon import build_optimizer
 from hf_muon.diagnostics.log import logger
-from hf_muon.math.codes import BLOCK
 from hf_muon.math.elementwise import Elementwise, as_tensor
+from hf_muon.math.moments import BLOCK
 from tests.cuda import fake_gpu
 
 CUDA = torch.device("cuda", 0)

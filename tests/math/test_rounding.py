@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_muon.math import elementwise
-from hf_muon.math.codes import BLOCK, FOURTH_POWERS, SQUARES, Quantized, codes_of, scale_shape
+from hf_muon.math.moments import BLOCK, MOMENTS, SCALES, decoded, encode_, scale_shape
 from hf_muon.math.rounding import round_to_half, salt, salted_bf16, salted_bits
 from hf_muon.math.update import apply_directions_
 
 HALVES = (torch.bfloat16, torch.float16)
+SQUARES, FOURTH_POWERS = MOMENTS["exp_avg"], MOMENTS["exp_avg_sq"]
 CODES = pytest.mark.parametrize("code", [SQUARES, FOURTH_POWERS], ids=["squares", "fourth powers"])
 
 
@@ -32,8 +33,18 @@ def spread(*shape, code=SQUARES):
     return values if code is SQUARES else values.square()
 
 
-def blocks_of(shape, code):
-    return Quantized(torch.zeros(shape, dtype=code.dtype), torch.zeros(scale_shape(shape)), code)
+class Stored:
+    """A moment of zeros in 8 bits, as the state of a parameter holds it."""
+
+    def __init__(self, shape, code):
+        self.code, self.codes, self.scales = code, torch.zeros(shape, dtype=code.dtype), torch.zeros(scale_shape(shape))
+        self._state = {SCALES[code.scale]: self.codes, code.scale: self.scales}
+
+    def values(self):
+        return decoded(self._state, SCALES[self.code.scale])
+
+    def store_(self, values):
+        encode_(self._state, SCALES[self.code.scale], values)
 
 
 def scales_of(blocks):
@@ -51,7 +62,7 @@ def random_bits(values, step):
 def store_rounded_(blocks, values, step):
     """Store values as AdamW's step does."""
     for k, (part, codes) in enumerate(zip(values.split(BLOCK, -1), blocks.codes.split(BLOCK, -1), strict=True)):
-        own, scales = codes_of(part, blocks.code, salt(step))
+        own, scales = blocks.code.codes_of(part, salt(step))
         codes.copy_(own)
         blocks.scales[..., k] = scales.squeeze(-1)
 
@@ -89,7 +100,7 @@ def of_halves(dtype, scale=1.0, function=None):
 
 def of_codes(code):
     values = spread(24, 700, code=code)
-    blocks = blocks_of(values.shape, code)
+    blocks = Stored(values.shape, code)
     blocks.store_(values)
     scales = scales_of(blocks).double()
     fractions = values.abs().double() / scales
@@ -217,7 +228,7 @@ def test_codes_are_the_nearest_within_each_block(code, shape, columns, zeros):
     values = spread(*shape, columns, code=code)
     if zeros:
         values[..., :BLOCK] = 0
-    blocks = blocks_of(values.shape, code)
+    blocks = Stored(values.shape, code)
     blocks.store_(values)
     for k, block in enumerate(values.split(BLOCK, -1)):
         assert torch.equal(blocks.scales[..., k], block.abs().amax(-1))
@@ -227,7 +238,7 @@ def test_codes_are_the_nearest_within_each_block(code, shape, columns, zeros):
     ]
     off = ((roots[0] - roots[1]).abs() * code.largest)[blocks.codes.float().abs() != 1]  # of fourth powers the least
     assert (off < 0.5 + 1e-3).all()
-    again = blocks_of(values.shape, code)
+    again = Stored(values.shape, code)
     again.store_(blocks.values())
     assert torch.equal(again.codes, blocks.codes)
 
@@ -236,7 +247,7 @@ def test_codes_are_the_nearest_within_each_block(code, shape, columns, zeros):
 def test_a_row_that_only_decays_keeps_its_codes(code):
     """Decay, as rows of rare tokens do between their gradients: no noise is added."""
     values = spread(8, 192, code=code)
-    blocks = blocks_of(values.shape, code)
+    blocks = Stored(values.shape, code)
     blocks.store_(values)
     codes, scales = blocks.codes.clone(), blocks.scales.clone()
     for step in range(300):
@@ -251,12 +262,12 @@ def test_rows_and_chunks_of_rows_get_the_same_codes(code):
     values[0] = values[1, ::2] = 0
     values[2, 1:] = values[2, 0] * 1e-30
     for step in (1, 7):
-        whole = blocks_of(values.shape, code)
+        whole = Stored(values.shape, code)
         store_rounded_(whole, values, step)
         assert bool((whole.values()[values == 0] == 0).all())
         assert code is SQUARES or bool(whole.values()[values > 0].all()), "a second moment is zero only where it is"
         for rows in (1, 5):
-            parts = [blocks_of(part.shape, code) for part in torch.split(values, rows)]
+            parts = [Stored(part.shape, code) for part in torch.split(values, rows)]
             for part, own in zip(parts, torch.split(values, rows), strict=True):
                 store_rounded_(part, own, step)
             assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)

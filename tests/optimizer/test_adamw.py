@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from hf_muon.math.codes import BLOCK
-from hf_muon.math.moments import MOMENTS, decoded
+from hf_muon.math.moments import BLOCK, MOMENTS, decoded
 from hf_muon.storage.tensors import STEPPED_DTYPES
 from tests.optimizer.cases import adamw_over, bits, equal, gradients, normal, parameters, run
 
@@ -119,8 +118,8 @@ def rows(width, **options):
 
 def to_the_next_level(state, key):
     """Return the distance from what each code stands for to the level above, which is that to the one below or more."""
-    _, code = MOMENTS[key]
-    codes, scales = state[key].double().abs(), state[MOMENTS[key].scale].double()
+    code = MOMENTS[key]
+    codes, scales = state[key].double().abs(), state[code.scale].double()
     scales = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
     return ((codes + 1) ** code.power - codes**code.power) / code.largest**code.power * scales
 

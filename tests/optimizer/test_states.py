@@ -15,8 +15,7 @@ from torch import nn
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
-from hf_muon.math.codes import Quantized, scale_shape
-from hf_muon.math.moments import MOMENTS, decoded
+from hf_muon.math.moments import MOMENTS, decoded, encode_, scale_shape
 from hf_muon.optimizer.state import entries_of
 from tests.optimizer.cases import (
     STEPS,
@@ -207,10 +206,10 @@ def test_moments_of_a_checkpoint_are_converted_and_that_is_logged(there, here, c
     assert kinds_of(target) == kinds_of(fresh)
     for (key, exact), (_, loaded) in zip(moments_of(source), moments_of(target), strict=True):
         if here == "int8" != there and exact.shape[-1] > 8:
-            code = MOMENTS[key].code
-            blocks = Quantized(torch.zeros(6, 80, dtype=code.dtype), torch.zeros(scale_shape((6, 80))), code)
-            blocks.store_(exact)
-            exact = blocks.values()
+            state = {key: torch.zeros(6, 80, dtype=MOMENTS[key].dtype)}
+            state[MOMENTS[key].scale] = torch.zeros(scale_shape((6, 80)))
+            encode_(state, key, exact)
+            exact = decoded(state, key)
         assert torch.equal(loaded, exact.bfloat16().float() if here == "bf16" else exact)
     for name in ("adamw_state_dtype", "momentum_dtype"):
         expected = f"{name} {WORDS[there]} in the checkpoint, {WORDS[here]} here"
