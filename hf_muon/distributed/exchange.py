@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.schedule import OwnedUnit, Return, Round, Schedule
+from hf_muon.distributed.schedule import Return, Round, Schedule
 from hf_muon.distributed.transfers import Wait, connect, copied, exchanged
 from hf_muon.distributed.units import Matrix, Piece, Unit, assign_owners, make_units
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
@@ -95,9 +96,9 @@ class Exchange:
         self.device = device
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
-        owners = assign_owners(units, ranks, [unit.holders for unit in units])
-        owned = [OwnedUnit(unit, owner) for unit, owner in zip(units, owners, strict=True)]
         direction_bytes = 2 if is_accelerator(device) else 4
+        owners = assign_owners(units, ranks, [unit.holders for unit in units])
+        owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
         self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, max_bucket_bytes, direction_bytes, small)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
@@ -164,9 +165,9 @@ class Exchange:
             return
         rank, ranks = self.rank, self.schedule.ranks
         tensors: list[list[Tensor]] = [[] for _ in range(ranks)]
-        for unit, owner in self.schedule.owned:
+        for unit in self.schedule.units:
             if (stepped := unit.only(active)).ranges:
-                tensors[owner] += tensors_of(stepped)
+                tensors[unit.owner] += tensors_of(stepped)
         sizes = [sum(tensor.numel() for tensor in of_owner) for of_owner in tensors]
         if not any(sizes):
             return
@@ -220,7 +221,7 @@ class Exchange:
             for (k, box), place in zip(part.boxes, into, strict=True):
                 places.setdefault(k, []).append((box, place, leaving[-1]))
         for k, boxes in arrived.items():
-            unit = current.units[k].unit
+            unit = current.units[k]
             directions = directions_of(unit, _batch_of(unit, boxes))
             for box, place, stays in places[k]:
                 if place is None:

@@ -6,7 +6,7 @@ Every rank computes the same rounds. A round also holds what this rank sends and
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,13 +19,6 @@ from hf_muon.storage.boxes import Box
 _SMALL = 64
 # The directions that travel back together are at most this part of it. Two such parts travel at once.
 _OF_RETURN = 8
-
-
-class OwnedUnit(NamedTuple):
-    """A unit and the rank that orthogonalizes it."""
-
-    unit: Unit
-    owner: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +50,7 @@ class Round:
     """Units that are orthogonalized at the same time, and this rank's share in the collective that gathers them.
 
     Attributes:
-        units: with their owners.
+        units: the batches.
         send, receive: elements of updates to and from each rank.
         gathers: whether any rank sends updates to another one.
         sent: the pieces whose updates this rank sends, ordered by destination.
@@ -69,7 +62,7 @@ class Round:
             are orthogonalized.
     """
 
-    units: tuple[OwnedUnit, ...]
+    units: tuple[Unit, ...]
     send: list[int]
     receive: list[int]
     gathers: bool
@@ -86,12 +79,12 @@ class Round:
 
 
 def make_round(
-    units: Sequence[OwnedUnit], parts: Sequence[Sequence[int]], rank: int, ranks: int, *, overlaps: bool = True
+    units: Sequence[Unit], parts: Sequence[Sequence[int]], rank: int, ranks: int, *, overlaps: bool = True
 ) -> Round:
     """Return a round as one rank sees it.
 
     Args:
-        units: with their owners.
+        units: of the round.
         parts: positions of the units whose directions travel back together.
         rank: of this process.
         ranks: number of ranks.
@@ -101,12 +94,12 @@ def make_round(
     unsent: list[Piece] = []
     incoming: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
     send, receive = [0] * ranks, [0] * ranks
-    for k, (unit, owner) in enumerate(units):
-        for piece, box, sends in unit.boxes(rank, owner):
-            (sent[owner] if sends else unsent).append(piece)
-            send[owner] += box.numel * sends
-        for other in range(ranks) if owner == rank else ():
-            for _, box, sends in unit.boxes(other, owner):
+    for k, unit in enumerate(units):
+        for piece, box, sends in unit.boxes(rank):
+            (sent[unit.owner] if sends else unsent).append(piece)
+            send[unit.owner] += box.numel * sends
+        for other in range(ranks) if unit.owner == rank else ():
+            for _, box, sends in unit.boxes(other):
                 if sends:
                     incoming[other].append((k, box))
                     receive[other] += box.numel
@@ -114,36 +107,36 @@ def make_round(
         units=tuple(units),
         send=send,
         receive=receive,
-        gathers=any(owner not in unit.holders for unit, owner in units),
+        gathers=any(unit.owner not in unit.holders for unit in units),
         sent=[piece for of_rank in sent for piece in of_rank],
         unsent=unsent,
         incoming=[item for of_rank in incoming for item in _joined(of_rank)],
-        returns=[_make_return([(k, *units[k]) for k in part], rank, ranks) for part in parts],
+        returns=[_make_return({k: units[k] for k in part}, rank, ranks) for part in parts],
         overlaps=overlaps,
     )
 
 
-def _make_return(units: Sequence[tuple[int, Unit, int]], rank: int, ranks: int) -> Return:
-    """Return how the directions of some units, with their positions and owners, travel back."""
+def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
+    """Return how the directions of some units, by their positions, travel back."""
     boxes: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
     arriving: list[list[tuple[Piece, tuple[int, ...]]]] = [[] for _ in range(ranks)]
     leave, arrive = [0] * ranks, [0] * ranks
-    to_all = ranks > 1 and all(unit.is_everywhere for _, unit, _ in units)
-    for k, unit, owner in units:
-        for piece, box, _ in unit.boxes(rank, owner):
-            arriving[owner].append((piece, box.stored))
-            arrive[owner] += box.numel
-        for other in range(ranks) if owner == rank else ():
+    to_all = ranks > 1 and all(unit.is_everywhere for unit in units.values())
+    for k, unit in units.items():
+        for piece, box, _ in unit.boxes(rank):
+            arriving[unit.owner].append((piece, box.stored))
+            arrive[unit.owner] += box.numel
+        for other in range(ranks) if unit.owner == rank else ():
             if to_all and other != rank:
                 continue
-            for _, box, _ in unit.boxes(other, owner):
+            for _, box, _ in unit.boxes(other):
                 boxes[other].append((k, box))
                 leave[other] += box.numel
     arrived = [item for of_rank in arriving for item in of_rank]
     return Return(
         leave=leave,
         arrive=arrive,
-        travels=any(sum(unit.stored) > unit.stored[owner] for _, unit, owner in units),
+        travels=any(sum(unit.stored) > unit.stored[unit.owner] for unit in units.values()),
         to_all=to_all,
         boxes=[item for of_rank in boxes for item in _joined(of_rank)],
         pieces=[piece for piece, _ in arrived],
@@ -167,14 +160,14 @@ class PlannedRound(NamedTuple):
     """Units of a round, and what it has in flight on the rank where that is most.
 
     Attributes:
-        units: with their owners.
+        units: the batches.
         parts: positions of the units whose directions travel back together.
         gather: bytes of updates, sent and received.
         back: bytes of directions that travel back together.
         sent: elements of the updates that a rank sends.
     """
 
-    units: list[OwnedUnit]
+    units: list[Unit]
     parts: list[list[int]]
     gather: int = 0
     back: int = 0
@@ -185,7 +178,7 @@ class Schedule:
     """Assigns units to rounds.
 
     Args:
-        owned: units with their owners.
+        units: with their owners.
         rank: of this process.
         ranks: number of ranks.
         comm_dtype: dtype in which updates travel.
@@ -196,7 +189,7 @@ class Schedule:
 
     def __init__(
         self,
-        owned: Sequence[OwnedUnit],
+        units: Sequence[Unit],
         rank: int,
         ranks: int,
         comm_dtype: torch.dtype,
@@ -204,7 +197,7 @@ class Schedule:
         direction_bytes: int = 4,
         small: int | None = None,
     ) -> None:
-        self.owned = owned
+        self.units = units
         self.rank = rank
         self.ranks = ranks
         self.comm_dtype = comm_dtype
@@ -229,32 +222,32 @@ class Schedule:
         """
         active = frozenset(active)
         queues: list[list[Unit]] = [[] for _ in range(self.ranks)]
-        for unit, owner in self.owned:
+        for unit in self.units:
             if (stepped := unit.only(active)).ranges:
-                queues[owner].append(stepped)
+                queues[unit.owner].append(stepped)
         planned: list[PlannedRound] = []
-        units: list[OwnedUnit] = []
+        units: list[Unit] = []
         own, most = [0] * self.ranks, self._small
-        for owner, unit in _in_turn(queues):
+        for unit in _in_turn(queues):
             most = max(most, unit.numel)
-            if own[owner] and own[owner] + unit.numel > most:
+            if own[unit.owner] and own[unit.owner] + unit.numel > most:
                 planned.append(self._sized(units))
                 units, own, most = [], [0] * self.ranks, max(self._small, unit.numel)
-            units.append(OwnedUnit(unit, owner))
-            own[owner] += unit.numel
+            units.append(unit)
+            own[unit.owner] += unit.numel
         return [*planned, self._sized(units)] if units else planned
 
-    def _sized(self, units: list[OwnedUnit]) -> PlannedRound:
+    def _sized(self, units: list[Unit]) -> PlannedRound:
         if self.ranks == 1:
             return PlannedRound(units, [[*range(len(units))]])
         nothing = [0] * self.ranks
         sent, gathered, returned, largest = nothing, nothing.copy(), nothing, 0
         parts: list[list[int]] = [[]]
-        for k, (unit, owner) in enumerate(units):
-            sent = _sum(sent, unit.sent_to(owner))
-            gathered[owner] += unit.numel
+        for k, unit in enumerate(units):
+            sent = _sum(sent, unit.sent())
+            gathered[unit.owner] += unit.numel
             back = unit.stored.copy()
-            back[owner] += unit.numel if unit.is_everywhere else sum(unit.stored)
+            back[unit.owner] += unit.numel if unit.is_everywhere else sum(unit.stored)
             together = _sum(returned, back)
             if parts[-1] and max(together) * self._back > self.max_bucket_bytes // _OF_RETURN:
                 parts.append([])
@@ -279,13 +272,13 @@ def _sum(some: Sequence[int], others: Sequence[int]) -> list[int]:
     return list(map(operator.add, some, others))
 
 
-def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:
+def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[Unit]:
     """Yield the units of all owners, largest first, in the order in which they start if all ranks are equally fast.
 
     Those of a process that is alone come in their own order.
     """
     if len(queues) == 1:
-        yield from ((0, unit) for unit in queues[0])
+        yield from queues[0]
         return
     turns: list[tuple[int, int, int]] = []
     for owner, queue in enumerate(queues):
@@ -294,4 +287,4 @@ def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[tuple[int, Unit]]:
             turns.append((begin, owner, index))
             begin += queue[index].cost
     for _, owner, index in sorted(turns):
-        yield owner, queues[owner][index]
+        yield queues[owner][index]

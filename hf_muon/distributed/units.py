@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,11 +100,12 @@ class Piece(NamedTuple):
 
 
 class MatrixRange(NamedTuple):
-    """Matrices `start` to `stop` of the stack at position `matrix`; a single matrix is 0 to 1."""
+    """Matrices `start` to `stop` of the stack at position `matrix`, and its shards; a single matrix is 0 to 1."""
 
     matrix: int
     start: int
     stop: int
+    shards: Shards
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,17 @@ class Unit:
     Attributes:
         shape: of each matrix.
         ranges: the matrices.
-        shards: for each range, what each rank stores of its matrix or stack.
+        owner: the rank that orthogonalizes them.
     """
 
     shape: tuple[int, int]
     ranges: tuple[MatrixRange, ...]
-    shards: tuple[Shards, ...]
+    owner: int = 0
 
     @property
     def count(self) -> int:
         """Number of matrices."""
-        return sum(stop - start for _, start, stop in self.ranges)
+        return sum(each.stop - each.start for each in self.ranges)
 
     @property
     def numel(self) -> int:
@@ -141,15 +142,13 @@ class Unit:
 
     def only(self, active: Collection[int]) -> Unit:
         """Return the unit without the matrices that are not stepped."""
-        stepped = [k for k, (matrix, *_) in enumerate(self.ranges) if matrix in active]
-        if len(stepped) == len(self.ranges):
-            return self
-        return Unit(self.shape, tuple(self.ranges[k] for k in stepped), tuple(self.shards[k] for k in stepped))
+        stepped = tuple(each for each in self.ranges if each.matrix in active)
+        return self if len(stepped) == len(self.ranges) else replace(self, ranges=stepped)
 
     @cached_property
     def stored(self) -> list[int]:
         """Elements that each rank stores."""
-        return _total(each.stored(start, stop) for each, _, start, stop in self._each())
+        return _total(each.shards.stored(each.start, each.stop) for each in self.ranges)
 
     @cached_property
     def holders(self) -> list[int]:
@@ -161,25 +160,22 @@ class Unit:
         """Whether all ranks store all of the unit."""
         return len(self.holders) == len(self.stored)
 
-    def sent_to(self, owner: int) -> list[int]:
-        """Return the elements that each rank sends to an owner, including the owner's own."""
-        return _total(each.sent_to(owner, start, stop) for each, _, start, stop in self._each())
+    def sent(self) -> list[int]:
+        """Return the elements that each rank sends to the owner, including the owner's own."""
+        return _total(each.shards.sent_to(self.owner, each.start, each.stop) for each in self.ranges)
 
-    def boxes(self, rank: int, owner: int) -> Iterator[tuple[Piece, Box, bool]]:
+    def boxes(self, rank: int) -> Iterator[tuple[Piece, Box, bool]]:
         """Yield what a rank stores of the unit, in the order in which it stores it.
 
         Yields:
             The piece in storage, its box of the unit's batch, and whether this rank sends it to the owner.
         """
         position = 0
-        for shards, matrix, start, stop in self._each():
-            sends = shards.sends(rank, owner)
+        for matrix, start, stop, shards in self.ranges:
+            sends = shards.sends(rank, self.owner)
             for box in shards.held[rank].boxes(start, stop):
                 yield Piece(matrix, box), box._replace(first=position + box.first), sends
             position += stop - start
-
-    def _each(self) -> Iterator[tuple[Shards, int, int, int]]:
-        return ((shards, *matrices) for shards, matrices in zip(self.shards, self.ranges, strict=True))
 
 
 def _total(numbers: Iterable[tuple[int, ...]]) -> list[int]:
@@ -218,8 +214,10 @@ def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTE
         columns = _columns([*stacks.values()], size)
         for column in range(columns):
             cut = {i: (stack * column // columns, stack * (column + 1) // columns) for i, stack in stacks.items()}
-            for ranges in _even(cut, size):
-                units.append(Unit(shape, ranges, tuple(matrices[i].shards for i, *_ in ranges)))
+            units += [
+                Unit(shape, tuple(MatrixRange(i, start, stop, matrices[i].shards) for i, start, stop in ranges))
+                for ranges in _even(cut, size)
+            ]
     return units
 
 
@@ -251,22 +249,30 @@ def _columns(stacks: Sequence[int], size: int) -> int:
     return columns
 
 
-def _even(ranges: Mapping[int, tuple[int, int]], size: int) -> Iterator[tuple[MatrixRange, ...]]:
-    """Yield parts of at most `size` matrices, about equally large, in the order of the matrices' indices."""
+def _even(ranges: Mapping[int, tuple[int, int]], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield parts of at most `size` matrices, about equally large, in the order of the matrices' indices.
+
+    Args:
+        ranges: of each stack, by its position.
+        size: of the parts.
+
+    Yields:
+        Positions of stacks, each with the first index and the one after the last.
+    """
     order = sorted((k, i) for i, (start, stop) in ranges.items() for k in range(start, stop))
     count = math.ceil(len(order) / size)
     for u in range(count):
-        merged: list[MatrixRange] = []
+        merged: list[tuple[int, int, int]] = []
         for i, k in sorted((i, k) for k, i in order[len(order) * u // count : len(order) * (u + 1) // count]):
-            if merged and merged[-1].matrix == i and merged[-1].stop == k:
-                merged[-1] = merged[-1]._replace(stop=k + 1)
+            if merged and merged[-1][0] == i and merged[-1][2] == k:
+                merged[-1] = (i, merged[-1][1], k + 1)
             else:
-                merged.append(MatrixRange(i, k, k + 1))
-        yield tuple(merged)
+                merged.append((i, k, k + 1))
+        yield merged
 
 
 def assign_owners(units: Sequence[Unit], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
-    """Assign an owner to each unit, so that all ranks have about the same work.
+    """Return an owner for each unit, so that all ranks have about the same work.
 
     A unit that a rank stores whole need not travel: it stays there unless the rank already has its share of the work.
     All others go, longest first, to the rank with the least work.
@@ -282,13 +288,12 @@ def assign_owners(units: Sequence[Unit], ranks: int, holders: Sequence[Collectio
     owners = [-1] * len(units)
     load = [0] * ranks
     share = max(sum(unit.cost for unit in units) / ranks, units[order[0]].cost) if units else 0.0
-    if holders:
-        for u in order:
-            if 0 < len(holders[u]) < ranks:
-                rank = min(holders[u], key=lambda r: (load[r], r))
-                if load[rank] + units[u].cost <= share:
-                    owners[u] = rank
-                    load[rank] += units[u].cost
+    for u in order if holders else ():
+        if 0 < len(holders[u]) < ranks:
+            rank = min(holders[u], key=lambda r: (load[r], r))
+            if load[rank] + units[u].cost <= share:
+                owners[u] = rank
+                load[rank] += units[u].cost
     idle = [(work, rank) for rank, work in enumerate(load)]
     heapq.heapify(idle)
     for u in order:

@@ -244,7 +244,7 @@ class MuonStep:
 
     def _rows(self, unit: Unit, key: str) -> list[Tensor]:
         """Return the state by row of a unit's matrices: a view ``(b, out, 1)`` for each of its ranges."""
-        return [self._rule_states[matrix][key][start:stop] for matrix, start, stop in unit.ranges]
+        return [self._rule_states[matrix][key][start:stop] for matrix, start, stop, _ in unit.ranges]
 
 
 def _rule_states(group: Group, matrices: Sequence[Matrix], state: State) -> dict[int, dict[str, Tensor]]:

@@ -107,9 +107,9 @@ class GroupWatch:
         self._add_batch("orthogonality_error", unit, orthogonality_error(directions))
 
     def _add_batch(self, measure: str, unit: Unit, values: Tensor) -> None:
-        counts = [stop - start for _, start, stop in unit.ranges]
-        for (matrix, _, _), count, own in zip(unit.ranges, counts, torch.split(values, counts), strict=True):
-            self._watch.add(measure, self._names[matrix], own.sum(), count)
+        counts = [each.stop - each.start for each in unit.ranges]
+        for each, count, own in zip(unit.ranges, counts, torch.split(values, counts), strict=True):
+            self._watch.add(measure, self._names[each.matrix], own.sum(), count)
 
     def directions(
         self,

@@ -84,22 +84,22 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
     back = min(there, direction_dtype.itemsize)
     flops = [0] * schedule.ranks
     sent = [0] * schedule.ranks
-    for unit, owner in schedule.owned:
-        flops[owner] += flops_of(unit)
+    for unit in schedule.units:
+        flops[unit.owner] += flops_of(unit)
         # The owner sends the directions of what others store; its own update stays.
-        own = unit.stored[owner]
-        for rank, numel in enumerate(unit.sent_to(owner)):
+        own = unit.stored[unit.owner]
+        for rank, numel in enumerate(unit.sent()):
             sent[rank] += numel * there
-        sent[owner] += (sum(unit.stored) - own) * back - own * there
-    rounds = schedule.planned({matrix for unit, _ in schedule.owned for matrix, *_ in unit.ranges})
+        sent[unit.owner] += (sum(unit.stored) - own) * back - own * there
+    rounds = schedule.planned({each.matrix for unit in schedule.units for each in unit.ranges})
     if schedule.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
-        together = (sum(unit.numel for unit, _ in each.units) for each in rounds)
+        together = (sum(unit.numel for unit in each.units) for each in rounds)
         return StepCost(flops, [0], 0, 2 * 4 * max(together, default=0))
     following = [
         after.gather * overlaps for after, overlaps in zip(rounds[1:], schedule.overlaps(rounds), strict=False)
     ]
     in_flight = [each.gather + 2 * each.back + ahead for each, ahead in zip(rounds, [*following, 0], strict=False)]
-    largest = max((there * unit.numel for unit, _ in schedule.owned), default=0)
+    largest = max((there * unit.numel for unit in schedule.units), default=0)
     return StepCost(flops, sent, max(in_flight, default=0), largest, max((each.sent for each in rounds), default=0))
 
 
@@ -138,7 +138,7 @@ def turns_of_moments(of_step: StepCost) -> int:
 
 def _units(layout: StepLayout) -> Iterator[Unit]:
     for exchange in (exchange for work in layout.works for exchange in work.exchanges):
-        yield from (unit for unit, _ in exchange.schedule.owned)
+        yield from exchange.schedule.units
 
 
 class StateBytes(NamedTuple):

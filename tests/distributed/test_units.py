@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from hf_muon.distributed.schedule import OwnedUnit, Schedule
+from hf_muon.distributed.schedule import Schedule
 from hf_muon.distributed.units import Matrix, MatrixRange, Unit, assign_owners, make_units
 from hf_muon.plan.costs import schedule_cost
 from hf_muon.storage.boxes import shards_of
@@ -144,17 +145,18 @@ def test_a_unit_that_one_rank_stores_stays_there_as_long_as_others_have_their_sh
 def test_owners_work_at_the_same_time_whatever_the_bound(model, ranks, slack):
     shapes = model()
     units = units_of(shapes, ranks=ranks)
-    owned = list(map(OwnedUnit, units, assign_owners(units, ranks, [unit.holders for unit in units])))
+    owners = assign_owners(units, ranks, [unit.holders for unit in units])
+    owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
     rounds = Schedule(owned, 5, ranks, torch.float32, 2**28).rounds(range(len(shapes)))
-    span = sum(max(loads(*zip(*each.units, strict=True), ranks)) for each in rounds)
-    assert span <= slack * max(loads(*zip(*owned, strict=True), ranks))
+    span = sum(max(loads(each.units, [unit.owner for unit in each.units], ranks)) for each in rounds)
+    assert span <= slack * max(loads(units, owners, ranks))
 
 
 def cost_of(placement, ranks, owners):
     """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
     stored = shards((4, 6), ranks, placement)
-    owned = [OwnedUnit(Unit((4, 6), (MatrixRange(k, 0, 1),), (stored,)), owner) for k, owner in enumerate(owners)]
-    schedule = Schedule(owned, 0, ranks, torch.float32, 2**20)
+    units = [Unit((4, 6), (MatrixRange(k, 0, 1, stored),), owner) for k, owner in enumerate(owners)]
+    schedule = Schedule(units, 0, ranks, torch.float32, 2**20)
     return schedule_cost(schedule, lambda unit: unit.numel, torch.bfloat16)
 
 
