@@ -205,8 +205,6 @@ class Muon(Optimizer):
             if steps is not None and not any(steps):
                 for param in list(self.state)[known:]:  # allocated for a step that is not taken
                     del self.state[param]
-        if self.state:
-            self._left_state.note_rules(groups, self.state, forgets_others=self.partitioned.partitions is None)
         if steps is None:
             return
         if reports.warn_of_weights_that_cannot_move(groups, layout, is_known="weights-cannot-move" in self._warned_of):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math import moments
@@ -356,7 +357,7 @@ class LeftState:
     same form, for parameters that are stored as they were and groups with the same options. Tensors that are replaced
     are not kept alive: a framework may take state off the device between steps.
 
-    The state of rules must be there later as a step of this process has left it; only a rule that is switched on begins
+    Where a parameter has state, that of its rules must be there as it was noted; only a rule that is switched on begins
     without.
     """
 
@@ -364,8 +365,7 @@ class LeftState:
         self._key: list[Any] = []
         self._tensors: list[weakref.ref[Tensor]] = []
         self._forms: list[list[Any]] = []
-        self._of_rules: dict[Tensor, dict[str, torch.Size]] = {}
-        self._knows_rules = False
+        self._of_rules: MutableMapping[Tensor, dict[str, torch.Size]] = WeakTensorKeyDictionary()
 
     def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
         """Note a state that is checked and complete.
@@ -378,26 +378,10 @@ class LeftState:
         self._key, tensors = _key_of(groups, state, layout)
         self._tensors = list(map(weakref.ref, tensors))
         self._forms = [list(map(form, tensors)) for form in _FORMS]
-        self._knows_rules = False
-
-    def note_rules(self, groups: Sequence[Group], state: State, *, forgets_others: bool) -> None:
-        """Note the shapes of the state of rules, when it is sure that a step is taken.
-
-        Args:
-            groups: param groups.
-            state: of their parameters.
-            forgets_others: whether there are no parameters but those that are in the groups now.
-        """
-        if self._knows_rules:
-            return
-        if forgets_others:
-            self._of_rules.clear()
         for group in groups:
             keys = registry.state_of(group)
-            for param in group["params"] if keys else ():
-                own = state.get(param, {})
-                self._of_rules[param] = {key: own[key].shape for key in keys if key in own}
-        self._knows_rules = True
+            for param in group["params"]:
+                self._of_rules[param] = {key: state[param][key].shape for key in keys if key in state[param]}
 
     def complaints(self, groups: Sequence[Group], state: State) -> Iterator[str]:
         """Say which state of rules is gone, or does not have its shape any more."""
@@ -406,7 +390,7 @@ class LeftState:
             for i, param in enumerate(group["params"] if keys else ()):
                 own = state.get(param, {})
                 for key, shape in self._of_rules.get(param, {}).items():
-                    if key in keys and (key not in own or own[key].shape != shape):
+                    if own and key in keys and (key not in own or own[key].shape != shape):
                         text = f"has shape {tuple(own[key].shape)}, not {tuple(shape)}" if key in own else "is gone"
                         yield (
                             f"{describe(group, i)}: its {key} {text}. "
