@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
+import torch
+
 from hf_muon.math import compiler, elementwise, newton_schulz
 
 
@@ -52,13 +54,22 @@ def compiling(backend="aot_eager", package="torch"):
         backend: of `torch.compile`.
         package: that torch needs to compile.
     """
-    state = {"_COMPILERS": {"cpu": package}, "_BACKEND": backend, "_decision": None, "_tried": set(), "_functions": {}}
+    state = {"_COMPILERS": {"cpu": package}, "_BACKEND": backend, "_is_off": False, "_tried": set(), "_functions": {}}
     with mock.patch.multiple(compiler, **state), accelerated():
         yield
 
 
-def compiling_but_on_rank_1(rank, layout, **options):
-    """Return what `given_gradients` does where rank 1 cannot compile, whether functions were compiled, and the log."""
+def compiling_but_on_rank_1(rank, layout, *, first_alone=False):
+    """Step as `given_gradients` does where rank 1 cannot compile.
+
+    Args:
+        rank: of this process.
+        layout: of the step.
+        first_alone: whether rank 0 has compiled functions for a step of its own before.
+
+    Returns:
+        The results, whether functions are compiled after the step, and the warnings.
+    """
     from hf_muon.diagnostics import log
 
     lines = []
@@ -66,17 +77,8 @@ def compiling_but_on_rank_1(rank, layout, **options):
         compiling(package="no_such_compiler" if rank == 1 else "torch"),
         mock.patch.object(log.logger(), "warning", lambda text, *args: lines.append(text % args)),
     ):
-        results = given_gradients(rank, layout, **options)
-        return results, bool(compiler._functions), lines
-
-
-def decided_before(rank, layout):
-    """Return the error of a step on ranks of which rank 0 has decided by itself before that it compiles."""
-    with compiling(package="no_such_compiler" if rank == 1 else "torch"):
-        if rank == 0:
+        if first_alone and rank == 0:
             given_gradients(0, "single")
-        try:
-            given_gradients(rank, layout)
-        except RuntimeError as error:
-            return str(error)
-    return ""
+            assert compiler.is_compiled(torch.device("cpu"))
+        results = given_gradients(rank, layout)
+        return results, compiler.is_compiled(torch.device("cpu")), lines

@@ -52,8 +52,8 @@ def compile_a_step():
 
 def ask_for_options_of_inductor():
     with compiling(backend="inductor"):
-        readiness, reason = compiler.readiness({torch.device("cpu"): [torch.float32]})
-    assert readiness is compiler.Readiness.CANNOT
+        reason = compiler.try_on(torch.device("cpu"), [torch.float32])
+        assert compiler.is_off()
     raise RuntimeError(reason)
 
 

@@ -1,7 +1,7 @@
-"""Whether elementwise functions are compiled: decided once in a process, by all ranks together, before the first step.
+"""Elementwise functions are compiled on accelerators if a trial before the first step says that they can be.
 
-What is compiled gives the bits of the plain functions: each operation is rounded once, as `torch` rounds it. Nothing
-changes its way after the decision. An error of a compiled function is an error of the step.
+What is compiled gives the bits of the plain functions: each operation is rounded once, as `torch` rounds it. An error
+of a compiled function is an error of the step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntEnum
 from types import FunctionType
 from typing import Any
 
@@ -34,63 +33,48 @@ _WIDE = 16  # elements that a kernel may load at once
 _SIZE, _ROWS, _WIDTH = 2**17, 2048, 1024
 
 
-class Readiness(IntEnum):
-    """What a process says of its devices; the last bit is whether functions are compiled on them."""
-
-    CANNOT = 0
-    CAN = 1
-    PLAIN = 2  # decided
-    COMPILED = 3  # decided
-
-
-_decision: bool | None = None
 _tried: set[torch.device] = set()
+_is_off = False
 _functions: dict[Any, Callable[..., None]] = {}
 
 
 def is_compiled(device: torch.device) -> bool:
     """Return whether functions are compiled on a device."""
-    return _decision is True and device in _tried and not is_watched()
+    return not _is_off and device in _tried and not is_watched()
+
+
+def is_off() -> bool:
+    """Return whether functions are compiled on no device of this process."""
+    return _is_off
+
+
+def turn_off() -> None:
+    """Compile no functions from now on."""
+    global _is_off
+    _is_off = True
 
 
 def untried(devices: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices for which it is not yet known whether functions can be compiled there."""
     new = [device for device in devices if device.type in _COMPILERS and device not in _tried]
-    return [] if _decision is False or not new or is_watched() else new
+    return [] if _is_off or not new or is_watched() else new
 
 
-def readiness(dtypes: Mapping[torch.device, Iterable[torch.dtype]]) -> tuple[Readiness, str]:
-    """Return whether this process compiles functions on some devices or could, and why not.
+def try_on(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
+    """Compile and run a small function on a device, which takes some seconds, and turn compiling off if that fails.
 
     Args:
-        dtypes: of what functions read and write, by device; of devices that have not been tried, which compile and run
-            a small function now. That takes some seconds.
+        device: one that has not been tried.
+        dtypes: of what functions read and write there.
 
-    Raises:
-        RuntimeError: functions are compiled already, and cannot be on another device.
+    Returns:
+        Why functions cannot be compiled there, or an empty text.
     """
-    for device, types in dtypes.items():
-        reason = _why_not(device, types)
-        if reason and _decision:
-            raise RuntimeError(
-                f"elementwise functions are compiled in this process, and cannot be on {device}: {reason}. Step the "
-                "parameters there in the first step, or set TORCH_COMPILE_DISABLE=1 [not-compilable]"
-            )
-        if reason:
-            return Readiness.CANNOT, reason
+    if reason := _why_not(device, dtypes):
+        turn_off()
+    else:
         _tried.add(device)
-    if _decision is None:
-        return Readiness.CAN, ""
-    return Readiness.COMPILED if _decision else Readiness.PLAIN, ""
-
-
-def decide(*, compiled: bool) -> bool:
-    """Have functions compiled from now on, or not, unless nothing here can be. Return whether that is news."""
-    global _decision
-    if _decision is compiled or (compiled and not _tried):
-        return False
-    _decision = compiled
-    return True
+    return reason
 
 
 def call(

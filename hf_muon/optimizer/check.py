@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_muon.diagnostics import log
 from hf_muon.distributed.ranks import Ranks, listed, together
 from hf_muon.math import compiler
-from hf_muon.math.compiler import Readiness
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.gradients import bad_names, needs_others
 from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint
@@ -56,14 +55,12 @@ class Own(NamedTuple):
         options: of param groups, as lines that must be equal on all ranks.
         stored: how the gradient of each parameter is stored; see `Gradients`.
         flags: of the gradients; see `Gradients.flags`.
-        readiness: whether it compiles elementwise functions.
-        reason: why not.
+        reason: why it cannot compile functions, if a trial has just shown that.
     """
 
     options: Sequence[str] = ()
     stored: Sequence[str] = ()
     flags: Sequence[Tensor] = ()
-    readiness: Readiness = Readiness.CAN
     reason: str = ""
 
 
@@ -127,11 +124,11 @@ def agree(
 
     # What each rank says, in six numbers: whether all entries of its gradients can be stepped, and whether any of them
     # is not zero; what must be the same on all ranks; how gradients are stored; whether it has complaints; and whether
-    # it compiles functions.
+    # it compiles no functions.
     flags = [flag for flag in own.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
-    numbers = [_hash([layout.digest, *own.options]), _hash(own.stored), int(bool(complaints)), int(own.readiness)]
+    numbers = [_hash([layout.digest, *own.options]), _hash(own.stored), int(bool(complaints)), int(compiler.is_off())]
     rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
-    steppable, moves, same, stored, complains, readiness_of_all = zip(*rows, strict=True)
+    steppable, moves, same, stored, complains, are_off = zip(*rows, strict=True)
     if any(complains):
         stop(complaints)
     if len(set(same)) > 1:
@@ -143,7 +140,7 @@ def agree(
     if not is_alike:
         there, differences = _of_any_rank(ranks, groups, layout, own.stored)
         stop(differences)
-    refuse(decide_compilation(ranks, list(map(Readiness, readiness_of_all)), own), head=refusal)
+    _compile_alike(ranks, are_off, own.reason)
     return by_group(groups, there) if any(moves) else None, is_alike
 
 
@@ -308,57 +305,45 @@ def _difference(texts: Mapping[int, Sequence[str]]) -> str:
 # --- compiled functions
 
 
-def readiness(groups: Sequence[Group], layout: StepLayout, state: State) -> tuple[Readiness, str]:
-    """Return whether this rank compiles functions for a step, and why not; see `compiler.readiness`.
+def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> str:
+    """Try whether functions can be compiled on the devices of a step, once for each; return why not, or an empty text.
 
     Args:
         groups: param groups.
         layout: of these groups.
         state: of their parameters; complete.
     """
-    devices = dict.fromkeys([*layout.devices, *(device for work in layout.works for device in work.devices)])
-    untried = compiler.untried(devices)
+    untried = compiler.untried(dict.fromkeys([*layout.devices, *(d for work in layout.works for d in work.devices)]))
     if not untried:
-        return compiler.readiness({})
+        return ""
     params = [param for group in groups for param in group["params"]]
     grads = [param.grad for param in params if param.grad is not None]
     moments = [local_of(value) for param in params for value in state.get(param, {}).values() if torch.is_tensor(value)]
-    dtypes = dict.fromkeys([torch.float32, *(tensor.dtype for tensor in (*params, *grads, *moments))])
+    dtypes = [torch.float32, *(tensor.dtype for tensor in (*params, *grads, *moments))]
     precisions = [group["ns_dtype"] for group in groups if group["use_muon"]]
-    return compiler.readiness(
-        {
-            device: [*dtypes, *(compute_dtype(precision, device.type, device.index) for precision in precisions)]
-            for device in untried
-        }
-    )
+    for device in untried:
+        of_products = (compute_dtype(precision, device.type, device.index) for precision in precisions)
+        if reason := compiler.try_on(device, dict.fromkeys([*dtypes, *of_products])):
+            return reason
+    if log.is_rank_zero():
+        log.logger().info("compiling elementwise functions: the first step takes longer")
+    return ""
 
 
-def decide_compilation(ranks: Ranks, said: Sequence[Readiness], own: Own) -> list[str]:
-    """Have all ranks compile functions if all can, else none.
+def _compile_alike(ranks: Ranks, are_off: Sequence[int], reason: str) -> None:
+    """Have all ranks compile functions, or none, and warn of the reasons once.
 
     Args:
         ranks: that decide together.
-        said: by each of them.
-        own: what this rank has found.
-
-    Returns:
-        Complaints, the same on all ranks: some have compiled functions in an earlier step, and others do not.
+        are_off: whether functions are compiled on no device, of each of them.
+        reason: why this rank cannot compile functions, if a trial has just shown that.
     """
-    if all(one & 1 for one in said):
-        if compiler.decide(compiled=True) and log.is_rank_zero():
-            log.logger().info("compiling elementwise functions: the first step takes longer")
-        return []
-    if Readiness.COMPILED in said:
-        how = f"elementwise functions are {'compiled' if own.readiness & 1 else 'not compiled'} in this process"
-        why = f": {own.reason}" if own.reason else ""
-        text = f"{how}{why} (TORCH_COMPILE_DISABLE=1 compiles on no rank) [compiled-differently]"
-        return together(ranks.texts([text]))
-    if Readiness.CANNOT in said:
-        reasons = together(ranks.texts([own.reason] if own.reason else []))
-        if log.is_rank_zero() and not all(text.endswith("=1 is set") for text in reasons):  # where it is set on all
-            log.logger().warning(
-                "Elementwise functions are not compiled, which makes steps slower: %s [not-compiled]",
-                log.first_few(reasons, 3, "; "),
-            )
-    compiler.decide(compiled=False)
-    return []
+    reasons = [reason] if reason else []
+    if len(set(are_off)) > 1:
+        reasons = together(ranks.texts(reasons))
+        compiler.turn_off()
+    if log.is_rank_zero() and not all(text.endswith("=1 is set") for text in reasons):  # where it is set on all
+        log.logger().warning(
+            "Elementwise functions are not compiled, which makes steps slower: %s [not-compiled]",
+            log.first_few(reasons, 3, "; "),
+        )

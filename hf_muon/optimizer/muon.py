@@ -268,8 +268,8 @@ class Muon(Optimizer):
                 steps = prepared(groups, layout.works, indices, self.state, self.max_batch_bytes)
                 if not is_complete:
                     self._left_state.note(groups, self.state, layout)
-                options, readiness = check.option_lines(groups, layout), check.readiness(groups, layout, self.state)
-                own = check.Own(options, found.stored, flags, *readiness)
+                reason = check.try_compiling(groups, layout, self.state)
+                own = check.Own(check.option_lines(groups, layout), found.stored, flags, reason)
         ranks = Ranks(layout.root, layout.first_device)
         agreed, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
         if agreed is None:

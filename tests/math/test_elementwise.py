@@ -205,8 +205,7 @@ def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_
     """Tensors that are not aligned are copied for the compiler, one that is passed twice once, and written."""
     shapes = [(6, 8), (8, 6), (1,), (3, 5), (2, 3, 16), (17,), (4, 4, 4), (5, 32)]
     with compiling(backend := Backend()):
-        compiler.readiness({torch.device("cpu"): [torch.float32]})
-        compiler.decide(compiled=True)
+        assert not compiler.try_on(torch.device("cpu"), [torch.float32])
         trial = backend.compiled
         add = Elementwise(lambda target, addend: target.copy_(target + addend), reads=(0, 1), writes=(0,))
         for shape, kind, other in itertools.product(shapes, KINDS, KINDS):

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.distributed.ranks import Ranks
 from hf_muon.integrations.transformers import refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
-from hf_muon.math.compiler import Readiness
-from hf_muon.optimizer.check import Own, decide_compilation
 from hf_muon.optimizer.sharded_checkpoints import loading_from
+from tests.accelerated import compiling
 from tests.optimizer.cases import gradients, parameters, run, stepped
-from tests.refusals import Refusal, table
+from tests.refusals import table
 from tests.rules.test_scales import net
 
 
@@ -70,24 +66,10 @@ def begun_without_moments() -> None:
     MuonCallback().on_train_begin(args, state, None, optimizer=Muon(parameters()))
 
 
-def compiled(decision: bool | None, act: Callable[[], Any]) -> Callable[..., None]:
-    """Return an attempt in a process that has decided whether functions are compiled, and cannot compile them now."""
-
-    def attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compiler, "_decision", decision)
-        monkeypatch.setattr(compiler, "_why_not", lambda *_: "there is no compiler")
-        act()
-
-    return attempt
-
-
-def compile_here() -> None:
-    compiler.readiness({torch.device("cpu"): [torch.float32]})
-
-
-def cannot() -> None:
-    alone = Ranks(None, torch.device("cpu"))
-    decide_compilation(alone, [Readiness.CANNOT], Own(readiness=Readiness.CANNOT, reason="there is no compiler"))
+def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_why_not", lambda *_: "there is no compiler")
+    with compiling():
+        stepped()
 
 
 def other_scales() -> None:
@@ -105,9 +87,8 @@ CASES = [
             ("unreadable-shards", "loading_from", shards_of_nothing, "metadata"),
             ("shards-not-loadable", "Trainer", sharded_by_an_old_accelerate, r"1\.12\.0"),
             ("no-optimizer-state", "Trainer", begun_without_moments, "optimizer.pt"),
-            ("not-compiled", STEP, compiled(None, cannot), "no compiler"),
+            ("not-compiled", STEP, without_a_compiler, "no compiler"),
         ],
         error=None,
     ),
-    Refusal("not-compilable", STEP, compiled(True, compile_here), RuntimeError, says="cpu: there is no compiler"),
 ]
