@@ -102,7 +102,7 @@ $(BENCHMARKS)/.made: pyproject.toml constraints-bench.txt
 	@echo "== making $(BENCHMARKS): the newest supported stack, with other Muons (some minutes)"
 	$(PYTHON) -m venv $(BENCHMARKS)
 	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt torch
-	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt -e ".[bench,deepspeed,test]"
+	$(BENCHMARKS)/bin/python $(PIP) -c constraints-bench.txt -e ".[deepspeed,test]"
 	@# A file or two of each is all that is measured.
 	$(BENCHMARKS)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
 	@touch $@
@@ -118,11 +118,11 @@ mutants: $(VENV)/.made
 	$(VENV)/bin/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
 
 bench: $(BENCHMARKS)/.made
-	$(BENCHMARKS)/bin/python benchmarks/bench.py --device $(DEVICE) $(BENCH)
+	$(BENCHMARKS)/bin/python -m benchmarks.bench --device $(DEVICE) $(BENCH)
 
 gpu: DEVICE = cuda
 gpu: $(BENCHMARKS)/.made
-	$(BENCHMARKS)/bin/python benchmarks/gpu.py --device $(DEVICE) $(GPU)
+	$(BENCHMARKS)/bin/python -m benchmarks.gpu --device $(DEVICE) $(GPU)
 
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py

@@ -1,11 +1,11 @@
-"""Run what the first ten minutes on a card should, and write one page: `make gpu`, or with a Python that has torch and
-what `pyproject.toml` lists:
+"""Check and measure hf_muon on a GPU in ten minutes, and write one page: `make gpu`, or with a Python that has torch
+and what `pyproject.toml` lists:
 
-python benchmarks/gpu.py --device cuda
-python benchmarks/gpu.py --device cpu     # the same parts at small sizes: does all run? The numbers mean nothing
+python -m benchmarks.gpu --device cuda
+python -m benchmarks.gpu --device cpu     # the same parts at small sizes, to check that everything runs
 
-Each part is a process with a budget of seconds. One that fails, hangs or kills its process says so on the page, and the
-next one runs. The page is written anew after each part, and keeps what earlier runs on this card found in the others.
+Each part is a process with a budget of seconds. If it fails, hangs or kills its process, the page says so, and the next
+one runs. The page is rewritten after each part, and keeps what earlier runs on this card found in the others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.bench import add_dion
+
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE.parent
 _NO_DEVICE = 2
@@ -30,7 +32,7 @@ _NO_DEVICE = 2
 
 @dataclass(frozen=True)
 class Part:
-    """What is run in a process of its own.
+    """A part, which runs in a separate process.
 
     Attributes:
         title: on the page.
@@ -41,15 +43,14 @@ class Part:
     budget_s: int
 
 
-# In the order of what would be missed most, ten minutes in all.
+# The most important first, ten minutes in all.
 PARTS = {
     "machine": Part("Machine", 20),
     "tests": Part("Tests marked `gpu`", 150),
-    "batches": Part("Does a matrix get the bits in a batch that it gets alone?", 30),
-    "compiled": Part("Compiled functions beside their plain twins", 110),
-    "memory": Part("Memory of a step beside `hf-muon plan`, and its kernels", 60),
-    "step": Part("A step beside other Muons", 140),
-    "ranks": Part("Two ranks beside one process", 90),
+    "compiled": Part("Compiled functions compared with uncompiled ones", 110),
+    "memory": Part("Memory of a step compared with `hf-muon plan`, and its kernels", 60),
+    "step": Part("A step compared with other optimizers", 140),
+    "ranks": Part("Two ranks compared with one process", 90),
 }
 
 
@@ -60,26 +61,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}"
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of each part, in place of its own")
-    parser.add_argument(
-        "--dion",
-        default=os.environ.get("HF_MUON_BENCH_DION"),
-        help="a checkout of microsoft/dion if it is not installed; default: HF_MUON_BENCH_DION",
-    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of each part; default: its own")
+    add_dion(parser)
     parser.add_argument("--out", type=Path, help="the page; default benchmarks/results/gpu/CARD.md, build/gpu/cpu.md")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a process of this program runs
     parser.add_argument("--body", type=Path, help=argparse.SUPPRESS)  # where it writes what it finds
     parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.dion and not (Path(options.dion) / "dion").is_dir():
-        parser.error(f"--dion {options.dion}: not a checkout of microsoft/dion, there is no folder dion in it")
     if options.out is None and options.part is None:
         options.out = ROOT / "build/gpu/cpu.md" if options.device == "cpu" else _HERE / "results/gpu" / f"{_card()}.md"
     return options
 
 
 def _card() -> str:
-    """Return the name of the first card, as a file is named."""
+    """Return the name of the first card, as the name of a file."""
     try:
         asked = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
@@ -91,7 +86,7 @@ def _card() -> str:
 
 
 class Body:
-    """What a part has found so far, in a file: blocks of Markdown lines by name, of which a later one replaces one."""
+    """A file with what a part has found so far: blocks of Markdown lines, replaced by name."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -114,7 +109,7 @@ def _run_part(options: argparse.Namespace) -> int:
         print(f"{time.time() - options.began:6.0f} s  {options.part}: {text}", flush=True)
 
     try:
-        import gpu_parts
+        from benchmarks import gpu_parts
 
         gpu_parts.run(options.part, gpu_parts.Where(options.device, options.dion, say), body)
     except SystemExit as error:  # there is no such device
@@ -131,8 +126,18 @@ def _run_part(options: argparse.Namespace) -> int:
 
 
 def _in_process(options: argparse.Namespace, name: str, budget_s: float) -> str:
-    """Run a part in a process of its own, and return how it ended; empty if it ended well."""
-    command = [sys.executable, __file__, "--part", name, "--device", options.device, "--body", str(options.body)]
+    """Run a part in a process, and return how it ended; empty if it ended well."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--part",
+        name,
+        "--device",
+        options.device,
+        "--body",
+        str(options.body),
+    ]
     command += ["--began", str(options.began), *(["--dion", options.dion] if options.dion else [])]
     threads = 1 if options.device == "cpu" else min(16, os.cpu_count() or 1)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -174,8 +179,8 @@ def _write(page: Path, name: str, section: str, *, small: bool) -> None:
         dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)) if page.exists() else {}
     )
     sections[PARTS[name].title] = section
-    lines = [f"# The first minutes on {'a CPU, at small sizes' if small else 'a card'}", ""]
-    lines += ["Written by `make gpu`; [what the parts are](../../README.md#the-first-minutes-on-a-card).", ""]
+    lines = [f"# hf_muon on {'a CPU, at small sizes' if small else 'a GPU'}", ""]
+    lines += ["Written by `make gpu`; [what the parts are](../../README.md#on-a-gpu).", ""]
     for part in PARTS.values():
         lines += [f"## {part.title}", "", sections.get(part.title, "Not run.").strip(), ""]
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +188,7 @@ def _write(page: Path, name: str, section: str, *, small: bool) -> None:
 
 
 def main() -> None:
-    """Run the parts one after the other, and write the page after each."""
+    """Run the parts in order, and write the page after each."""
     options = arguments()
     if options.part:
         raise SystemExit(_run_part(options))

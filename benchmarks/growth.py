@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import build, small_qwen3
-from optimizer_step import give_gradients, ours, torch_step
-from rivals import OURS, TORCH, sides
-from setting import Row, Setting
-from timing import columns, executed_flops, ratios, taking_turns
 
+from benchmarks.measure import Row, Setting, columns, executed_flops, ratios, taking_turns
+from benchmarks.models import build, small_qwen3
+from benchmarks.optimizer_step import give_gradients, ours, torch_step
+from benchmarks.rivals import OURS, TORCH, sides
 from hf_muon import route_parameters
 
 Calls = dict[str, Callable[[], Any]]
@@ -22,26 +21,19 @@ PARAMETERS, WIDTH, ASPECT, EQUAL = "parameters", "width", "aspect", "equal shape
 
 
 def _points(setting: Setting) -> dict[str, tuple[int, ...]]:
-    """Return the values to measure at: layers, sides of squares, columns over rows, and numbers of matrices."""
+    """Return the values to measure at: layers, rows of squares, columns over rows, and numbers of matrices."""
     if setting.quick:
         return {PARAMETERS: (1, 2), WIDTH: (16, 32), ASPECT: (1, 4), EQUAL: (1, 4)}
     if setting.on_cpu:
-        return {
-            PARAMETERS: (1, 2, 4, 8),
-            WIDTH: (128, 256, 512, 1024),
-            ASPECT: (1, 2, 4, 8, 16, 32),
-            EQUAL: (1, 4, 16, 64),
-        }
-    return {
-        PARAMETERS: (1, 4, 16, 64),
-        WIDTH: (512, 1024, 2048, 4096, 8192),
-        ASPECT: (1, 2, 4, 8, 16, 32, 64),
-        EQUAL: (1, 4, 16, 64, 256),
-    }
+        counts, widths, aspects, equal = (1, 2, 4, 8), (128, 256, 512, 1024), (1, 2, 4, 8, 16, 32), (1, 4, 16, 64)
+    else:
+        counts, widths = (1, 4, 16, 64), (512, 1024, 2048, 4096, 8192)
+        aspects, equal = (1, 2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)
+    return {PARAMETERS: counts, WIDTH: widths, ASPECT: aspects, EQUAL: equal}
 
 
 def run(setting: Setting) -> list[Row]:
-    """Return a row for each point and side; `exponent` is the logarithmic slope from the point before."""
+    """Return a row for each point and optimizer; `exponent` is the logarithmic slope from the point before."""
     logging.getLogger("hf_muon").setLevel(logging.ERROR)
     rows: list[Row] = []
     for kind, points in _points(setting).items():
@@ -75,8 +67,7 @@ def _steps(setting: Setting, layers: int) -> tuple[Calls, int, str]:
     model = build(small_qwen3(width, layers, 16 * width)).to(setting.device)
     copies = [model, copy.deepcopy(model)]
     give_gradients(copies)
-    half = setting.dtype if setting.on_cpu else torch.bfloat16
-    calls: Calls = {OURS: ours(copies[0]).step, TORCH: torch_step(copies[1], half)}
+    calls: Calls = {OURS: ours(copies[0]).step, TORCH: torch_step(copies[1], setting.half)}
     weights = sum(route.parameter.numel() for route in route_parameters(model) if route.use_muon)
     return calls, weights, f"{layers} layers, {weights / 1e6:.3g} M"
 

@@ -1,4 +1,4 @@
-"""The models to measure, and how to make them smaller for a machine."""
+"""The models to measure, scaled down where they do not fit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Model:
 
     Attributes:
         fields: of the config of transformers.
-        widths: the fields that are widths of layers, which a CPU divides.
+        widths: the fields that are widths of layers.
         cpu_divisor: divisor of the widths on a CPU; a GPU keeps them.
         layers: number of layers to step on a CPU and on a GPU.
         experts: number of experts to keep on a CPU and on a GPU.
-        views: how ours reads the weights of Muon, so that all sides do the same work; None for the known parts.
+        views: how hf_muon reads the weights of Muon, so that all optimizers do the same work; None for its default.
     """
 
     fields: dict[str, Any]
@@ -44,9 +44,9 @@ MODELS = {
             "model_type": "qwen2",
             "hidden_size": 3584,
             "intermediate_size": 18944,
+            "num_hidden_layers": 28,
             "num_attention_heads": 28,
             "num_key_value_heads": 4,
-            "num_hidden_layers": 28,
             "vocab_size": 152064,
             "tie_word_embeddings": False,
         },
@@ -90,7 +90,7 @@ class Layer:
         return max(self.rows, self.columns) / min(self.rows, self.columns)
 
 
-# The number divides the sides on a CPU, so that a call takes at most a second. Each shape stands here once.
+# The number divides rows and columns on a CPU, so that a call takes at most a second. Each shape is listed once.
 _LAYERS = (
     (1, Layer("Qwen3-0.6B", "k_proj", 1024, 1024)),
     (1, Layer("Qwen3-0.6B", "q_proj", 2048, 1024)),
@@ -109,7 +109,7 @@ _LAYERS = (
 
 
 def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
-    """Return the layers to measure orthogonalization on, each with the divisor of its sides."""
+    """Return the layers to measure orthogonalization on, each with the divisor of its rows and columns."""
     by_shape: dict[str, tuple[int, Layer]] = {}
     for cpu_divisor, layer in _LAYERS:
         divisor = 32 if quick else cpu_divisor if device == "cpu" else 1
@@ -122,13 +122,15 @@ def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
     return [rows[0], rows[2]] if quick else rows
 
 
-def real_config(name: str) -> Any:
-    """Return the config of a published model."""
-    return _config(MODELS[name], {})
+def config_of(model: Model, changed: dict[str, Any] | None = None) -> Any:
+    """Return the config of a published model, with some fields changed."""
+    import transformers
+
+    return transformers.AutoConfig.for_model(**{**model.fields, **(changed or {})})
 
 
 def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = None) -> tuple[Any, str]:
-    """Return a config that fits the device, and in words what is smaller in it.
+    """Return a config that fits the device, and a text that says what is smaller in it.
 
     The vocabulary shrinks with the layers, so that Muon and AdamW keep their shares of the parameters.
 
@@ -157,7 +159,7 @@ def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = N
         experts = 4 if quick else model.experts[0 if on_cpu else 1]
         changed |= {"num_experts": experts, "num_experts_per_tok": min(experts, 8)}
         what += f", {experts} of {model.fields['num_experts']} experts"
-    return _config(model, changed), what
+    return config_of(model, changed), what
 
 
 def small_qwen3(width: int, layers: int, vocabulary: int) -> Any:
@@ -169,13 +171,7 @@ def small_qwen3(width: int, layers: int, vocabulary: int) -> Any:
         "num_hidden_layers": layers,
         "vocab_size": vocabulary,
     }
-    return _config(MODELS["Qwen3-0.6B"], changed)
-
-
-def _config(model: Model, changed: dict[str, Any]) -> Any:
-    import transformers
-
-    return transformers.AutoConfig.for_model(**{**model.fields, **changed})
+    return config_of(MODELS["Qwen3-0.6B"], changed)
 
 
 def build(config: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,22 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from asked import asked
-from meters import kernels, peak_extra_bytes
-from models import MODELS, build, on_meta, scaled_config
-from rivals import STEPS, bfloat16_is, llamafactory_muon, sides
-from setting import Row, Setting, attempt
-from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor, nn
 
-from hf_muon import build_optimizer, route_parameters
-from hf_muon.math import cost
-
-OURS, TORCH, LLAMAFACTORY, DION, ADAMW = (
-    *("hf_muon", "torch.optim.Muon + AdamW", "LLaMA-Factory", "dion"),
-    "fused AdamW",
+from benchmarks.measure import (
+    GEMM,
+    Row,
+    Setting,
+    asked,
+    attempt,
+    columns,
+    executed_flops,
+    kernels,
+    peak_extra_bytes,
+    ratios,
+    taking_turns,
 )
-BOUNDED, WATCHED = "hf_muon, bounded", "hf_muon, watched"
+from benchmarks.models import MODELS, build, on_meta, scaled_config
+from benchmarks.rivals import STEPS, bfloat16_is, llamafactory_muon, sides
+from hf_muon import build_optimizer, route_parameters
+
+OURS, WATCHED, TORCH = "hf_muon", "hf_muon, watched", "torch.optim.Muon + AdamW"
+LLAMAFACTORY, DION, ADAMW = "LLaMA-Factory", "dion", "fused AdamW"
 LR, DECAY, MOMENTUM, BETAS, EPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8
 Step = Callable[[], Any]
 
@@ -38,20 +42,11 @@ def ours(model: nn.Module, views: str | None = None, **options: Any) -> Any:
 
     Args:
         model: whose weights it steps.
-        views: of all weights of Muon; None for those that are known.
+        views: of all weights of Muon; None for the known ones.
         **options: further ones.
     """
-    optimizer = build_optimizer(
-        model,
-        lr=LR,
-        weight_decay=DECAY,
-        momentum=MOMENTUM,
-        ns_coefficients="original",
-        ns_steps=STEPS,
-        adamw_betas=BETAS,
-        adamw_eps=EPS,
-        **options,
-    )
+    own = {"lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM, "ns_coefficients": "original", "ns_steps": STEPS}
+    optimizer = build_optimizer(model, **own, adamw_betas=BETAS, adamw_eps=EPS, **options)
     for group in optimizer.param_groups:
         if views is not None and group["use_muon"]:
             group["views"] = [views] * len(group["params"])
@@ -59,15 +54,16 @@ def ours(model: nn.Module, views: str | None = None, **options: Any) -> Any:
 
 
 def _routed(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters that our routing gives to Muon, and the rest."""
     routes = route_parameters(model)
     return [r.parameter for r in routes if r.use_muon], [r.parameter for r in routes if not r.use_muon]
 
 
 def torch_step(model: nn.Module, half: torch.dtype) -> Step:
-    """Return a step of torch.optim.Muon for the parameters that ours gives to Muon, and of fused AdamW for the rest.
+    """Return a step of torch.optim.Muon for our Muon parameters, and of fused AdamW for the rest.
 
     Raises:
-        ValueError: a parameter is no matrix; torch takes matrices alone.
+        ValueError: a parameter is not a matrix, which torch's Muon does not support.
     """
     muon, rest = _routed(model)
     first = torch.optim.Muon(
@@ -84,9 +80,9 @@ def torch_step(model: nn.Module, half: torch.dtype) -> Step:
 
 
 def llamafactory_step(model: nn.Module, half: torch.dtype) -> Step:
+    """Return a step of LLaMA-Factory's Muon. ValueError if a parameter of Muon is not a matrix."""
     muon, rest = _routed(model)
-    if any(param.ndim != 2 for param in muon):
-        raise ValueError("LLaMA-Factory's Muon takes matrices alone, and experts are 3-D parameters")
+    _check_matrices(muon)
     optimizer = llamafactory_muon().Muon(
         lr=LR, wd=DECAY, muon_params=muon, momentum=MOMENTUM, ns_steps=STEPS, adamw_params=rest, adamw_betas=BETAS
     )
@@ -96,6 +92,11 @@ def llamafactory_step(model: nn.Module, half: torch.dtype) -> Step:
             optimizer.step()
 
     return step
+
+
+def _check_matrices(params: Sequence[Tensor]) -> None:
+    if any(param.ndim != 2 for param in params):
+        raise ValueError("it steps only matrices, and experts are 3-D parameters")
 
 
 def adamw_step(model: nn.Module) -> Step:
@@ -110,19 +111,17 @@ def dion_step(model: nn.Module, setting: Setting) -> Step:
     multiplies in our dtype.
     """
     muon, rest = _routed(model)
-    if any(param.ndim != 2 for param in muon):
-        raise ValueError("dion takes matrices alone here, and experts are 3-D parameters")
+    _check_matrices(muon)
     if setting.dion and setting.dion not in sys.path:
         sys.path.insert(0, setting.dion)
     on_cuda = muon[0].device.type == "cuda"
-    plain, _ = sides("cpu", setting.dtype if setting.on_cpu else torch.bfloat16, setting.dion, only=["dion"])
-    if "dion" not in plain:
-        raise ImportError("dion is not installed; name a checkout with --dion or HF_MUON_BENCH_DION")
+    plain, missing = sides("cpu", setting.half, setting.dion, only=["dion"])
+    if missing:
+        raise ImportError(missing["dion"])
     run = plain["dion"].run
     function = None if on_cuda else lambda matrices, epsilon=None: run(matrices).to(matrices.dtype)
-    groups = [{"params": muon}, {"params": rest, "algorithm": "adamw"}]
     optimizer = importlib.import_module("dion.muon").Muon(
-        groups,
+        [{"params": muon}, {"params": rest, "algorithm": "adamw"}],
         lr=LR,
         mu=MOMENTUM,
         betas=BETAS,
@@ -137,7 +136,7 @@ def dion_step(model: nn.Module, setting: Setting) -> Step:
 
 
 def give_gradients(models: Sequence[nn.Module]) -> None:
-    """Give copies of one model the same random gradients. Copies share their memory, since no side writes to them."""
+    """Give copies of one model the same random gradients. Copies share them, since no optimizer writes to them."""
     for params in zip(*(model.parameters() for model in models), strict=True):
         grad = torch.randn_like(params[0])
         for param in params:
@@ -145,7 +144,7 @@ def give_gradients(models: Sequence[nn.Module]) -> None:
 
 
 def run(setting: Setting) -> list[Row]:
-    """Return a row for each model and side."""
+    """Return a row for each model and optimizer."""
     logging.getLogger("hf_muon").setLevel(logging.ERROR)
     names = ["Qwen3-0.6B"] if setting.quick else list(MODELS)
     rows: list[Row] = []
@@ -164,56 +163,54 @@ def rows_of(
     sides: Sequence[str] = (OURS, WATCHED, TORCH, LLAMAFACTORY, DION, ADAMW),
     config: tuple[Any, str] | None = None,
 ) -> list[Row]:
-    """Return a row for each side of a model.
+    """Return a row for each optimizer of a model.
 
     Args:
         setting: where and how to measure.
         name: of the model.
-        sides: to measure; ours and fused AdamW, with which others are compared, must be among them. *Watched* is ours
-            with metrics of every step.
-        config: of the model and in words what is smaller in it, in place of the one that fits the device.
+        sides: optimizers to measure; ours and fused AdamW, the references of the ratios, must be among them. *Watched*
+            is ours with metrics of every step.
+        config: of the model, and a text that says what is smaller in it; default: what fits the device.
     """
     torch.manual_seed(0)
     config, scaled = config or scaled_config(name, setting.device.type, setting.quick)
     model = build(config).to(setting.device)
     views = MODELS[name].views
-    half = setting.dtype if setting.on_cpu else torch.bfloat16
-    copies = {side: copy.deepcopy(model) for side in sides}
-    give_gradients(list(copies.values()))
-    optimizer = ours(copies[OURS], views)
     folder = tempfile.TemporaryDirectory()
     watching = {"diagnostics_every": 1, "diagnostics_file": str(Path(folder.name) / "metrics.jsonl")}
-    makers: dict[str, Callable[[], Step]] = {
-        OURS: lambda: optimizer.step,
-        WATCHED: lambda: ours(copies[WATCHED], views, **watching).step,
-        TORCH: lambda: torch_step(copies[TORCH], half),
-        LLAMAFACTORY: lambda: llamafactory_step(copies[LLAMAFACTORY], half),
-        DION: lambda: dion_step(copies[DION], setting),
-        ADAMW: lambda: adamw_step(copies[ADAMW]),
+    makers: dict[str, Callable[[nn.Module], Step]] = {
+        OURS: lambda own: ours(own, views).step,
+        WATCHED: lambda own: ours(own, views, **watching).step,
+        TORCH: lambda own: torch_step(own, setting.half),
+        LLAMAFACTORY: lambda own: llamafactory_step(own, setting.half),
+        DION: lambda own: dion_step(own, setting),
+        ADAMW: adamw_step,
     }
-    # What `ns_dtype: auto` is on NVIDIA GPUs, and what the others multiply there.
-    counted: dict[str, Callable[[nn.Module], Step]] = {
+    # As on an NVIDIA GPU: what `ns_dtype: auto` is there, and the dtype that the others take.
+    counted = {
+        **makers,
         OURS: lambda meta: ours(meta, views, ns_dtype="fp16").step,
         TORCH: lambda meta: torch_step(meta, torch.bfloat16),
         LLAMAFACTORY: lambda meta: llamafactory_step(meta, torch.bfloat16),
-        DION: lambda meta: dion_step(meta, setting),
-        ADAMW: adamw_step,
     }
+    del counted[WATCHED]
+    copies = {side: copy.deepcopy(model) for side in sides}
+    give_gradients(list(copies.values()))
     steps: dict[str, Step] = {}
     notes = {}
     for side in sides:
 
         def first(side: str = side) -> None:
-            step = makers[side]()
+            step = makers[side](copies[side])
             step()  # creates its state
             steps[side] = step
 
         notes[side] = attempt(first)
-    muons = {side: _routed(model_of_side)[0] for side, model_of_side in copies.items()}
     start = _routed(model)[0]
-    parted = {side: _parted(start, muons[OURS], muons[side]) for side in steps if side not in (DION, ADAMW)}
+    moved = {side: _routed(copies[side])[0] for side in steps}
+    parted = {side: _parted(start, moved[OURS], moved[side]) for side in steps if side not in (DION, ADAMW)}
     times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
-    muon, rest = (sum(param.numel() for param in params) for params in _routed(copies[OURS]))
+    muon, rest = (sum(param.numel() for param in params) for params in _routed(model))
     rows = []
     for side in sides:
         row: Row = {
@@ -242,7 +239,6 @@ def rows_of(
                 row |= columns("gemm fraction", setting.gemm.fractions(flops, times[side], times[GEMM]))
         rows.append(row)
     folder.cleanup()
-    rows.append({**dict.fromkeys(rows[0], ""), **_bounded(setting, name, scaled, model)})
     return rows
 
 
@@ -250,39 +246,11 @@ def _launched(step: Step, setting: Setting) -> int:
     return sum(count for count, _ in kernels(step, setting.device).values())
 
 
-def _bounded(setting: Setting, name: str, scaled: str, model: nn.Module) -> Row:
-    """Return the row of the memory of our step with the smallest `max_batch_bytes` that fits every matrix."""
-    bounded = copy.deepcopy(model)
-    give_gradients([bounded])
-    bound = max(_needed(param, setting) for param in _routed(bounded)[0])
-    step = ours(bounded, MODELS[name].views, max_batch_bytes=bound).step
-    step()
-    return {
-        "model": name,
-        "scaled": scaled,
-        "side": BOUNDED,
-        "peak mb": peak_extra_bytes(step, setting.device) / 1e6,
-        "max batch mb": bound / 1e6,
-        "note": f"memory alone, max_batch_bytes {bound}",
-    }
-
-
-def _needed(param: Tensor, setting: Setting) -> int:
-    """Return the bytes that orthogonalizing one matrix of a parameter needs, and a little for scalars."""
-    shape = param.shape[-2:]
-    rows = cost.block_rows(min(shape), setting.dtype, setting.device.type)
-    working = cost.working_bytes(shape, cost.segments(shape, STEPS, setting.dtype), setting.dtype, rows)
-    return 4 * math.prod(shape) + working + 2**16
-
-
 @torch.no_grad()
 def _parted(start: Sequence[Tensor], first: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Return the largest distance between two sides' Muon weights after a step, relative to the largest movement."""
-    moved = apart = 0.0
-    for a, b, c in zip(start, first, other, strict=True):
-        moved, apart = max(moved, _farthest(a, b)), max(apart, _farthest(b, c))
-    return apart / moved
+    """Return the largest distance between the Muon weights of two optimizers, relative to the largest movement."""
 
+    def farthest(one: Sequence[Tensor], two: Sequence[Tensor]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
-def _farthest(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max())
+    return farthest(first, other) / farthest(start, first)

@@ -1,4 +1,4 @@
-"""Measure orthogonalization alone, on the layer shapes of real models."""
+"""Measure the orthogonalization functions, without an optimizer, on the layer shapes of real models."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from asked import asked
-from meters import newton_schulz_flops, peak_extra_bytes
-from models import Layer, layers
-from rivals import STEPS, TORCH, Side, sides
-from setting import Row, Setting, attempt
-from timing import GEMM, columns, executed_flops, ratios, taking_turns
 from torch import Tensor
 
+from benchmarks.measure import (
+    GEMM,
+    Row,
+    Setting,
+    asked,
+    attempt,
+    columns,
+    executed_flops,
+    peak_extra_bytes,
+    ratios,
+    taking_turns,
+)
+from benchmarks.models import Layer, layers
+from benchmarks.rivals import STEPS, TORCH, Side, sides
 from hf_muon import orthogonalize
 
 _LEAST = 1.05e-3  # of the Frobenius norm; singular-value ranges hold from 1e-3, and rounding must not pass below that
@@ -55,33 +63,32 @@ def singular_values(batch: Tensor) -> tuple[float, float]:
 
 
 def run(setting: Setting) -> list[Row]:
-    """Return a row for each shape and side."""
-    all_sides, missing = sides(setting.device.type, setting.dtype, setting.dion)
+    """Return a row for each shape and function."""
+    functions, missing = sides(setting.device.type, setting.dtype, setting.dion)
     setting.missing |= missing
     for name, reason in missing.items():
         setting.say(f"{name}: {reason}")
     rows = []
     shapes = layers(setting.device.type, setting.quick)
     for place, (divisor, layer) in enumerate(shapes, 1):
-        rows_of_shape = _shape(setting, divisor, layer, all_sides)
+        rows_of_shape = _shape(setting, divisor, layer, functions)
         rows += rows_of_shape
-        best = {row["side"]: row for row in rows_of_shape}
+        ours = next(row for row in rows_of_shape if row["side"] == "hf_muon")
         setting.say(
             f"orthogonalization {place}/{len(shapes)}  {layer.model} {layer.name} {layer.key}: "
-            f"{best['hf_muon']['ms']:.3g} ms, {best['hf_muon']['speedup']:.2f} x as fast as {TORCH}"
+            f"{ours['ms']:.3g} ms, {ours['speedup']:.2f} x as fast as {TORCH}"
         )
     return rows
 
 
-def _shape(setting: Setting, divisor: int, layer: Layer, all_sides: dict[str, Side]) -> list[Row]:
+def _shape(setting: Setting, divisor: int, layer: Layer, functions: dict[str, Side]) -> list[Row]:
     batch = matrices(layer, setting.device)
-    calls = {name: (lambda side=side: side.run(batch)) for name, side in all_sides.items()}
-    notes = {name: note for name, call in calls.items() if (note := attempt(call))}
-    running = {name: call for name, call in calls.items() if name not in notes}
+    calls = {name: (lambda side=side: side.run(batch)) for name, side in functions.items()}
+    notes = {name: attempt(call) for name, call in calls.items()}
+    running = {name: call for name, call in calls.items() if not notes[name]}
     times = taking_turns({**running, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
-    standard = newton_schulz_flops((layer.rows, layer.columns), STEPS) * layer.count
     rows = []
-    for name, side in all_sides.items():
+    for name, side in functions.items():
         row: Row = {
             "model": layer.model,
             "layer": layer.name,
@@ -90,39 +97,38 @@ def _shape(setting: Setting, divisor: int, layer: Layer, all_sides: dict[str, Si
             "aspect": layer.aspect,
             "side": name,
             "version": side.version,
-            "note": notes.get(name, ""),
+            "note": notes[name],
             **asked(lambda side=side: _on_meta(side, batch.shape), batch.numel()),
         }
         if name in running:
-            row |= _measured(setting, side, running[name], times, name, standard)
+            flops = executed_flops(running[name])
+            low, high = singular_values(running[name]())
+            row |= {
+                **columns("ms", [1e3 * seconds for seconds in times[name]]),
+                **columns("speedup", ratios(times[TORCH], times[name])),
+                "peak mb": peak_extra_bytes(running[name], setting.device) / 1e6,
+                "sigma min": low,
+                "sigma max": high,
+                "band low": side.band[0],
+                "band high": side.band[1],
+                "outside": max(0.0, side.band[0] - low, high - side.band[1]),
+            }
+            if flops >= _standard_flops(layer) / 20:  # torch does not count kernels of other packages
+                row["gflop"] = flops / 1e9
+                row |= columns("gemm fraction", setting.gemm.fractions(flops, times[name], times[GEMM]))
         rows.append(row)
     return rows
 
 
 def _on_meta(side: Side, shape: torch.Size) -> Callable[[], Any]:
-    """Return the call of a side on a meta tensor; ours in the dtype that `auto` is on NVIDIA GPUs."""
+    """Return the call of a function on a meta tensor; ours in the dtype that `auto` is on NVIDIA GPUs."""
     batch = torch.empty(shape, device="meta")
     if side.preset:
         return lambda: orthogonalize(batch, ns_coefficients=side.preset, ns_steps=STEPS, ns_dtype="fp16")
     return lambda: side.run(batch)
 
 
-def _measured(setting: Setting, side: Side, call: Any, times: dict[str, list[float]], name: str, standard: int) -> Row:
-    flops = executed_flops(call)
-    low, high = singular_values(call())
-    band = side.band
-    row: Row = {
-        **columns("ms", [1e3 * seconds for seconds in times[name]]),
-        **columns("speedup", ratios(times[TORCH], times[name])),
-        "standard gflop": standard / 1e9,
-        "peak mb": peak_extra_bytes(call, setting.device) / 1e6,
-        "sigma min": low,
-        "sigma max": high,
-        "band low": band[0],
-        "band high": band[1],
-        "outside": max(0.0, band[0] - low, high - band[1]),
-    }
-    if flops >= standard / 20:  # torch counts nothing for kernels of other packages
-        row["gflop"] = flops / 1e9
-        row |= columns("gemm fraction", setting.gemm.fractions(flops, times[name], times[GEMM]))
-    return row
+def _standard_flops(layer: Layer) -> int:
+    """Return the FLOPs of the standard form: ``4 s^2 l + 2 s^3`` per step for an ``(s, l)`` matrix, ``s <= l``."""
+    short, long = sorted((layer.rows, layer.columns))
+    return layer.count * STEPS * (4 * short * short * long + 2 * short**3)

@@ -4,21 +4,20 @@
     python -m benchmarks.rehearsal --write            # write it
     python -m benchmarks.rehearsal --only FSDP2 int8  # rows whose names have these texts
     python -m benchmarks.rehearsal --host             # the host's time, which the table does not have
-    python -m benchmarks.rehearsal --dion CHECKOUT    # microsoft/dion, counted in the same way
 
-Nothing is measured but the host's time, and nothing is sent: see `benchmarks.count` and `benchmarks.fake_layouts`. A
-test asserts the table, so that a change that costs launches shows as a difference.
+Figures are counted on the meta device, not measured, and nothing is sent: see `benchmarks.count` and
+`benchmarks.fake_layouts`. A test asserts the table, so that a change that costs launches shows as a difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
-import importlib
-import os
-import sys
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -30,24 +29,145 @@ from benchmarks.accelerator import META, as_accelerator
 from benchmarks.count import counting
 from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.rehearsal_table import (
-    CASES,
-    LORA,
-    README,
-    TABLE,
-    Case,
-    Figures,
-    differences,
-    read_table,
-    readme_lines,
-    readme_with,
-    write_table,
-)
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import log
 from hf_muon.storage.tensors import local_of
 
 MOST_RANKS = 4  # counted of each case, evenly spaced
+TABLE = Path(__file__).with_name("rehearsal.csv")
+QWEN, EXPERTS, LLAMA, SMALL, LORA = (
+    *("Qwen3-0.6B", "Qwen3-30B-A3B, 2 layers", "Llama-3.1-8B, 4 layers"),
+    *("Qwen3-0.6B, 2 layers", "Qwen3-0.6B, LoRA 16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step to rehearse: a row of the table.
+
+    Attributes:
+        model: one of `fake_layouts.MODELS`.
+        layout: how ranks store it.
+        ranks: their number.
+        weights: their dtype; ZeRO steps fp32 copies of them.
+        momentum: `momentum_dtype`.
+        adamw: `adamw_state_dtype`.
+        ns_dtype: of the products.
+        offload: the option that keeps tensors in the host's memory; empty without one.
+    """
+
+    model: str = QWEN
+    layout: str = "one process"
+    ranks: int = 1
+    weights: str = "bf16"
+    momentum: str = "fp32"
+    adamw: str = "fp32"
+    ns_dtype: str = "bf16"
+    offload: str = ""
+
+    def __str__(self) -> str:
+        where = self.layout if self.ranks == 1 else f"{self.layout} on {self.ranks}"
+        moments = self.momentum if self.momentum == self.adamw else f"{self.momentum} and {self.adamw}"
+        text = f"{self.model}, {where}, {self.weights} weights, {moments} moments, {self.ns_dtype} products"
+        return f"{text}, {self.offload}" if self.offload else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a step asks of an accelerator: means over ranks, unless the attribute says otherwise.
+
+    Attributes:
+        launches: on a rank.
+        most: launches on the rank with most.
+        products: of the launches, matrix products.
+        collectives: of the launches, on the rank with most.
+        waits: of the host for the device, on the rank with most.
+        traffic: elementwise, in bytes for each weight that a rank stores.
+        host: bytes copied between both memories, for each weight that a rank stores.
+        peak: temporary memory of the device in MB, on the rank with most.
+    """
+
+    launches: float
+    most: int
+    products: float
+    collectives: int
+    waits: int
+    traffic: float
+    host: float
+    peak: float
+
+
+def _cases() -> Iterator[Case]:
+    for model, weights, moments in itertools.product(
+        (QWEN, EXPERTS, LLAMA), ("bf16", "fp32"), ("fp32", "bf16", "int8")
+    ):
+        yield Case(model, weights=weights, momentum=moments, adamw=moments)
+    yield Case(momentum="int8")
+    yield from (Case(model, ns_dtype="fp16") for model in (QWEN, EXPERTS, LLAMA))
+    for layout, ranks in (("DDP", (2, 8, 64)), ("FSDP2", (2, 8, 64)), ("HSDP", (8, 64)), ("TP", (2, 8))):
+        yield from (Case(layout=layout, ranks=count) for count in ranks)
+    yield from (Case(layout="FSDP2 and TP", ranks=ranks) for ranks in (8, 64))
+    for stage, ranks in itertools.product(("ZeRO-1 or 2", "ZeRO-3"), (2, 8, 64)):
+        yield Case(layout=stage, ranks=ranks, weights="fp32")
+    for moments in ("bf16", "int8"):
+        yield from (Case(layout=layout, ranks=8, momentum=moments, adamw=moments) for layout in ("DDP", "FSDP2"))
+    yield Case(layout="FSDP2", ranks=8, weights="fp32")
+    yield Case(layout="ZeRO-3", ranks=8, weights="fp32", momentum="bf16", adamw="bf16")
+    yield from (Case(EXPERTS, layout, 8) for layout in ("DDP", "FSDP2", "TP"))
+    yield Case(EXPERTS, "ZeRO-3", 8, "fp32")
+    yield Case(LORA)
+    yield from (Case(LORA, layout, 8) for layout in ("DDP", "FSDP2"))
+    for moments in ("fp32", "bf16", "int8"):
+        yield Case(momentum=moments, adamw=moments, offload="momentum_offload=cpu")
+    yield Case(weights="fp32", offload="momentum_offload=cpu")
+    yield Case(layout="FSDP2", ranks=8, offload="momentum_offload=cpu")
+    yield Case(SMALL, layout="FSDP2", ranks=8, offload="CPUOffloadPolicy")
+    yield Case(SMALL, layout="ZeRO-3", ranks=8, weights="fp32", offload="offload_optimizer")
+
+
+CASES = list(_cases())
+
+
+def read_table() -> dict[Case, Figures]:
+    """Return the committed table."""
+    with TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {_record(Case, row): _record(Figures, row) for row in rows}
+
+
+def write_table(table: Mapping[Case, Figures]) -> None:
+    """Write the table, in the order of `CASES`."""
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for kind in (Case, Figures) for field in dataclasses.fields(kind)])
+        for case in CASES:
+            if case in table:
+                writer.writerow(
+                    [
+                        f"{v:g}" if isinstance(v, float) else v
+                        for v in (*dataclasses.astuple(case), *dataclasses.astuple(table[case]))
+                    ]
+                )
+
+
+def differences(case: Case, figures: Figures, expected: Figures | None) -> list[str]:
+    """Return a line for each figure that differs from the table's."""
+    if expected is None:
+        return [f"{case}: not in the table"]
+    pairs = zip(dataclasses.fields(Figures), dataclasses.astuple(expected), dataclasses.astuple(figures), strict=True)
+    return [f"{field.name} of {case}: {old:g} -> {new:g}" for field, old, new in pairs if old != new]
+
+
+ADVICE = "If this is meant, run python -m benchmarks.rehearsal --write, and commit the table with the change"
+
+
+def _record(kind: Any, row: Mapping[str, str]) -> Any:
+    """Return the columns of a row that a dataclass has, as an instance of it."""
+    types = {"str": str, "int": int, "float": float}
+    return kind(**{field.name: types[field.type](row[field.name]) for field in dataclasses.fields(kind)})
+
+
+# --- counting
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -64,7 +184,7 @@ def options_of(case: Case) -> dict[str, Any]:
 
 
 def step_of(case: Case, model: nn.Module) -> Callable[[], Any]:
-    """Return the step of a case on this rank, whose parameters the model has from now on."""
+    """Return the step of a case on this rank. Replaces the parameters of the model by those that the rank stores."""
     device = torch.device("cpu") if case.offload in ("CPUOffloadPolicy", "offload_optimizer") else META
     if case.layout.startswith("ZeRO"):
         return zero_step(model, options_of(case), 3 if case.layout == "ZeRO-3" else 2, device)
@@ -74,12 +194,9 @@ def step_of(case: Case, model: nn.Module) -> Callable[[], Any]:
     return build_optimizer(model, options_of(case), replicate_group=group).step  # type: ignore[no-any-return]
 
 
-Make = Callable[[Case, nn.Module], Callable[[], Any]]
-
-
 @dataclasses.dataclass(frozen=True)
 class RankFigures:
-    """The figures of one rank: numbers, not means; `stored` are the weights of which it has a part."""
+    """The figures of one rank; `stored` is the number of weights that it stores."""
 
     launches: int
     products: int
@@ -92,13 +209,13 @@ class RankFigures:
     names: dict[str, int]
 
 
-def rehearse_rank(case: Case, rank: int, make: Make = step_of) -> RankFigures:
+def rehearse_rank(case: Case, rank: int) -> RankFigures:
     """Return what the second step of a rank asks of its device."""
     with rank_of(case.ranks, rank), as_accelerator():
         model = meta_model(case.model, DTYPES[case.weights])
         total = sum(param.numel() for param in model.parameters() if param.requires_grad)
-        step = make(case, model)
-        with counting():  # the device answers
+        step = step_of(case, model)
+        with counting():  # answers reads of values
             step()
         with LiveBytes("meta") as live, counting() as count, as_accelerator(count):
             step()
@@ -121,9 +238,9 @@ def ranks_of(case: Case) -> range:
     return range(0, case.ranks, max(1, case.ranks // MOST_RANKS))
 
 
-def rehearse(case: Case, make: Make = step_of) -> Figures:
+def rehearse(case: Case) -> Figures:
     """Return the figures of a case."""
-    ranks = [rehearse_rank(case, rank, make) for rank in ranks_of(case)]
+    ranks = [rehearse_rank(case, rank) for rank in ranks_of(case)]
     stored = sum(rank.stored for rank in ranks)
     return Figures(
         launches=round(fmean(rank.launches for rank in ranks), 1),
@@ -137,12 +254,12 @@ def rehearse(case: Case, make: Make = step_of) -> Figures:
     )
 
 
-def host_ms(case: Case, make: Make = step_of) -> float:
+def host_ms(case: Case) -> float:
     """Measure the processor time of the host in a step, in milliseconds, the median of ranks; without reads."""
     seconds = []
     for rank in ranks_of(case):
         with rank_of(case.ranks, rank, reads=False), as_accelerator(reads=False):
-            step = make(case, meta_model(case.model, DTYPES[case.weights]))
+            step = step_of(case, meta_model(case.model, DTYPES[case.weights]))
             step()
             step()
             begin = time.process_time()
@@ -151,64 +268,29 @@ def host_ms(case: Case, make: Make = step_of) -> float:
     return 1e3 * median(seconds)
 
 
-# --- microsoft/dion
-
-
-def dions(checkout: str) -> Make:
-    """Return what makes the step of microsoft/dion's Muon."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; see benchmarks/README.md
-    sys.path.insert(0, checkout)
-    muon = importlib.import_module("dion.muon").Muon
-    # The fused kernel does not run on meta tensors: one call of another operator stands for it.
-    torch._fused_adamw_ = lambda params, *_, **__: params[0].copy_(params[0])  # type: ignore[assignment]
-
-    def make(case: Case, model: nn.Module) -> Callable[[], Any]:
-        mesh = None
-        if case.layout != "DDP" and case.ranks > 1:
-            mesh = mesh_of(case.layout, case.ranks)
-            shard_(model, case.layout, mesh, META)
-        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        matrices = [param for name, param in named.items() if param.ndim == 2 and "embed" not in name]
-        others = [param for name, param in named.items() if param.ndim != 2 or "embed" in name]
-        groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
-        where = None if case.ranks == 1 else dist.group.WORLD if mesh is None else mesh
-        return muon(groups, distributed_mesh=where, lr=1e-3).step  # type: ignore[no-any-return]
-
-    return make
-
-
-def of_dion(case: Case) -> bool:
-    """Return whether dion has the layout: not ZeRO, offload and other dtypes of moments; and HSDP needs real groups."""
-    return case.layout in ("one process", "DDP", "FSDP2") and case == Case(layout=case.layout, ranks=case.ranks)
-
-
 def main() -> None:
-    """Print the figures beside the table's, or write them."""
+    """Print the figures with what differs from the table, or write the table."""
     log.logger().setLevel("ERROR")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--write", action="store_true", help="write rehearsal.csv, and its tables in README.md")
+    parser.add_argument("--write", action="store_true", help="write rehearsal.csv")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names have all of these")
     parser.add_argument("--host", action="store_true", help="measure the host's time, too")
     parser.add_argument("--names", action="store_true", help="print what rank 0 launches and waits for, by name")
-    parser.add_argument("--dion", metavar="CHECKOUT", help="a checkout of github.com/microsoft/dion to count instead")
     arguments = parser.parse_args()
-    make = dions(arguments.dion) if arguments.dion else step_of
-    table = read_table() if TABLE.exists() else {}
+    table = read_table()
     for case in CASES:
-        if not all(text in str(case) for text in arguments.only) or (arguments.dion and not of_dion(case)):
+        if not all(text in str(case) for text in arguments.only):
             continue
-        figures = rehearse(case, make)
-        host = f", host {host_ms(case, make):.0f} ms" if arguments.host and not case.offload else ""
+        figures = rehearse(case)
+        host = f", host {host_ms(case):.0f} ms" if arguments.host and not case.offload else ""
         print(f"{case}: {', '.join(f'{k} {v:g}' for k, v in dataclasses.asdict(figures).items())}{host}", flush=True)
         if arguments.names:
-            print("  " + ", ".join(f"{k} {v}" for k, v in rehearse_rank(case, 0, make).names.items()))
-        if not arguments.dion:
-            for line in differences(case, figures, table.get(case)):
-                print(f"  {line}")
-            table[case] = figures
+            print("  " + ", ".join(f"{k} {v}" for k, v in rehearse_rank(case, 0).names.items()))
+        for line in differences(case, figures, table.get(case)):
+            print(f"  {line}")
+        table[case] = figures
     if arguments.write:
         write_table(table)
-        README.write_text(readme_with(README.read_text(), readme_lines(read_table())))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The orthogonalizations of other packages, called as they are installed or checked out, on the same matrices.
+"""The orthogonalization functions of other packages, as they are installed or checked out.
 
-Some name bf16 or fp16 in their code. If the hardware lacks it, that name refers to another dtype while they run: the
-functions stay theirs, and all sides multiply in one dtype.
+Some name bf16 or fp16 in their code. On hardware without it that name refers to another dtype while they run, so that
+all functions multiply in one dtype.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import meters
 import torch
 from torch import Tensor
 
+from benchmarks.measure import commit
 from hf_muon import orthogonalize
 from hf_muon.math.coefficients import PRESETS, Triple, resolve
 
@@ -38,7 +38,7 @@ class Side:
 
     Attributes:
         run: returns the directions of matrices ``(B, m, n)``, without writing to them.
-        coefficients: of its steps, from which `band` follows.
+        coefficients: of its steps.
         version: of the package or the checkout.
         preset: one of our presets; empty for another package.
     """
@@ -46,12 +46,11 @@ class Side:
     run: Callable[[Tensor], Tensor]
     coefficients: tuple[Triple, ...]
     version: str
-
     preset: str = ""
 
     @functools.cached_property
     def band(self) -> tuple[float, float]:
-        """The singular-value range: of a preset the declared one, of others the image of ``[1e-3, 1]`` in float64."""
+        """The range of singular values: declared for our presets, else the image of ``[1e-3, 1]`` in float64."""
         if self.preset:
             return PRESETS[self.preset].singular_range
         values = torch.logspace(-3, 0, 200_001, dtype=torch.float64)
@@ -72,7 +71,7 @@ class _Torch:
 
 @contextlib.contextmanager
 def bfloat16_is(dtype: torch.dtype) -> Iterator[None]:
-    """Have ``tensor.bfloat16()`` return copies in this dtype within the context."""
+    """Make ``tensor.bfloat16()`` return a copy in this dtype within the context."""
     if dtype is torch.bfloat16:
         yield
         return
@@ -120,11 +119,11 @@ def _keller_jordan(dtype: torch.dtype) -> Side:
             x = a * x + (b * gram + c * gram @ gram) @ x
         return x.mT if tall else x
 
-    return Side(run, coefficients, "written anew")
+    return Side(run, coefficients, "reimplemented")
 
 
 def llamafactory_muon() -> ModuleType:
-    """Import LLaMA-Factory's file alone, since its package imports much more.
+    """Import LLaMA-Factory's file without its package, which imports much more.
 
     Raises:
         ImportError: LLaMA-Factory is not installed.
@@ -173,7 +172,7 @@ def _dion(device: str, dtype: torch.dtype, checkout: str | None) -> Side:
         run = module.zeropower_via_newtonschulz5
     else:
         run = module.newton_schulz_triton
-    version = meters.commit(checkout) if checkout else importlib.metadata.version("dion")
+    version = commit(checkout) if checkout else importlib.metadata.version("dion")
     return Side(run, resolve("you_jiacheng", STEPS), version)
 
 
@@ -198,15 +197,15 @@ def _ours(preset: str, version: str) -> Side:
 def sides(
     device: str, dtype: torch.dtype, dion: str | None = None, only: Collection[str] = ()
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """Return the sides that run here by name, and the reasons why the others do not.
+    """Return the functions that run here by name, and the reasons why the others do not.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        dtype: of our products, and on a CPU of all sides' products. On CUDA the others keep their own.
+        dtype: of our products, and on a CPU of all products. On CUDA the others keep their own.
         dion: a checkout of microsoft/dion if it is not installed.
-        only: names of the sides to return; empty for all.
+        only: names to return; empty for all.
     """
-    version = meters.commit(str(Path(__file__).parent))
+    version = commit()
     available = {OURS: _ours("polar_express", version), OURS_SAME: _ours("original", version)}
     missing = {}
     # The code of torch, Keller Jordan and LLaMA-Factory says bf16, which every measured GPU has.

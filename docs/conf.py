@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 # Documents outside of this folder that are pages of the site, too; written here when it is built.
 PAGES = {
     "../benchmarks/README.md": "benchmarks.md",
+    "../benchmarks/findings.md": "benchmark-findings.md",
     **{
         f"../benchmarks/results/{path.parent.name}/tables.md": f"benchmark-tables-{path.parent.name}.md"
         for path in sorted((HERE.parent / "benchmarks" / "results").glob("*/tables.md"))

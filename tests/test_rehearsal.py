@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hf_muon
 from benchmarks import rehearsal
 from benchmarks.accelerator import META, as_accelerator
-from benchmarks.rehearsal_table import ADVICE, EXPERTS, LORA, QWEN, Case, differences, read_table
+from benchmarks.rehearsal import ADVICE, EXPERTS, LORA, QWEN, Case, differences, read_table
 from hf_muon import build_optimizer
 from hf_muon.math import elementwise, newton_schulz
 from hf_muon.math.adamw import uses_fused_adamw

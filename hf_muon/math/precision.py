@@ -21,7 +21,7 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
     """Return the dtype in which Newton-Schulz runs on a device.
 
     ``auto`` is fp16 on NVIDIA GPUs with tensor cores: as fast as bf16, with three more bits, by which it can take the
-    Gram form (`benchmarks/forms_on_cuda.py` compares them on real updates). Elsewhere it is bf16 if the hardware
+    Gram form (`benchmarks/findings.md` compares them on real updates). Elsewhere it is bf16 if the hardware
     multiplies bf16 natively, and fp32 if it does not.
 
     Raises:

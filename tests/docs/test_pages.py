@@ -22,7 +22,7 @@ from hf_muon.optim_args import parse_optim_args
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # By docs/conf.py.
-WRITTEN = ("benchmarks", "benchmark-tables-", "evidence", "changelog", "contributing")
+WRITTEN = ("benchmark", "evidence", "changelog", "contributing")
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n+)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # What a snippet may use without making it.
 BEFORE = """

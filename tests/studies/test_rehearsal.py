@@ -6,10 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import rehearsal
+from benchmarks.accelerator import META
 from benchmarks.count import counting
-from benchmarks.rehearsal_table import ADVICE, CASES, README, Case, differences, readme_lines, readme_with
+from benchmarks.rehearsal import ADVICE, CASES, Case, differences
+from hf_muon import Muon
+from hf_muon.math.newton_schulz import Orthogonalizer
 from tests.test_rehearsal import FIRST, TABLE
 
 
@@ -20,11 +24,9 @@ def test_the_rest_of_the_table_is_what_a_step_takes(case):
         pytest.fail("\n".join([*lines, ADVICE]), pytrace=False)
 
 
-def test_the_table_has_every_case_once_the_readme_shows_it_and_a_difference_says_what_changed():
+def test_the_table_has_every_case_once_and_a_difference_says_what_changed():
     assert list(TABLE) == CASES
     assert set(FIRST) <= set(CASES)
-    text = README.read_text()
-    assert readme_with(text, readme_lines(TABLE)) == text
     case = Case(layout="FSDP2", ranks=8)
     figures = dataclasses.replace(TABLE[case], launches=TABLE[case].launches + 7)
     (line,) = differences(case, figures, TABLE[case])
@@ -49,3 +51,46 @@ def test_what_is_copied_inside_is_what_torch_copies():
             call(x, torch.empty_like(x))
         copies = sum(event.name == "aten::copy_" for event in profile.events())
         assert copies == count.launches["copy inside"]
+
+
+# Bytes a weight and launches of a step without Newton-Schulz, for moments in fp32, bf16 and int8: docs/bf16-weights.md.
+TRAFFIC = {
+    (False, "fp32"): [(28, 2), (20, 1), (16, 1)],
+    (False, "nearest"): [(22, 1), (14, 1), (10, 1)],
+    (False, "stochastic"): [(22, 1), (14, 1), (10, 1)],
+    (True, "fp32"): [(28, 2), (24, 2), (22, 2)],
+    (True, "nearest"): [(22, 2), (18, 2), (16, 2)],
+    (True, "stochastic"): [(22, 2), (18, 2), (16, 2)],
+}
+
+
+@pytest.mark.parametrize(("use_muon", "weights"), TRAFFIC, ids=str)
+def test_traffic_of_a_step_without_products(use_muon, weights, monkeypatch):
+    """AdamW moves only what it has to: weights, gradients and moments read, weights and moments written."""
+    dtype, rounding = (torch.float32, "auto") if weights == "fp32" else (torch.bfloat16, weights)
+    orthogonalize = Orthogonalizer.__call__
+
+    def uncounted(self, *args, **kwargs):
+        before = count.launches.copy(), count.traffic.copy()
+        try:
+            return orthogonalize(self, *args, **kwargs)
+        finally:
+            count.launches, count.traffic = before
+
+    monkeypatch.setattr(Orthogonalizer, "__call__", uncounted)
+    found = []
+    for moments in ("fp32", "bf16", "int8"):
+        weight = nn.Parameter(torch.empty(1024, 2048, dtype=dtype, device=META))
+        option = {"momentum_dtype" if use_muon else "adamw_state_dtype": moments}
+        group = {"params": [weight], "use_muon": use_muon, "weight_rounding": rounding, **option}
+        optimizer = Muon([group], weight_decay=0.1, ns_dtype="fp32", ns_steps=1)
+        for _ in range(2):
+            weight.grad = torch.empty_like(weight)
+            with counting() as count:
+                optimizer.step()
+        traffic = count.traffic.total() / weight.numel()
+        found.append((round(traffic), count.launches.total()))
+        state = sum(value.nbytes for key, value in optimizer.state[weight].items() if key != "step")
+        least = (3 * weight.nbytes + 2 * state) / weight.numel()
+        assert traffic > least - 0.5 if use_muon else traffic == pytest.approx(least, abs=0.5)
+    assert found == TRAFFIC[use_muon, weights]
