@@ -24,15 +24,13 @@ PAGES = {
 project = "hf_muon"
 author = "the authors of hf_muon"
 version = release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 html_theme = "furo"
 html_title = "hf_muon"
 html_static_path = ["_static"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "dollarmath"]
-autodoc_typehints = "none"
-napoleon_numpy_docstring = False
 
 
 def relocated(text: str, folder: str) -> str:
