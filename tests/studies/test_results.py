@@ -25,7 +25,9 @@ from evidence.study import STUDIES, read_study
 from evidence.tables import draw
 from evidence.times import quicker, read_times
 
-PAGE = (Path(__file__).parents[2] / "docs" / "learning-rate.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "learning-rate.md").read_text(encoding="utf-8")
+README = (ROOT / "evidence" / "README.md").read_text(encoding="utf-8")
 CELLS = {
     ("10 million", "122", "16"): ("pretrain", "10M short"),
     ("1 million", "122", "16"): ("batch", "16 sequences and half the tokens"),
@@ -164,8 +166,8 @@ def test_settings(first, sides):
 
 def test_answers():
     """Expect the answer, the difference and what would have been seen in each row of evidence/README.md."""
-    text = (Path(__file__).parents[2] / "evidence" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \| `(\w+)`, (.+?): (.+?) - (.+?) \|$", text, re.MULTILINE)
+    row = r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \| `(\w+)`, (.+?): (.+?) - (.+?) \|$"
+    rows = re.findall(row, README, re.MULTILINE)
     assert len(rows) > 15
     for _, answer, stated, least, *sides in rows:
         test = difference(*sides)
@@ -177,3 +179,26 @@ def test_answers():
 def test_momentum_in_the_long_run():
     test = difference("pretrain", "1M long", "muon and momentum 0.9", "muon")
     assert f"{test.mean:+.3f} ± {test.deviation:.3f}, p {test.p:.3f}".replace("0.", ".") in PAGE
+
+
+def test_sentences():
+    """Expect the figures of the sentences below the answers, and of the table of studies."""
+    text = " ".join(README.split())
+    leads = [lead(*cell) for cell in CELLS.values()]
+    fewer, less_time = zip(*leads, strict=True)
+    assert f"Muon takes {min(fewer):.1f} to {max(fewer):.1f} times fewer steps" in text
+    assert f"between {max(less_time):.1f} times faster and {1 / min(less_time):.1f} times slower" in text
+    muon, half, adamw = (finals("finetune")["from AdamW", side] for side in ("muon", "muon at half the rate", "adamw"))
+    assert f"Muon's loss is {mean(adamw) - mean(muon):.3f} lower than AdamW's on the new text" in text
+    assert f"and {mean(muon, forgotten) - mean(adamw, forgotten):.2f} higher on the old one" in text
+    assert abs(mean(half) - mean(adamw)) < 0.001
+    assert f"that on the old one {mean(adamw, forgotten) - mean(half, forgotten):.2f} lower" in text
+    rows = {name: list(read_rows(RESULTS / f"{name}.csv").values()) for name in ORDER}
+    every = [row for own in rows.values() for row in own if row["parameters"]]
+    millions = [int(row["parameters"]) / 1e6 for row in every]
+    tokens = [int(row["steps"]) * int(row["tokens_per_step"]) / 1e6 for row in every]
+    assert f"have {min(millions):.1f} to {max(millions):.0f} million parameters" in text
+    assert f"see {min(tokens):.2f} to {max(tokens):.0f} million tokens" in text
+    for name, own in rows.items():
+        hours = sum(float(row["cpu_seconds"] or 0) for row in own) / 3600
+        assert re.search(rf"^\| `{name}` \| [^|]+ \| {len(own)} \| {hours:.1f} \|$", README, re.MULTILINE), name
