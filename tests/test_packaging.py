@@ -28,7 +28,7 @@ def test_the_oldest_versions_are_those_of_pyproject_of_the_quick_start_and_of_ll
         r"^\| (\w+)[^|]*\| ([\d.]+) \| [^|]+ \|$", (ROOT / "docs/quickstart.md").read_text(), re.MULTILINE
     )
     documented = {package.lower(): version for package, version in rows}
-    pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints-llamafactory.txt").read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints" / "llamafactory.txt").read_text(), re.MULTILINE))
     for package, version in OLDEST.items():
         assert bounds()[package] == documented[package] == version
         assert package == "torch" or pins[package].removesuffix(".0") == version
