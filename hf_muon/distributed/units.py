@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_muon.math.cost import BlockRows, flops, segments, working_bytes
+from hf_muon.math.cost import flops, form, working_bytes
 from hf_muon.math.elementwise import is_accelerator, most_elements
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.storage.boxes import Box, Shards
@@ -138,7 +138,7 @@ class Unit:
     @property
     def cost(self) -> int:
         """FLOPs of five Newton-Schulz steps in the Gram form, by which units are compared, whatever steps they take."""
-        return self.count * flops(self.shape, segments(self.shape, 5, torch.float16))
+        return self.count * flops(self.shape, form(self.shape, 5, torch.float16))
 
     def only(self, active: Collection[int]) -> Unit:
         """Return the unit without the matrices that are not stepped."""
@@ -222,7 +222,7 @@ def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTE
 
 
 def _cost(shape: tuple[int, int]) -> int:
-    return flops(shape, segments(shape, 5, torch.float16))
+    return flops(shape, form(shape, 5, torch.float16))
 
 
 def _size_on_accelerator(shape: tuple[int, int], max_batch_bytes: int, most_cost: float) -> int:
@@ -231,9 +231,8 @@ def _size_on_accelerator(shape: tuple[int, int], max_batch_bytes: int, most_cost
     They have about `_TILES` tiles of output in their smallest product, unless their memory or their cost would be too
     large.
     """
-    lengths = segments(shape, 5, torch.float16)
     tiles = math.ceil(min(shape) / _TILE) ** 2
-    nbytes = working_bytes(shape, lengths, torch.float16, BlockRows(min(shape), min(shape)))
+    nbytes = working_bytes(shape, form(shape, 5, torch.float16), torch.float16)
     fits = min(max_batch_bytes // nbytes, most_elements(max_batch_bytes) // math.prod(shape))
     return max(1, min(_TILES // tiles, fits, math.ceil(most_cost / _cost(shape))))
 

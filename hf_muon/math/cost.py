@@ -44,15 +44,22 @@ _VECTOR = 16
 _MOST_BYTES = {"cpu": 6 * 2**20}
 
 
-class BlockRows(NamedTuple):
-    """Rows of a symmetric product in each block: of ``X X^T``, and of products of small matrices."""
+class Form(NamedTuple):
+    """How a matrix is orthogonalized.
 
+    Attributes:
+        lengths: steps of each segment, in order.
+        gram: rows of a block in the symmetric product ``X X^T``.
+        small: rows of a block in symmetric products of small matrices.
+    """
+
+    lengths: tuple[int, ...]
     gram: int
     small: int
 
 
-def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the lengths of the segments in which a matrix takes its steps.
+def form(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type: str | None = None) -> Form:
+    """Return how a matrix takes its steps.
 
     In units of ``s^3``, for sides ``s`` and ``alpha s``, a segment of ``n`` steps takes ``4 alpha + 8 n - 6`` FLOPs in
     the Gram form and ``n (4 alpha + 2)`` in the standard form. For any ``n`` the Gram form is cheaper from
@@ -62,40 +69,28 @@ def segments(shape: Sequence[int], steps: int, dtype: torch.dtype) -> tuple[int,
         shape: shape of the matrix, ``(..., m, n)``.
         steps: number of Newton-Schulz steps.
         dtype: dtype of the products.
+        device_type: where it does so; None for an accelerator.
     """
     short, long = min(shape[-2:]), max(shape[-2:])
     gram = short >= _SMALLEST_GRAM.get(dtype, _SMALLEST_GRAM_OF_OTHERS) and 2 * long > 3 * short
     longest = _LONGEST_SEGMENT.get(dtype, _LONGEST_SEGMENT_OF_OTHERS) if gram else 1
     count, rest = divmod(steps, longest)
-    return (longest,) * count + (rest,) * bool(rest)
-
-
-def block_rows(size: int, dtype: torch.dtype, device_type: str) -> BlockRows:
-    """Return the rows of a block in symmetric products ``(size, size)``; `size` where one block is faster.
-
-    Compiled functions use one block, because they cannot write into a part of a matrix.
-    """
+    lengths = (longest,) * count + (rest,) * bool(rest)
     smallest, rows = _BLOCK_ROWS.get(dtype, _BLOCK_ROWS_OF_OTHERS)
-    if device_type != "cpu" or size < smallest or torch.compiler.is_compiling():
-        return BlockRows(size, size)
-    blocks = (min(math.ceil(size / most), _MAX_BLOCKS) for most in rows)
-    return BlockRows(*(math.ceil(size / number / _VECTOR) * _VECTOR for number in blocks))
+    # Compiled functions have one block, because they cannot write into a part of a matrix.
+    if device_type != "cpu" or short < smallest or torch.compiler.is_compiling():
+        return Form(lengths, short, short)
+    blocks = (min(math.ceil(short / most), _MAX_BLOCKS) for most in rows)
+    return Form(lengths, *(math.ceil(short / number / _VECTOR) * _VECTOR for number in blocks))
 
 
-def flops(shape: Sequence[int], lengths: Sequence[int], rows: BlockRows | None = None) -> int:
-    """Return the multiplications and additions in the products of an orthogonalization.
-
-    Args:
-        shape: shape of the matrix, ``(..., m, n)``.
-        lengths: lengths of its segments.
-        rows: rows of the blocks of symmetric products; None for one block.
-    """
+def flops(shape: Sequence[int], form: Form) -> int:
+    """Return the multiplications and additions in the products of an orthogonalization ``(..., m, n)``."""
     short, long = min(shape[-2:]), max(shape[-2:])
-    rows = rows or BlockRows(short, short)
     total = 0
-    for steps in lengths:
+    for steps in form.lengths:
         # R; R^2 in each step, three more from one step to the next; Q X.
-        total += 2 * _entries(short, rows.gram) * long + 2 * _entries(short, rows.small) * short * (4 * steps - 3)
+        total += 2 * _entries(short, form.gram) * long + 2 * _entries(short, form.small) * short * (4 * steps - 3)
         total += 2 * short * short * long
     return total
 
@@ -105,25 +100,18 @@ def _entries(size: int, rows: int) -> int:
     return sum((min(start + rows, size) - start) * min(start + rows, size) for start in range(0, size, rows))
 
 
-def working_bytes(shape: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, rows: BlockRows) -> int:
-    """Return the bytes that orthogonalizing one matrix takes.
+def working_bytes(shape: Sequence[int], form: Form, dtype: torch.dtype) -> int:
+    """Return the bytes that orthogonalizing one matrix ``(..., m, n)`` takes.
 
     These are allocated, its direction included. Where an fp32 matrix is overwritten, they include its own.
     """
     short, long = min(shape[-2:]), max(shape[-2:])
     normalizing = short * long * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
-    small = small_matrices(lengths) * short * row_length(short, rows)
+    small = small_matrices(form) * short * row_length(short, form)
     return max(normalizing, (2 * short * long + small) * dtype.itemsize)
 
 
-def batch_size(
-    shape: Sequence[int],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    rows: BlockRows,
-    device_type: str,
-    max_batch_bytes: int,
-) -> int:
+def batch_size(shape: Sequence[int], form: Form, dtype: torch.dtype, device_type: str, max_batch_bytes: int) -> int:
     """Return how many matrices are orthogonalized together.
 
     Products round differently in batches of other sizes. So this depends neither on who holds the matrices nor on
@@ -131,22 +119,21 @@ def batch_size(
 
     Args:
         shape: of one of them, ``(..., m, n)``.
-        lengths: lengths of its segments.
+        form: how it is orthogonalized.
         dtype: dtype of the products.
-        rows: rows of the blocks of symmetric products.
         device_type: where it is done.
         max_batch_bytes: bound on the `working_bytes` of all of them, unless there is only one.
     """
     if not torch.compiler.is_compiling():  # compiled functions cannot write into a part of a batch
         max_batch_bytes = min(max_batch_bytes, _MOST_BYTES.get(device_type, max_batch_bytes))
-    return max(1, max_batch_bytes // working_bytes(shape, lengths, dtype, rows))
+    return max(1, max_batch_bytes // working_bytes(shape, form, dtype))
 
 
-def small_matrices(lengths: Sequence[int]) -> int:
+def small_matrices(form: Form) -> int:
     """Return how many matrices of ``s x s`` the segments need at once, besides one in the memory of their output."""
-    return 2 if max(lengths) == 1 else 3
+    return 2 if max(form.lengths) == 1 else 3
 
 
-def row_length(size: int, rows: BlockRows) -> int:
+def row_length(size: int, form: Form) -> int:
     """Return the stride between rows of a matrix ``s x s``, in elements."""
-    return size + (_VECTOR if rows.small < size else 0)
+    return size + (_VECTOR if form.small < size else 0)

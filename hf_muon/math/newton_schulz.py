@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,9 @@ MAX_BATCH_BYTES = 576 * 2**20
 _APART = {torch.bfloat16}
 
 
-def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace, *, apart: bool = False) -> Tensor:
+def newton_schulz_step(
+    x: Tensor, coefficients: Triple, work: Workspace, *, apart: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Return ``W X`` with ``W = a I + b R + c R^2``, ``R = X X^T``: singular values become ``a s + b s^3 + c s^5``.
 
     Args:
@@ -32,15 +32,18 @@ def newton_schulz_step(x: Tensor, coefficients: Triple, work: Workspace, *, apar
         coefficients: ``(a, b, c)``.
         work: memory for ``R`` and ``W``, ``(B, m, m)``, and for the result.
         apart: whether to compute ``a X + P X``, ``P = b R + c R^2``, which reads ``X`` once more.
+        out: memory for the result; by default that of `work`.
     """
     a, b, c = coefficients
-    r, out = work.gram_of(x), work.small[-1]
+    r, free = work.gram_of(x), work.small[-1]
     if apart:
-        return work.apply(symmetric_(out, r, r, add=r, beta=b, alpha=c, rows=work.rows.small), x, a)
-    return work.apply(work.weight_(out, r, coefficients), x)
+        return work.apply(symmetric_(free, r, r, add=r, beta=b, alpha=c, rows=work.form.small), x, a, out)
+    return work.apply(work.weight_(free, r, coefficients), x, out=out)
 
 
-def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], work: Workspace) -> Tensor:
+def newton_schulz_segment(
+    x: Tensor, coefficients: Sequence[Triple], work: Workspace, *, out: Tensor | None = None
+) -> Tensor:
     """Return ``Q X``: several steps in the Gram form, which computes ``Q`` from the Gram matrix ``R = X X^T`` alone.
 
     ``R``, ``W`` and ``Q`` are polynomials of the first ``R``: symmetric, and their products commute.
@@ -49,22 +52,23 @@ def newton_schulz_segment(x: Tensor, coefficients: Sequence[Triple], work: Works
         x: see `newton_schulz_step`.
         coefficients: ``(a, b, c)`` of each of at least two steps.
         work: memory for the products and the result.
+        out: see `newton_schulz_step`.
     """
-    gram, (product, free), scratch, rows = work.gram_of(x), work.small, work.scratch(), work.rows.small
+    gram, (product, free), scratch, rows = work.gram_of(x), work.small, work.scratch(), work.form.small
     between, weight = scratch, work.weight_(product, gram, coefficients[0])  # W = a I + b R + c R^2
     for step in coefficients[1:]:
         symmetric_(gram, symmetric_(between, gram, weight, rows=rows), weight, rows=rows)  # W R W
         weight = work.weight_(scratch, gram, step)
         product, free = symmetric_(free, product, weight, rows=rows), product  # W Q
         between = free
-    return work.apply(product, x)
+    return work.apply(product, x, out=out)
 
 
-def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Scale each matrix of ``(B, m, n)`` to Frobenius norm one, in fp32 (fp64 for fp64); contiguous, in `dtype`.
 
     It is divided by a power of two first. That is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares
-    in the norm neither overflow nor vanish. Zero stays zero. With `out`, the result is written there.
+    in the norm neither overflow nor vanish. Zero stays zero.
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
     tiny = torch.finfo(wide).tiny
@@ -72,12 +76,9 @@ def _normalized(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Ten
     ends = (matrices.amin(dim=(-2, -1), keepdim=True).neg(), matrices.amax(dim=(-2, -1), keepdim=True))
     largest = torch.maximum(*ends).to(wide).clamp_(min=tiny)
     power = torch.frexp(largest).mantissa.div_(largest).clamp_(min=tiny)
-    memory = out if wide is dtype else None
-    if memory is None:
-        memory = torch.empty(matrices.shape, dtype=wide, device=matrices.device)
-    x = torch.mul(matrices, power, out=memory)
+    x = torch.mul(matrices, power, out=torch.empty(matrices.shape, dtype=wide, device=matrices.device))
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=tiny))
-    return x.to(dtype) if out is None or out is x else out.copy_(x)
+    return x.to(dtype)
 
 
 def _sum_squares(rows: Tensor, sums: Tensor) -> None:
@@ -111,7 +112,7 @@ _LEAST_NORMS = {torch.float32: 2.0**-149, torch.float64: 1e-300}
 _WITH_FP64 = {"cuda", "meta"}
 
 
-def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _normalized_in_three(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Do what `_normalized` does, in three launches: norms in fp64, which need no scaling by powers of two."""
     count, *sides = matrices.shape
     wide = torch.promote_types(matrices.dtype, torch.float32)
@@ -120,8 +121,7 @@ def _normalized_in_three(matrices: Tensor, dtype: torch.dtype, out: Tensor | Non
     powers, rests = (flat.new_empty(count, dtype=wide) for _ in range(2))
     SUM_SQUARES(flat.view(-1, max(sides)), sums)
     INVERT(sums.view(count, -1), powers, rests)
-    if out is None:
-        out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
+    out = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
     SCALE(flat, powers, rests, out.view(count, -1))
     return out
 
@@ -131,8 +131,7 @@ def newton_schulz(
     coefficients: Steps,
     dtype: torch.dtype,
     *,
-    lengths: Sequence[int] | None = None,
-    rows: cost.BlockRows | None = None,
+    form: cost.Form | None = None,
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -142,8 +141,7 @@ def newton_schulz(
         matrices: ``(B, m, n)``, any floating dtype and scale; not written to unless `overwrite` is set.
         coefficients: of the steps.
         dtype: dtype of the products.
-        lengths: steps on each Gram matrix, in order; by default as in :mod:`hf_muon.math.cost`.
-        rows: rows of the blocks of symmetric products; by default as in :mod:`hf_muon.math.cost`.
+        form: how they are taken; by default as in :mod:`hf_muon.math.cost`.
         overwrite: whether the memory of contiguous `matrices` serves for the products, and maybe for the result.
         out: contiguous memory for the result; by default new, or that of `matrices`.
 
@@ -151,56 +149,49 @@ def newton_schulz(
         ``(B, m, n)`` in ``dtype``, with singular values in the range of the coefficients.
     """
     device = matrices.device.type
-    lengths = lengths or cost.segments(matrices.shape, len(coefficients), dtype)
-    rows = rows or cost.block_rows(min(matrices.shape[1:]), dtype, device)
+    form = form or cost.form(matrices.shape, len(coefficients), dtype, device)
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
-        # Each segment multiplies X from one memory into another, and back.
-        ends_where_it_starts = len(lengths) % 2 == 0
-        normalized = _normalized_in_three if device in _WITH_FP64 else _normalized
-        x = normalized(matrices, dtype, out if ends_where_it_starts else None)
-        into, free = None if ends_where_it_starts else out, matrices if overwrite else None
-        work = Workspace(x, lengths, rows, into=into, free=free)
+        x = (_normalized_in_three if device in _WITH_FP64 else _normalized)(matrices, dtype)
+        work = Workspace(x, form, matrices if overwrite else None)
         start = 0
-        for length in lengths:
+        for length in form.lengths:
             steps = coefficients[start : start + length]
-            if length == 1:
-                x = newton_schulz_step(x, steps[0], work, apart=dtype in _APART)
-            else:
-                x = newton_schulz_segment(x, steps, work)
             start += length
-    return x if out is None else out
+            into = out if start == len(coefficients) else None
+            if length == 1:
+                x = newton_schulz_step(x, steps[0], work, apart=dtype in _APART, out=into)
+            else:
+                x = newton_schulz_segment(x, steps, work, out=into)
+    return x
 
 
-@dataclass(frozen=True, eq=False)  # torch before 2.9 hashes it before it has attributes, while it compiles
-class Orthogonalizer:
-    """`newton_schulz` with its options: whole matrices ``(B, m, n)`` to their directions, in `dtype`.
+def newton_schulz_in_batches(
+    matrices: Tensor,
+    coefficients: Steps,
+    dtype: torch.dtype,
+    max_batch_bytes: int = MAX_BATCH_BYTES,
+    *,
+    overwrite: bool = False,
+) -> Tensor:
+    """Do what `newton_schulz` does, in batches whose memory is bounded, see `cost.batch_size`; a matrix is not split.
 
-    Attributes:
+    Args:
+        matrices: see `newton_schulz`.
         coefficients: of the steps.
         dtype: dtype of the products.
-        max_batch_bytes: bound on the memory that matrices take together, see `cost.batch_size`. Larger batches are
-            split; a single larger matrix goes alone.
+        max_batch_bytes: bound on the memory that matrices take together; a single larger matrix goes alone.
+        overwrite: see `newton_schulz`.
     """
-
-    coefficients: Steps
-    dtype: torch.dtype
-    max_batch_bytes: int = MAX_BATCH_BYTES
-
-    def __call__(self, matrices: Tensor, *, overwrite: bool = False) -> Tensor:
-        device = matrices.device.type
-        lengths = cost.segments(matrices.shape, len(self.coefficients), self.dtype)
-        rows = cost.block_rows(min(matrices.shape[1:]), self.dtype, device)
-        count = cost.batch_size(matrices.shape, lengths, self.dtype, rows, device, self.max_batch_bytes)
-        way: dict[str, Any] = {"lengths": lengths, "rows": rows, "overwrite": overwrite}
-        if matrices.size(0) <= count:
-            return newton_schulz(matrices, self.coefficients, self.dtype, **way)
-        directions = matrices.new_empty(matrices.shape, dtype=self.dtype)
-        for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
-            if is_aligned(direction):
-                newton_schulz(part, self.coefficients, self.dtype, out=direction, **way)
-            else:
-                direction.copy_(newton_schulz(part, self.coefficients, self.dtype, **way))
-        return directions
+    device = matrices.device.type
+    form = cost.form(matrices.shape, len(coefficients), dtype, device)
+    count = cost.batch_size(matrices.shape, form, dtype, device, max_batch_bytes)
+    if matrices.size(0) <= count:
+        return newton_schulz(matrices, coefficients, dtype, form=form, overwrite=overwrite)
+    directions = matrices.new_empty(matrices.shape, dtype=dtype)
+    for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
+        out = direction if is_aligned(direction) else None
+        direction.copy_(newton_schulz(part, coefficients, dtype, form=form, overwrite=overwrite, out=out))
+    return directions
 
 
 @torch.no_grad()
@@ -247,4 +238,4 @@ def orthogonalize(
     if matrix.numel() == 0:
         return torch.empty_like(matrix)
     batch = matrix if matrix.ndim == 3 else matrix.unsqueeze(0)
-    return Orthogonalizer(coefficients, dtype)(batch).to(matrix.dtype).view(matrix.shape)
+    return newton_schulz_in_batches(batch, coefficients, dtype).to(matrix.dtype).view(matrix.shape)

@@ -96,9 +96,7 @@ class Workspace:
 
     Args:
         x: the batch. Its memory is used too: the first `apply` makes it the output of the second one.
-        lengths: lengths of the segments.
-        rows: rows of the blocks of symmetric products.
-        into: contiguous memory like that of `x`, for the output of the first `apply`; by default other memory.
+        form: how it is orthogonalized.
         free: contiguous memory that may be overwritten, in any dtype; what does not fit into it is allocated.
 
     Attributes:
@@ -106,22 +104,14 @@ class Workspace:
         small: more matrices ``(B, s, s)``: one, or two if any segment is longer than one step.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        lengths: Sequence[int],
-        rows: cost.BlockRows,
-        *,
-        into: Tensor | None = None,
-        free: Tensor | None = None,
-    ) -> None:
+    def __init__(self, x: Tensor, form: cost.Form, free: Tensor | None = None) -> None:
         self._size = min(x.shape[1:])
         take = _taking(free, x)
-        self._next = take(x.shape) if into is None else into
-        self._shape = (x.size(0), self._size, cost.row_length(self._size, rows))
-        count = cost.small_matrices(lengths)
+        self._next = take(x.shape)
+        self._shape = (x.size(0), self._size, cost.row_length(self._size, form))
+        count = cost.small_matrices(form)
         self.gram, *self.small = (take(self._shape)[..., : self._size] for _ in range(count))
-        self.rows = rows
+        self.form = form
         self._identity: Tensor | None = None
         self._tall = x.size(-2) > x.size(-1)
 
@@ -135,23 +125,24 @@ class Workspace:
     def gram_of(self, x: Tensor) -> Tensor:
         """Return ``R = X X^T``."""
         wide, long = (x.mT, x) if self._tall else (x, x.mT)
-        return symmetric_(self.gram, wide, long, rows=self.rows.gram)
+        return symmetric_(self.gram, wide, long, rows=self.form.gram)
 
     def weight_(self, out: Tensor, r: Tensor, step: Triple) -> Tensor:
         """Compute ``W = a I + b R + c R^2`` into `out`, which is not `r`; ``R`` is symmetric."""
         a, b, c = step
         if not b or not is_accelerator(r.device):
-            symmetric_(out, r, r, add=r, beta=b, alpha=c, rows=self.rows.small)
+            symmetric_(out, r, r, add=r, beta=b, alpha=c, rows=self.form.small)
             out.diagonal(dim1=-2, dim2=-1).add_(a)
             return out
         # One launch for the identity and for the addend, which would be copied into `out` anyway.
         if self._identity is None:
             self._identity = torch.eye(self._size, dtype=r.dtype, device=r.device)
         torch.add(r, self._identity, alpha=a / b, out=out)
-        return symmetric_(out, r, r, add=out, beta=b, alpha=c, rows=self.rows.small)
+        return symmetric_(out, r, r, add=out, beta=b, alpha=c, rows=self.form.small)
 
-    def apply(self, p: Tensor, x: Tensor, a: float = 0.0) -> Tensor:
-        """Return ``a X + P X``. ``X`` is overwritten by the next call."""
-        out, self._next = self._next, x
+    def apply(self, p: Tensor, x: Tensor, a: float = 0.0, out: Tensor | None = None) -> Tensor:
+        """Return ``a X + P X``, in `out` if that is given. ``X`` is overwritten by the next call."""
+        if out is None:
+            out, self._next = self._next, x
         factors = (x, p) if self._tall else (p, x)
         return _product_(out, *factors, x if a else None, a, 1.0)

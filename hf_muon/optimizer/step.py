@@ -14,10 +14,10 @@ from torch import Tensor
 from hf_muon.distributed.exchange import UpdatesOf
 from hf_muon.distributed.units import Matrix, Piece, Unit
 from hf_muon.math.adamw import Stepped, adamw_
-from hf_muon.math.coefficients import resolve
+from hf_muon.math.coefficients import Steps, resolve
 from hf_muon.math.moments import SCALES, decoded
 from hf_muon.math.momentum import BUFFER, SCALE
-from hf_muon.math.newton_schulz import Orthogonalizer
+from hf_muon.math.newton_schulz import newton_schulz_in_batches
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer import gradients
@@ -154,9 +154,7 @@ class MuonStep:
         coefficients = resolve(self._options["ns_coefficients"], self._options["ns_steps"])
         for exchange in self._work.exchanges:
             dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
-            direction = functools.partial(
-                self._direction, Orthogonalizer(coefficients, dtype, self._max_batch_bytes), watch
-            )
+            direction = functools.partial(self._direction, coefficients, dtype, watch)
             with Momentum(self._moments, grads, exchange.order(self._active), **average) as momentum:
                 update = functools.partial(self._update, momentum.updates) if self._on_update else momentum.updates
                 for pieces, directions in exchange.directions(self._active, update, direction, dtype):
@@ -187,12 +185,12 @@ class MuonStep:
         return updates[: len(pieces)]
 
     def _direction(
-        self, newton_schulz: Orthogonalizer, watch: GroupWatch | None, unit: Unit, updates: Tensor
+        self, coefficients: Steps, dtype: torch.dtype, watch: GroupWatch | None, unit: Unit, updates: Tensor
     ) -> Tensor:
         """Return the directions of whole matrices ``(B, m, n)`` as rules change them; updates are overwritten."""
         if watch is not None:
             watch.updates(unit, updates)
-        directions = newton_schulz(updates, overwrite=True)
+        directions = newton_schulz_in_batches(updates, coefficients, dtype, self._max_batch_bytes, overwrite=True)
         if watch is not None:
             watch.orthogonalized(unit, directions)
         if not self._on_direction:

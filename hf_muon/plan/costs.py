@@ -57,7 +57,7 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
 
     def newton_schulz(unit: Unit) -> int:
-        return unit.count * cost.flops(unit.shape, cost.segments(unit.shape, steps, ns_dtype))
+        return unit.count * cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
@@ -118,10 +118,9 @@ def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_d
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
     batches = 0
     for unit in _units(layout):
-        lengths = cost.segments(unit.shape, steps, ns_dtype)
-        rows = cost.block_rows(min(unit.shape), ns_dtype, ACCELERATOR.type)
-        most = cost.batch_size(unit.shape, lengths, ns_dtype, rows, ACCELERATOR.type, config.max_batch_bytes)
-        each = cost.working_bytes(unit.shape, lengths, ns_dtype, rows)
+        form = cost.form(unit.shape, steps, ns_dtype)
+        most = cost.batch_size(unit.shape, form, ns_dtype, ACCELERATOR.type, config.max_batch_bytes)
+        each = cost.working_bytes(unit.shape, form, ns_dtype)
         batches = max(batches, min(most, unit.count) * each)
     chunk = chunk_size(ACCELERATOR)
     return of_step.in_flight_bytes + of_step.unit_bytes + 8 * of_step.turn + batches + 16 * chunk

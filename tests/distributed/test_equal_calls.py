@@ -56,9 +56,9 @@ def calls_of_rank(model, layout, ranks, rank, options):
     """Return what one rank asks Newton-Schulz for in a step, each with its number."""
     calls = Counter()
 
-    def noted(matrices, coefficients, dtype, *, lengths, rows, overwrite=False, out=None):
+    def noted(matrices, coefficients, dtype, *, form, overwrite, out=None):
         is_aligned = matrices.is_contiguous() and not matrices.storage_offset() * matrices.dtype.itemsize % 256
-        calls[tuple(matrices.shape), matrices.dtype, coefficients, dtype, lengths, rows, overwrite, is_aligned] += 1
+        calls[tuple(matrices.shape), matrices.dtype, coefficients, dtype, form, overwrite, is_aligned] += 1
         return matrices.to(dtype) if out is None else out
 
     with (

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import math
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,30 +21,22 @@ from benchmarks.live_bytes import LiveBytes
 from hf_muon import orthogonalize
 from hf_muon.math import cost, elementwise
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
-from hf_muon.math.cost import BlockRows
-from hf_muon.math.newton_schulz import Orthogonalizer, newton_schulz
+from hf_muon.math.cost import Form, form
+from hf_muon.math.newton_schulz import newton_schulz, newton_schulz_in_batches
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import symmetric_
 from tests.accelerated import accelerated
 from tests.reference import newton_schulz_on_singular_values, normalized, polar_factor
 
-
-class Way(NamedTuple):
-    """How the steps of an orthogonalization are taken; None as `hf_muon.math.cost` chooses."""
-
-    lengths: tuple[int, ...] | None
-    rows: BlockRows | None
-
-
 # Forms and block sizes that small matrices would not choose themselves.
 STANDARD = (1, 1, 1, 1, 1)
 WAYS = [
-    Way(STANDARD, BlockRows(5, 3)),
-    Way((3, 2), None),
-    Way((3, 2), BlockRows(5, 4)),
-    Way((2, 2, 1), None),
-    Way((2, 2, 1), BlockRows(3, 3)),
-    Way((1, 2, 2), BlockRows(4, 7)),
+    Form(STANDARD, 5, 3),
+    Form((3, 2), 40, 40),
+    Form((3, 2), 5, 4),
+    Form((2, 2, 1), 40, 40),
+    Form((2, 2, 1), 3, 3),
+    Form((1, 2, 2), 4, 7),
 ]
 POLAR_EXPRESS = resolve("polar_express", 5)
 PATHS = {"cpu": contextlib.nullcontext, "accelerator": accelerated}
@@ -77,7 +68,7 @@ def test_the_polynomials_are_applied_to_the_singular_values(dtype, ns_dtype, tol
         assert torch.equal(matrix, before), "the input is not written to"
 
 
-@pytest.mark.parametrize("way", [*WAYS, Way(None, None)], ids=str)
+@pytest.mark.parametrize("way", [*WAYS, None], ids=str)
 @given(
     batch=st.integers(1, 3),
     m=st.integers(1, 40),
@@ -96,7 +87,7 @@ def test_every_way_gives_the_polynomials(way, batch, m, n, rank, exponent, prese
 
     def orthogonalized(matrices, dtype=torch.float64, out=None):
         with PATHS[path]():
-            return newton_schulz(matrices, coefficients, dtype, **way._asdict(), out=out)
+            return newton_schulz(matrices, coefficients, dtype, form=way, out=out)
 
     expected = newton_schulz_on_singular_values(matrices, coefficients)
     result = orthogonalized(matrices)
@@ -259,7 +250,7 @@ def test_compiles_into_one_graph():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [None, BlockRows(100, 50)])
+@pytest.mark.parametrize("rows", [(256, 256), (100, 50)])
 @pytest.mark.parametrize("shape", [(2, 256, 256), (2, 256, 1024)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)], ids=str
@@ -267,16 +258,17 @@ def test_compiles_into_one_graph():
 def test_gpu_gives_the_polynomials_without_synchronization_and_in_a_graph(shape, dtype, tolerance, rows):
     matrices = torch.randn(shape, device="cuda")
     expected = newton_schulz_on_singular_values(matrices, POLAR_EXPRESS)
-    result = newton_schulz(matrices, POLAR_EXPRESS, dtype, rows=rows)
+    way = Form(form(shape, 5, dtype).lengths, *rows)
+    result = newton_schulz(matrices, POLAR_EXPRESS, dtype, form=way)
     assert (result.double() - expected).norm() < tolerance * expected.norm()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        newton_schulz(matrices, POLAR_EXPRESS, dtype, rows=rows)
+        newton_schulz(matrices, POLAR_EXPRESS, dtype, form=way)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = newton_schulz(matrices, POLAR_EXPRESS, dtype, rows=rows)
+        captured = newton_schulz(matrices, POLAR_EXPRESS, dtype, form=way)
     graph.replay()
     assert torch.equal(captured, result)
 
@@ -313,34 +305,35 @@ def test_the_form_depends_on_the_shape_and_the_dtype_and_has_the_fewest_flops():
     for dtype, least in ((torch.float32, 64), (torch.float16, 256)):
         for short, long in ((least, 3 * least // 2 + 1), (least, 4096)):
             for shape in ((short, long), (long, short), (3, short, long)):
-                assert cost.segments(shape, 5, dtype) == (3, 2)
-                assert cost.segments(shape, 5, torch.bfloat16) == STANDARD
+                assert form(shape, 5, dtype).lengths == (3, 2)
+                assert form(shape, 5, torch.bfloat16).lengths == STANDARD
         for shape in ((least, 3 * least // 2), (3 * least // 2, least), (least - 1, 4096), (4096, 4096)):
-            assert cost.segments(shape, 5, dtype) == STANDARD
+            assert form(shape, 5, dtype).lengths == STANDARD
     for steps in range(1, 12):
-        assert sum(cost.segments((64, 256), steps, torch.float32)) == steps
+        assert sum(form((64, 256), steps, torch.float32).lengths) == steps
     for long in (64, 80, 95, 96, 97, 128, 4096):
-        chosen = cost.flops((64, long), cost.segments((64, long), 5, torch.float32))
-        assert chosen == min(cost.flops((64, long), lengths) for lengths in (STANDARD, (2, 2, 1), (3, 2)))
+        chosen = cost.flops((64, long), form((64, long), 5, torch.float32))
+        others = [Form(lengths, 64, 64) for lengths in (STANDARD, (2, 2, 1), (3, 2))]
+        assert chosen == min(cost.flops((64, long), other) for other in others)
 
 
 def test_blocks_are_of_large_matrices_on_a_cpu():
     for dtype, least in ((torch.float32, 256), (torch.bfloat16, 512), (torch.float16, 4096)):
-        assert cost.block_rows(least - 1, dtype, "cpu") == (least - 1, least - 1)
-        assert cost.block_rows(least, dtype, "cuda") == (least, least)
+        assert form((least - 1, 5000), 5, dtype, "cpu")[1:] == (least - 1, least - 1)
+        assert form((least, 5000), 5, dtype, "cuda")[1:] == (least, least)
         for size in (least, 3 * least + 5):
-            for rows in cost.block_rows(size, dtype, "cpu"):
+            for rows in form((size, 20000), 5, dtype, "cpu")[1:]:
                 assert rows < size
                 assert rows % 16 == 0, "rows that a processor adds at once"
                 assert -(-size // rows) <= 12, "more blocks would spend their time in calls"
 
 
-@pytest.mark.parametrize(("lengths", "rows"), [*WAYS, Way(STANDARD, None), Way((4, 1), None)], ids=str)
-def test_flops_are_counted_as_they_are(lengths, rows):
+@pytest.mark.parametrize("way", [*WAYS, Form(STANDARD, 40, 40), Form((4, 1), 40, 40)], ids=str)
+def test_flops_are_counted_as_they_are(way):
     for shape in ((12, 31), (20, 20), (31, 7)):
         with FlopCounterMode(display=False) as counter:
-            newton_schulz(torch.randn(2, *shape), POLAR_EXPRESS, torch.float32, lengths=lengths, rows=rows)
-        assert counter.get_total_flops() == 2 * cost.flops(shape, lengths, rows)
+            newton_schulz(torch.randn(2, *shape), POLAR_EXPRESS, torch.float32, form=way)
+        assert counter.get_total_flops() == 2 * cost.flops(shape, way)
 
 
 @pytest.mark.parametrize("shape", [(7, 12, 20), (7, 20, 64), (7, 64, 128), (5, 60, 20)], ids=str)
@@ -348,28 +341,31 @@ def test_flops_are_counted_as_they_are(lengths, rows):
 def test_batches_within_the_limit(shape, dtype):
     """A batch of two comes out as its two would together, takes no more memory, and does not write to its input."""
     matrices, count = torch.randn(shape), shape[0]
-    rows = cost.block_rows(min(shape[1:]), dtype, "cpu")
-    each = cost.working_bytes(shape, cost.segments(shape, 5, dtype), dtype, rows)
+    each = cost.working_bytes(shape, form(shape, 5, dtype, "cpu"), dtype)
     whole = newton_schulz(matrices, POLAR_EXPRESS, dtype)
     for limit, size in ((1, 1), (2 * each, 2), (3 * each - 1, 2), (count * each, count)):
         expected = torch.cat([newton_schulz(part, POLAR_EXPRESS, dtype) for part in matrices.split(size)])
         assert (expected - whole).abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-5)
-        orthogonalizer = Orthogonalizer(POLAR_EXPRESS, dtype, limit)
+        options = {"coefficients": POLAR_EXPRESS, "dtype": dtype}
         with LiveBytes() as memory:
-            assert torch.equal(orthogonalizer(matrices), expected)
+            assert torch.equal(newton_schulz_in_batches(matrices, **options, max_batch_bytes=limit), expected)
         assert memory.peak < matrices.numel() * dtype.itemsize + size * each + 1000
         with mock.patch.object(cost, "_MOST_BYTES", {"cpu": limit}):  # what stays in the caches bounds it as well
-            assert torch.equal(Orthogonalizer(POLAR_EXPRESS, dtype)(matrices), expected)
+            assert torch.equal(newton_schulz_in_batches(matrices, **options), expected)
         for path, own in itertools.product(PATHS.values(), (matrices, matrices.bfloat16())):
             with path():  # in the memory of the input, too
-                assert torch.equal(orthogonalizer(own.clone(), overwrite=True), orthogonalizer(own))
+                results = [
+                    newton_schulz_in_batches(own.clone(), **options, max_batch_bytes=limit, overwrite=overwrite)
+                    for overwrite in (True, False)
+                ]
+                assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 64), (2, 64, 160), (2, 160, 64), (1, 400, 640), (1, 520, 530)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory_is_as_computed(shape, dtype):
-    matrices, rows = torch.randn(shape), cost.block_rows(min(shape[1:]), dtype, "cpu")
-    expected = shape[0] * cost.working_bytes(shape, cost.segments(shape, 5, dtype), dtype, rows)
+    matrices = torch.randn(shape)
+    expected = shape[0] * cost.working_bytes(shape, form(shape, 5, dtype, "cpu"), dtype)
     with LiveBytes() as memory:
         newton_schulz(matrices, POLAR_EXPRESS, dtype)
     # The slack is one identity for the whole batch, and a few scalars for each matrix.
@@ -379,7 +375,7 @@ def test_peak_memory_is_as_computed(shape, dtype):
 def test_an_accelerator_copies_no_batch_where_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(elementwise, "_ON_ACCELERATOR", elementwise._ON_ACCELERATOR._replace(chunk=4000))
     matrices = torch.randn(64, 50, 80)
-    each = cost.working_bytes((50, 80), STANDARD, torch.bfloat16, BlockRows(50, 50))
+    each = cost.working_bytes((50, 80), Form(STANDARD, 50, 50), torch.bfloat16)
     with accelerated(), LiveBytes() as live:
         newton_schulz(matrices, POLAR_EXPRESS, torch.bfloat16)
     assert live.peak <= 64 * each + 4 * 8 * 50 * 80  # a few matrices in fp64
