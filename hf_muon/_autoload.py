@@ -1,8 +1,8 @@
-"""Lazy hooks: a few modules of other packages are patched right after their own import, and not before.
+"""Lazy hooks: patch a few modules of other packages right after their own import.
 
-To add an integration, write its patch into `hf_muon/integrations` and name it in `HOOKS`: one hook for each feature.
-This module imports the standard library only. A hook that fails leaves its module as it was, and logs nothing that a
-user of another optimizer would see: `hf-muon doctor` shows it, and a run that needs it is refused by its name.
+To add an integration, write its patch in `hf_muon/integrations` and name it in `HOOKS`: one hook for each feature.
+This module imports only the standard library. A hook that fails leaves its module as it was, and logs nothing, so that
+users of other optimizers see nothing: `hf-muon doctor` shows it, and a run that needs the hook is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Change = tuple[Any, Any, Any]
 
 
 class Hook(NamedTuple):
-    """One feature that another package's module gets."""
+    """A patch that adds one feature to a module of another package."""
 
     module: str
     patch: str
@@ -127,12 +127,12 @@ _PATCHED = "_hf_muon_hooks"
 """Attribute of a patched module: the names of its hooks."""
 
 _states: dict[str, str] = {}
-# Nothing is imported while it is held: other threads wait for it in the middle of their imports.
+# Import nothing while this is held: other threads wait for it in the middle of their imports.
 _lock = threading.RLock()
 
 
 def install() -> None:
-    """Register `optim: muon`: patch the modules that are imported, hook the others. Repeated calls are harmless."""
+    """Register `optim: muon`: patch modules that are already imported, and hook the others. Idempotent."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name in _MODULES:
@@ -160,7 +160,7 @@ def apply(patch: Callable[[ModuleType], Iterable[Change]], module: ModuleType) -
 
 
 def everywhere(module: ModuleType, name: str, value: Any) -> Iterator[Change]:
-    """Yield the changes that replace a function in its module, and in those that have imported it by its name."""
+    """Yield the changes that replace a function in its module and in modules that have imported it by name."""
     function = getattr(module, name)
     yield module, name, value
     for other in list(sys.modules.values()):
@@ -187,10 +187,10 @@ def _patch(module: ModuleType) -> None:
 
 
 def _patch_when_ready(module: ModuleType) -> None:
-    """Patch a module that is in the middle of its own import, as transformers.training_args is when it imports torch.
+    """Patch a module whose import has begun, as that of transformers.training_args when it imports torch.
 
-    That import cannot be hooked any more. The module gets a class that applies the patch at the first attribute read
-    after the import, and makes every thread wait for it.
+    It is too late to hook that import. Instead, the class of the module is replaced by one that applies the patch at
+    the first attribute access after the import, and makes every thread wait for it.
     """
     kind: Any = type(module)
     patching = threading.local()
@@ -211,7 +211,7 @@ def _patch_when_ready(module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds the hooked modules by the finders that follow it, and patches each after it was executed."""
+    """Finds hooked modules with the other finders, and patches each after its execution."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname not in _MODULES:
@@ -235,6 +235,6 @@ class _PatchingLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = module.__spec__.loader = self._loader  # type: ignore[union-attr]
-        vars(module).pop(_PATCHED, None)  # of a module that is reloaded
+        vars(module).pop(_PATCHED, None)  # if a module is reloaded
         self._loader.exec_module(module)
         _patch(module)

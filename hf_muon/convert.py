@@ -1,4 +1,4 @@
-"""Conversion of the optimizer states of other Muons to states of `hf_muon.Muon`.
+"""Convert the optimizer states of other Muons to states of `hf_muon.Muon`.
 
 Ours keeps the momentum as a moving average, ``buffer = momentum * buffer + (1 - momentum) * gradient``. LLaMA-Factory
 keeps a decayed sum, ``buffer = momentum * buffer + gradient``, which is the average times ``1 / (1 - momentum)``.
@@ -26,10 +26,10 @@ class Format:
     """How another Muon saves its state.
 
     Attributes:
-        key: of its param groups, which those of no other format have.
+        key: of its param groups; no other format has this key.
         is_sum: whether its momentum is a decayed sum.
-        not_muon: words. It lists the trained matrices whose names have none of them, then all other parameters, each in
-            the model's order. None where its users make the groups.
+        not_muon: words in the names of matrices that its Muon does not step. The state lists the matrices of Muon
+            first, then all other parameters, each in the model's order. None if its users make the groups.
     """
 
     key: str
@@ -81,18 +81,18 @@ def convert_state_dict(
     """Convert the state of another Muon to a state for `optimizer.load_state_dict`; `optimizer` does not change.
 
     A momentum buffer becomes a moving average in fp32; AdamW's moments are copied. Options (learning rates, decays,
-    momentum) stay those of `optimizer`. The source's may mean something else, above all the learning rate, which each
-    Muon scales by its own function of the shape. Scheduler state is not converted: it is per param group, and the param
-    groups differ.
+    momentum) remain those of `optimizer`, because those of the source may mean something else: each Muon scales the
+    learning rate by its own function of the shape. Scheduler state is not converted, because it is per param group, and
+    the param groups differ.
 
     Args:
         state_dict: the source's `state_dict()`, or one keyed by names, as torch.distributed.checkpoint makes it.
         model: the model that `optimizer` is over. Its parameters give the source's order. It may be on the meta device.
         optimizer: the target, made by `build_optimizer(model)`.
         source: a key of `FORMATS`.
-        adamw: the state of the `torch.optim.AdamW` that ran beside a Muon that steps matrices only.
-        names: names of the source's parameters in its order, those of `adamw` last; for sources that store no names
-            and have no order of their own.
+        adamw: the state of the `torch.optim.AdamW` that stepped the rest, for a Muon that steps only matrices.
+        names: names of the source's parameters in its order, those of `adamw` last; for sources that store neither
+            names nor a known order.
 
     Raises:
         ValueError: a state that is not of `source`, parameters that do not fit, or moments that would be lost.
@@ -162,7 +162,7 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
 
 
 def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequence[str] | None) -> dict[str, _Source]:
-    """Return the parameters of a state by the model's names: `names`, the state's own, or by the source's order.
+    """Return the model's names of the parameters of a state: `names`, those in the state, or by the source's order.
 
     Raises:
         ValueError: a name is not the model's, or there are more or fewer than the state has parameters.
@@ -189,7 +189,7 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
 
 
 def _misfits(found: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
-    """Yield what keeps a state from becoming that of `optimizer`."""
+    """Yield why a state cannot be converted to one of `optimizer`."""
     here = {name: bool(group["use_muon"]) for group in optimizer.param_groups for name in group["param_names"]}
     for name, use_muon in here.items():
         source = found.get(name)

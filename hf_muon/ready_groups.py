@@ -1,4 +1,4 @@
-"""An optimizer of parameters or param groups that the caller passes in place of a model: `MuonOfGroups`."""
+"""`MuonOfGroups`: an optimizer for callers that pass parameters or param groups, and no model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hf_muon.routing.route import Route
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What routing decides for each part of a group; every other key of a group is copied to both parts.
+# Routing sets these for each part of a group; all other keys of a group are copied to both parts.
 _ROUTED = ("params", "param_names", "use_muon", "lr", "weight_decay")
 
-# What torch.optim.AdamW calls some options. The signature has our names only: LitGPT sets `fused` where it reads it.
+# Names of options in torch.optim.AdamW. The signature has only ours, because LitGPT sets `fused` if it finds it there.
 _RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps"}
 _TORCHS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
 
@@ -34,14 +34,13 @@ _TORCHS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsg
 class MuonOfGroups(Muon):
     """`Muon` for callers that pass parameters or param groups and no model.
 
-    LitGPT, torchtune and LightningCLI make optimizers by the path of a class so, and LLaMA-Factory, ms-swift, axolotl
-    and Unsloth with groups of their own. Each group is split into a Muon and an AdamW part. Parameters do not say
-    which of them are embeddings or heads. The model that holds them does: `model`, or else the live module that holds
-    most of them.
+    LitGPT, torchtune and LightningCLI make optimizers by the path of a class, and LLaMA-Factory, ms-swift, axolotl and
+    Unsloth make their own groups. Each group is split into a Muon and an AdamW part. Which parameters are embeddings or
+    heads is known from the model that holds them: `model`, or else the live module that holds most of them.
 
-    A group's `lr` and `weight_decay` hold for both of its parts. `muon_lr` and `adamw_lr` replace the `lr` of groups;
-    where `lr` is passed, too, a group's rate is multiplied by `muon_lr / lr` or `adamw_lr / lr`, so that groups keep
-    their proportions. `weight_decay` holds for norms and biases, too, unless `adamw_weight_decay` is set. A group with
+    A group's `lr` and `weight_decay` apply to both of its parts. `muon_lr` and `adamw_lr` replace the `lr` of groups;
+    if `lr` is passed, too, a group's rate is multiplied by `muon_lr / lr` or `adamw_lr / lr`, so that groups keep
+    their proportions. `weight_decay` applies to norms and biases, too, unless `adamw_weight_decay` is set. A group with
     `use_muon: False` goes to AdamW.
 
     Arguments and groups may have the keys of torch.optim.AdamW, too: `betas` and `eps` are `adamw_betas` and
@@ -56,8 +55,8 @@ class MuonOfGroups(Muon):
         **options: options that replace those of `config`; :class:`MuonConfig` lists them.
 
     Raises:
-        ValueError: an option is not valid, no parameter reaches Muon, a group asks for Muon and holds something that
-            is no hidden matrix, or `muon_lr` or `adamw_lr` would make the different rates of groups equal.
+        ValueError: an option is not valid, no parameter reaches Muon, a group asks for Muon and holds something
+            other than hidden matrices, or `muon_lr` or `adamw_lr` would make the different rates of groups equal.
         RuntimeError: a parameter that belongs to no live module.
     """
 
@@ -102,10 +101,10 @@ class MuonOfGroups(Muon):
 
 
 def _signature() -> inspect.Signature:
-    """Return the parameters and the options one by one, for programs that read which arguments a class takes.
+    """Return a signature with all options as arguments, for programs that inspect it.
 
-    LightningCLI (jsonargparse) passes every default that it reads here, which would replace those of `config`: it is
-    left out.
+    `config` is left out: LightningCLI (jsonargparse) passes every default that it reads here, which would replace the
+    values of `config`.
     """
     first = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter("self", first), inspect.Parameter("params", first, annotation=Iterable[Any])]
@@ -146,7 +145,7 @@ def _tensors(params: Any) -> list[Tensor]:
 
 
 def _with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the options of arguments or of a param group that torch.optim.AdamW calls differently.
+    """Rename options that arguments or a param group have under the names of torch.optim.AdamW.
 
     Raises:
         ValueError: an option is set under both names, or an option that only torch has is not at its default.

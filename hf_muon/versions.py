@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-# As pyproject.toml declares them; pip does not hold everybody to that. `make test-versions` runs the tests with these.
+# Equal to those of pyproject.toml. Checked at run time, because `pip install --no-deps` does not check them.
 OLDEST = {
     "torch": "2.10",
     "transformers": "5.5.4",
@@ -29,7 +29,7 @@ def _release(version: str) -> list[int]:
 
 
 def refuse_older(*packages: str) -> None:
-    """Raise if an installed package is older than Muon needs: its first use would fail somewhere else, or be wrong.
+    """Raise if an installed package is too old, before its first use fails with another error or is wrong.
 
     Args:
         packages: Names of distributions. One that is not installed is skipped.

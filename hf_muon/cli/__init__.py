@@ -1,6 +1,6 @@
 """The `hf-muon` command: a module for each of its commands.
 
-The room imports all others. Nothing imports it. What it needs beside them is the extra `cli`.
+It imports all other packages of hf_muon, and none imports it. It also needs the extra `cli`.
 """
 
 from __future__ import annotations

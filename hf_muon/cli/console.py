@@ -1,4 +1,4 @@
-"""Print tables, JSON and errors, in the same way for all commands."""
+"""Print tables, JSON and errors; shared by all commands."""
 
 from __future__ import annotations
 

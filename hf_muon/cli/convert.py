@@ -1,4 +1,4 @@
-"""`hf-muon convert`: the file of another Muon's state in, one file out."""
+"""`hf-muon convert`: convert the state file of another Muon."""
 
 from __future__ import annotations
 

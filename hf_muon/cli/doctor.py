@@ -61,7 +61,7 @@ def _show(findings: dict[str, Any], *, everything: bool) -> None:
         **(findings["hooks"] if everything else {}),
     }
     table = Table(show_header=False)
-    table.add_column(no_wrap=True)  # a name is searched for as a whole
+    table.add_column(no_wrap=True)  # the whole name must match
     table.add_column(overflow="fold")
     for name, state in rows.items():
         if everything or state is not None:
@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def _entry_point() -> str:
-    """Return what `import torch` does with the entry point in this environment."""
+    """Return whether `import torch` loads the entry point in this environment."""
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.name == "hf_muon"]
     if not points:
         return "not found: hf_muon is not installed here (pip install hf_muon); `import hf_muon` works, too"
@@ -129,7 +129,7 @@ print(json.dumps(seen))
 
 
 def _trial() -> dict[str, Any]:
-    """Return what a script without `import hf_muon` sees, in a new process: this one has imported hf_muon."""
+    """Return what a script without `import hf_muon` sees. Runs in a new process, because this one has imported it."""
     process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]

@@ -1,4 +1,4 @@
-"""`hf-muon inspect`: which weights a run gives to Muon, and why."""
+"""`hf-muon inspect`: show which weights a run gives to Muon, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what a command is about: a model without its weights, and the options of a run."""
+"""Read the model, without its weights, and the options of a run, from the argument of a command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_muon.optim_args import parse_optim_args
 if TYPE_CHECKING:
     from torch import nn
 
-# Tried in this order for a configuration that names no class, as LLaMA-Factory does.
+# Tried in this order, like LLaMA-Factory, for a configuration that does not name a class.
 _AUTO = (
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
@@ -32,15 +32,15 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
-_KINDS = ("full", "freeze", "lora")  # what a run trains, in LLaMA-Factory's words
+_KINDS = ("full", "freeze", "lora")  # what a run trains, by LLaMA-Factory's names
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a run would train.
+    """The model and the options of a run.
 
     Attributes:
-        title: where the description comes from.
+        title: name of the file or configuration.
         model: without weights, on the meta device.
         config: options of Muon.
         notes: further lines for the user.
@@ -120,12 +120,12 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     """Return a model without weights.
 
     Args:
-        text: a directory, a `config.json`, the name of a known configuration, or a name on the hub. Of `Qwen/Qwen3-8B`
-            and others that are known nothing is fetched.
+        text: a directory, a `config.json`, the name of a known configuration, or a name on the hub. Nothing is
+            fetched for known ones such as `Qwen/Qwen3-8B`.
         trust_remote_code: run the code that comes with a model which transformers does not know.
 
     Raises:
-        ValueError: nothing has that name, or no model can be built from it.
+        ValueError: there is no such model, or it cannot be built.
     """
     import transformers
 
@@ -212,7 +212,7 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
 
 
 def _notes_on(model: nn.Module) -> list[str]:
-    """Return what a reader should know of a quantized checkpoint, whose own weights are shown as they were before."""
+    """Return notes on a quantized checkpoint, whose weights are shown as before quantization."""
     if getattr(model.config, "quantization_config", None) is None or hasattr(model, "peft_config"):
         return []
     return [
@@ -222,7 +222,7 @@ def _notes_on(model: nn.Module) -> list[str]:
 
 
 def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
-    """Freeze what a run freezes and add the adapters that it adds; return the model."""
+    """Freeze parameters and add adapters as a run does, and return the model."""
     kind = _kind_of(run)
     if kind not in _KINDS:
         raise ValueError(
@@ -233,12 +233,12 @@ def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
         if kind == "freeze":
             _freeze(model, run)
         return _with_lora(model, run) if kind == "lora" else model
-    except Exception as error:  # peft raises many kinds if targets do not fit the model
+    except Exception as error:  # peft raises many kinds of errors if targets do not match the model
         raise ValueError(f"{path}: {kind} does not fit the model: {_first_line(error)} [finetuning-misfit]") from error
 
 
 def _kind_of(run: Mapping[str, Any]) -> str:
-    """Return what a training file trains: one of _KINDS, or another word of LLaMA-Factory."""
+    """Return what a training file trains: one of _KINDS, or another value of LLaMA-Factory."""
     if run.get("use_peft"):
         return "lora"
     default = "lora" if is_llamafactory(run) else _adapter_section(run).get("name", "full")

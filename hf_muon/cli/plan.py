@@ -117,7 +117,7 @@ def plan(
 
 
 def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a training file says about micro-batches and checkpointing, LLaMA-Factory's default included."""
+    """Return micro-batch sizes and checkpointing of a training file, with LLaMA-Factory's defaults."""
     sizes: dict[str, Any] = {}
     if isinstance(batch := settings.get("per_device_train_batch_size"), int):
         sizes["batch_size"] = batch

@@ -1,4 +1,4 @@
-"""`hf-muon report`: a page about a run, or about several."""
+"""`hf-muon report`: write a page about one run or several."""
 
 from __future__ import annotations
 

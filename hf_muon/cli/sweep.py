@@ -1,4 +1,4 @@
-"""`hf-muon sweep`: short runs of the user's own command, over a few learning rates."""
+"""`hf-muon sweep`: run the user's command for a few steps at several learning rates."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _STEPS = ("step", "current_steps", "global_step")
 
 @dataclass
 class Trial:
-    """A short run, and what came out of it.
+    """A short run and its result.
 
     Attributes:
         rate: the learning rate.
         losses: the training loss by step.
         eval_loss: of the last evaluation; None without one.
-        failure: why it has no losses; empty if it has.
-        setup: what a result depends on: the settings, the command.
+        failure: why it has no losses; empty if it has some.
+        setup: the settings and the command, on which the result depends.
     """
 
     rate: float
@@ -131,7 +131,7 @@ def rate_text(rate: float) -> str:
 def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output: Path) -> dict[str, Any]:
     """Return the settings of a trial: the user's, with another rate, few steps, and no output but the losses.
 
-    A Trainer writes its losses, trainer_state.json, beside a checkpoint: there is one, of the weights, at the end.
+    Trainer writes its losses (trainer_state.json) into a checkpoint, so there is one at the end, with only weights.
     """
     from hf_muon.integrations.transformers.training_file import is_llamafactory_v1
 
@@ -143,7 +143,7 @@ def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output:
         return {**trial, "optim_config": {**section, "lr": rate}} if section else trial
     trial |= {
         "logging_strategy": "steps",
-        "logging_nan_inf_filter": False,  # else Trainer logs the mean of earlier losses in place of NaN
+        "logging_nan_inf_filter": False,  # otherwise Trainer logs the mean of earlier losses in place of NaN
         "save_strategy": "steps",
         "save_steps": steps,
         "save_only_model": True,
@@ -157,7 +157,7 @@ def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output:
 
 
 def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], steps: int) -> None:
-    """Raise where trials of a file cannot be compared, or where Muon refuses the run.
+    """Raise if trials of a file cannot be compared, or if Muon refuses the run.
 
     Raises:
         ValueError: the setting.
@@ -174,7 +174,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
     try:
         warmup = float(settings.get("warmup_steps") or 0)
     except (TypeError, ValueError):
-        warmup = 0.0  # the run says what is wrong with it
+        warmup = 0.0  # the run itself reports what is wrong
     if warmup >= steps:
         raise ValueError(
             f"{path}: warmup_steps: {warmup:g} leaves no step at the full rate in trials of {steps} steps. Take more "
@@ -196,7 +196,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
 def _run(
     folder: Path, suffix: str, settings: Mapping[str, Any], command: Sequence[str], rate: float, steps: int
 ) -> Trial:
-    """Return the result of a trial: that which its folder holds, or that of a run."""
+    """Return the result in the folder of a trial; run the trial if there is none."""
     import yaml
 
     from hf_muon.integrations.archives import complete_or_absent
@@ -238,8 +238,8 @@ def _run(
 def read_losses(output: Path) -> tuple[dict[int, float], float | None]:
     """Return the training loss by step and the last evaluation loss that a run has written below a folder.
 
-    The files are Trainer's trainer_state.json, or LLaMA-Factory's trainer_log.jsonl. Of several data sets the
-    evaluation loss is the mean.
+    The files are Trainer's trainer_state.json, or LLaMA-Factory's trainer_log.jsonl. With several data sets, the
+    evaluation loss is their mean.
     """
     lines: list[dict[str, Any]] = []
     if states := sorted(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime):

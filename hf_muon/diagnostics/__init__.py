@@ -1,4 +1,4 @@
-"""What a run tells people: log lines, metrics of steps, and the page that shows them. Off unless asked for.
+"""Log lines, metrics of steps, and the page that shows them. Metrics are off by default.
 
-The room imports torch alone. Others log through `log`, and give the metrics what a step has computed.
+Of other packages, this one imports only torch. Others log through `log`, and pass results of a step to the metrics.
 """

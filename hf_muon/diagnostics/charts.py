@@ -1,4 +1,4 @@
-"""Charts of a page, drawn by plotly. The page needs no network."""
+"""Charts of a page, drawn by plotly. The page does not use the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cells = Mapping[tuple[str, str], float]
 
 
 class Band(NamedTuple):
-    """A range of y that a chart shades, and what it is, for the note below the title."""
+    """A range of y that a chart shades, and its description for the note below the title."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class Band(NamedTuple):
 _MOST_POINTS = 500
 # Okabe and Ito's palette, distinguishable with any colour vision; more lines repeat it dashed.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
-# Grey on a transparent ground reads on light and dark pages. The tool bar has the upper 28 pixels for itself.
+# Grey on a transparent background is legible on light and dark pages. The tool bar takes the upper 28 pixels.
 _LAYOUT = {
     "template": "none",
     "paper_bgcolor": "rgba(0,0,0,0)",
@@ -46,7 +46,7 @@ _SCALE = [[0, "rgba(0,114,178,.65)"], [0.5, "rgba(128,136,148,.06)"], [1, "rgba(
 
 
 def _figure(title: str, note: str, panels: Sequence[str], *, below: bool) -> Figure:
-    """Return an empty figure with a panel for each name, beside or below each other."""
+    """Return an empty figure with a panel for each name, in a row or a column."""
     rows, columns = (len(panels), 1) if below else (1, len(panels))
     titles = [html.escape(name) for name in panels] if len(panels) > 1 else None
     grid = make_subplots(
@@ -67,7 +67,7 @@ def line_chart(
     log: bool = False,
     band: Band | None = None,
 ) -> Figure | None:
-    """Draw lines over steps in panels side by side, on equal axes; None if there is nothing to draw.
+    """Draw lines over steps in a row of panels with equal axes; None if there is nothing to draw.
 
     Args:
         title: heading above the chart.
@@ -109,15 +109,14 @@ def line_chart(
 
 
 def heat_map(title: str, panels: Mapping[str, Cells], *, per: float = 1.0, note: str = "") -> Figure | None:
-    """Draw tables whose cells are blue below the median and orange above it; None without values.
+    """Draw tables with values below the median in blue and above it in orange; None without values.
 
-    Colours stand for ratios to the median. Their scale reaches at least from half to twice the median, so that noise
-    stays pale.
+    Colours show the ratio to the median. The scale spans at least 0.5x to 2x, so that noise stays pale.
 
     Args:
         title: heading above the tables.
         panels: values by row and column, of each table by its name; positive values get a colour.
-        per: unit of the numbers in the cells.
+        per: unit of the values.
         note: text below the title.
     """
     positive = [value for cells in panels.values() for value in cells.values() if value > 0]
@@ -181,7 +180,7 @@ def page(title: str, head: str, figures: Sequence[Figure | None]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>"
         f"<body><h1>{html.escape(title)}</h1>{head}<main>{charts}</main>"
-        # Each chart is drawn before the ones beside it exist, and too wide until the window is resized.
+        # Each chart is drawn before its neighbours exist, so it is too wide until the window is resized.
         '<script>addEventListener("load", () => dispatchEvent(new Event("resize")))</script></body></html>\n'
     )
 

@@ -1,4 +1,4 @@
-"""What the first line of metrics says of a run: versions of libraries, its options, and its parameters."""
+"""Facts about a run for the first line of metrics: versions of libraries, options, and parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_BOTH = ("lr", "weight_decay", "weight_rounding", "momentum_offload")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries of training that this process has imported."""
+    """Return the versions of the training libraries that this process has imported."""
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
     return {name: str(text) for name, text in loaded.items() if text}
 
@@ -25,7 +25,7 @@ def options(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[s
 
     Args:
         groups: param groups.
-        names: options to return. `lr` is the rate before a scheduler has changed it, where the group has that.
+        names: options to return. `lr` is the rate before the scheduler changes it, if the group has that.
     """
     chosen: dict[str, dict[str, Any]] = {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""What a run's metrics say of its learning rate, its loss, and the exactness of its steps."""
+"""Diagnose a run from its metrics: learning rate, loss, and exactness of the steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def typical(run: Run, measure: str) -> dict[str, float]:
 
 
 def diagnose(run: Run) -> list[Finding]:
-    """Return what the metrics of a run say, its learning rate first."""
+    """Return the findings about a run, those about its learning rate first."""
     findings = [_of_rate(run), *_of_loss(run)]
     errors = typical(run, "orthogonality_error").values()
     if errors and (middle := statistics.median(errors)) > USUAL_ERROR[1]:

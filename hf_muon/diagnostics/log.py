@@ -1,4 +1,4 @@
-"""Facts for people, on rank 0, through logging."""
+"""Logging on rank 0, and the environment variables that control it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 REPORT = "HF_MUON_STEP_REPORT"
 EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
-# The name that the pull request of LLaMA-Factory gave it.
+# Named as in the pull request to LLaMA-Factory.
 OF_LLAMAFACTORY = "LLAMAFACTORY_MUON_DIAG"
 _OFF = ("0", "false", "off", "no")
 
@@ -19,10 +19,10 @@ def report_wanted() -> bool:
 
 
 def every_from_environment() -> int:
-    """Return the steps from one line of metrics to the next that the environment asks for; 0 for none.
+    """Return the number of steps between lines of metrics from the environment; 0 for no metrics.
 
     Raises:
-        ValueError: text that is neither a number of steps nor a word for none.
+        ValueError: the value is neither a number of steps nor a known word for no metrics.
     """
     text = _text(EVERY)
     if not is_on(EVERY):
@@ -37,11 +37,11 @@ def _text(variable: str) -> str:
 
 
 def is_on(variable: str, *, unset: bool = False) -> bool:
-    """Return whether a variable of the environment is switched on: any text but 0, false, off and no.
+    """Return whether an environment variable is on: set to anything but 0, false, off and no.
 
     Args:
-        variable: one of hf_muon's own; other packages read theirs differently.
-        unset: the answer where the variable is empty or not set.
+        variable: name of a variable of hf_muon; other packages read theirs differently.
+        unset: the result if the variable is empty or not set.
     """
     text = _text(variable)
     return text not in _OFF if text else unset
@@ -72,7 +72,7 @@ def logger() -> logging.Logger:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(levelname)s|%(name)s] %(message)s"))
         log.addHandler(handler)
-        log.propagate = False  # logging configured later would write everything a second time
+        log.propagate = False  # otherwise, logging that is configured later would write everything twice
     return log
 
 

@@ -1,4 +1,4 @@
-"""Measures of updates and directions. Inputs are not written to."""
+"""Measures of updates and directions. Inputs are not modified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK = 2**22  # elements of AdamW's moments to widen at a time
 
 
 def orthogonality_error(directions: Tensor) -> Tensor:
-    """Return how far directions are from orthogonal: ``||X X^T - I||_F / sqrt(s)`` over the short side `s`.
+    """Return how far directions are from orthogonal: ``||X X^T - I||_F / sqrt(s)`` with s = min(m, n).
 
     Args:
         directions: ``(B, m, n)``, whole; not written to.
@@ -47,7 +47,7 @@ def stable_rank(updates: Tensor) -> Tensor:
     a = a.mT if a.size(-2) < a.size(-1) else a  # (B, l, s)
     largest = a.abs().amax(dim=(-2, -1), keepdim=True)
     a = a / torch.where(largest > 0, largest, 1.0)  # so that squares neither overflow nor underflow
-    # A generator of its own leaves the run's random numbers alone.
+    # A separate generator does not change the random numbers of the run.
     start = torch.randn(a.size(-1), generator=torch.Generator().manual_seed(0)).to(a.device)
     v = start.expand(len(a), -1).unsqueeze(-1)  # (B, s, 1)
     top = torch.zeros(len(a), device=a.device)

@@ -1,7 +1,7 @@
-"""Metrics of every N-th step: a line of JSON from rank 0, about the matrices that it stores or owns.
+"""Write metrics of every N-th step: a line of JSON from rank 0, about the matrices that it stores or owns.
 
-Update RMS and momentum RMS cover what this rank stores of each matrix. Orthogonality error and stable rank cover the
-whole matrices that this rank orthogonalizes. Nothing is sent, and nothing that the step uses is written to.
+Update RMS and momentum RMS cover this rank's shard of each matrix. Orthogonality error and stable rank cover the whole
+matrices that this rank orthogonalizes. There is no communication, and tensors of the step are not modified.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE = "muon_diagnostics.jsonl"
 
 
 class Metrics:
-    """Measure every N-th step and write a line about it. Exists on rank 0 alone, and only if metrics are on.
+    """Measures every N-th step and writes a line about it. Exists only on rank 0, if metrics are on.
 
     Args:
         every: steps from one line to the next.
@@ -46,7 +46,7 @@ class Metrics:
         self._started = False
 
     def begin(self, step: int, device: torch.device) -> Watch | None:
-        """Begin a step; return what watches it, None if the step is not watched.
+        """Begin a step; return its `Watch`, or None if it is not measured.
 
         Args:
             step: its number, from 1.
@@ -55,7 +55,7 @@ class Metrics:
         if self._watch is not None and self._watch.step != step:
             self.flush()
         due = step % self.every == 0
-        # Time the step before the watched one, which watching does not slow down.
+        # Time the step before the measured one, which measuring does not slow down.
         if due or (step + 1) % self.every == 0:
             self._clock = self._clock or Clock(device)
             self._began.setdefault(step, self._clock.now())
@@ -76,7 +76,7 @@ class Metrics:
             self.flush()
 
     def flush(self) -> None:
-        """Write a line about the last watched step."""
+        """Write a line about the last measured step."""
         watch, self._watch = self._watch, None
         if watch is None or not watch.shapes:  # the step was refused, or had no gradients
             return
@@ -108,7 +108,7 @@ class Metrics:
         return times
 
     def _start(self, watch: Watch) -> None:
-        """Write which parameters the lists in later lines are about."""
+        """Write the names of the parameters whose measures later lines list."""
         self._started, self._names = True, list(watch.shapes)
         self._write(
             {
@@ -128,13 +128,13 @@ class Metrics:
         log.logger().info("metrics every %d steps: %s", self.every, self.file)
 
     def pop_summary(self) -> dict[str, float]:
-        """Return the few numbers of the last measured step that belong beside a loss, named `muon/...`; each once."""
+        """Return the summary of the last measured step, to be logged as `muon/...`; empty on a second call."""
         self.flush()
         summary, self._summary = self._summary, {}
         return summary
 
     def record_log(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Write what a Trainer logs, such as the loss and the gradient's norm, into the file."""
+        """Write the logs of a Trainer, such as the loss and the gradient norm, into the file."""
         numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float)) and "/" not in key}
         self._write({"event": "log", "step": step, **{key: _short(value) for key, value in numbers.items()}})
 
@@ -154,12 +154,12 @@ class Metrics:
 
 
 def _short(value: float | None) -> float | None:
-    """Return six digits of a number; None for None, NaN and infinity, which JSON does not have."""
+    """Return a number rounded to six digits; None for None, and for NaN and infinity, which JSON cannot hold."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def _summary(values: Mapping[str, Mapping[str, float]], watch: Watch) -> dict[str, float]:
-    """Return the median relative update, because one matrix that begins at zero would make the mean, and others."""
+    """Return the median relative update (one matrix that begins at zero would dominate the mean) and other numbers."""
     summary = {}
     if updates := values.get("relative_update"):
         summary["muon/relative_update"] = statistics.median(updates.values())

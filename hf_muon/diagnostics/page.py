@@ -1,4 +1,4 @@
-"""One run's metrics, or those of several runs side by side, as one HTML page."""
+"""Show the metrics of one run, or compare those of several, on an HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def render(runs: Mapping[str, Run], title: str) -> str:
     """Return the page, as HTML text.
 
     Args:
-        runs: by name. Charts about whole runs have a line for each; those about kinds a panel for each.
+        runs: by name. Charts about whole runs have a line for each run; those about kinds of weights a panel.
         title: of the page.
     """
     verdicts = "".join(_verdict(run, f" · {name}" if len(runs) > 1 else "") for name, run in runs.items())
@@ -119,7 +119,7 @@ def _joined(*parts: str) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Return what the head of the page says of a run, the options aside."""
+    """Return the facts about a run for the top of the page, without the options."""
     muon, adamw = run.model.get("muon_weights", 0), run.model.get("adamw_weights", 0)
     losses = [(word, max(run.logs[key].items())) for word, key in _LOSSES if key in run.logs]
     return {
@@ -136,14 +136,14 @@ _LOSSES = (("training", "loss"), ("held out", "eval_loss"))
 
 
 def _text(value: Any) -> str:
-    """Return the value of an option as optim_args have it."""
+    """Return the value of an option as optim_args write it."""
     if isinstance(value, list):
         return "|".join(map(_text, value))
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _facts_table(runs: Mapping[str, Run]) -> str:
-    """Return the table of facts: a row for each that a run has; a column for each run where the runs differ."""
+    """Return the table of facts: a row for each fact, and a column for each run if they differ."""
     facts = [_facts(run) for run in runs.values()]
     rows = {"run": list(runs) if len(runs) > 1 else [""], **{key: [own[key] for own in facts] for key in facts[0]}}
     for title in ("Muon", "AdamW"):
@@ -163,7 +163,7 @@ def _facts_table(runs: Mapping[str, Run]) -> str:
 
 
 def _comparison(runs: Mapping[str, Run]) -> str:
-    """Return which of several runs ends with the lowest loss; nothing for one run."""
+    """Return a sentence about which of several runs ends with the lowest loss; empty for one run."""
     ends = {name: points[-max(1, len(points) // 10) :] for name, run in runs.items() if (points := run.losses)}
     if len(ends) < 2:
         return ""
@@ -177,7 +177,7 @@ def _comparison(runs: Mapping[str, Run]) -> str:
 
 
 def _verdict(run: Run, of_run: str) -> str:
-    """Return what the metrics say."""
+    """Return the findings as HTML."""
     items = "".join(f'<li class="{finding.level}">{html.escape(finding.text)}</li>' for finding in diagnose(run))
     heading = f"<h2>What it says{html.escape(of_run)}</h2>"
     return f'<section>{heading}<ul>{items}</ul><p class="note">{html.escape(RULE_OF_THUMB)}</p></section>'

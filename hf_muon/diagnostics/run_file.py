@@ -1,4 +1,4 @@
-"""The file of metrics that a run has written, read back."""
+"""Read the metrics file of a run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Run:
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
         logs: numbers that the Trainer logged, by name and step.
         traces: numbers about a whole step, by name and step.
-        rows: parameters, and for each measure a number for each of them, NaN where the line has none; by step.
-        not_finite: steps at which the Trainer logged a loss that was no finite number.
+        rows: by step, parameters, and for each measure a number for each of them, NaN if the line has none.
+        not_finite: steps at which the Trainer logged a loss that was not finite.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Run:
         return sorted(self.logs.get("loss", {}).items())
 
     def numbers(self, measure: str) -> Iterator[tuple[int, list[tuple[str, float]]]]:
-        """Yield each step that has a measure, ascending, with the parameters that have a number, and these."""
+        """Yield each step that has a measure, ascending, with the parameters that have a number, and the numbers."""
         for step, (names, measures) in sorted(self.rows.items()):
             pairs = zip(names, measures.get(measure, ()), strict=False)
             if own := [(name, value) for name, value in pairs if not math.isnan(value)]:
@@ -62,7 +62,7 @@ def read_run(path: Path) -> Run:
         path: the run's output directory, or the file, JSON lines as `metrics` writes them.
 
     Raises:
-        ValueError: there is no such file, none with a watched step, or it holds something else.
+        ValueError: the file does not exist, has no measured step, or holds something else.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE} [no-such-run]")
@@ -77,7 +77,7 @@ def read_run(path: Path) -> Run:
     for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
             line = json.loads(text)
-        except ValueError:  # half a line, which a killed run has left
+        except ValueError:  # half a line, left by a killed run
             continue
         try:
             names = _add(run, line, names)
@@ -97,10 +97,10 @@ def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, .
     Args:
         run: is written to.
         line: a JSON object.
-        names: parameters that the lists in this line are about, in order.
+        names: parameters whose measures this line lists, in order.
 
     Returns:
-        Parameters that the lists in the next line are about.
+        Parameters whose measures the next line lists.
     """
     event = line["event"]
     if event == "start":

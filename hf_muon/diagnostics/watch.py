@@ -1,4 +1,4 @@
-"""What is measured in one step, and when steps begin and end."""
+"""Measurements of one step, and a clock for steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Watch:
     Attributes:
         step: its number.
         numbers: of the whole step, by name.
-        shapes: of matrices, by name; of the parameters of AdamW, which have names of their own, ``()``.
+        shapes: of matrices, by name; ``()`` for parameters of AdamW.
         options: of Muon and of AdamW.
         logits: the largest of each attention, by its name, if they are measured.
         clipped: number of heads whose rows were rescaled because of them.
@@ -34,16 +34,16 @@ class Watch:
         self._measured: list[tuple[str, str, Tensor, int]] = []
 
     def moves(self, name: str, shape: tuple[int, ...], rate: float) -> None:
-        """Note a matrix, or a parameter of AdamW, and the learning rate by which it moves."""
+        """Record a matrix, or a parameter of AdamW, and the learning rate of its step."""
         self.shapes[name], self._rates[name] = shape, rate
 
     def add(self, measure: str, name: str, value: Tensor, weight: int) -> None:
-        """Add to the sum of a measure's values, which `weight` divides in the end; of RMS, to that of squares."""
+        """Add to the sum of a measure's values, to be divided by the sum of `weight`; for RMS, the sum of squares."""
         if weight:
             self._measured.append((measure, name, value, weight))
 
     def note_logits(self, logits: Mapping[str, float], clipped: int) -> None:
-        """Note the largest logit of each attention, by its name, and how many heads were rescaled because of them."""
+        """Record the largest logit of each attention by name, and how many heads were rescaled."""
         self.logits, self.clipped = dict(logits), clipped
 
     def read(self) -> dict[str, dict[str, float]]:

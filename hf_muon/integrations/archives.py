@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Write files completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def complete_or_absent(target: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary file beside `target` to write to; it replaces `target` when it is complete and on disk.
+    """Yield a temporary file in the folder of `target`; it replaces `target` when it is complete and on disk.
 
     After an error, `target` is as it was, and the temporary file is gone.
     """

@@ -1,4 +1,4 @@
-"""What every integration writes in the same way: the optimizer's name, failed hooks, other packages' flags."""
+"""Helpers of all integrations: the optimizer's name, failed hooks, flags of other packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = (NAME, OWN_NAME)
 OURS = "_from_hf_muon"
 """Attribute of what this package puts into objects of another one."""
 
-# The words that the other package itself reads as true.
+# The values that the other package reads as true.
 _TRUE = {"accelerate": ("1", "true", "yes", "on"), "llamafactory": ("1", "true", "y")}
 
 
@@ -32,14 +32,14 @@ def is_muon(optim: Any) -> bool:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return what is inside all the wrappers of an optimizer, those of accelerate and of ZeRO."""
+    """Return an optimizer without the wrappers of accelerate and ZeRO."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
 
 
 def muons_in(values: Iterable[Any]) -> list[Any]:
-    """Return each `Muon` among values, also inside of wrappers."""
+    """Return each `Muon` among values, unwrapped."""
     room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no value is a Muon
     if room is None:
         return []
@@ -50,7 +50,7 @@ def muons_in(values: Iterable[Any]) -> list[Any]:
 
 
 def refuse_failed(*names: str) -> None:
-    """Raise if one of these hooks has failed, on which the guarantee of a run of Muon rests.
+    """Raise if one of these hooks has failed, because a run would not be what its arguments ask for.
 
     Raises:
         RuntimeError: the hook, what is lost with it, and why it has failed.
@@ -61,7 +61,7 @@ def refuse_failed(*names: str) -> None:
 
 
 def refuse_unless(*names: str) -> None:
-    """Raise unless one of these hooks is in place, on which a run of Muon rests; their modules are imported first.
+    """Import the modules of hooks that a run of Muon needs, and raise if one of the hooks is not in place.
 
     Raises:
         RuntimeError: a hook, what is lost with it, and why it is not in place.
@@ -86,7 +86,7 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
 
 @functools.cache
 def warn_that_ours_runs(program: str, setting: str) -> None:
-    """Log once, on rank 0, that this package's Muon runs where another program has one of the same name.
+    """Log once, on rank 0, that this package's Muon runs in place of the one of another program.
 
     Args:
         program: whose Muon does not run.

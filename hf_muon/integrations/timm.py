@@ -1,4 +1,4 @@
-"""timm's registry of optimizers gets the name `hf_muon`: for `--opt hf_muon` of its training script."""
+"""Register `hf_muon` in timm's registry of optimizers, for `--opt hf_muon` of its training script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_muon.integrations.names import OWN_NAME, not_in_place
 if TYPE_CHECKING:
     from hf_muon.optimizer.muon import Muon
 
-# timm reads what stands after the last underscore of a name and knows a muon of its own, so hf_muon would be that one.
+# timm drops everything before the last underscore of a name, so hf_muon would be its own muon.
 _REGISTERED = OWN_NAME.replace("_", "")
 
 
@@ -29,7 +29,7 @@ def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
         **options: of :class:`hf_muon.MuonOfGroups`.
 
     Raises:
-        ValueError: whatever `MuonOfGroups` refuses.
+        ValueError: `MuonOfGroups` refuses the groups or options.
     """
     from hf_muon.ready_groups import MuonOfGroups
 
@@ -42,7 +42,7 @@ def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
 
 @functools.cache
 def _register(factory: ModuleType) -> None:
-    """Put `muon_of_groups` into timm's registry, which imports it when it is asked for."""
+    """Add `muon_of_groups` to timm's registry, which imports it on demand."""
     info = factory.OptimInfo(
         name=_REGISTERED,
         opt_class=f"{__name__}.{muon_of_groups.__name__}",
@@ -54,7 +54,7 @@ def _register(factory: ModuleType) -> None:
 
 
 def patch_names(module: ModuleType) -> Iterator[Change]:
-    """Have timm.optim look `hf_muon` up by the name in its registry, which it would take for a Muon of its own."""
+    """Make timm.optim look `hf_muon` up in its registry, instead of using its own `muon`."""
     create = module.create_optimizer_v2
     signature = inspect.signature(create)
 

@@ -1,8 +1,8 @@
-"""Loading with `torch.distributed.checkpoint`: a `Muon` gets all that the checkpoint has, and nothing else.
+"""Load with `torch.distributed.checkpoint`: a `Muon` gets exactly the state that the checkpoint has.
 
-With `full_state_dict=True`, torch copies a checkpoint over the state that the optimizer has, or over zeros. Where the
-checkpoint lacks a moment, the old one would stay, and nobody would learn that a moment was dropped. Of parameters
-that are frozen by now, torch would load no moments at all. Sharded checkpoints are converted as whole states are.
+With `full_state_dict=True`, torch copies a checkpoint over the existing state of the optimizer, or over zeros. If the
+checkpoint lacks a moment, the old one would silently remain. For parameters that have been frozen since, torch would
+not load moments. Sharded checkpoints are converted like whole states.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from hf_muon._autoload import Change, everywhere
 from hf_muon.integrations.names import muons_in
 
-# The arguments of `_load_optim_state_dict` that are read, and the fields of its `info`.
+# The arguments of `_load_optim_state_dict` that we read, and the fields of its `info`.
 _READ = ("optimizers", "state_dict", "info")
 _READ_OF_INFO = ("fsdp_modules", "full_state_dict", "broadcast_from_rank0", "fqn_param_mapping")
 
 
 def patch_loading(module: ModuleType) -> Iterator[Change]:
-    """Patch what `set_optimizer_state_dict` and `set_state_dict` load with: `Muon` refuses states that lack moments."""
+    """Patch the loading of `set_optimizer_state_dict` and `set_state_dict`: `Muon` refuses states that lack moments."""
     load = module._load_optim_state_dict
     signature = inspect.signature(load)
     missing = [name for name in _READ if name not in signature.parameters]
@@ -59,7 +59,7 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
 
 
 def patch_accelerate(module: ModuleType) -> Iterator[Change]:
-    """Patch what accelerate and Trainer load shards with.
+    """Patch the functions with which accelerate and Trainer load shards.
 
     Args:
         module: `accelerate.utils.fsdp_utils`.
@@ -76,7 +76,7 @@ def patch_accelerate(module: ModuleType) -> Iterator[Change]:
 
 
 def patch_llamafactory(module: ModuleType) -> Iterator[Change]:
-    """Patch what LLaMA-Factory v1 loads shards with.
+    """Patch the function with which LLaMA-Factory v1 loads shards.
 
     Args:
         module: `...trainer_plugins.distributed.fsdp2`.
@@ -87,7 +87,7 @@ def patch_llamafactory(module: ModuleType) -> Iterator[Change]:
 def _converting(
     module: ModuleType, name: str, read: Sequence[str], folder_of: Callable[[Mapping[str, Any]], Path | None]
 ) -> Iterator[Change]:
-    """Yield the changes by which a function that loads shards converts them for a `Muon`.
+    """Yield the changes that make a function convert the shards that it loads for a `Muon`.
 
     Args:
         module: has the function.
@@ -132,7 +132,7 @@ def _names(state_dict: Any) -> Set[str] | None:
 
 
 def _names_on_all_ranks(state_dict: Any, info: Any) -> Set[str] | None:
-    """Return the names of everything in the state dict that is loaded here: of rank 0, if that one alone has it."""
+    """Return the names of everything in the state dict that is loaded; from rank 0 if only rank 0 has it."""
     box = [_names(state_dict)]
     if info.broadcast_from_rank0:
         import torch.distributed as dist
@@ -142,7 +142,7 @@ def _names_on_all_ranks(state_dict: Any, info: Any) -> Set[str] | None:
 
 
 def _with_empty_states(state_dict: Any, expected: Sequence[str]) -> Any:
-    """Return a state dict that has each of these parameters, which torch would refuse on the rank that reads it."""
+    """Return a state dict with an empty state for each of these parameters that it lacks; torch requires one."""
     state = state_dict.get("state") if state_dict else None  # ranks for which rank 0 reads may have None
     if not state or all(isinstance(key, int) for key in state):  # positions, which torch passes on
         return state_dict
@@ -150,9 +150,9 @@ def _with_empty_states(state_dict: Any, expected: Sequence[str]) -> Any:
 
 
 def _of_checkpoint(optimizer: Any, state_dict: Mapping[str, Any], *, names: Set[str]) -> dict[str, Any]:
-    """Return a state dict without what torch has taken from the optimizer because the checkpoint lacks it.
+    """Return a state dict without the entries that torch took from the optimizer because the checkpoint lacks them.
 
-    Keys of param groups that are not this package's, as those of schedulers, stay.
+    Keys of param groups that are not of this package, such as those of schedulers, remain.
     """
     from hf_muon.config import GROUP_OPTIONS
 

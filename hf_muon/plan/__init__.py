@@ -1,7 +1,7 @@
-"""The cost of a step on some ranks, planned by the code that the step itself uses.
+"""Plan the cost of a step on a number of ranks, with the code of the step itself.
 
-The room imports `build`, `optimizer`, `distributed` and `routing`, and runs them on stand-ins for the weights. Rooms
-above use `plan_step` and the `Plan` that it returns.
+This package runs `build`, `optimizer`, `distributed` and `routing` on parameters without memory. Others use `plan_step`
+and the `Plan` that it returns.
 """
 
 from hf_muon.plan.step_plan import Plan, plan_step

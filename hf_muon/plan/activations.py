@@ -1,12 +1,13 @@
-"""What the forward and backward pass need: FLOPs, and for decoders an estimate of what autograd holds.
+"""FLOPs of the forward and backward pass, and for decoders an estimate of the memory of activations.
 
 Per token, with hidden size h, query and key-value widths q and v, MLP width f, and c bytes per element (2 for bf16), a
 layer of transformers' Llama family saves ``2 (4 + c) h`` for its norms, which compute in fp32, ``2 c h`` for the inputs
 of its projections, ``c (2 q + 2 v)`` for flash or memory-efficient attention, which saves no scores, and ``4 c f`` for
-a gated MLP; ``(4 + c) (q + v)`` more where queries and keys have norms. Under autocast the residual stream is fp32 and
-each projection saves a copy of its own, and of its weight. With gradient checkpointing a layer saves its input alone,
-and one layer at a time is recomputed. transformers computes the loss from fp32 logits: of a vocabulary V the backward
-pass holds the log-probabilities and two gradients at once, ``12 V``, which is the peak for large vocabularies.
+a gated MLP; ``(4 + c) (q + v)`` more if queries and keys have norms. Under autocast the residual stream is fp32, and
+each projection saves its own copy of the input and one of its weight. With gradient checkpointing a layer saves only
+its input, and one layer at a time is recomputed. transformers computes the loss from fp32 logits: for a vocabulary of
+size V the backward pass holds the log-probabilities and two gradients at once, ``12 V``, the peak for large
+vocabularies.
 
 Source: Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4, whose count for GPT (34 s b h and scores) is
 repeated here for the operations of these models.
@@ -65,13 +66,13 @@ class _Layer:
 
 
 class _UnknownModelError(Exception):
-    """The estimate does not know some module."""
+    """The model has a module that the estimate does not support."""
 
 
 def estimate_activations(
     model: nn.Module, tokens: int, dtype: torch.dtype, *, autocast: bool = False, checkpointing: bool = False
 ) -> Activations | None:
-    """Estimate the bytes of activations; None for a model that is not built like the decoders that this knows.
+    """Estimate the bytes of activations; None for a model other than the supported decoders.
 
     Args:
         model: a decoder as in transformers' Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, adapters included.
@@ -162,14 +163,14 @@ def _mlp(model: nn.Module, mlp: nn.Module, hidden: int, compute: int, residual: 
     if not isinstance(stack, torch.Tensor) or stack.ndim != 3 or not routed:
         raise _UnknownModelError
     width = math.prod(stack.shape[1:]) // hidden // 2
-    # grouped_mm does not take part in autocast: it computes in the dtype of the weights. Its input and output, gate and
+    # autocast does not affect grouped_mm: it computes in the dtype of the weights. Its input and output, gate and
     # up, the activation and the product; then indices of tokens, and fp32 probabilities of all experts.
     saved = routed * residual * (2 * hidden + 4 * width) + routed * (4 * 8 + compute) + 4 * stack.shape[0]
     return saved, routed * residual * (hidden + width)
 
 
 def _outside(model: nn.Module, layers: list[nn.Module]) -> tuple[int, int]:
-    """Return hidden size and vocabulary, of a model that has nothing but layers, embeddings, a norm and a head."""
+    """Return hidden size and vocabulary of a model of layers, embeddings, a norm and a head, and no other modules."""
     inside = {id(p) for layer in layers for p in layer.parameters()}
     embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, (nn.Embedding, nn.Linear))}
     matrices = []
@@ -205,8 +206,8 @@ def _numel(module: nn.Module) -> int:
 def model_flops(model: nn.Module) -> int:
     """Return the FLOPs of a model's products with weights, for one token, forward and backward.
 
-    Per weight: 2 forward, 2 for the input's gradient, and if it is trained 2 for its own gradient. Of experts, only
-    those that a token is routed to count. An input embedding is looked up, not multiplied.
+    Per weight: 2 forward, 2 for the input's gradient, and, if it is trained, 2 for its own gradient. Only the experts
+    to which a token is routed count. An input embedding is looked up, not multiplied.
     """
     config = text_config_of(getattr(model, "config", None))
     experts = next(iter(expert_counts(config)), 0)
@@ -227,6 +228,6 @@ def model_flops(model: nn.Module) -> int:
 
 
 def experts_per_token(model: nn.Module) -> int:
-    """Return the number of experts that a token is routed to; 0 if the model's configuration does not say."""
+    """Return the number of experts per token; 0 if it is not in the model's configuration."""
     config = text_config_of(getattr(model, "config", None))
     return next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), 0)

@@ -1,4 +1,4 @@
-"""What a step costs each rank: FLOPs, communication, optimizer state and temporary memory, from shapes alone."""
+"""Compute the cost of a step on each rank from shapes: FLOPs, communication, state and temporary memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _STEP = 4  # bytes of AdamW's number of steps, an fp32 number
 
 
 class StepCost(NamedTuple):
-    """What the exchanges of a step cost; of ranks, the largest of all.
+    """The cost of the exchanges of a step; the maximum over ranks, unless the attribute is a list.
 
     Attributes:
-        flops: of Newton-Schulz, for each rank; one entry of a process that is alone with its matrices.
+        flops: of Newton-Schulz, for each rank; one entry if no other rank shares the matrices.
         sent_bytes: of updates and directions that each rank sends to others.
         in_flight_bytes: of the updates and directions that a rank has in flight at once.
         unit_bytes: of the buffers for the largest unit on its owner.
@@ -46,7 +46,7 @@ class StepCost(NamedTuple):
 
 
 def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torch.dtype) -> StepCost:
-    """Return what the exchanges of all param groups cost together, on each rank.
+    """Return the total cost of the exchanges of all param groups on each rank.
 
     Args:
         layout: of the param groups.
@@ -63,7 +63,7 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
     in_flight = largest = turn = 0
     for exchange in (exchange for work in layout.works for exchange in work.exchanges):
         own = schedule_cost(exchange.schedule, newton_schulz, ns_dtype)
-        # Without other ranks every process does all of it.
+        # Without other ranks, every process does all the work.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
         sent = [total + own.sent_bytes[place] for total, place in zip(sent, places, strict=True)]
@@ -73,7 +73,7 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
 
 
 def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
-    """Return what a step of all units of a schedule costs.
+    """Return the cost of a step of all units of a schedule.
 
     Args:
         schedule: assigns units to owners and rounds.
@@ -86,7 +86,7 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
     sent = [0] * schedule.ranks
     for unit in schedule.units:
         flops[unit.owner] += flops_of(unit)
-        # The owner sends the directions of what others store; its own update stays.
+        # The owner sends directions to the ranks that store parts; it keeps its own part.
         own = unit.stored[unit.owner]
         for rank, numel in enumerate(unit.sent()):
             sent[rank] += numel * there
@@ -106,8 +106,8 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
 def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_dtype: torch.dtype) -> int:
     """Return a bound on the bytes of a step's temporary tensors on a rank.
 
-    They are the updates and directions that are under way or stepped together, what Newton-Schulz needs for the largest
-    batch, and for elementwise functions copies of a chunk: weights, moments and updates in fp32.
+    They are updates and directions in flight or stepped together, the workspace of Newton-Schulz for the largest batch,
+    and fp32 copies of a chunk of weights, moments and updates for elementwise functions.
 
     Args:
         layout: of the param groups.
@@ -127,9 +127,9 @@ def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_d
 
 
 def turns_of_moments(of_step: StepCost) -> int:
-    """Return a bound on the bytes of the moments that `momentum_offload` has on the device: two turns, in fp32.
+    """Return a bound on the bytes of offloaded moments that are on the device at once: two turns, in fp32.
 
-    A turn is what moves together: updates under way, or a chunk of two moments of AdamW's.
+    The moments of a turn move together: those of updates in flight, or both moments of a chunk of AdamW's parameters.
     """
     chunk = chunk_size(ACCELERATOR)
     return 2 * 4 * max(of_step.turn, of_step.unit_bytes // 8, 2 * chunk)
@@ -144,8 +144,8 @@ class StateBytes(NamedTuple):
     """Bytes of optimizer state on each rank.
 
     Attributes:
-        own: all of it, without the number a row of `normalize`.
-        adamw: what it would be if torch's AdamW had all weights.
+        own: all of it, without the one number per row of `normalize`.
+        adamw: the same if torch's AdamW stepped all weights.
         large: the part that `momentum_offload` moves to the host: moments of large parameters.
     """
 
@@ -182,7 +182,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], ranks: int, shards: int) ->
 
 
 def local_shapes(shape: Sequence[int], ranks: int, shards: int) -> list[tuple[int, ...]]:
-    """Return what each rank stores of a tensor that FSDP2 cuts along its first dim among some ranks."""
+    """Return the shape of each rank's shard of a tensor that FSDP2 shards along its first dim."""
     if shards == 1:
         return [tuple(shape)] * ranks
     length, *rest = shape or (1,)

@@ -1,4 +1,4 @@
-"""The memory of a rank's device, and of its host where moments are stored there."""
+"""Memory on the device of a rank, and on its host if moments are stored there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIVE = 10**9
 
 @dataclass(frozen=True)
 class Training:
-    """How a run computes, as far as memory depends on it.
+    """The settings of a run on which its memory depends.
 
     Attributes:
         batch_size: sequences in a micro-batch on a rank.
@@ -38,16 +38,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each rank. Lists have a number for each rank; numbers are the same on all, or the largest.
+    """Bytes on each rank. Lists have an entry for each rank; numbers are the maximum over ranks.
 
     Attributes:
         weights: on the device, frozen ones and the fp32 weights of ZeRO included.
         gradients: on the device, from the backward pass to the step.
         state: of the optimizer, on the device.
         host: of the optimizer's state, on the host.
-        copies: weights and gradients that the layout has a second time: what FSDP2 and ZeRO-3 gather, DDP's buckets.
-        activations: estimate of the most that the forward and backward pass need at once, autocast's copies of weights
-            included; None for a model that has no estimate, and then in no peak.
+        copies: second copies of weights and gradients: those that FSDP2 and ZeRO-3 gather, and DDP's buckets.
+        activations: estimated peak of the forward and backward pass, with autocast's copies of weights; None for a
+            model without an estimate, whose peaks do not include it.
         step: bound on the temporary tensors of the optimizer step.
     """
 
@@ -66,17 +66,17 @@ class Memory:
 
     @property
     def in_backward(self) -> int:
-        """The most bytes on a device in the forward and backward pass, with gradients of earlier micro-batches."""
+        """Peak bytes on a device in the forward and backward pass, with gradients of earlier micro-batches."""
         return max(self.resident) + self.copies + (self.activations or 0)
 
     @property
     def at_step(self) -> int:
-        """The most bytes on a device in the optimizer step."""
+        """Peak bytes on a device in the optimizer step."""
         return max(self.resident) + self.step
 
     @property
     def peak(self) -> int:
-        """The most bytes on a device."""
+        """Peak bytes on a device."""
         return max(self.in_backward, self.at_step)
 
 
@@ -132,7 +132,7 @@ def model_memory(
 
 
 def _stored(params: Iterable[nn.Parameter], ranks: int, shards: int, *, rows: bool) -> list[int]:
-    """Return how many elements of some parameters each rank stores, cut along their first dim, or anywhere."""
+    """Return how many elements of parameters each rank stores, sharded along their first dim or anywhere."""
     total = [0] * ranks
     for shape, count in Counter(tuple(param.shape) for param in params).items():
         if not rows:
@@ -144,10 +144,10 @@ def _stored(params: Iterable[nn.Parameter], ranks: int, shards: int, *, rows: bo
 
 
 def _gathered(model: nn.Module, itemsize: int) -> int:
-    """Return the bytes of the whole weights and gradients that FSDP2 has at once, with each layer wrapped.
+    """Return the bytes of unsharded weights and gradients that FSDP2 has at once, with each layer wrapped.
 
-    The root's (embeddings, the head) stay from the forward to the end of the backward pass, and so do their gradients.
-    Of the layers, two are gathered, and one has its whole gradients.
+    Those of the root (embeddings, the head) remain from the forward pass to the end of the backward pass. Two layers
+    are gathered at a time, and one of them has its unsharded gradients.
     """
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -156,7 +156,7 @@ def _gathered(model: nn.Module, itemsize: int) -> int:
     root = [param for param in model.parameters() if id(param) not in inside]
 
     def nbytes(params: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of weights twice, and of the gradients of those that are trained, on top of one of them."""
+        """Return the bytes of two copies of the gathered weights plus the gradients of the trainable ones."""
         return sum(param.numel() * itemsize * (2 if param.requires_grad else 1) for param in params)
 
     largest = max(of_layers, key=nbytes, default=[])

@@ -1,4 +1,4 @@
-"""Stand-ins for a run on several ranks: parameters without memory, in a process group of ranks that do not exist."""
+"""Fake runs on several ranks: parameters without memory in a fake process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALIGNMENT = 2  # elements, to which DeepSpeed pads a group on every rank
 
 @contextlib.contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Make this process the first rank of a fake process group, in which nothing is sent."""
+    """Make this process rank 0 of a fake process group, whose collectives do nothing."""
     import torch.distributed as dist
 
     if ranks == 1:
@@ -53,7 +53,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 def stored_groups(
     routes: Sequence[Route], config: MuonConfig, layout: str, replicas: int, dtype: torch.dtype
 ) -> tuple[list[dict[str, Any]], StepLayout]:
-    """Return param groups as a framework stores their parameters, and how a step of them works.
+    """Return param groups with parameters as a framework stores them, and the layout of their step.
 
     Args:
         routes: of the model's parameters.
@@ -63,7 +63,7 @@ def stored_groups(
         dtype: of the stored weights.
 
     Raises:
-        ValueError, RuntimeError: what `Muon` raises.
+        ValueError, RuntimeError: as `Muon`.
     """
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def stored_groups(
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of some shape that takes the memory of one number."""
+    """Return a tensor of any shape that has the storage of one number."""
     return torch.zeros((), dtype=dtype).expand(tuple(shape))
 
 

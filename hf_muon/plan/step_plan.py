@@ -1,7 +1,7 @@
 """The cost of one optimizer step on some ranks: work, memory and communication.
 
-Who orthogonalizes what comes from the code that the step itself uses, run on stand-ins for the weights in a fake
-process group (`stand_ins`); the rest is arithmetic on shapes (`costs`, `memory`, `activations`).
+The code of the step itself assigns matrices to ranks, run on parameters without memory in a fake process group
+(`stand_ins`). The rest is arithmetic on shapes (`costs`, `memory`, `activations`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Plan:
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         muon_weights, adamw_weights: number of trained weights by route.
-        state_bytes: optimizer state, bytes, without the number a row of `normalize`.
+        state_bytes: optimizer state, bytes, without the one number per row of `normalize`.
         sent_bytes: updates and directions sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
         memory: on the device and on the host.
-        adamw_memory: the same if torch's AdamW, with its fused kernel, had all weights.
+        adamw_memory: the same if torch's fused AdamW stepped all weights.
     """
 
     layout: str
@@ -83,7 +83,7 @@ def plan_step(
     ns_dtype: torch.dtype = torch.float16,
     training: Training = Training(),  # noqa: B008 (frozen)
 ) -> Plan:
-    """Plan a step of a model, whose weights need not be loaded.
+    """Plan a step of a model. Its weights need not be loaded.
 
     Args:
         model: on any device, the meta device included. It is not changed.
@@ -92,7 +92,7 @@ def plan_step(
         ranks: number of ranks.
         replicas: copies of the model under `hsdp`.
         dtype: of the stored weights; with bf16 mixed precision they are fp32. ZeRO's own are in `compute_dtype`.
-        ns_dtype: that `ns_dtype: auto` means on the hardware of the ranks.
+        ns_dtype: the meaning of `ns_dtype: auto` on the hardware of the ranks.
         training: how the run computes, for its memory.
 
     Raises:

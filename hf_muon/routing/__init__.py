@@ -1,7 +1,7 @@
-"""Which weight goes to Muon, which to AdamW, as which matrices, and why.
+"""Decide which weights go to Muon, which to AdamW, as which matrices, and why.
 
-The room reads a model and imports `options`, `config` and `storage`. Others use `route_parameters`, `table`, and the
-facts about models in `model_facts`.
+This package reads a model, and imports `options`, `config` and `storage`. Others use `route_parameters`, `table`, and
+the facts about models in `model_facts`.
 """
 
 from hf_muon.routing.route import Route, route_parameters, table

@@ -1,4 +1,4 @@
-"""The attentions of a model, and the rows of weights that make their query and key heads."""
+"""Find the attentions of a model, and the rows of weights of their query and key heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ranges = dict[str, list[range]]
 
 
 class _Projection(NamedTuple):
-    """A weight with queries or keys, its bias if it has one, and the outputs that are heads of a role."""
+    """A weight of queries or keys, its bias if it has one, and the rows of the heads of each role."""
 
     parameters: dict[str, Tensor]  # by name
     transposed: bool
@@ -32,10 +32,10 @@ class _Projection(NamedTuple):
 
 
 def attentions_of(model: nn.Module) -> tuple[dict[Attention, dict[str, Tensor]], list[tuple[str, str]]]:
-    """Return the attentions of a model that have queries and keys of known heads, and complaints about the others.
+    """Return the attentions of a model whose query and key heads are known, and complaints about the others.
 
-    Each attention has the parameters that its rows name. Attentions without a trained one are left out. A complaint is
-    the name of a module, and a text.
+    Each attention has the parameters that its rows name. Attentions without a trainable one are left out. A complaint
+    is the name of a module, and a text.
     """
     params = parameters_of(model)
     names = {param.parameter: param.name for param in params}
@@ -73,7 +73,7 @@ def attentions_of(model: nn.Module) -> tuple[dict[Attention, dict[str, Tensor]],
 
 
 def _untrained(attention: str, parameters: dict[str, Tensor], inside: list[ModelParameter]) -> str | None:
-    """Say why rows of an attention's weights cannot be rescaled; None if they can, or if nothing of them is trained."""
+    """Return why rows of an attention's weights cannot be rescaled; None if they can, or if none is trainable."""
     leaves = [name.removeprefix(f"{attention}.").partition(".")[0] for name in parameters]
     for param in inside:
         if is_lora(param.name) and param.name.removeprefix(f"{attention}.").partition(".")[0] in leaves:
@@ -85,7 +85,7 @@ def _untrained(attention: str, parameters: dict[str, Tensor], inside: list[Model
 
 
 def _ranges(leaf: str, parent: nn.Module, rows: int, fused: Fused | None) -> Iterator[tuple[str, list[range]]]:
-    """Yield the roles in which a projection's outputs are, each with the outputs of its heads."""
+    """Yield the roles (query, key) of a projection's rows, each with the rows of its heads."""
     if fused is not None:
         block = fused.size // fused.blocks
         start = 0
@@ -112,7 +112,7 @@ def _ranges(leaf: str, parent: nn.Module, rows: int, fused: Fused | None) -> Ite
 
 
 def _attention(name: str, module: nn.Module, projections: Sequence[_Projection]) -> Attention | str:
-    """Return an attention, or say why its heads are not known."""
+    """Return an attention, or the reason why its heads are not known."""
     by_role: Ranges = {}
     for projection in projections:
         for role in projection.ranges.keys() & by_role.keys():

@@ -1,9 +1,9 @@
-"""Which matrices a weight holds, if a model stores several in one, or in another order than ``(out, in)``.
+"""Find the matrices of a weight that fuses several, or is stored in another order than ``(out, in)``.
 
-A weight does not show this: fused projections of equal shape are laid out part after part in one model and head after
-head in another, and many weights are called `qkv`. The rules follow forward methods that were read, of transformers,
-timm and torch, and go by the class of the module; sizes come from the module or its config. A weight without a known
-layout, or whose sizes do not add up, stays one matrix.
+The layout is not visible in the weight: some models store fused projections part by part, others head by head, and many
+weights are called `qkv`. The rules are per class of module, from the forward methods of transformers, timm and torch.
+Sizes come from the module or its config. A weight without a known layout, or whose sizes do not add up, stays one
+matrix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Fused:
-    """The parts along the output dim of a fused projection: equal blocks, each with a share of every part."""
+    """The parts along the output dim of a fused projection: equal blocks, each with rows of every part."""
 
     parts: tuple[Part, ...]
     blocks: int = 1
@@ -72,9 +72,9 @@ class WeightLayout(NamedTuple):
     Attributes:
         transposed: stored as ``(in, out)``.
         fused: the projections along its output dim; None for a single one.
-        below: number of matrices, of experts or groups, one below the other in a 2-D weight; 0 for a single one.
+        below: number of matrices (experts, groups) stacked along the rows of a 2-D weight; 0 for a single one.
         stack: a 3-D weight is known to be a stack of matrices.
-        flat: a 3-D weight is known to be a matrix whose columns have two dims.
+        flat: a 3-D weight is known to be a matrix whose columns are split into two dims.
     """
 
     transposed: bool = False
@@ -84,8 +84,8 @@ class WeightLayout(NamedTuple):
     flat: bool = False
 
 
-# Names of a weight, classes (as of `read_as`) that hold it, and how it is stored there: `transposed`, as (in, out);
-# `stack`, a matrix for each head or codebook; `flat`, as (hidden, heads, size of a head).
+# Names of a weight, classes (as returned by `read_as`) that hold it, and how it is stored there: `transposed`, as (in,
+# out); `stack`, a matrix for each head or codebook; `flat`, as (hidden, heads, size of a head).
 STORED: Sequence[tuple[str, str, str]] = (
     ("weight", "Conv1D AriaGroupedExpertsGemm", "transposed"),
     ("gate_up_proj|down_proj", "Llama4TextExperts", "transposed"),
@@ -98,15 +98,15 @@ STORED: Sequence[tuple[str, str, str]] = (
     ("weight", "MoshiFlexibleLinear KyutaiSpeechToTextFlexibleLinear", "stack"),
     ("(x|dt)_proj_weight", "ZambaMambaMixer", "stack"),
 )
-# Classes whose weights are several matrices, one below the other, and the attribute that says how many.
+# Classes whose weights are several matrices stacked along the rows, and the attribute with their number.
 BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_groups"}
 
 
 def read_as(module: nn.Module) -> str:
-    """Return the class whose forward method a module runs; nothing if it is not one of transformers, timm or torch.
+    """Return the name of the class whose forward method a module runs; empty unless of transformers, timm or torch.
 
-    What a forward does with a weight decides how the weight is laid out. So a subclass counts as its base, unless it
-    has a forward of its own. Classes of timm have their full names, because many share one.
+    The forward method determines the layout of a weight. So a subclass counts as its base class, unless it overrides
+    `forward`. Classes of timm have their full names, because many share one.
     """
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
     if base.__module__.startswith("timm."):
@@ -125,7 +125,7 @@ def number(module: Any, *names: str) -> int:
 
 
 def _equal(*names: str) -> Callable[[Any, int], Fused]:
-    """Return a rule that splits into equal parts, one after the other."""
+    """Return a rule that splits into consecutive equal parts."""
     return lambda module, size: Fused(
         tuple(
             Part(name, size // len(names), number(module, *HEAD_SIZES) if name in ("q", "k", "v") else 0)
@@ -135,7 +135,7 @@ def _equal(*names: str) -> Callable[[Any, int], Fused]:
 
 
 def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
-    """Split into two equal parts if the matrix that follows reads one of them."""
+    """Split into two equal parts if the next matrix reads the width of one of them."""
 
     def rule(module: Any, size: int) -> Fused | None:
         shapes = [shape_of(parameter) for parameter in getattr(module, follower, nn.Identity()).parameters()]
@@ -147,12 +147,12 @@ def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
 
 
 def _qkv(queries: int, few: int, head: int, blocks: int = 1) -> Fused:
-    """Return parts of so many rows of queries, and of as few keys as values."""
+    """Return parts with numbers of rows for queries, keys and values; keys and values have equally many."""
     return Fused((Part("q", queries, head), Part("k", few, head), Part("v", few, head)), blocks)
 
 
 def _by_head(module: Any, size: int) -> Fused | None:
-    """Query, key and value of one head, then those of the next."""
+    """Split head by head: query, key and value of one head, then those of the next."""
     heads = number(module, "num_heads", "num_attention_heads")
     head = size // (3 * heads) if heads else 0
     return _qkv(head, head, head, heads)
@@ -166,7 +166,7 @@ def _grouped_query(module: Any, size: int) -> Fused | None:
 
 
 def _split(module: Any, size: int) -> Fused | None:
-    """Split as GPT-2 does; its cross attention has keys and values only."""
+    """Split as GPT-2 does; its cross attention has only keys and values."""
     names = {2: ("k", "v"), 3: ("q", "k", "v")}.get(size // max(number(module, "split_size"), 1))
     return _equal(*names)(module, size) if names else None
 
@@ -187,13 +187,13 @@ def _bigcode(module: Any, size: int) -> Fused | None:
 
 
 def _codegen(module: Any, size: int) -> Fused | None:
-    """Four blocks, as of four TPU cores, each with its queries, values and keys, in this order."""
+    """Split into four blocks, one per TPU core, each with its queries, values and keys, in this order."""
     share = size // 12
     return Fused(tuple(Part(name, share, module.head_dim) for name in "qvk"), 4)
 
 
 def _gated_query(module: Any, size: int) -> Fused | None:
-    """Per head its query, then its gate."""
+    """Split per head: query, then gate."""
     head = number(module, "head_dim")
     if not head or size != 2 * head * number(getattr(module, "config", None), "num_attention_heads"):
         return None
@@ -229,30 +229,30 @@ def _delta_net_contiguous(module: Any, size: int) -> Fused | None:
 
 
 def _state_space(module: Any, size: int) -> Fused | None:
-    """Mamba 2: gate, input, the two state projections, and time steps."""
+    """Split Mamba 2: gate, input, the two state projections, and time steps."""
     inner, heads = number(module, "intermediate_size"), number(module, "num_heads")
     state = number(module, "n_groups") * number(module, "ssm_state_size")
     return Fused((Part("gate", inner), Part("x", inner), Part("B", state), Part("C", state), Part("dt", heads)))
 
 
 def _state_space_inputs(module: Any, size: int) -> Fused | None:
-    """Mamba 1: what time steps and the two state projections are made of."""
+    """Split Mamba 1: the inputs of time steps, and the two state projections."""
     state = number(module, "ssm_state_size")
     return Fused((Part("dt", number(module, "time_step_rank")), Part("B", state), Part("C", state)))
 
 
 def _experts(module: Any, size: int) -> Fused | None:
-    """Split as transformers' `use_experts_implementation` says: gate and up one after the other, or in turns."""
+    """Split as transformers' `use_experts_implementation` says: gate and up consecutive or interleaved."""
     if not getattr(module, "has_gate", False):
         return None
-    # transformers before 5.6 has no attribute for what is in turns.
+    # transformers before 5.6 has no attribute for interleaved rows.
     if not getattr(module, "is_concatenated", read_as(module) != "GptOssExperts"):
         return Fused((Part("gate", 1), Part("up", 1)), size // 2)
     return _HALVES(module, size)
 
 
 def _levit(module: Any, size: int) -> Fused | None:
-    """Per head its query, its key and a larger value; of the attention that makes a grid smaller, without the query."""
+    """Split per head: query, key and a larger value; without the query in attentions that downsample."""
     key, value = module.key_dim, module.attention_ratio * module.key_dim
     names = ("q", "k") if size // max(module.num_attention_heads, 1) == 2 * key + value else ("k",)
     parts = [Part(name, key, key) for name in names]
@@ -275,7 +275,7 @@ def _maxvit(module: Any, size: int) -> Fused | None:
 _THIRDS = _equal("q", "k", "v")
 _HALVES = _equal("gate", "up")
 _KV = _equal("k", "v")
-# torch.nn.GLU: what the first half says goes through as far as the second one opens.
+# torch.nn.GLU: the first half is the value, the second half the gate.
 _GLU = ("value", "gate")
 
 
@@ -332,8 +332,8 @@ _CONFORMER = _each(
 _MAMBA = "MambaMixer FalconMambaMixer JambaMambaMixer"
 _MAMBA2 = "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer Zamba2MambaMixer"
 
-# Names of the projection, classes (as of `read_as`) of the module that uses it, how its output is laid out there. The
-# first that fits. `*` is any of these packages' classes.
+# Names of the projection, classes (as returned by `read_as`) of the module that uses it, and the layout of its output
+# there. The first match counts. `*` is any class of these packages.
 RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("gate_up_proj", "*", _experts),
     ("gate_up_proj", _GATE_UP, _HALVES),
@@ -431,7 +431,7 @@ def _fused(word: str, module: nn.Module, size: int) -> Fused | None:
 
 
 def _rules_of(table: Sequence[tuple[str, str, _T]], known: str, name: str) -> Iterator[_T]:
-    """Yield what a table has for a name in a class, as of `read_as`."""
+    """Yield the entries of a table for a name in a class, as returned by `read_as`."""
     for names, classes, what in table if known else ():
         if (classes == "*" or known in classes.split()) and re.fullmatch(names, name):
             yield what

@@ -1,4 +1,4 @@
-"""Facts that a model and its configuration state: embeddings, the base model, sizes of vocabularies, experts."""
+"""Read facts from a model and its configuration: embeddings, the base model, vocabulary sizes, experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reported_embeddings(model: nn.Module) -> dict[int, str]:
 
 
 def last_like_vocabulary(params: Sequence[ModelParameter]) -> nn.Parameter | None:
-    """Return the last matrix if it has the shape of the largest embedding: the head of a model that reports none."""
+    """Return the last matrix if it has the shape of the largest embedding: the head of a model that reports no head."""
     vocabularies = [param.shape for param in params if isinstance(param.owner, EMBEDDING_TYPES)]
     matrices = [param for param in params if len(param.shape) == 2 and isinstance(param.owner, nn.Linear)]
     if vocabularies and matrices and matrices[-1].shape == max(vocabularies):
@@ -44,8 +44,8 @@ def last_like_vocabulary(params: Sequence[ModelParameter]) -> nn.Parameter | Non
 def outside_base_model(model: nn.Module) -> dict[int, int | None]:
     """Return ids of the parameters outside the base model, each with the number of labels, if the model has one.
 
-    transformers names the base model in `base_model_prefix`; heads stand beside it. Without a base model, heads may
-    stand anywhere.
+    transformers names the base model in `base_model_prefix`, and heads are outside of it. Without a base model, heads
+    may be anywhere.
     """
     inside: set[int] = set()
     labels: int | None = None

@@ -1,13 +1,13 @@
-"""Which matrices are a model's outputs and which are projections, by who reads what they put out.
+"""Tell the outputs of a model from its projections, by the widths that matrices read and produce.
 
-The model is not run. A matrix is known by its widths. Matrices that follow one another in a module, each reading what
-the previous one puts out, form a chain: an MLP, or a single projection. The end of a chain tells three things:
+The model is not run. Consecutive matrices of a module, each of which reads the width that the previous one produces,
+form a chain: an MLP, or a single projection. The end of a chain decides:
 
 - It ends in a row per predicted number (a label, one more for "no label", a mel bin, an action), or in too few rows for
-  a hidden size (the four sides of a box): an output. Keys and values with few heads, and bottlenecks, have few rows,
-  too; the modules beside them tell them apart.
+  a hidden size (the four coordinates of a box): an output. Keys and values with few heads, and bottlenecks, also have
+  few rows; their neighbouring modules show what they are.
 - Later matrices read its result: a projection, whatever its name, unless it ends in a vocabulary.
-- No matrix reads its result. That alone decides nothing, because results may be reshaped or compared.
+- No matrix reads its result: this does not decide, because results may be reshaped or compared.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hf_muon.routing.fused import QUERY
 from hf_muon.routing.parameters import CONV_TYPES, EMBEDDING_TYPES, ModelParameter, matrices_of
 from hf_muon.storage.tensors import shape_of
 
-# A width that is no hidden size: at most MOST, and at most one FEW-th of the width on the other side.
+# A width is too small for a hidden size if it is at most MOST, and at most 1/FEW of the other width of the matrix.
 MOST, FEW = 64, 16
-# Most channels of an image or a wave.
+# Maximum number of channels of an image or a waveform.
 CHANNELS = 15
-# Most matrices of an MLP that is an output as a whole; a longer one is a trunk, and its last matrix is the output.
+# An MLP with at most this many matrices can be an output as a whole. In a longer one, only the last matrix is.
 LONGEST_HEAD = 3
-# A matrix that reads more than MANY times what it puts out is a table with a column per token.
+# A matrix that reads more than MANY times the width that it produces is a table with a column per token.
 MANY = 8
 
 _ATTENDS = re.compile(f"{QUERY.pattern}|wq|wk|wv")
@@ -40,7 +40,7 @@ _LAYER = re.compile(r"[0-9]+|(.*_)?(layer|block|stage)s?_?[0-9]+", re.IGNORECASE
 
 
 class Widths(NamedTuple):
-    """The numbers that a matrix reads and puts out, per token or pixel."""
+    """The widths that a matrix reads and produces, per token or pixel."""
 
     reads: int
     puts_out: int
@@ -48,11 +48,11 @@ class Widths(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Matrices that follow one another.
+    """Consecutive matrices.
 
     Attributes:
         module: the outermost module that holds nothing else.
-        steps: the components of its name, each with the module that is asked for it; none for the model itself.
+        steps: the components of its name, each with the module that has this attribute; none for the model itself.
         widths: of each matrix, in order.
     """
 
@@ -62,7 +62,7 @@ class Chain:
 
     @property
     def layered(self) -> bool:
-        """Whether the chain stands in a layer, which is a numbered module."""
+        """Whether the chain is in a layer, which is a numbered module."""
         return _in_layer(self.steps[:-1])
 
     @property
@@ -79,13 +79,13 @@ class Chain:
 
 
 class Outputs:
-    """The chains of a model, and which matrices read what.
+    """The chains of a model, and the widths that matrices read and produce.
 
     Args:
         model: the model.
         params: its parameters.
-        vocabularies: sizes of the sets of tokens that embeddings read.
-        targets: numbers of outputs per token that its config names: labels, mel bins, actions.
+        vocabularies: sizes of vocabularies.
+        targets: numbers of outputs per token in its config: labels, mel bins, actions.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Outputs:
         }
         self._vocabularies = vocabularies
         self._targets = targets - in_layers
-        # Rows of tables: vocabularies that no config names, and positions.
+        # Rows of tables: vocabularies that are not in a config, and positions.
         self._tables = {param.shape[0] for param in params if isinstance(param.owner, EMBEDDING_TYPES)}
-        # Widths that matrices put out or tables hold, with the first position in the model's order.
+        # Widths that matrices produce or tables hold, with the first position in the model's order.
         self._put_out: dict[int, int] = {}
         for position, param in enumerate(params):
             if isinstance(param.owner, EMBEDDING_TYPES):
@@ -128,7 +128,7 @@ class Outputs:
         return _in_layer(param.steps[:-2]) if chain is None else chain.layered
 
     def chain_of(self, param: ModelParameter) -> Chain | None:
-        """Return the longest chain with this matrix; None unless a linear layer or a convolution holds it."""
+        """Return the longest chain with this matrix; None if it is not in a linear layer or a convolution."""
         if param.own_name != "weight" or widths_of(param.owner) is None:
             return None
         depth = len(param.steps) - 1  # number of steps that lead to the chain's module
@@ -149,7 +149,7 @@ class Outputs:
         return own == chain.widths[-1] or self._is_head(chain)
 
     def is_projection(self, param: ModelParameter) -> bool:
-        """Return whether a weight's widths, and who reads its result, show that it is neither a table nor an output."""
+        """Return whether the widths of a weight, and the readers of its result, show that it is a projection."""
         chain, own = self.chain_of(param), widths_of(param.owner)
         if chain is None or own is None or self._ends_in_few(chain):
             return False
@@ -157,11 +157,11 @@ class Outputs:
             return False
         if isinstance(param.owner, nn.Linear) and own.reads > MANY * own.puts_out:
             return False
-        # A LoRA factor has no position: its rank is no size of the model, even if it equals a number of labels.
+        # A LoRA factor has no position: its rank is not a size of the model, even if it equals a number of labels.
         position = self._positions.get(id(param.parameter))
         if own.reads in self._vocabularies and position is not None and not self._is_put_out(own.reads, position):
             return False
-        # A convolution of few channels embeds pixels, as a matrix of few columns embeds coordinates.
+        # A convolution with few channels embeds pixels, as a matrix with few columns embeds coordinates.
         if _is_few(own.reads, own.puts_out) or (own.reads <= CHANNELS and isinstance(param.owner, CONV_TYPES)):
             return False
         if chain.puts_out in self._tables:
@@ -170,7 +170,7 @@ class Outputs:
         return self._is_read(chain) or (chain.reads == chain.puts_out and self._is_read_anywhere(chain))
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Return whether a numbered module is a layer, and not one of several heads, whose results no matrix reads."""
+        """Return whether a numbered module is a layer, not one of several heads, whose results no matrix reads."""
         widths = self._chained[id(module)]
         if not widths:
             return True
@@ -178,7 +178,7 @@ class Outputs:
         return not chain.ends_in_few and self._is_read_anywhere(chain)
 
     def _ends_in_few(self, chain: Chain) -> bool:
-        """Return whether a chain ends in few rows, and no later chain beside it reads them, as after a bottleneck."""
+        """Return whether a chain ends in few rows that no later chain of its module reads, unlike a bottleneck."""
         if not chain.ends_in_few:
             return False
         outward = [chain.module, *(module for _, module in reversed(chain.steps))]
@@ -199,7 +199,7 @@ class Outputs:
         return True
 
     def _attends(self, chain: Chain) -> bool:
-        """Return whether a chain is a query, key or value: by names beside it, or by the way back out."""
+        """Return whether a chain is a query, key or value, by the names of its siblings or an output projection."""
         if not chain.steps:
             return False
         name, around = chain.steps[-1]
@@ -209,7 +209,7 @@ class Outputs:
         if len(chain.steps) == 1:
             return False  # direct children of the model are heads
         children = list(beside.values())
-        after = children.index(chain.module)  # an attention ends in the way back
+        after = children.index(chain.module)  # an attention ends in an output projection
         return any(
             first.in_features == chain.reads == last.out_features and first.out_features == last.in_features
             for first, last in itertools.product(children, children[after:])
@@ -217,7 +217,7 @@ class Outputs:
         )
 
     def _is_head(self, chain: Chain) -> bool:
-        """Return whether a whole MLP is an output: short, smaller than the layers, and reading hidden states."""
+        """Return whether a whole MLP is an output: it is short, smaller than the layers, and reads hidden states."""
         matrices = [module for module in chain.module.modules() if widths_of(module) is not None]
         if len(matrices) > LONGEST_HEAD or not all(isinstance(module, nn.Linear) for module in matrices):
             return False
@@ -225,7 +225,7 @@ class Outputs:
         return weights < self._weights_in_layers and self._reads_hidden(chain)
 
     def _is_read(self, chain: Chain, among: Set[int] | None = None) -> bool:
-        """Return whether later parameters, or later ones `among` some positions, read what a chain puts out."""
+        """Return whether later parameters, optionally only those `among` some positions, read the result of a chain."""
         last = max(self._positions_in(chain.module), default=-1)
         readers = self._readers.get(chain.puts_out, ())
         return any(position > last and (among is None or position in among) for position in readers)
@@ -238,15 +238,15 @@ class Outputs:
         return {self._positions[id(p)] for p in module.parameters() if id(p) in self._positions}
 
     def _reads_hidden(self, chain: Chain) -> bool:
-        """Return whether a chain reads a width that is put out before it."""
+        """Return whether a chain reads a width that an earlier matrix produces."""
         return self._is_put_out(chain.reads, min(self._positions_in(chain.module), default=len(self._positions)))
 
     def _is_put_out(self, width: int, position: int) -> bool:
-        """Return whether something before a position puts out a width."""
+        """Return whether a matrix before a position produces a width."""
         return self._put_out.get(width, position) < position
 
     def _widths_of(self, module: nn.Module) -> tuple[Widths, ...]:
-        """Return the widths along a module that is a chain, else (). Its children must have been visited before."""
+        """Return the widths along a module that is a chain, else (). Its children must have been visited."""
         own = widths_of(module)
         if own is not None:
             return (own,)
@@ -261,7 +261,7 @@ class Outputs:
                 links.append(following)
             elif following or matrices_of(child):
                 return ()
-        # A link whose result no other one reads comes last, wherever it is defined.
+        # The matrix whose result no other one reads is the last, wherever it is defined.
         unread = [all(other is link or other[0].reads != link[-1].puts_out for other in links) for link in links]
         links = [links[i] for i in sorted(range(len(links)), key=unread.__getitem__)]
         if any(before[-1].puts_out != after[0].reads for before, after in itertools.pairwise(links)):

@@ -1,4 +1,4 @@
-"""The parameters of a model: their names without wrappers, and the modules that lead to each."""
+"""List the parameters of a model, with names without wrappers and the modules on the path to each."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_muon.storage.tensors import class_complaint, shape_of, uninitialized
 
-# Components that torch.compile, FSDP and activation checkpointing put into names.
+# Components of names that torch.compile, FSDP and activation checkpointing add.
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
-# The name of a weight norm's second factor, which no module gives to a parameter.
+# Our name for the magnitude of a weight norm.
 MAGNITUDE = "magnitude of weight norm"
 
 
 def folded(name: str) -> str:
-    """Return a name with stars in place of layer numbers, so that layers share it."""
+    """Return a name with stars in place of layer numbers, equal for all layers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -40,16 +40,16 @@ def examples(names: Iterable[str], limit: int = 4) -> str:
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A parameter, the module that holds it, and the steps that lead to it.
+    """A parameter, the module that holds it, and the path to it.
 
-    The factors of a weight norm stand for the weight that they make up: `original1` takes its name, and `original0` is
-    called `MAGNITUDE`.
+    The factors of a weight norm are treated as the weight that they form: `original1` takes its name, and `original0`
+    is called `MAGNITUDE`.
 
     Attributes:
         name: without the prefixes of wrappers.
         parameter: the parameter itself.
-        owner: the module that holds the parameter, or whose weight it makes up.
-        steps: the components of the name, each with the module that is asked for it.
+        owner: the module that holds the parameter, or whose weight it forms.
+        steps: the components of the name, each with the module that has this attribute.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ModelParameter:
 
     @property
     def holder(self) -> tuple[str, nn.Module | None]:
-        """The name of the owner and the module around it, without modules that peft puts in between."""
+        """The name of the owner and the module around it, skipping modules that peft inserts."""
         return next(self.holders(), ("", None))
 
     def holders(self) -> Iterator[tuple[str, nn.Module]]:
@@ -128,7 +128,7 @@ def matching(option: str, pattern: str | re.Pattern[str], params: Sequence[Model
     """Return the parameters whose names match a pattern of an option.
 
     Raises:
-        ValueError: there is none, or none of them is trained.
+        ValueError: no parameter matches, or no matching one is trainable.
     """
     matches = [param for param in params if re.search(pattern, param.name)]
     text = pattern if isinstance(pattern, str) else pattern.pattern
@@ -142,13 +142,13 @@ def matching(option: str, pattern: str | re.Pattern[str], params: Sequence[Model
 
 
 def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Redirect the steps of a weight norm's factors to the module whose weight they make up."""
+    """Redirect the path of a weight norm's factors to the module whose weight they form."""
     name, owner = steps[-1]
     if isinstance(owner, ParametrizationList) and name in ("original0", "original1"):
         weight, parametrized = steps[-2][0], steps[-3][1]
         if type(owner[0]).__name__ == "_WeightNorm":
             return [*steps[:-3], (weight if name == "original1" else MAGNITUDE, parametrized)]
-    # As torch.nn.utils.weight_norm, the older of the two, names them.
+    # Names of torch.nn.utils.weight_norm, the older of the two.
     for suffix, role in (("_v", ""), ("_g", MAGNITUDE)):
         weight = name.removesuffix(suffix)
         if weight != name and {f"{weight}_g", f"{weight}_v"} <= dict(owner.named_parameters(recurse=False)).keys():
@@ -162,5 +162,5 @@ def matrices_of(module: nn.Module) -> int:
 
 
 def _of_wrapper(part: str, parent: nn.Module) -> bool:
-    """Return whether a wrapper has added a component to a name. `module` may also be a model's own name."""
+    """Return whether a wrapper added a component to a name. A model may itself have an attribute `module`."""
     return part in WRAPPERS or (part == "module" and isinstance(parent, _WRAPPER_TYPES))

@@ -24,7 +24,7 @@ class Route:
         parameter: the parameter itself.
         use_muon: True for Muon, False for AdamW.
         decay: apply weight decay.
-        reason: text that says why.
+        reason: why, as text.
         view: how Muon reads the parameter as matrices, as by :mod:`hf_muon.storage.views`; empty to read it as stored.
         factor: of the learning rate.
     """
@@ -46,12 +46,11 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     """Return a route for every trainable parameter, in the model's order; tied parameters appear once.
 
     The first rule that applies decides: the user's patterns, the shape, excluded names, and then the structure of the
-    model: its input and output embeddings, the types of its modules, routers beside experts, and heads outside the
-    base model.
+    model: input and output embeddings, types of modules, routers of experts, and heads outside the base model.
 
     Args:
         model: any module.
-        config: the options; `muon_patterns`, `adamw_patterns`, `lora`, `per_head` and `lr_scales` matter here.
+        config: the options; only `muon_patterns`, `adamw_patterns`, `lora`, `per_head` and `lr_scales` are used.
         **options: override those of `config`.
 
     Raises:
@@ -69,7 +68,7 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
 
 
 def _factors(config: MuonConfig, params: Sequence[ModelParameter]) -> dict[str, float]:
-    """Return the factors of the rates of those parameters that a pattern of `lr_scales` matches."""
+    """Return the learning rate factors of the parameters that a pattern of `lr_scales` matches."""
     factors: dict[str, float] = {}
     for pattern, factor in cast(Sequence[tuple[str, float]], config.lr_scales or ()):
         matches = matching("lr_scales", pattern, params)
@@ -112,7 +111,7 @@ def table(routes: Sequence[Route], *, every: bool = False) -> str:
 
 
 def _scaled(factors: Sequence[float]) -> str:
-    """Return the factors of the parameters of a row, or nothing where all are 1."""
+    """Return the factors of the parameters of a row; empty if all are 1."""
     low, high = min(factors), max(factors)
     if (low, high) == (1, 1):
         return ""
@@ -120,7 +119,7 @@ def _scaled(factors: Sequence[float]) -> str:
 
 
 def frozen(model: nn.Module) -> list[str]:
-    """Return a line about the parameters that are not trained, or nothing if all are."""
+    """Return a line about the frozen parameters; empty if there are none."""
     params = [p for p in model.parameters() if not p.requires_grad]
     if not params:
         return []

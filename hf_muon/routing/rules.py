@@ -44,7 +44,7 @@ _BATCH_NORM_TYPES = (
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_BATCH_NORM_TYPES)
 _TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# LoRA factors are excluded, too, by the option `lora`.
+# The option `lora` also excludes LoRA factors.
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 _HEAD = re.compile(
@@ -53,7 +53,7 @@ _HEAD = re.compile(
 )
 # Factors of peft's other adapters.
 _ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|randlora)_", re.IGNORECASE)
-# The factor that LoRA multiplies with last, ``(out, r)``, by the names of peft, torchtune and diffusers.
+# The second factor of LoRA, ``(out, r)``, in peft, torchtune and diffusers.
 _LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|b|up)($|[._])")
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 
@@ -62,7 +62,7 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a name is that of a factor of an adapter, LoRA or another one of peft's."""
+    """Return whether a name is that of an adapter's factor, of LoRA or another adapter of peft."""
     return is_lora(name) or _ADAPTER.search(name) is not None
 
 
@@ -91,7 +91,7 @@ class Rules:
         self.vocabularies = vocabulary_sizes(model)
         own = [param for param in params if not is_lora(param.name)]
         self.outputs = Outputs(model, own, self.vocabularies, target_sizes(model))
-        # A size that is also some layer's input width is a hidden size, and not a vocabulary's (but see _is_head).
+        # A size that is also the input width of a layer is a hidden size, not a vocabulary size (but see _is_head).
         self.inputs = {widths.reads for param in own if (widths := widths_of(param.owner)) is not None}
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
@@ -138,7 +138,7 @@ class Rules:
         return f"{view}, rows {fused.sizes(False)}", f"convolution: {fused.names}"
 
     def _view(self, param: ModelParameter) -> tuple[str, str]:
-        """Return the view of a weight, and a text that says what the weight is."""
+        """Return the view of a weight, and a text that describes the weight."""
         layout = layout_at(param)
         what = "hidden matrix" if len(param.shape) == 2 or layout.flat else "stack of hidden matrices"
         words = [word for word, holds in (("transposed", layout.transposed), ("flat", layout.flat)) if holds]
@@ -224,7 +224,7 @@ class Rules:
         return not_hidden_matrices(param)
 
     def _is_table(self, param: ModelParameter) -> bool:
-        """Return whether a weight has a column per token and stands in no layer, so that it holds vectors of tokens."""
+        """Return whether a weight has a column per token and is outside the layers, so that it holds token vectors."""
         widths = widths_of(param.owner)
         if widths is None or any(part.isdigit() for part, _ in param.steps):
             return False
@@ -233,7 +233,7 @@ class Rules:
     def _is_head(self, param: ModelParameter) -> bool:
         """Return whether a weight is a head.
 
-        A head stands outside the base model, with a known name or a row per label, or anywhere, with a row per token.
+        A head is outside the base model, with a known name or a row per label, or anywhere, with a row per token.
         """
         rows = param.shape[0]
         if param.holder[0] == "final_layer" and isinstance(param.owner, nn.Linear):
@@ -269,7 +269,7 @@ def attends(module: nn.Module | None) -> bool:
 
 
 def layout_at(param: ModelParameter) -> WeightLayout:
-    """Return how a weight is stored, as known from its module or from a module around it that holds nothing else."""
+    """Return how a weight is stored, by its module or by an outer module that contains nothing else."""
     layouts = [layout_of(param.folded, param.own_name, param.owner, *holder) for holder in param.holders()]
     layouts = layouts or [layout_of(param.folded, param.own_name, param.owner, "", None)]
     return next((layout for layout in layouts if layout.fused is not None), layouts[0])
@@ -291,7 +291,7 @@ def view_of_kernel(param: ModelParameter) -> str:
 
 
 def not_hidden_matrices(param: ModelParameter) -> str | None:
-    """Return why a shape is no matrix or no known stack of matrices; None if it is one."""
+    """Return why a shape is neither a matrix nor a known stack of matrices; None if it is one."""
     counts = expert_counts(param.owner)
     if param.is_kernel:
         return None
@@ -325,7 +325,7 @@ def norm_or_bias(param: ModelParameter) -> str | None:
 def is_router(param: ModelParameter) -> bool:
     """Return whether a weight routes tokens to experts.
 
-    A router has "router" in its name, is a gate beside or inside experts, or stands beside them with a row per expert.
+    A router has "router" in its name, is a gate of experts, or is a sibling of experts with a row per expert.
     """
     steps = param.steps[:-1]
     if any("router" in part.lower() for part, _ in steps):

@@ -2,7 +2,7 @@
 
 ZeRO calls its optimizer once per optimizer step, after it has unscaled and clipped the gradients, on flat fp32
 partitions that it has put into the param groups. `partitions` reads from ZeRO's own optimizers which slices of which
-matrices a partition holds, and compares values to prove it before the first step.
+matrices a partition holds, and compares values before the first step to verify that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         Engine, optimizer, data loader and scheduler, like `deepspeed.initialize`.
 
     Raises:
-        ValueError: `optimizer` is no Muon over this model, or there is no config.
+        ValueError: `optimizer` is not a Muon over this model, or the config is missing.
         RuntimeError: Muon does not run with the config or with this DeepSpeed.
     """
     import deepspeed
@@ -58,7 +58,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _with_muon(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the Muon that a function in its place makes.
+    """Return the arguments with `optimizer` as a Muon; call it if it is a function that returns one.
 
     Raises:
         ValueError: no Muon, a Muon that DeepSpeed steps already, or one over another model's parameters.
@@ -95,7 +95,7 @@ def _with_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with a config that can be changed: a copy of a mapping, or read from a file.
 
     Raises:
-        ValueError: there is no config, or it cannot be read.
+        ValueError: the config is missing, or it cannot be read.
     """
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
@@ -122,12 +122,12 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     """Prepare an optimizer and a config for DeepSpeed to wrap; `attach` must follow within the context.
 
     Raises:
-        RuntimeError: Muon does not run with the config, or with a DeepSpeed as old as this.
+        RuntimeError: Muon does not run with the config, or DeepSpeed is too old.
     """
     refuse_older("deepspeed")
     refuse_config(config)
     refuse_momentum(optimizer, config)
-    # Without the first option, ZeRO refuses any optimizer but its own. The second is true by default, and accelerate
+    # Without the first option, ZeRO refuses optimizers of others. The second is true by default, and accelerate
     # then silently replaces an offloaded optimizer by DeepSpeedCPUAdam.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False

@@ -1,8 +1,8 @@
-"""Gradients under DeepSpeed: the sum over one step's micro-batches, orthogonalized by Muon alone.
+"""Correct the gradients that DeepSpeed passes to a Muon: the sum over the micro-batches of a step, not orthogonalized.
 
-What ZeRO hands to its optimizer is not always the gradient of the step: it runs a Newton-Schulz of its own for
-optimizers with "muon" in the name of their class, keeps gradients of tensors that later steps do not reach, and, with
-the optimizer offloaded, loses those of some micro-batches. Each is set right here for one ZeRO optimizer.
+ZeRO does not always pass the gradient of the step. It runs its own Newton-Schulz for optimizers with "muon" in the
+name of their class, keeps old gradients of tensors that a later step does not reach, and, with the optimizer offloaded,
+loses those of some micro-batches. Each function here fixes one of these for a ZeRO optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_muon.versions import is_older
 
 
 class OrthogonalizedMomentum(Muon):
-    """A `Muon` as DeepSpeed sees it.
+    """The class that DeepSpeed sees in place of `Muon`.
 
     ZeRO-1 and 2 orthogonalize the gradients of parameters with an attribute `use_muon`, which DeepSpeed's documentation
     asks for, where "muon" is in the name of the optimizer's class. The attribute may be set at any time.
@@ -37,13 +37,13 @@ def hide_name(optimizer: Muon) -> None:
 
 
 def mend_gradients(zero: Any) -> None:
-    """Have the partitions of a ZeRO optimizer hold the sum of all micro-batches of a step, and of no other step."""
+    """Make the partitions of a ZeRO optimizer hold the gradient sum of all micro-batches of one step."""
     if getattr(zero.step, OURS, False):
         return
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         zero.grad_partitions_flat_buffer.zero_()  # it is there
         complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
-        # Each micro-batch adds to this buffer, the first one overwrites: what it does not reach would stay.
+        # The first micro-batch overwrites this buffer, later ones add to it. Elements without a gradient would remain.
         _around_step(zero, complete, lambda: zero.grad_partitions_flat_buffer.zero_())
     elif type(zero).__name__ == "DeepSpeedZeroOptimizer" and zero.cpu_offload:
         reached: set[Any] = set()
@@ -54,7 +54,7 @@ def mend_gradients(zero: Any) -> None:
 
 
 def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable[[], Any]) -> None:
-    """Complete gradients before each step of a ZeRO optimizer; forget them after it, and where the user drops them.
+    """Complete gradients before each step of a ZeRO optimizer; drop them after it, and when the user zeroes them.
 
     A step may be taken, skipped or refused. DeepSpeed itself calls `zero_grad` before the step has read the gradients:
     in the step, and before 0.18.9 at the end of each backward pass of ZeRO-1 and 2, too.
@@ -99,7 +99,7 @@ def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable
 
 
 def _accumulate_all(zero: Any, reached: set[Any]) -> None:
-    """Have gradients of micro-batches added up in memory that begins with zeros in each step.
+    """Accumulate the gradients of micro-batches in memory that is zeroed before each step.
 
     Args:
         zero: DeepSpeed's optimizer.
@@ -124,7 +124,7 @@ def _accumulate_all(zero: Any, reached: set[Any]) -> None:
 
 
 def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
-    """Bring gradients into the partitions that earlier micro-batches have, and the last one has not."""
+    """Copy gradients of earlier micro-batches to partitions that got none from the last micro-batch."""
     from deepspeed.accelerator import get_accelerator
 
     missing = [number for number in reached if number not in zero.norm_for_param_grads]
@@ -146,7 +146,7 @@ def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
 
 
 def _forget_stage_2(zero: Any, reached: set[Any]) -> None:
-    """Drop gradients; those that are added up in fp32 would stay after a step that overflowed or was refused."""
+    """Drop gradients. Those accumulated in fp32 would remain after a step that overflowed or was refused."""
     reached.clear()
     for group in zero.averaged_gradients:
         zero.averaged_gradients[group] = None
@@ -168,7 +168,7 @@ def without_gradient_in_stage_2(zero: Any, group: int) -> Callable[[], Sequence[
 
 
 def _complete_stage_3(zero: Any) -> None:
-    """Bring gradients into ZeRO-3's partitions that earlier micro-batches have, and the last one has not."""
+    """Copy gradients of earlier micro-batches to ZeRO-3's partitions that got none from the last micro-batch."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().synchronize()  # copies to the CPU are done

@@ -1,12 +1,13 @@
-"""Load checkpoints with DeepSpeed, whatever the stage and number of ranks that wrote them; all ranks check them first.
+"""Load DeepSpeed checkpoints of any ZeRO stage and number of ranks, after all ranks have checked them.
 
-In DeepSpeed, each rank loads files of its own layout: an error on one rank leaves the others waiting in a collective,
-with their weights overwritten. Here each rank reads its elements of every parameter from the files of the ranks that
-stored them, in its own layout too, and makes the content of the two files that it would have written itself: weights,
-and its partitions of master weights and moments. When all ranks agree, DeepSpeed loads these in place of files, so that
-schedules, counters and the user's state go their usual way.
+In DeepSpeed, each rank loads files of the current layout. An error on one rank leaves the others waiting in a
+collective, with their weights overwritten. Here each rank reads its elements of every parameter from the files of the
+ranks that stored them, and builds the content of the two files that it would have written: weights, and its partitions
+of master weights and moments. When all ranks agree, DeepSpeed loads this content in place of the files, so schedules,
+counters and the user's state are loaded as usual.
 
-With the optimizer on NVMe the layout must stay. There DeepSpeed restores master weights only; the rest is loaded after.
+With the optimizer on NVMe the layout must not change. DeepSpeed restores only master weights there; the rest is loaded
+afterwards.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
 
 
 def _mixture(folder: Path, of_ranks: Iterable[Sequence[str]]) -> list[str]:
-    """Return the complaint that a folder holds files of several saves, by what each rank has read; none otherwise."""
+    """Return a complaint if the files that ranks have read are of several saves."""
     files: dict[str, dict[str, None]] = {}
     for line in chain(*of_ranks):
         save, _, name = line.partition(" ")
@@ -112,7 +113,7 @@ class Loading:
         tag: of the checkpoint; None where no tag was given, and there is no `latest`.
         folder: of the checkpoint.
         saves: the id of the save that wrote each file that was read ("" for none), a space, and the file's name.
-        content: by path, what DeepSpeed loads in place of the file.
+        content: what DeepSpeed loads in place of each file, by path.
         swapped: with NVMe, this rank's file of the optimizer.
         reading: the file whose content is in use.
     """
@@ -129,7 +130,7 @@ class Loading:
         self._stored_by: dict[int, Stored] = {}
 
     def check(self) -> list[str]:
-        """Return why this rank cannot load the checkpoint; read what it needs of it."""
+        """Read what this rank needs of the checkpoint, and return why it cannot be loaded."""
         complaints: list[str] = []
         try:
             complaints.extend(self._complaints())
@@ -147,7 +148,7 @@ class Loading:
 
     @contextlib.contextmanager
     def in_place_of_files(self) -> Iterator[None]:
-        """Have DeepSpeed load `content` where it reads files."""
+        """Make DeepSpeed load `content` in place of files."""
 
         def load(plain: Any) -> Any:
             def given(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,7 @@ class Loading:
     # --- what cannot be loaded
 
     def _complaints(self) -> Iterator[str]:
-        """Yield why the checkpoint cannot be loaded; read what this rank needs of it."""
+        """Read what this rank needs of the checkpoint, and yield why it cannot be loaded."""
         stage = int(self.engine.zero_optimization_stage())
         swaps = getattr(self.engine.optimizer, "swap_optimizer", False)
         latest = self.folder / "latest"
@@ -199,7 +200,7 @@ class Loading:
             yield from self._complaints_of_moments() if self.moments else self._complaints_of_weights(stage)
 
     def _complaints_of_weights(self, stage: int) -> Iterator[str]:
-        """Yield why DeepSpeed cannot load the weights alone; it does so in the stage that wrote them."""
+        """Yield why DeepSpeed cannot load weights without the optimizer. It can in the stage that wrote them."""
         if not Path(self.own).is_file():
             yield (
                 f"{self.own} is missing: weights without the optimizer load in the stage that wrote them, and in "
@@ -285,7 +286,7 @@ class Loading:
     def _read(self, file: Path | str) -> dict[str, Any]:
         """Read a file of torch.save once. Tensors are memory-mapped.
 
-        DeepSpeed unpickles objects of any class from this rank's file of weights, into which users put what they like.
+        DeepSpeed unpickles objects of any class from this rank's file of weights, where users may store theirs.
         From other files only classes of torch and DeepSpeed are read.
         """
         path = self.reading = Path(file)
@@ -306,7 +307,7 @@ class Loading:
         return self.folder / f"{own}mp_rank_{self._mp}_model_states.pt"
 
     def _stored(self, rank: int) -> Stored:
-        """Return what a rank has stored of the optimizer."""
+        """Return the optimizer that a rank has stored."""
         name = f"mp_rank_{self._mp}_model_states.pt"
         if self.source.stage:
             precision = "bf16_" if self.source.precision == "bf16" else ""
@@ -316,7 +317,7 @@ class Loading:
             self._stored_by[rank] = Stored(content, self.source)
         return self._stored_by[rank]
 
-    # --- what this rank's files would hold
+    # --- the content of this rank's files
 
     def _complaints_of_files(self) -> Iterator[str]:
         """Yield why the files cannot be loaded; fill `content`."""
@@ -331,7 +332,7 @@ class Loading:
                 yield from self._fill(flat, state, name, first, last, at)
             masters.append(flat)
             states.append({**state, **small})
-        file = self._weights_file(self._rank % source.ranks)  # DeepSpeed wants a file that exists
+        file = self._weights_file(self._rank % source.ranks)  # DeepSpeed checks that the file exists
         weights = self._read(file)
         if source.stage != 3 and (names := first_few(self._differing(masters, weights["module"]))):
             yield (
@@ -350,7 +351,7 @@ class Loading:
     def _fill(self, flat: Tensor, state: dict[str, Any], name: str, first: int, last: int, at: int) -> Iterator[str]:
         """Copy elements of a parameter and of its moments to `at`; a moment that is not stored is removed."""
         if name not in self.source.parameters:
-            return  # the check of the state says so
+            return  # the check of the state reports it
         number, there = self.source.parameters[name]
         for rank, begin, end, where in there.division.overlaps(first, last):
             stored = self._stored(rank)
@@ -378,7 +379,7 @@ class Loading:
                     yield name
 
     def _content_of_weights(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the file of weights: whole ones but in ZeRO-3, where masters are loaded in their place."""
+        """Return the file of weights: whole ones, except in ZeRO-3, which loads master weights in their place."""
         left_out = ("module", "optimizer", "param_shapes", FROZEN, SAVE, INDEX)
         about = copy.deepcopy({key: value for key, value in saved.items() if key not in left_out})
         about["dp_world_size"] = self.engine.seq_dp_world_size
@@ -407,7 +408,7 @@ class Loading:
         return {**about, "module": weights}
 
     def _whole(self, name: str, param: Tensor) -> Tensor | None:
-        """Return a parameter's weight as the checkpoint has it, flat or not; None if it has none."""
+        """Return a parameter's weight in the shape in which the checkpoint has it; None if it is not there."""
         if self.source.stage != 3:
             return self._module.get(name)
         if name in self.source.parameters:
@@ -440,7 +441,7 @@ class Loading:
 
 
 def _classes_of_deepspeed() -> list[Any]:
-    """Return the classes of which DeepSpeed stores objects beside tensors."""
+    """Return the classes of objects that DeepSpeed stores in addition to tensors."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -452,7 +453,7 @@ class Stored:
     """The optimizer in a file, whatever the stage that wrote it.
 
     Attributes:
-        about: what DeepSpeed stores beside.
+        about: what else DeepSpeed stores.
         groups: the param groups.
         masters: the fp32 weights, flat, by the number of the partition; shorter where DeepSpeed leaves padding out.
         states: moments, and AdamW's count of steps.
@@ -529,7 +530,7 @@ def _flat(value: Any) -> Any:
     return value.detach().reshape(-1) if isinstance(value, Tensor) and value.ndim else value
 
 
-# --- partitions of ZeRO-3 that stand outside of its param groups, or lie on NVMe
+# --- partitions of ZeRO-3 that are not in its param groups, or are on NVMe
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Read from DeepSpeed's ZeRO optimizers which slices of which parameters their partitions hold, and prove it."""
+"""Read which slices of which parameters the partitions of a ZeRO optimizer hold, and verify that."""
 
 from __future__ import annotations
 

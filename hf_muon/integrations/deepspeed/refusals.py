@@ -1,4 +1,4 @@
-"""What of a DeepSpeed config or engine Muon does not run with, and what to do instead."""
+"""Refuse DeepSpeed configs and engines with which Muon does not run, and say what to do instead."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _nvme_complaints(zero: Config, optimizer: Config) -> Iterator[str]:
             f"{at}.device nvme without stage 3, where DeepSpeed ignores it. Use stage 3, or device cpu "
             "[nvme-without-zero3]"
         )
-    # Per partition: weights, gradient and two moments of AdamW. Pipelining holds the next and the previous one as well.
+    # Per partition: weights, gradient and two moments of AdamW. Pipelining also holds the next and the previous one.
     needed = 4 * (1 + sum(optimizer.get(name) is True for name in ("pipeline_read", "pipeline_write")))
     count = _number(optimizer, "buffer_count", 4)
     if count < needed:
@@ -96,7 +96,7 @@ def refuse_config(config: Config) -> None:
 
 
 def refuse_momentum(optimizer: Muon, config: Config) -> None:
-    """Raise if DeepSpeed cannot store moments in the dtype of a param group, or where it asks for.
+    """Raise if DeepSpeed cannot store moments in the dtype or on the device that a param group asks for.
 
     Raises:
         RuntimeError: with the option, and what to write instead.
@@ -135,7 +135,7 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
 
 
 def engine_complaint(engine: Any) -> str | None:
-    """Return what Muon does not run with in an engine and its config does not show; None if it runs."""
+    """Return why Muon does not run with an engine, for reasons that its config does not show; None if it runs."""
     if type(engine).__name__ != "DeepSpeedEngine":
         return f"DeepSpeed's {type(engine).__name__} [unsupported-engine]"
     if getattr(engine, "has_moe_layers", False):

@@ -1,11 +1,11 @@
-"""Save checkpoints with DeepSpeed: what each file says about itself, and `latest` after the files of all ranks.
+"""Save DeepSpeed checkpoints with an index in each file, and write `latest` after the files of all ranks.
 
-DeepSpeed stores flat partitions, and not how they divide the parameters: that follows from the stage, the number of
-ranks and options (`round_robin_gradients`, `parameter_alignment`, `sub_group_size`). So each file gets the index of
-where all ranks store what, from which any other layout can read them, and the random id of its save.
+DeepSpeed stores flat partitions, but not how they divide the parameters. That follows from the stage, the number of
+ranks and options (`round_robin_gradients`, `parameter_alignment`, `sub_group_size`). So each file gets an index of
+what each rank stores, with which any other layout can read it, and the random id of its save.
 
 DeepSpeed writes `latest` as soon as the first rank has written its files, and an error on one rank leaves the others
-waiting in a barrier. Files of a tag that is used again are overwritten one by one: `latest` does not name it meanwhile.
+waiting in a barrier. If a tag is used again, its files are overwritten one by one; meanwhile `latest` does not name it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StoredPartition:
 
 @dataclass(frozen=True)
 class Index:
-    """Where all ranks store the master weights and moments of all parameters.
+    """The place of the master weights and moments of all parameters on all ranks.
 
     Attributes:
         stage: of ZeRO. In ZeRO-0 each parameter is a partition, and there is one file.
@@ -141,7 +141,7 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         tag = f"global_step{engine.global_steps}" if values["tag"] is None else str(values["tag"])
         folder, latest = Path(values["save_dir"], tag), Path(values["save_dir"], "latest")
         with_latest = values["save_latest"] and not writer.is_decoupled()
-        values["save_latest"] &= writer.is_decoupled()  # such a writer goes on after the save, and names it then
+        values["save_latest"] &= writer.is_decoupled()  # such a writer continues after the save, and names it then
         errors: list[str] = []
         also: dict[str, Any] = {SAVE: next(iter(all_ranks(engine).texts([uuid.uuid4().hex]).values()))[0]}
         with _noting(errors):
@@ -152,7 +152,7 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
                     with_latest = True
                     latest.unlink()
         _raise_together(engine, folder, errors)
-        # DeepSpeed would refuse a folder that exists, at the end; and no file of this save may stand beside old ones.
+        # DeepSpeed would refuse an existing folder, but only at the end; files of this save must not mix with old ones.
         shutil.rmtree(swap_folder(engine, folder), ignore_errors=True)
         with contextlib.ExitStack() as context:
             context.enter_context(replaced(writer, "save", functools.partial(_extended, also)))
@@ -182,7 +182,7 @@ def swap_folder(engine: Any, folder: Path) -> Path:
 
 
 def all_ranks(engine: Any) -> Ranks:
-    """Return all ranks, which save and load together."""
+    """Return the group of all ranks, which save and load together."""
     return Ranks(dist.group.WORLD, engine.device)
 
 

@@ -1,4 +1,4 @@
-"""LLaMA-Factory v0: what would silently replace `optim: muon` is refused. The optimizer comes from transformers."""
+"""LLaMA-Factory v0: refuse options that would silently replace `optim: muon`. transformers makes the optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_muon._autoload import Change, everywhere
 from hf_muon.integrations.names import is_muon, not_in_place
 
 RIVALS = ("use_muon", "use_galore", "use_apollo", "use_badam", "use_adam_mini")
-# Trainings outside of the Trainer, each with an optimizer of its own. The environment chooses them, and the parser
+# Training loops other than the Trainer's, each with its own optimizer. The environment chooses them, and the parser
 # copies the choice into finetuning_args.
 MEGATRON = {
     "use_mca": ("USE_MCA", "Megatron (mcore_adapter)"),
     "use_megatron_bridge": ("USE_MEGATRON_BRIDGE", "Megatron Bridge"),
 }
-# Options of Muon that may give it something to step beside or in place of LoRA factors.
+# Options that may give Muon other parameters than LoRA factors to step.
 _CHOICES = ("lora", "muon_patterns")
 
 
@@ -36,7 +36,7 @@ def patch_parser(module: ModuleType) -> Iterator[Change]:
 
 
 def check_arguments(parts: Iterable[Any]) -> None:
-    """Refuse what would replace a Muon or leave it nothing to step.
+    """Refuse options that would replace a Muon or leave it nothing to step.
 
     Args:
         parts: LLaMA-Factory's dataclasses of arguments, in any order and among others.
@@ -84,7 +84,7 @@ def refuse_rivals(finetuning_args: Any) -> None:
 
 
 def refuse_factors(training_args: Any, finetuning_args: Any) -> None:
-    """Raise if a run trains LoRA factors alone and does not say that Muon shall step them, before its model is loaded.
+    """Raise if a run trains only LoRA factors and does not let Muon step them, before its model is loaded.
 
     Raises:
         ValueError: what LLaMA-Factory trains, and both ways out.

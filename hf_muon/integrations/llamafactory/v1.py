@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_muon.config import MuonConfig
     from hf_muon.optimizer.muon import Muon
 
-# Where TrainingArguments put the file of metrics, which lies in their output_dir.
+# Where TrainingArguments store the path of the metrics file in their output_dir.
 _FILE_KEY = "diagnostics_file"
 _ARGUMENTS = "LLaMA-Factory v1's arguments"
 _REGISTRIES = ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")
@@ -29,7 +29,7 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
     """Return the options of an `optim_config`.
 
     Raises:
-        ValueError: a key that is no option, or a value that cannot be read or is out of range.
+        ValueError: an unknown option, or a value that cannot be read or is out of range.
     """
     from hf_muon.config import MuonConfig
 
@@ -40,14 +40,14 @@ def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
 
 
 def refuse_unsupported(args: Any) -> None:
-    """Raise where a run of LLaMA-Factory v1 would train something that is not Muon.
+    """Raise if a run of LLaMA-Factory v1 would train something other than Muon.
 
     Args:
         args: v1's TrainingArguments, of 0.9.5 (`cp_size` in `dist_config`) or newer (at the top level).
 
     Raises:
         ValueError: context parallelism without FSDP2.
-        RuntimeError: a `dist_config` in which this version has not been shown to step.
+        RuntimeError: a `dist_config` in which this version is not tested.
     """
     dist_config = args.dist_config or {}
     name = dist_config.get("name")
@@ -69,7 +69,7 @@ def refuse_unsupported(args: Any) -> None:
 def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
     """Check `optim_config` and `dist_config` as soon as TrainingArguments are made, and complete `optim_config`.
 
-    It receives the learning rate, which 0.9.5 does not hand to optimizers, and a file in `output_dir` for diagnostics.
+    Add the learning rate, which 0.9.5 does not pass to optimizers, and the path of a metrics file in `output_dir`.
     """
     post_init = module.TrainingArguments.__post_init__
     fields = {field.name for field in dataclasses.fields(module.TrainingArguments)}
@@ -82,7 +82,7 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         options = getattr(self, "optim_config", None)
         if not isinstance(options, Mapping) or not is_muon(options.get("name")):
             return
-        refuse_unless(*_REGISTRIES)  # otherwise a muon of LLaMA-Factory's own would run
+        refuse_unless(*_REGISTRIES)  # otherwise LLaMA-Factory's own muon would run
         from hf_muon.diagnostics.metrics import FILE
 
         self.optim_config.setdefault("lr", self.learning_rate)
@@ -95,7 +95,7 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
 
 
 def patch_optimizers(module: ModuleType) -> Iterator[Change]:
-    """Register our names, `muon` in place of the one that newer sources have.
+    """Register our names. `muon` replaces the optimizer that newer sources have under this name.
 
     Args:
         module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5, whose registry has a

@@ -1,12 +1,12 @@
-"""The logits of transformers' attentions, measured where each hands queries and keys to its implementation.
+"""Measure the attention logits of transformers' models, in calls of the attention implementation.
 
-Every attention of transformers asks `AttentionInterface.get_interface` for the function that computes it, and calls
-that with itself, queries and keys after their rotation, a mask and a scale. While logits are measured, the function
-that it gets measures first. Nothing of the forward pass changes.
+Every attention module of transformers gets its implementation from `AttentionInterface.get_interface`, and calls it
+with itself, rotated queries and keys, a mask and a scale. While logits are measured, the module gets a function that
+measures before it calls the implementation. The forward pass does not change.
 
-With `eager`, the result is the largest logit that any query has with a key that it sees. With other implementations,
-which never store logits, it is that of the queries of largest norm, `MOST_QUERIES` per sequence and head: at most the
-true maximum, and equal to it for sequences of this length.
+With `eager`, the result is the largest logit of any query with a key that it attends to. Other implementations never
+store logits: there, only the `MOST_QUERIES` queries of largest norm per sequence and head count. The result is at most
+the true maximum, and equal to it for sequences of up to this length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _recorders: weakref.WeakKeyDictionary[nn.Module, _Recorder] = weakref.WeakKeyDic
 class AttentionLogits:
     """The largest logits of some attentions, in forward passes in training mode that compute gradients.
 
-    Passes of evaluation do not count. That checkpointed activations are computed twice changes nothing.
+    Evaluation does not count. Activation checkpointing, which computes activations twice, does not change the result.
     """
 
     def __init__(self, attentions: Sequence[Attention]) -> None:
@@ -49,7 +49,7 @@ class AttentionLogits:
 
 
 def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
-    """Return what measures the logits of some attentions, or say why they cannot be measured."""
+    """Return an object that measures the logits of some attentions, or the reason why they cannot be measured."""
     module = sys.modules.get("transformers.modeling_utils")
     interface = getattr(module, "AttentionInterface", None)
     for attention in attentions:
@@ -65,7 +65,7 @@ def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
 
 
 def _patch(interface: Any) -> None:
-    """Have attentions whose logits are measured get a function that does so; others get what they get without it."""
+    """Patch `get_interface`: attentions whose logits are measured get a measuring function, others the usual one."""
     get_interface = interface.get_interface
     if get_interface.__module__ == __name__:
         return
@@ -129,7 +129,7 @@ class _Recorder:
             options: the keyword arguments of that function.
 
         Raises:
-            RuntimeError: the attention is not as its weights say, or its mask cannot be read.
+            RuntimeError: the heads do not match the weights, or the mask cannot be read.
         """
         first, count = self._own_heads(query, key)
         if not count:
@@ -147,7 +147,7 @@ class _Recorder:
         """Return the first of the heads that this rank computes, and their number.
 
         Raises:
-            RuntimeError: there are other heads than the weights say.
+            RuntimeError: the number of heads does not match the weights.
         """
         heads, own, few = self._heads, query.shape[1], key.shape[1]
         shared = heads.queries // heads.keys
@@ -168,7 +168,7 @@ class _Recorder:
         )
 
     def _visible(self, implementation: str, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> Visible:
-        """Return which keys a query sees, as the implementation reads the mask.
+        """Return which keys a query attends to, as the implementation reads the mask.
 
         Raises:
             RuntimeError: the mask cannot be read.
@@ -192,7 +192,7 @@ class _Recorder:
 
 
 def _of_mask(mask: Tensor, shape: Sequence[int], positions: Tensor) -> Tensor:
-    """Return what queries see by a mask that is bool, or added to logits: ``(B, H, n, T)``."""
+    """Return which keys queries attend to, ``(B, H, n, T)``, from a mask that is bool or added to logits."""
     rows = positions.unsqueeze(-1).expand(*positions.shape, mask.shape[-1])
     own = mask.expand(*shape, mask.shape[-1]).gather(2, rows)
     return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
@@ -206,13 +206,13 @@ def _of_positions(
     padding: Tensor | None,
     positions: Tensor,
 ) -> Tensor | None:
-    """Return what queries see by their positions: ``(B, H, n, T)``; None for everything.
+    """Return which keys queries attend to, ``(B, H, n, T)``, from positions; None for all keys.
 
     Args:
         keys: number of keys, T.
-        causal: whether a query sees no later key.
+        causal: whether a query attends only to earlier keys and its own.
         window: how many positions a query looks back, its own included.
-        documents: ``(B, T)``, the number of the document of each position, of which a query sees its own.
+        documents: ``(B, T)``, the document of each position; a query attends only to its own document.
         padding: ``(B, T)``, 0 for keys of padding.
         positions: of queries, ``(B, H, n)``.
     """

@@ -1,4 +1,4 @@
-"""A callback that every Trainer has: it checks that a Muon steps, and puts Muon's metrics into what is logged."""
+"""A callback of every Trainer: check that a Muon steps, and add Muon's metrics to the logs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hf_muon.integrations.names import innermost, is_muon, muons_in
 
 
 def patch_callbacks(module: ModuleType) -> Iterator[Change]:
-    """Add the callback to those that every Trainer begins with, before the ones that report logs."""
+    """Add the callback to the default callbacks of every Trainer, before those that report logs."""
     callbacks = module.DEFAULT_CALLBACKS  # the list itself, which other packages have imported by its name
     yield callbacks, slice(len(callbacks), None), [MuonCallback]
 
 
 class MuonCallback(TrainerCallback):
-    """What a run with `optim: muon` needs of Trainer's events; others pass through untouched."""
+    """Handles Trainer's events in runs with `optim: muon`; does nothing in other runs."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Check that it is a Muon that steps, with the moments of the checkpoint.
+        """Check that the optimizer is a Muon, with the moments of the checkpoint.
 
         Raises:
             RuntimeError: another optimizer would step.

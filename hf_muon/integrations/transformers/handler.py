@@ -1,4 +1,4 @@
-"""From TrainingArguments to a `Muon`: what transformers calls for `optim: muon`."""
+"""Make a `Muon` from TrainingArguments; transformers calls this for `optim: muon`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from hf_muon.config import MuonConfig
     from hf_muon.optimizer.muon import Muon
 
-# Keys under which callers put param groups among the arguments, as transformers itself does for GaLore.
+# Keys under which callers pass param groups, as transformers does for GaLore.
 _GROUPS = ("optimizer_dict", "params")
 
 # The rest of the package is imported where it is used: processes without `optim: muon` do not load it.
 
 
 class MuonFactory:
-    """What transformers makes the optimizer with, for callers of both kinds.
+    """The optimizer class that transformers gets for `optim: muon`; callers pass it a model or param groups.
 
     ``MuonFactory()(model, **kwargs)`` routes the model, as Trainer calls it; with `optimizer_dict` or `params` among
     the arguments, as sentence-transformers has them, the parameters of these groups. ``MuonFactory(groups, **kwargs)``
@@ -59,7 +59,7 @@ def _build_of_groups(groups: Any, routing_model: nn.Module | None = None, **opti
 
 
 def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dict[str, Any]]:
-    """Return what transformers makes the optimizer with, and the keyword arguments of that.
+    """Return the factory with which transformers makes the optimizer, and its keyword arguments.
 
     Callers may read and replace `lr` and `weight_decay` among these arguments, or leave them out.
     """
@@ -81,7 +81,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
 
 
 def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str] | None = None) -> MuonConfig:
-    """Return the options of a run: the fields of TrainingArguments, replaced by what `optim_args` says.
+    """Return the options of a run, from the fields of TrainingArguments and `optim_args`, which wins.
 
     Raises:
         ValueError: an option in `optim_args` that is unknown, cannot be read or is out of range, or

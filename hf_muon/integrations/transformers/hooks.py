@@ -1,4 +1,4 @@
-"""What is patched in transformers itself: our names and their handler."""
+"""Patches of transformers: our names of `optim`, and their handler."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_muon.versions import NEEDED, OLDEST, refuse_older
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# Hooks without which no run is what its arguments ask for; a hook of a module that is not imported has not failed.
+# Every run needs these hooks. A hook of a module that is not imported has not failed.
 _ALWAYS = ("optimizer of Trainer", "LLaMA-Factory's parser")
 
 
 def patch_training_args(module: ModuleType) -> Iterator[Change]:
     """Add members to `OptimizerNames`, and check Muon's options as soon as TrainingArguments are made.
 
-    A member that transformers itself has stays, and means this package's Muon.
+    If transformers already has a member, it stays and means this package's Muon.
     """
     names = module.OptimizerNames
     known = names._value2member_map_
@@ -40,7 +40,7 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
             return
         from hf_muon.optim_args import text_of
 
-        program = type(self).__module__.partition(".")[0]  # TRL has arguments of its own
+        program = type(self).__module__.partition(".")[0]  # TRL has its own arguments
         refuse_older(*NEEDED, *({program} & OLDEST.keys()))
         importlib.import_module("transformers.trainer_optimizer")  # and with it, its hook
         refuse_failed(*_ALWAYS)
@@ -62,7 +62,7 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
 
 
 def _member(names: Any, name: str, order: int) -> Any:
-    """Return a member for transformers' enum of optimizers, as if it had been declared there."""
+    """Return a new member of transformers' enum of optimizers."""
     member = str.__new__(names, name)
     member._name_, member._value_ = name.upper(), name
     member.__objclass__ = names

@@ -1,4 +1,4 @@
-"""What `optim: muon` refuses of a Trainer run, and what it warns of."""
+"""Refuse Trainer runs in which `optim: muon` would not work, or warn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def refuse_unsupported(args: TrainingArguments) -> None:
-    """Raise where this version would train something that is not Muon.
+    """Raise if this version would train something other than Muon.
 
     Args:
         args: of the run.
@@ -62,7 +62,7 @@ def refuse_unsupported(args: TrainingArguments) -> None:
 
 
 def refuse_failed_hooks(args: TrainingArguments) -> None:
-    """Raise where the guarantee of a run rests on a hook that has failed.
+    """Raise if a hook that a run needs has failed.
 
     Raises:
         RuntimeError: the hook, and what is lost with it.
@@ -79,7 +79,7 @@ def refuse_failed_hooks(args: TrainingArguments) -> None:
 
 
 def refuse_parts_of_sequences(args: TrainingArguments, qk_clip: float | None) -> None:
-    """Raise where attention logits are to be measured and each rank has a part of each sequence.
+    """Raise if attention logits are to be measured and each rank has a part of each sequence.
 
     Raises:
         RuntimeError: both options.
@@ -92,7 +92,7 @@ def refuse_parts_of_sequences(args: TrainingArguments, qk_clip: float | None) ->
 
 
 def refuse_plain_shards(model: nn.Module | None) -> None:
-    """Raise for tensor parallelism in plain tensors, as transformers had it before it used DTensors.
+    """Raise for tensor parallelism in plain tensors, which transformers used before DTensors.
 
     Raises:
         RuntimeError: a shard would be orthogonalized as if it were the matrix.
@@ -111,7 +111,7 @@ def refuse_plain_shards(model: nn.Module | None) -> None:
 
 
 def refuse_deepspeed(args: TrainingArguments) -> None:
-    """Raise where the run's DeepSpeed config, if there is one, holds something that Muon does not work with.
+    """Raise if the run has a DeepSpeed config with which Muon does not work.
 
     Raises:
         RuntimeError: every complaint.
@@ -124,7 +124,7 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
 
 
 def warn_of_shards() -> None:
-    """Log on rank 0 where accelerate saves moments that it cannot load again."""
+    """Log a warning on rank 0 if accelerate would save moments that it cannot load."""
     from hf_muon.diagnostics.log import is_rank_zero, logger
 
     kind = getattr(getattr(accelerator_state(), "fsdp_plugin", None), "state_dict_type", "")
@@ -139,7 +139,7 @@ def warn_of_shards() -> None:
 
 
 def accelerator_state() -> Any:
-    """Return what accelerate has decided for this process; None before a Trainer has made its Accelerator."""
+    """Return accelerate's state of this process; None before a Trainer has made its Accelerator."""
     from accelerate.state import AcceleratorState, is_initialized  # type: ignore[import-untyped]
 
     return AcceleratorState() if is_initialized() else None

@@ -1,7 +1,7 @@
 """Training files of transformers, TRL and LLaMA-Factory: their options, and why runs are refused.
 
-The functions that refuse a run when it starts are called here, with the arguments that the run gets from the file. What
-depends on the machine alone, such as GPUs and installed packages, is not checked.
+The functions that refuse a run at its start are called here with the arguments from the file. Conditions that depend
+only on the machine, such as GPUs and installed packages, are not checked.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Settings = Mapping[str, Any]
 
 # Keys by which a YAML of LLaMA-Factory v0 is recognized. Its default is LoRA, that of other scripts is not.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
-# Keys that TRL's `sft` has and its other commands, and scripts of transformers, have not.
+# Keys that only TRL's `sft` has, not its other commands or the scripts of transformers.
 _TRL_SFT = ("dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy", "eos_token")
 # Fields of TrainingArguments that mean something else, or nothing, to another optimizer.
 _OF_OPTIMIZERS = ("optim_args", "optim_target_modules")
-# The fields that decide about Muon. Others, such as bf16 or tf32, may fail on this machine.
+# The fields on which Muon depends. Others, such as bf16 or tf32, may fail on this machine.
 _OPTIONS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", *_OF_OPTIMIZERS)
 _LAYOUT = ("fsdp", "fsdp_config", "label_smoothing_factor")
-# The first three start a process group; the others are accelerate's way to ask for what a file asks for here.
+# The first three start a process group; the others set in accelerate what a file sets here.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 
 
@@ -67,17 +67,17 @@ def read_training_file(path: Path) -> dict[str, Any]:
 
 
 def is_llamafactory(settings: Settings) -> bool:
-    """Return whether a file is of LLaMA-Factory v0."""
+    """Return whether a file is for LLaMA-Factory v0."""
     return "model_name_or_path" in settings and any(key in settings for key in _LLAMAFACTORY)
 
 
 def is_llamafactory_v1(settings: Settings) -> bool:
-    """Return whether a file is of LLaMA-Factory v1, which names its model and its optimizer by other keys."""
+    """Return whether a file is for LLaMA-Factory v1, which has other keys for the model and the optimizer."""
     return "model" in settings and "model_name_or_path" not in settings
 
 
 def is_trl_sft(settings: Settings) -> bool:
-    """Return whether a file is of TRL's `sft`."""
+    """Return whether a file is for TRL's `sft`."""
     return any(key in settings for key in _TRL_SFT)
 
 
@@ -85,7 +85,7 @@ def optimizer_of(settings: Settings) -> str | None:
     """Return the name of the optimizer that a file asks for.
 
     Raises:
-        ValueError: an `optim_config` that is no mapping.
+        ValueError: `optim_config` is not a mapping.
     """
     section = _section(settings, "optim_config") if is_llamafactory_v1(settings) else {"name": settings.get("optim")}
     name = section.get("name")
@@ -93,7 +93,7 @@ def optimizer_of(settings: Settings) -> str | None:
 
 
 def options_of(settings: Settings) -> MuonConfig:
-    """Return the options of Muon with which a run would start, leaving out those of another optimizer.
+    """Return the options of Muon with which a run would start, without those of another optimizer.
 
     Raises:
         ValueError: an option that is unknown, cannot be read or is out of range.
@@ -106,7 +106,7 @@ def options_of(settings: Settings) -> MuonConfig:
 
 
 def refusals(settings: Settings) -> list[str]:
-    """Return why `optim: muon` would be refused when the run starts; an empty list where it would train.
+    """Return why `optim: muon` would be refused when the run starts; an empty list if it would train.
 
     Args:
         settings: of `read_training_file`; `options_of` has accepted them.
@@ -230,7 +230,7 @@ def _identifiers(settings: Settings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """Hide a launcher's variables from TrainingArguments and accelerate, and undo what these leave in the process."""
+    """Hide a launcher's variables from TrainingArguments and accelerate, and undo their changes of the process."""
     from accelerate.state import PartialState  # type: ignore[import-untyped]
 
     variables = dict(os.environ)

@@ -1,4 +1,4 @@
-"""Batches under sequence parallelism: completed for DeepSpeed's adapter, which hands out parts of sequences."""
+"""Complete batches for DeepSpeed's adapter, which gives each rank a part of every sequence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 def complete(batch: Any, implementation: str) -> Any:
     """Return a whole batch with the `position_ids` that DeepSpeed needs.
 
-    Without any, a row is one text from its first token on, as it is for the model itself.
+    Without `position_ids`, a row is one text, as the model assumes.
 
     Args:
         batch: of whole sequences.
         implementation: of attention. Flash attention reads the ends of texts from `position_ids`, sdpa does not.
 
     Raises:
-        ValueError: padding on the left, or a mask that says more than where the padding is; several texts in a row
-            under sdpa.
+        ValueError: padding on the left, or a mask that is more than a padding mask; several texts in a row under
+            sdpa.
     """
     import torch
 
@@ -56,7 +56,7 @@ def complete(batch: Any, implementation: str) -> Any:
 
 
 def lengthened(batch: Any, length: int) -> Any:
-    """Return a whole batch with longer rows, padded on the right with tokens that no text attends to or learns.
+    """Return a whole batch with longer rows, padded on the right with masked tokens without loss.
 
     Args:
         batch: with `input_ids` of shape (rows, tokens); its other tensors of two dims are padded alike.
@@ -69,7 +69,7 @@ def lengthened(batch: Any, length: int) -> Any:
     for name, value in batch.items():
         if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == before < length:
             padding = value.new_full((value.shape[0], length - before), -100 if name == "labels" else 0)
-            if name == "position_ids":  # positions that restart would begin another text
+            if name == "position_ids":  # restarting positions would mark another text
                 padding = value[:, -1:] + torch.arange(1, length - before + 1, device=value.device)
             result[name] = torch.cat([value, padding], 1)
     return result
@@ -80,7 +80,7 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
 
     Args:
         loader: of whole sequences.
-        device: to agree on a length on.
+        device: for the collective that agrees on a length.
         implementation: of attention.
         skip: batches to leave out at the beginning.
     """
@@ -93,7 +93,7 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
     for batch in itertools.islice(loader, skip, None):
         whole = complete(batch, implementation)
         if isinstance(whole, Mapping) and "input_ids" in whole:
-            # Every rank reads a batch of its own, and all take part in each of them.
+            # Each rank loads its own batch, but all ranks process every batch together.
             longest = torch.tensor([whole["input_ids"].shape[1]], device=device)
             dist.all_reduce(longest, dist.ReduceOp.MAX, group)
             whole = lengthened(whole, -(-int(longest) // size) * size)
@@ -101,15 +101,15 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
 
 
 class ShardedLoader:
-    """A loader of parts of sequences, which makes a new one of DeepSpeed's adapters for every epoch.
+    """A loader of parts of sequences, which makes a new DeepSpeed adapter for every epoch.
 
-    Upstream keeps one adapter. It ends its first epoch when the second one asks for a batch: Trainer then leaves out a
-    step of each epoch, and uses the order of the next.
+    Upstream keeps one adapter, which ends its first epoch only when the second one asks for a batch. Trainer then skips
+    a step of each epoch, and uses the order of the next.
 
     Args:
         loader: accelerate's data loader of whole sequences.
-        adapt: makes DeepSpeed's adapter around a loader, without so many of its first batches.
-        size: ranks that share a sequence; each batch of the loader gives that many.
+        adapt: makes DeepSpeed's adapter of a loader, skipping a number of its first batches.
+        size: number of ranks that share a sequence; each batch of the loader gives as many batches.
         skip: batches to leave out of an epoch.
     """
 

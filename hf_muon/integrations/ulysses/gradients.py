@@ -1,6 +1,6 @@
-"""Gradients under sequence parallelism: those of one process, whatever the ZeRO stage, for a loss that is gathered.
+"""Average gradients under sequence parallelism so that they equal those of one process, in every ZeRO stage.
 
-transformers gathers the losses of the ranks that share a sequence with a gather that has a gradient, so that the plain
+transformers gathers the losses of the ranks that share a sequence with a differentiable gather, so the plain
 mean of all ranks' gradients is right. DeepSpeed divides their sum by the ranks over `sequence_parallel_size`, except on
 ZeRO-3's usual path. With the attribute at 1 it divides by the number of ranks on every path.
 """
@@ -19,7 +19,7 @@ GATHERED = "_hf_muon_loss_is_gathered"
 
 
 def average_over_all_ranks(engine: Any, optimizer: Muon) -> None:
-    """Have an engine average gradients over all ranks, if they share sequences, and expect gathered losses of it.
+    """Make an engine average gradients over all ranks, if they share sequences, and expect gathered losses.
 
     Raises:
         RuntimeError: a DeepSpeed that divides by something else.
@@ -49,7 +49,7 @@ def average_over_all_ranks(engine: Any, optimizer: Muon) -> None:
 
 
 def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Trainer.compute_loss`, which notes that an engine's losses are gathered."""
+    """Wrap `Trainer.compute_loss` to record that the losses of an engine are gathered."""
 
     @functools.wraps(compute_loss)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is patched for sequence parallelism: Trainer's loss and its skipping, and accelerate's adapter."""
+"""Patches for sequence parallelism: Trainer's loss and skipping of batches, and accelerate's adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def implementation_of(accelerator: Any) -> str:
 
 
 def size_of(accelerator: Any) -> int:
-    """Return the ranks that share a sequence."""
+    """Return the number of ranks that share a sequence."""
     return int(getattr(accelerator.parallelism_config, "sp_size", None) or 1)
 
 
@@ -59,14 +59,14 @@ def patch_adapter(module: ModuleType) -> Iterator[Change]:
 
 
 def patch_trainer(module: ModuleType) -> Iterator[Change]:
-    """Patch Trainer's loss to be noted, and its skipping to know loaders of parts of sequences."""
+    """Patch Trainer to record gathered losses, and to skip batches of loaders of parts of sequences."""
     trainer = module.Trainer
     skip_first_batches = module.skip_first_batches
 
     @functools.wraps(skip_first_batches)
     def skip(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataloader, ShardedLoader):
-            return dataloader.skipping(*args, *kwargs.values())  # the number of batches alone
+            return dataloader.skipping(*args, *kwargs.values())  # only the number of batches
         return skip_first_batches(dataloader, *args, **kwargs)
 
     yield trainer, "compute_loss", gradients.noting(trainer.compute_loss)

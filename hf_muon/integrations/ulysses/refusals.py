@@ -1,4 +1,4 @@
-"""What Muon refuses of a run with sequence parallelism: models, arguments, and sizes of groups."""
+"""Refuse runs with sequence parallelism for their models, arguments, or sizes of groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_muon.integrations.names import is_set
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise where a Trainer would silently ignore what its arguments ask for.
+    """Raise if a Trainer would silently ignore an argument.
 
     Raises:
         RuntimeError: label smoothing.
@@ -23,7 +23,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_ignored_size() -> None:
-    """Raise where the environment asks accelerate for sequence parallelism and its configuration has none.
+    """Raise if the environment asks accelerate for sequence parallelism and its configuration does not.
 
     Raises:
         RuntimeError: the variable.
@@ -38,7 +38,7 @@ def refuse_ignored_size() -> None:
 
 
 def refuse_groups_of_gloo(device: Any, ranks: int, size: int) -> None:
-    """Raise where several groups of CPU ranks would share sequences, each of which waits for the other.
+    """Raise if several groups of CPU ranks would share sequences, because they would wait for each other.
 
     Raises:
         RuntimeError: the numbers of ranks.
@@ -51,7 +51,7 @@ def refuse_groups_of_gloo(device: Any, ranks: int, size: int) -> None:
 
 
 def model_complaints(config: Any, implementation: str) -> Iterator[str]:
-    """Yield what of a model's configuration does not work with sequence parallelism, and DeepSpeed does not refuse.
+    """Yield why a model's configuration does not work with sequence parallelism, where DeepSpeed does not refuse it.
 
     Args:
         config: of the model, as transformers' AutoConfig reads it.
