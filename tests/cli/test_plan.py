@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from hf_muon.cli.model_source import known_configs, model_from
 from hf_muon.plan.memory import Training
 from hf_muon.plan.step_plan import plan_step
 from tests.cli.calls import call, report_of, training_yaml, transcript
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.promise("plan")
@@ -110,3 +114,15 @@ def test_a_trillion_weights_on_a_thousand_ranks():
     assert sum(report["flops"]) == plan_step(model_from("kimi-k2"), MuonConfig(), "single", 1).flops[0]
     state = 4 * report["muon_weights"] + 8 * report["adamw_weights"]
     assert sum(report["state_bytes"]) == pytest.approx(state, rel=1e-3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("file", "layout", "ranks"), [("8b_sft", "single", 1), ("zero3", "zero3", 8), ("fsdp2", "fsdp", 8)], ids=str
+)
+def test_peaks_on_the_page_of_llamafactory(file, layout, ranks):
+    page = (ROOT / "docs" / "recipes" / "llamafactory.md").read_text(encoding="utf-8")
+    file = f"llamafactory_qwen3_{file}.yaml"
+    printed = call("plan", ROOT / "examples" / "yaml" / file, "--layout", layout, "--ranks", ranks).output
+    peaks = [float(peak) for peak in re.findall(r"peak [^│]+│ +([\d.]+) GB", printed)]
+    assert re.search(rf"^\|[^|]+\| `{file}`[^|]*\| ([\d.]+) GB \|$", page, re.MULTILINE)[1] == f"{max(peaks):.1f}"
