@@ -16,7 +16,6 @@ matrices is their owner, and everything is as it is elsewhere for matrices that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -78,9 +77,9 @@ class Exchange:
             which loses nothing, or in `comm_dtype` if that is shorter.
         device: on which matrices are orthogonalized. Updates may come from another device (offload); directions stay
             on this one.
-        max_bucket_bytes: bound on the bytes that travel at once, on any rank. A round that exceeds it does not overlap
-            with others. In addition an owner holds the unit that it orthogonalizes.
-        small: elements of the units that an owner takes together in a round; None for a share of `max_bucket_bytes`.
+        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once on a
+            rank is bounded in proportion, by 2 GiB for the default: a round that exceeds it does not overlap with
+            others.
     """
 
     def __init__(
@@ -89,17 +88,18 @@ class Exchange:
         units: Sequence[Unit],
         comm_dtype: torch.dtype,
         device: torch.device,
-        max_bucket_bytes: int,
-        small: int | None = None,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         self.group = group
         self.device = device
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
         direction_bytes = 2 if is_accelerator(device) else 4
+        most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
+        small = _elements_alone(device, max_batch_bytes) if group is None else None
         owners = assign_owners(units, ranks, [unit.holders for unit in units])
         owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
-        self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, max_bucket_bytes, direction_bytes, small)
+        self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, most, direction_bytes, small)
         self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
 
     def directions(
@@ -242,8 +242,9 @@ class Exchange:
 
     def _complete(self, part: Return, leaving: Wait) -> tuple[list[Piece], list[Tensor]]:
         """Wait for the directions of this rank's boxes, and return them with their pieces."""
-        flat = _unpacked(leaving(), [math.prod(shape) for shape in part.shapes])
-        return part.pieces, [direction.view(shape) for direction, shape in zip(flat, part.shapes, strict=True)]
+        boxes = [piece.box for piece in part.pieces]
+        flat = _unpacked(leaving(), [box.numel for box in boxes])
+        return part.pieces, [direction.view(box.stored) for direction, box in zip(flat, boxes, strict=True)]
 
 
 def _known(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -307,22 +308,17 @@ def exchanges_of(
     Args:
         matrices: of the param group; units know them by their position.
         comm_dtype: dtype in which updates travel; None for their own.
-        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once is
-            bounded in proportion, by 2 GiB for the default.
+        max_batch_bytes: see `Exchange`.
     """
     units: dict[tuple[dist.ProcessGroup | None, torch.device, torch.dtype], list[Unit]] = {
         matrix.exchange: [] for matrix in matrices
     }
     for unit in make_units(matrices, max_batch_bytes):
         units[matrices[unit.ranges[0].matrix].exchange].append(unit)
-    most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
-    exchanges = []
-    for (group, device, dtype), own in units.items():
-        if group is None:
-            exchanges.append(Exchange(None, own, dtype, device, most, _elements_alone(device, max_batch_bytes)))
-        else:
-            exchanges.append(Exchange(group, own, comm_dtype or dtype, device, most))
-    return exchanges
+    return [
+        Exchange(group, own, comm_dtype or dtype if group else dtype, device, max_batch_bytes)
+        for (group, device, dtype), own in units.items()
+    ]
 
 
 def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:

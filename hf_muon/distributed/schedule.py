@@ -33,7 +33,6 @@ class Return:
         boxes: position in the round's units and box of the directions that this rank sends, ordered by destination.
             Boxes that can be copied together are one.
         pieces: those of this rank, in the order in which their directions arrive.
-        shapes: of the pieces in storage.
     """
 
     leave: list[int]
@@ -42,7 +41,6 @@ class Return:
     to_all: bool
     boxes: list[tuple[int, Box]] = field(repr=False)
     pieces: list[Piece] = field(repr=False)
-    shapes: list[tuple[int, ...]] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +117,12 @@ def make_round(
 def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
     """Return how the directions of some units, by their positions, travel back."""
     boxes: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
-    arriving: list[list[tuple[Piece, tuple[int, ...]]]] = [[] for _ in range(ranks)]
+    arriving: list[list[Piece]] = [[] for _ in range(ranks)]
     leave, arrive = [0] * ranks, [0] * ranks
     to_all = ranks > 1 and all(unit.is_everywhere for unit in units.values())
     for k, unit in units.items():
         for piece, box, _ in unit.boxes(rank):
-            arriving[unit.owner].append((piece, box.stored))
+            arriving[unit.owner].append(piece)
             arrive[unit.owner] += box.numel
         for other in range(ranks) if unit.owner == rank else ():
             if to_all and other != rank:
@@ -132,15 +130,13 @@ def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
             for _, box, _ in unit.boxes(other):
                 boxes[other].append((k, box))
                 leave[other] += box.numel
-    arrived = [item for of_rank in arriving for item in of_rank]
     return Return(
         leave=leave,
         arrive=arrive,
         travels=any(sum(unit.stored) > unit.stored[unit.owner] for unit in units.values()),
         to_all=to_all,
         boxes=[item for of_rank in boxes for item in _joined(of_rank)],
-        pieces=[piece for piece, _ in arrived],
-        shapes=[shape for _, shape in arrived],
+        pieces=[piece for of_rank in arriving for piece in of_rank],
     )
 
 
