@@ -21,6 +21,17 @@ PAGES = {
     "../CONTRIBUTING.md": "contributing.md",
 }
 
+# The site's tables of contents, below pages that link to the same ones; a forge would show the blocks as they are.
+CONTENTS = {
+    "Use it": "quickstart recipes/index programs learning-rate options command-line migrating troubleshooting messages",
+    "On your hardware": "what-fits layouts fsdp2 deepspeed ulysses offload bf16-weights momentum",
+    "Understand it": (
+        "how-it-works researchers rules qk-clip weights exactness limits benchmarks benchmark-findings benchmark-tables-* "
+        "evidence evidence-tables api design contributing changelog"
+    ),
+}
+RECIPES = {"Programs": "llamafactory trainer trl"}
+
 project = "hf_muon"
 author = "the authors of hf_muon"
 version = release = __version__
@@ -46,18 +57,21 @@ def relocated(text: str, folder: str) -> str:
     return re.sub(r"\]\(([^)\s]+)\)", link, text)
 
 
-def relocate(app: object, name: str, source: list[str]) -> None:
-    """Let links of a page lead to pages, where they lead to documents that are pages."""
+def prepare(app: object, name: str, source: list[str]) -> None:
+    """Let links of a page lead to pages, where they lead to documents that are pages, and add its tables of contents."""
     if "/" not in name:
         source[0] = relocated(source[0], "")
+    for caption, pages in {"index": CONTENTS, "recipes/index": RECIPES}.get(name, {}).items():
+        names = "\n".join(pages.split())
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{names}\n```\n"
 
 
 def setup(app: object) -> None:
-    """Write the pages that stand elsewhere, and have Sphinx call `relocate`."""
+    """Write the pages that stand elsewhere, and have Sphinx call `prepare`."""
     for path, page in PAGES.items():
         text = relocated((HERE / path).read_text(encoding="utf-8"), os.path.dirname(path))
         if not text.startswith("# "):
             text = f"# {page.removesuffix('.md').capitalize().replace('-', ' ')}\n\n{text}"
         if not (HERE / page).exists() or (HERE / page).read_text(encoding="utf-8") != text:
             (HERE / page).write_text(text, encoding="utf-8")
-    app.connect("source-read", relocate)  # type: ignore[attr-defined]
+    app.connect("source-read", prepare)  # type: ignore[attr-defined]
