@@ -26,8 +26,8 @@ CONTENTS = {
     "Use it": "quickstart recipes/index programs learning-rate options command-line migrating troubleshooting messages",
     "On your hardware": "what-fits layouts fsdp2 deepspeed ulysses offload bf16-weights momentum",
     "Understand it": (
-        "how-it-works researchers rules qk-clip weights exactness limits benchmarks benchmark-findings benchmark-tables-* "
-        "evidence evidence-tables api design contributing changelog"
+        "how-it-works researchers rules qk-clip weights exactness limits benchmarks benchmark-findings "
+        "benchmark-tables-* evidence evidence-tables api design contributing changelog"
     ),
 }
 RECIPES = {"Programs": "llamafactory trainer trl"}
@@ -58,7 +58,7 @@ def relocated(text: str, folder: str) -> str:
 
 
 def prepare(app: object, name: str, source: list[str]) -> None:
-    """Let links of a page lead to pages, where they lead to documents that are pages, and add its tables of contents."""
+    """Let links to documents lead to their pages, and add tables of contents."""
     if "/" not in name:
         source[0] = relocated(source[0], "")
     for caption, pages in {"index": CONTENTS, "recipes/index": RECIPES}.get(name, {}).items():
