@@ -1,7 +1,7 @@
 """Models on the meta device, stored as frameworks store them on a rank of a fake process group, and their steps.
 
-The meta device stands for an accelerator, see `benchmarks.accelerator`. Nothing is computed and nothing is sent. What
-is offloaded lies on the CPU.
+The meta device takes the place of an accelerator, see `benchmarks.accelerator`. Nothing is computed or sent. Offloaded
+tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.accelerator import META
 from hf_muon import Muon, build_optimizer
+from hf_muon.cli.model_source import known_configs
 from hf_muon.distributed import ranks as ranks_module
 from hf_muon.distributed.ranks import Ranks
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
@@ -35,60 +36,25 @@ ALIGNMENT = 2  # elements of a rank's partition; DeepSpeed's nccl_start_alignmen
 _ROWWISE = ("o_proj", "down_proj")  # tensor parallel layers that are cut along their inputs
 
 
-def qwen3(**changes: int) -> Callable[[], transformers.PretrainedConfig]:
-    """Return a function that returns the config of Qwen3-0.6B, with some fields changed."""
-    fields: dict[str, Any] = {
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }
-    return lambda: transformers.Qwen3Config(**{**fields, **changes})
-
-
-def llama3(layers: int) -> Callable[[], transformers.PretrainedConfig]:
-    """Return a function that returns the config of Llama-3.1-8B, or of some of its 32 layers."""
-    return lambda: transformers.LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=layers,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
-
-
-MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "Qwen3-0.6B": qwen3(),
-    "Qwen3-30B-A3B, 2 layers": lambda: transformers.Qwen3MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=2,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=1000,
-    ),
-    "Llama-3.1-8B": llama3(32),
-    "Llama-3.1-8B, 4 layers": llama3(4),
+# A configuration that `hf-muon` knows, and what is changed in it.
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "Qwen3-0.6B": ("qwen3-0.6b", {}),
+    "Qwen3-30B-A3B, 2 layers": ("qwen3-30b-a3b", {"num_hidden_layers": 2, "vocab_size": 1000}),
+    "Llama-3.1-8B": ("llama-3.1-8b", {}),
+    "Llama-3.1-8B, 4 layers": ("llama-3.1-8b", {"num_hidden_layers": 4}),
     # Its parameters fit into the host's memory.
-    "Qwen3-0.6B, 2 layers": qwen3(num_hidden_layers=2, vocab_size=8192),
-    "Qwen3-0.6B, LoRA 16": qwen3(),
+    "Qwen3-0.6B, 2 layers": ("qwen3-0.6b", {"num_hidden_layers": 2, "vocab_size": 8192}),
+    "Qwen3-0.6B, LoRA 16": ("qwen3-0.6b", {}),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def meta_model(name: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device, with gradients; with LoRA, of the adapters alone."""
+    """Return a model on the meta device, with gradients; with LoRA, only of the adapters."""
+    known, changes = MODELS[name]
+    config = transformers.AutoConfig.for_model(**{**known_configs()[known], **changes})
     with torch.device("meta"):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).to(dtype)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
         if "LoRA" in name:
             import peft
 
@@ -118,7 +84,7 @@ def replace_(model: nn.Module, stored: Callable[[str, Tensor], Tensor]) -> None:
 
 @contextlib.contextmanager
 def rank_of(ranks: int, rank: int, *, reads: bool = True, device: torch.device = META) -> Iterator[None]:
-    """Be a rank of a fake process group, whose other ranks report what this one does; of one rank, be a process.
+    """Become a rank of a fake process group, whose other ranks report the same as this one. Do nothing for one rank.
 
     Args:
         ranks: number of ranks.
