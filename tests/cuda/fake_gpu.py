@@ -50,7 +50,7 @@ def untested() -> str | None:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return f"no compiler for CUDA: {package} {version} is not installed; `make test-cuda` has it"
+            return f"no compiler for CUDA: {package} {version} is not installed; `make on-cuda` installs it"
         if not found.startswith(f"{version}."):
             return f"no compiler for CUDA: {package} {found} was not tried, {version} was; see CONTRIBUTING.md"
     if torch.cuda.is_available():

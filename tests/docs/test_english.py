@@ -1,0 +1,97 @@
+"""Pages, docstrings and comments do not use words and turns that readers of English stumble over."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/findings.md")),
+    ROOT / "evidence" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SOURCES = sorted((ROOT / "hf_muon").rglob("*.py"))
+# Written from other files; docs/conf.py and tests/messages.py.
+GENERATED = re.compile(r"docs/(benchmark|evidence|changelog|contributing)|docs/(options|messages)\.md")
+
+# What to write instead of a word or turn.
+PATTERNS = {
+    r"\bbesides?\b": "next to, compared with, in addition",
+    r"\balone\b": "only",
+    r"\b(?:stands|stood)\b": "is",
+    r"\bof (?:its|their|our|your) own(?: ?[,.;:)]| (?:and|for|in|is|are|of|on|or|than|that|to|with)\b|$)": "its own",
+    r"(?<!there )\b(?:is|are|was|were) no (?!longer\b|\w+er\b)\w+": "is not a",
+    r"(?<!side by )(?<!-)\bsides?\b(?! by side|-| effect)": "dimension, argument, configuration",
+    r"\bcells?\b": "entry, combination",
+    r"\bAdamW half\b|\b(?:Muon|AdamW)'s half\b": "the parameters of AdamW",
+    r"\banew\b": "again",
+    r"\bin silence\b|\bwithout a word\b": "silently",
+    r"\btold\b": "logged, distinguished",
+    r"\b(?:what|which) (?:it|they) (?:has|have)\b": "its",
+    r"\bas far as\b": "if, to the extent that",
+    r"\bgoe?s? on\b": "continues",
+    r"\bput right\b": "fixed",
+    r"\b(?:nobody|somebody) (?:asks|needs|wants|takes)\b": "is not needed",
+    r"\bhands? (?:out|over|back)\b": "passes, returns",
+    r"\bunder way\b": "in flight",
+    r"\bfew bits\b": "low precision",
+}
+BAD = {pattern: re.compile(pattern, re.IGNORECASE) for pattern in PATTERNS}
+RIGHT = {"evidence/README.md": re.compile("cells?|sides?")}  # words that a page defines
+NOT_YET = (
+    "hf_muon/build",
+    "hf_muon/distributed",
+    "hf_muon/math",
+    "hf_muon/optimizer",
+    "hf_muon/rules",
+    "hf_muon/storage",
+    "docs",
+)
+
+
+def prose(path):
+    """Yield the line number and text of each line of prose: not code, links and quoted names."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
+        lines = list(enumerate(text.splitlines(), 1))
+    else:
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        lines = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[0] if node.body else None
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                    lines += enumerate(str(first.value.value).splitlines(), first.lineno)
+    for number, line in sorted(lines):
+        yield number, re.sub(r"`+[^`]*`+|\]\([^)]*\)|\"[^\"]*\"", "", line)
+
+
+def found(path):
+    """Return a line for each word to avoid: where it is, what to write instead, and the sentence."""
+    name = str(path.relative_to(ROOT))
+    return [
+        f"{name}:{number}: {match[0]!r}, write: {PATTERNS[pattern]} | {line.strip()}"
+        for number, line in prose(path)
+        for pattern, bad in BAD.items()
+        if (match := bad.search(line)) and not (name in RIGHT and RIGHT[name].fullmatch(match[0]))
+    ]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_words(path):
+    name = str(path.relative_to(ROOT))
+    if not GENERATED.match(name) and not name.startswith(NOT_YET):
+        assert not found(path), "\n" + "\n".join(found(path))
+
+
+if __name__ == "__main__":
+    for path in [*PAGES, *SOURCES]:
+        if not GENERATED.match(str(path.relative_to(ROOT))):
+            print(*found(path), sep="\n")
