@@ -16,6 +16,7 @@ from hf_muon.optimizer.muon import Muon
 from hf_muon.options.declaration import quoted
 from hf_muon.routing.route import Route, frozen, route_parameters, table
 from hf_muon.routing.rules import is_lora
+from hf_muon.storage.tensors import storage_complaint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -124,9 +125,13 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
 
     Raises:
         ValueError: no route goes to Muon; the message counts the reasons.
+        RuntimeError: none does, and a parameter is stored in a way that this version cannot step.
     """
     if any(route.use_muon for route in routes):
         return
+    for route in routes:
+        if complaint := storage_complaint(route.parameter):  # flat parameters of FSDP1 are all vectors
+            raise RuntimeError(f"{route.name} {complaint}")
     reasons = Counter(route.reason for route in routes)
     counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
     advice = "Name matrices with muon_patterns, or choose another optimizer. [nothing-for-muon]"

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math import moments
@@ -365,7 +364,7 @@ class LeftState:
         self._key: list[Any] = []
         self._tensors: list[weakref.ref[Tensor]] = []
         self._forms: list[list[Any]] = []
-        self._of_rules: MutableMapping[Tensor, dict[str, torch.Size]] = WeakTensorKeyDictionary()
+        self._of_rules: dict[Tensor, dict[str, torch.Size]] = {}
 
     def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
         """Note a state that is checked and complete.
@@ -378,6 +377,8 @@ class LeftState:
         self._key, tensors = _key_of(groups, state, layout)
         self._tensors = list(map(weakref.ref, tensors))
         self._forms = [list(map(form, tensors)) for form in _FORMS]
+        # No weak references to parameters: torch would not move the model any more (`torch.utils.swap_tensors`).
+        self._of_rules = {param: shapes for param, shapes in self._of_rules.items() if param in state}
         for group in groups:
             keys = registry.state_of(group)
             for param in group["params"]:

@@ -116,7 +116,8 @@ def storage_complaint(param: Tensor) -> str | None:
     if is_of_fsdp1(param):
         return (
             "is a flat FSDP1 parameter, in which matrices have lost their shape: Muon needs FSDP2. Use fully_shard, in "
-            "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2 [fsdp1]"
+            "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2, in verl "
+            "strategy=fsdp2 [fsdp1]"
         )
     if param.layout != torch.strided or param.dtype not in STEPPED_DTYPES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in STEPPED_DTYPES)

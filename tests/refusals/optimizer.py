@@ -128,6 +128,13 @@ def tagged(**attributes: Any) -> nn.Parameter:
     return param
 
 
+def flat() -> nn.Module:
+    """Return a module of FSDP1, which has no matrix."""
+    module = nn.LayerNorm(4)
+    module.weight.__dict__["_is_flat_param"] = True
+    return module
+
+
 def alone(attempt: Callable[[Any], Any]) -> Callable[[], Any]:
     """Make an attempt with a mesh of one rank."""
 
@@ -190,6 +197,7 @@ PARAMETERS = table(
         ("lazy-parameter", "route_parameters", lambda: route_parameters(lazy()), "0.weight"),
         ("lazy-parameter", "Muon", lambda: Muon(lazy().parameters()), "parameter 0"),
         ("fsdp1", "Muon", lambda: Muon([tagged(_is_flat_param=True)]), ""),
+        ("fsdp1", "build_optimizer", lambda: build_optimizer(flat()), "weight is .*strategy=fsdp2"),
         (PARTIAL, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Partial())])), ""),
         (PARTIAL, "Muon.step", alone(lambda m: step_of_swapped(m, dtensor(m, Partial()), dtensor(m, Partial()))), ""),
         (WRAPPED, "Muon.step", alone(lambda m: step_of_swapped(m, dtensor(m, Cut(0)), torch.ones(4, 6))), ""),
