@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import hf_muon.math
 from benchmarks import measure, optimizer_step, tables
+from benchmarks.gpu_products import products_of
 from benchmarks.measure import asked, attempt
 from benchmarks.models import build, on_meta, scaled_config
 from benchmarks.tables import table
@@ -99,9 +100,8 @@ def run(part: str, where: Where, body: Body) -> None:
     torch.manual_seed(0)
     if not where.on_cuda:
         torch.set_num_threads(1)
-    {"machine": machine, "tests": tests, "compiled": compiled, "memory": memory, "step": step}.get(part, ranks)(
-        where, body
-    )
+    parts = {"machine": machine, "tests": tests, "compiled": compiled, "products": products_of}
+    (parts | {"memory": memory, "step": step, "ranks": ranks})[part](where, body)
 
 
 # --- machine

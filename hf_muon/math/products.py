@@ -70,8 +70,8 @@ def symmetric_(
 def _product_(out: Tensor, a: Tensor, b: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
     """Compute ``out = beta * add + alpha * a @ b``."""
     # On a GPU torch first copies `add` into `out`: cuBLAS has one matrix for both. `a` and `b` must not be `out`.
-    # The library for bf16 copies parts of larger matrices before it multiplies a batch of them, but not single ones.
-    if out.dtype.itemsize < 4 and any(map(_is_part, (out, a, b))):
+    # A CPU's library for bf16 copies parts of larger matrices before it multiplies a batch of them, not single ones.
+    if out.device.type == "cpu" and out.dtype.itemsize < 4 and any(map(_is_part, (out, a, b))):
         for k in range(out.size(0)):
             if add is None:
                 torch.mm(a[k], b[k], out=out[k])

@@ -181,10 +181,11 @@ def nearest_roots() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nearest_bf16() -> Iterator[None]:
-    """Have the interpreter round fp32 to the nearest bf16 number, as a card does, instead of cutting bits off."""
+    """Have the interpreter treat bf16 as a card does: it cuts bits off, and multiplies them as integers."""
     import triton.runtime.interpreter as interpreter
 
-    convert = interpreter._convert_float
+    convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
+    dot = builder.create_dot
 
     def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if target.primitive_bitwidth < source.primitive_bitwidth and str(target) == "bf16":
@@ -192,7 +193,19 @@ def nearest_bf16() -> Iterator[None]:
             return bits.numpy().view("uint16")
         return convert(data, source, target, rounding)
 
-    with mock.patch.object(interpreter, "_convert_float", converted):
+    def multiplied(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        factors = [
+            interpreter.TensorHandle((each.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
+            if str(each.dtype) == "bf16"
+            else each
+            for each in (a, b)
+        ]
+        return dot(self, *factors, *others)
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", converted),
+        mock.patch.object(builder, "create_dot", multiplied),
+    ):
         yield
 
 
