@@ -84,11 +84,15 @@ class WeightLayout(NamedTuple):
     flat: bool = False
 
 
+_NEMO = (
+    "nemo_automodel.components.moe.experts.GroupedExperts nemo_automodel.components.moe.experts.GroupedExpertsDeepEP"
+)
 # Names of a weight, classes (as returned by `read_as`) that hold it, and how it is stored there: `transposed`, as (in,
 # out); `stack`, a matrix for each head or codebook; `flat`, as (hidden, heads, size of a head).
 STORED: Sequence[tuple[str, str, str]] = (
     ("weight", "Conv1D AriaGroupedExpertsGemm", "transposed"),
     ("gate_up_proj|down_proj", "Llama4TextExperts", "transposed"),
+    ("gate_and_up_projs|down_projs", _NEMO, "transposed"),
     ("w2", "DbrxExpertGLU", "transposed"),
     ("mm_input_projection_weight", "Gemma3MultiModalProjector T5Gemma2MultiModalProjector", "transposed"),
     ("(input|recurrent)_gate_weight", "RecurrentGemmaRglru", "transposed stack"),
@@ -103,13 +107,13 @@ BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_group
 
 
 def read_as(module: nn.Module) -> str:
-    """Return the name of the class whose forward method a module runs; empty unless of transformers, timm or torch.
+    """Return the name of the class whose forward method a module runs; empty for other packages than are named here.
 
     The forward method determines the layout of a weight. So a subclass counts as its base class, unless it overrides
-    `forward`. Classes of timm have their full names, because many share one.
+    `forward`. Classes of timm and NeMo Automodel have their full names, because many share one.
     """
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    if base.__module__.startswith("timm."):
+    if base.__module__.startswith(("timm.", "nemo_automodel.")):
         return f"{base.__module__}.{base.__name__}"
     return base.__name__ if base.__module__.startswith(("transformers.", "torch.nn.")) else ""
 
@@ -251,6 +255,13 @@ def _experts(module: Any, size: int) -> Fused | None:
     return _HALVES(module, size)
 
 
+def _nemo_experts(module: Any, size: int) -> Fused | None:
+    """Split as the activation reads: gate and up in turns or consecutive; up alone if there is no gate."""
+    if module.config.expert_activation == "quick_geglu":
+        return Fused((Part("gate", 1), Part("up", 1)), size // 2)
+    return _HALVES(module, size) if module.is_gated else None
+
+
 def _levit(module: Any, size: int) -> Fused | None:
     """Split per head: query, key and a larger value; without the query in attentions that downsample."""
     key, value = module.key_dim, module.attention_ratio * module.key_dim
@@ -316,7 +327,7 @@ _QKV = " ".join(
         ),
     )
 )
-_LATENT = "LongcatFlashMLA " + _each(
+_LATENT = "LongcatFlashMLA nemo_automodel.components.models.deepseek_v3.layers.MLA " + _each(
     "AXK1 AXK2 BailingHybrid DeepseekV2 DeepseekV3 DeepseekV32 Dots3NoteText Glm4MoeLite Glm5NextText GlmMoeDsa HYV4 "
     "KimiLinear MiniCPM3 Mistral4 MistralLarge4Text Youtu",
     "Attention",
@@ -338,6 +349,7 @@ RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("gate_up_proj", "*", _experts),
     ("gate_up_proj", _GATE_UP, _HALVES),
     ("gate_up_proj", "Phi4MultimodalAudioMLP", _equal("up", "gate")),
+    ("gate_and_up_projs", _NEMO, _nemo_experts),
     ("Wi", "ModernBertMLP ModernBertDecoderMLP", _HALVES),
     ("input_linear", _each("GraniteMoe GraniteMoeHybrid GraniteMoeShared JetMoe", "MoE"), _HALVES),
     ("input_linear", _each("GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared", "MLP"), _HALVES),

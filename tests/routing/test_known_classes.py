@@ -11,6 +11,7 @@ import inspect
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +132,23 @@ def test_timm(name, stand_in, view):
         assert torch.allclose(before, model.attn(x), atol=1e-6)
 
 
+@pytest.mark.promise("nemo-automodel")
+@pytest.mark.parametrize(
+    ("activation", "view"),
+    [("swiglu", "transposed, columns 12+12"), ("quick_geglu", "transposed, columns 12*(1+1)"), ("relu2", "transposed")],
+)
+def test_experts_of_nemo_automodel(activation, view):
+    """Stand in for its GroupedExperts, whose weights are (experts, in, out)."""
+    name = {"__module__": "nemo_automodel.components.moe.experts", "forward": lambda self, x: x}
+    experts = type("GroupedExperts", (nn.Module,), name)()
+    experts.config, experts.is_gated = SimpleNamespace(expert_activation=activation), activation != "relu2"
+    experts.gate_and_up_projs = nn.Parameter(torch.ones(3, 16, 24))
+    experts.down_projs = nn.Parameter(torch.ones(3, 12, 16))
+    model = nn.ModuleDict({"gate": nn.Linear(16, 3), "experts": experts})
+    views = {"experts.gate_and_up_projs": view, "experts.down_projs": "transposed"}
+    assert {own: found for own, (found, _) in muon_views(model).items()} == views
+
+
 def block(base, *names):
     """Return a module of one's own with projections of these names."""
 
@@ -215,6 +233,7 @@ OLDER = {
     *("GraniteMoeMoE", "GraniteMoeHybridMoE", "GraniteMoeSharedMoE"),
 }
 NAMED = {name for _, classes, _ in RULES for name in classes.split()} - {"*"}
+FULL = ("timm.", "nemo_automodel.")
 
 
 def classes_of_transformers():
@@ -240,7 +259,7 @@ def test_every_class_with_such_a_projection_was_read():
 @pytest.mark.skipif(is_older(), reason="rules name classes of the newest transformers, and a few older ones")
 def test_every_rule_names_classes_that_exist():
     theirs = {name for name, *_ in classes_of_transformers()} | set(dir(nn))
-    assert {name for name in NAMED if not name.startswith("timm.")} - theirs == OLDER - theirs
+    assert {name for name in NAMED if not name.startswith(FULL)} - theirs == OLDER - theirs
 
 
 def test_names_of_classes_are_in_one_rule_for_each_projection():
