@@ -1,6 +1,6 @@
-"""A device without values as an accelerator: have hf_muon take the branches that it takes on CUDA.
+"""Make hf_muon treat a device without values as an accelerator.
 
-`tests/test_rehearsal.py` lists the places in hf_muon that ask for a type of device.
+`tests/test_rehearsal.py` lists the places in hf_muon that check the type of a device.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ META = torch.device("meta")
 
 
 class Noted(Protocol):
-    """What a `benchmarks.count.Count` notes here."""
+    """The attribute of `benchmarks.count.Count` that is used here."""
 
     waits: Counter[str]
 
 
 @contextlib.contextmanager
 def as_accelerator(count: Noted | None = None, *, reads: bool = True, device: torch.device = META) -> Iterator[None]:
-    """Have hf_muon take the branches of CUDA for the meta device, or for fake tensors of CUDA.
+    """Make hf_muon run its code for CUDA on the meta device, or on fake CUDA tensors.
 
-    Moments can be offloaded to the host, whose memory is not touched, and copies have streams.
+    Moments can be offloaded to the host, without touching its memory, and copies have streams.
 
     Args:
-        count: a `Count`; notes when the host waits for a stream or an event.
-        reads: whether values can be read, which it then has to answer. Otherwise gradients are not checked.
+        count: a `Count`, which counts waits of the host for a stream or an event.
+        reads: whether values can be read; `counting` answers the reads. Otherwise gradients are not checked.
         device: of the parameters.
     """
 

@@ -1,18 +1,19 @@
 """Count what a step would ask of an accelerator: kernel launches, waits of the host, bytes of elementwise traffic.
 
-Nothing is measured. Tensors are on the meta device, where hf_muon takes the paths that it takes on accelerators.
+Nothing is measured. Tensors are on the meta device, where hf_muon runs the code for accelerators.
 
 - A launch is a call of an operator that is not a view and does not only allocate. A multi-tensor call (``_foreach``) is
-  one launch where its lists have equal dtypes and strides, so that torch takes one kernel for many tensors, and one for
-  each tensor where they do not. (torch cuts it into kernels of at most 320 blocks of 65,536 elements, each of which
+  one launch if its lists have equal dtypes and strides, so that torch has one kernel for many tensors, and otherwise
+  one launch for each tensor. (torch cuts it into kernels of at most 320 blocks of 65,536 elements, each of which
   takes longer than a launch.)
-- Some operators copy before they compute, in kernels that are no calls: a product with an addend that is not its output
-  (cuBLAS has one matrix for both), and a reduction in a wider dtype than its input. Each is a launch more, and traffic.
+- Some operators copy before they compute, in kernels that are not separate calls: a product with an addend that is not
+  its output (cuBLAS has one matrix for both), and a reduction in a wider dtype than its input. Each adds a launch, and
+  traffic.
 - A function that hf_muon compiles on accelerators (`Elementwise`) is one launch, which reads and writes each of its
   tensors once, and in addition the copies of tensors that are not aligned.
 - Traffic is what operators other than products read and write in the accelerator's memory.
 - A wait is a call in which the host waits for the accelerator: a read (``item``, ``tolist``, ``bool``), a copy between
-  both memories that is not ``non_blocking``, and ``synchronize`` of a stream or an event. What is read are answers.
+  both memories that is not ``non_blocking``, and ``synchronize`` of a stream or an event. Reads return `answer`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _CONVERTING = {"linalg_vector_norm", "sum", "mean", "prod"}
 _LAUNCHES = {"eye": 2}  # zeros, and the diagonal
 _WRITES_ONLY = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}
-# Inductor's kernels take tensors at such addresses.
+# Inductor's kernels need tensors at multiples of this address.
 _ALIGNED_BYTES = 16
 _COLLECTIVES = {
     *("alltoall_base", "_allgather_base", "allgather", "alltoall", "reduce_scatter", "allreduce", "broadcast"),
@@ -53,7 +54,7 @@ class Count(TorchDispatchMode):
     """Counts the operators that run while it is active.
 
     Args:
-        device: type of the device on which they run; tensors on a CPU beside another device are in the host's memory.
+        device: type of the device on which they run. With another device, tensors on the CPU are in the host's memory.
 
     Attributes:
         launches: by name.
@@ -115,7 +116,7 @@ class Count(TorchDispatchMode):
             self.traffic["clone"] += 2 * sum(_nbytes_of(tensors[i]) for i in copies)
 
     def _crosses(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether a copy goes from one memory to the other."""
+        """Return whether a copy is between the host's memory and the device's."""
         if name == "copy":
             return bool(args[0].is_meta != args[1].is_meta and args[0].numel())
         target = kwargs.get("device")
@@ -138,9 +139,9 @@ class Count(TorchDispatchMode):
 
 
 def answer(tensor: Tensor) -> Tensor:
-    """Return the values that a read of a meta tensor has: those of gradients that are finite and not zero.
+    """Return the values of a meta tensor, as if gradients were finite and not zero.
 
-    Bits are true, as of checks that are passed. Two numbers are a check's: nothing is wrong, and something moves.
+    Bools are true, as for checks that pass. Two numbers are the result of a check: no error, and nonzero gradients.
     Others are zeros.
     """
     if tensor.dtype is torch.bool:
@@ -217,7 +218,7 @@ def _copied_inside(name: str, args: Sequence[Any], kwargs: dict[str, Any], resul
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements, which torch does not copy."""
+    """Return whether two tensors have the same elements in memory, which torch does not copy."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and [one.storage_offset(), *one.shape, *one.stride()] == [
         other.storage_offset(),

@@ -156,11 +156,11 @@ def shard_(model: nn.Module, kind: str, mesh: DeviceMesh, device: torch.device) 
 def zero_step(model: nn.Module, options: dict[str, Any], stage: int, device: torch.device) -> Callable[[], None]:
     """Return hf_muon's part of a step of DeepSpeed ZeRO, on the fp32 partitions of this rank.
 
-    Partitions are cut as DeepSpeed's engine cuts them, which does not run here: in stages 1 and 2 a param group is one
+    DeepSpeed's engine does not run here; partitions are cut in the same way. In stages 1 and 2 a param group is one
     flat tensor, in stage 3 each parameter is cut. The engine steps one param group (sub-group) after the other.
 
     Args:
-        model: its parameters are replaced in the optimizer alone.
+        model: its parameters are replaced only in the optimizer.
         options: of `build_optimizer`.
         stage: of ZeRO.
         device: on which partitions lie: the accelerator, or the CPU with `offload_optimizer`.

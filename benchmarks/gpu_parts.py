@@ -1,4 +1,4 @@
-"""The parts of `gpu.py`, each in a separate process. A part writes what it has found as it goes."""
+"""The parts of `gpu.py`, each in a separate process. A part writes its findings as it goes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Finals = Mapping[tuple[str, str], list[Row]]
 
 
 def budgets_table(study: Study, finals: Finals) -> str:
-    """Return a table of cells that differ in their token budgets alone; empty if there are none."""
+    """Return a table of cells that differ only in their token budgets; empty if there are none."""
     lines = []
     for series, cells in _series(study):
         losses = {side: _losses(study, finals, cells, side) for side in study.sides}

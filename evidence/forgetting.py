@@ -12,7 +12,7 @@ from evidence.significance import paired, spread
 from evidence.study import Study
 from evidence.words import head_of, line_of, probability
 
-HEADS = ("old text before", "change on old text", "beside the reference", "p", "movement")
+HEADS = ("old text before", "change on old text", "minus the reference", "p", "movement")
 _Measure = Callable[[Row], float]
 
 
@@ -39,7 +39,7 @@ def forgetting_cells(own: Sequence[Row], reference: Sequence[Row]) -> list[str]:
 
 
 def starts_table(study: Study, finals: Finals) -> str:
-    """Return what a start does to each side beside what it does to the reference; empty without two starts.
+    """Return how the lead of each side over the reference depends on the start; empty without two starts.
 
     A side's difference from the reference is taken in each cell, and the cells' differences are compared by seed.
     """

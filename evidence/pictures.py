@@ -45,7 +45,7 @@ def picture(panels: Panels, names: Sequence[str], x_title: str, y_title: str, *,
         panels: by title.
         names: all lines, in the order of the legend.
         x_title: below each panel.
-        y_title: beside each panel.
+        y_title: title of the y axis of each panel.
         log: draw x on a logarithmic axis.
     """
     drawn = [name for name in names if any(name in lines for lines in panels.values())]

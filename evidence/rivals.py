@@ -70,7 +70,7 @@ def _adamw(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.opt
 
 
 def _llamafactory(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return LLaMA-Factory's, which decays everything of its AdamW half alike, norms too."""
+    """Return LLaMA-Factory's, which decays all parameters of AdamW, norms too."""
     cls = _llamafactory_module().Muon
     decay = muon[0]["weight_decay"]
     return cls(  # type: ignore[no-any-return]
@@ -84,7 +84,7 @@ def _llamafactory(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> to
 
 
 def _llamafactory_module() -> ModuleType:
-    """Import LLaMA-Factory's file alone, since its package imports much more."""
+    """Import LLaMA-Factory's file without its package, which imports much more."""
     package = importlib.util.find_spec("llamafactory")
     if package is None or not package.submodule_search_locations:
         raise RuntimeError("LLaMA-Factory is not installed, and its Muon is a side of this study: make evidence")

@@ -1,4 +1,4 @@
-"""Run a study's trials, each in a process of one thread on a core of its own, and enter them into the CSV file."""
+"""Run a study's trials, each in a process of one thread on its own core, and enter them into the CSV file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Runner:
         study: what to run.
         path: of the CSV file.
         corpus: the text.
-        cores: to pin processes to, one process each; None stands for no pinning.
+        cores: to pin processes to, one process each; None for no pinning.
         minutes: after which no more trials start; None for all.
         program: words after `python` of the process of a trial.
     """

@@ -110,7 +110,7 @@ class Study:
         return {name: _ladder({**value, "start": begin.get(name, value["start"])}) for name, value in ladders.items()}
 
     def tuning(self, cell: str, side: str, point: Point, repetition: int = 0) -> Trial:
-        """Return the tuning trial of a point, or one of its repetitions, each with a seed of its own."""
+        """Return the tuning trial of a point, or one of its repetitions, each with its own seed."""
         values = self.values(cell, side, point)
         return self._trial(cell, side, TUNE, values, self.tuning_seed + _REPETITION * repetition, point)
 

@@ -23,14 +23,14 @@ from evidence.words import head_of, line_of, probability, settings_text
 Rows = Mapping[str, Row]
 _HEAD = """# Evidence: the tables
 
-Written by `make evidence` from the CSV files beside this one; [how it is measured](../README.md). Losses are in nats a
-token, of text that no tuning has seen. "±" is the standard deviation over seeds, with the number of seeds behind it.
-*Beside the reference* is the mean difference of pairs with the same seed, with its standard deviation, and *p* that of
+Written by `make evidence` from the CSV files in this folder; [how it is measured](../README.md). Losses are in nats per
+token, of text that tuning has not seen. "±" is the standard deviation over seeds, followed by the number of seeds.
+*Minus the reference* is the mean difference of pairs with the same seed, with its standard deviation, and *p* that of
 Student's t-test of these pairs; in `rival` the reference is the side of the same scale. *Fewer steps* is how many times
-fewer steps a side takes to the reference's final loss (below 1: the reference is faster to the side's), *less time* the
-same in processor time: sides took steps in turn, and the median of the ratios of a turn counts (*ms a step* has the
-medians of the steps, whose ratio is a little different). It is good to about 6 %. The models are small and the runs
-short: a table speaks for its own sizes only.
+fewer steps a side takes to reach the reference's final loss (below 1: the reference reaches the side's loss faster).
+*Less time* is the same in processor time: sides took steps in turn, and the median of the ratios within a turn counts
+(*ms a step* has the medians of the steps, whose ratio differs a little). It is good to about 6 %. The models are small
+and the runs short: results hold only for these sizes.
 """
 
 
@@ -92,7 +92,7 @@ def _state(study: Study, rows: Rows) -> str:
 
 
 def finals_table(study: Study, finals: Finals, times: Times) -> str:
-    """Return the means of all cells and sides, each beside the reference side of its cell.
+    """Return the means of all cells and sides, compared with the reference side of each cell.
 
     Args:
         study: the study.
@@ -100,7 +100,7 @@ def finals_table(study: Study, finals: Finals, times: Times) -> str:
         times: milliseconds of steps; without them nothing is said about time.
     """
     forgets = any(row["other_loss"] for own in finals.values() for row in own)
-    heads = ["cell", "side", "settings", "test loss", "beside the reference", "p", "fewer steps", "less time"]
+    heads = ["cell", "side", "settings", "test loss", "minus the reference", "p", "fewer steps", "less time"]
     heads += ["ms a step", *(HEADS if forgets else ()), "what it shows"]
     lines = head_of(heads)
     sentences = []

@@ -74,7 +74,7 @@ def next_point(ladders: Sequence[Ladder], losses: Mapping[Point, float]) -> Poin
 def scores(losses: Mapping[Point, Sequence[float]]) -> dict[Point, float]:
     """Return how far each point lies above the one whose first loss is lowest, in the mean of the seeds that both have.
 
-    Points with more seeds than others would gain or lose by the seeds alone, were they compared by plain means.
+    With plain means, points with more seeds than others would win or lose because of the seeds.
 
     Args:
         losses: of each point, with one seed after another, the same seeds for all; not empty.

@@ -46,8 +46,8 @@ def rates_table(study: Study, rows: Rows) -> str:
             texts.append("" if rate is None or first is None else f"{rate:.2g} ({rate / first:.2f}x)")
         lines.append(line_of([side, *texts]))
     return (
-        "The best rate of each side, at the vertex of the parabola through the best one and its neighbours, and beside "
-        "it how many times that of the first column it is. One seed: two rates closer than about 1.4x may not "
+        "The best rate of each side, at the vertex of the parabola through the best one and its neighbours, and its "
+        "ratio to that of the first column. One seed: two rates closer than about 1.4x may not "
         "differ:\n\n" + "\n".join(lines)
     )
 

@@ -25,7 +25,7 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["train"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    os.chdir(settings["folder"])  # Ray starts a worker in a folder of its own
+    os.chdir(settings["folder"])  # Ray starts a worker in its own folder
     module.main(settings["arguments"])
 
 
