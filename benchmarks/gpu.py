@@ -1,4 +1,4 @@
-"""Check and measure hf_muon on a GPU in ten minutes, and write one page: `make gpu`, or with a Python that has torch
+"""Check and measure hf_muon on a GPU, and write one page: `make gpu`, or with a Python that has torch
 and what `pyproject.toml` lists:
 
 python -m benchmarks.gpu --device cuda

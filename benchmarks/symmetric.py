@@ -1,11 +1,11 @@
 """Symmetric products by one Triton kernel, which computes half of them: a candidate, to be measured on a card.
 
 ``C = beta D + alpha A B^T`` for batches ``(B, s, l)``, where C is symmetric: ``X X^T``, polynomials of one Gram matrix.
-A block computes one tile on or below the diagonal and stores it twice. Tiles depend on the card and on the size alone:
-no stopwatch chooses them, nothing sums in an order of its own, and no argument is the number of matrices. So a matrix
-has the same bits in any batch, on any rank and in any run. What `tile_of` does not know is left to cuBLAS.
+A block computes one tile on or below the diagonal and stores it twice. Tiles depend only on the card and the size: they
+are not chosen by timing, sums have a fixed order, and the number of matrices is not an argument. So a matrix has the
+same bits in any batch, on any rank and in any run. cuBLAS computes the sizes that `tile_of` does not have.
 
-The kernel is in no package: :mod:`benchmarks.gpu` measures it, and says whether it belongs there.
+hf_muon does not use this kernel: :mod:`benchmarks.gpu` measures whether it should.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
         side: rows and columns of the tile.
         depth: columns of A and B that are multiplied at once.
         warps: of a block.
-        stages: loads that are under way.
+        stages: loads in flight.
     """
 
     side: int
@@ -78,7 +78,7 @@ def kernel(
         a, b: descriptors of A and B ``(B, s, l)``; of their transposes ``(B, l, s)`` if they are `turned`.
         d, c: descriptors of D, which is read if it `adds`, and of C ``(B, s, s)``; may be the same memory.
         alpha, beta: factors.
-        n: tiles along a side of C.
+        n: number of tiles along the rows of C.
         length: l.
     """
     # Rows of tiles k and n - 1 - k have n + 1 tiles together.

@@ -162,10 +162,12 @@ def test_the_first_minutes_on_a_card_at_small_sizes(tmp_path):
     process = first_minutes("--out", str(page))
     assert process.returncode == 0, process.stdout + process.stderr
     by_title = sections(page)
-    assert len(by_title) == 6
+    assert len(by_title) == 7
     for title, text in by_title.items():
+        if text.strip().endswith("There is no Triton here. Not run."):
+            continue
         assert not re.search("Not run|Not complete|[Ff]ailed|does not run: (?!ImportError: dion)", text), (title, text)
-    machine, tests, compiled, memory, step, ranks = by_title.values()
+    machine, tests, compiled, _, memory, step, ranks = by_title.values()
     assert f"| torch | {torch.__version__}" in machine
     assert re.search(r"^[1-9]\d* skipped$", tests, re.MULTILINE)
     assert "no CUDA device" in tests
@@ -189,8 +191,8 @@ def test_parts_that_do_not_end_in_time_say_so(tmp_path):
     process = first_minutes("--only", "machine", "compiled", "--budget", "0.2", "--out", str(page))
     assert process.returncode == 1
     texts = list(sections(page).values())
-    assert ["stopped after 0 s" in text for text in texts] == [True, False, True, False, False, False]
-    assert sum("Not run." in text for text in texts) == 3
+    assert ["stopped after 0 s" in text for text in texts] == [True, False, True, False, False, False, False]
+    assert sum("Not run." in text for text in texts) == 4
     assert texts[-1].strip() == "What an earlier run found."
 
 
