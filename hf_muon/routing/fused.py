@@ -256,7 +256,7 @@ def _experts(module: Any, size: int) -> Fused | None:
 
 
 def _nemo_experts(module: Any, size: int) -> Fused | None:
-    """Split as the activation reads: gate and up in turns or consecutive; up alone if there is no gate."""
+    """Split as the activation reads: gate and up interleaved or consecutive; only up if there is no gate."""
     if module.config.expert_activation == "quick_geglu":
         return Fused((Part("gate", 1), Part("up", 1)), size // 2)
     return _HALVES(module, size) if module.is_gated else None
