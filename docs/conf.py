@@ -30,7 +30,7 @@ CONTENTS = {
         "benchmark-tables-* evidence evidence-tables api design contributing changelog"
     ),
 }
-RECIPES = {"Programs": "llamafactory trainer trl"}
+RECIPES = {"Programs": "llamafactory trainer trl verl"}
 
 project = "hf_muon"
 author = "the authors of hf_muon"
