@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_muon.math.elementwise import Elementwise, Number, is_accelerator, over
-from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, moment_dtype
+from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, moment_dtype, over_blocks
 from hf_muon.math.rounding import Salt, is_half, salt, store_
 
 # Elements per chunk on a CPU, so that the temporaries of torch's AdamW stay in a cache.
@@ -171,11 +171,12 @@ def adamw_(
         corrections = [1 - beta**count for beta in betas]
         rates = (1 - betas[0], betas[1], 1 - betas[1])
         factors = (1 - lr * weight_decay, lr / corrections[0], 1 / math.sqrt(corrections[1]), eps)
-        for function in (STEP, STEP_CODES):
-            rows = [_tensors(own) for own in alike if ("exp_avg_scale" in own.state) == (function is STEP_CODES)]
-            if rows:
-                columns = list(zip(*rows, strict=True))
-                over(function, columns, salt(step), *rates, *factors, stochastic=rounding != "nearest")
+        numbers, stochastic = (salt(step), *rates, *factors), rounding != "nearest"
+        tensors = [_tensors(own) for own in alike]
+        if rows := [row for row in tensors if len(row) == 4]:
+            over(STEP, [*zip(*rows, strict=True)], *numbers, stochastic=stochastic)
+        if rows := [row for row in tensors if len(row) == 6]:
+            over_blocks(STEP_CODES, [*zip(*rows, strict=True)], *numbers, stochastic=stochastic)
 
 
 def _is_for_torch(stepped: Stepped) -> bool:

@@ -9,9 +9,8 @@ bit-identical to a single process.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType, MappingProxyType
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -79,7 +78,8 @@ class Elementwise:
 
     Args:
         function: of flat tensors, or of rows ``(R, n)`` and numbers of rows ``(R,)``; of numbers; and of options, each
-            combination of which is compiled.
+            combination of which is compiled. What it only reads it first converts to the dtype of what it only writes:
+            `over` may copy it into that memory.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
         row: the only length of its rows; None for any.
@@ -101,6 +101,9 @@ class Elementwise:
         self.name = cast(FunctionType, function).__name__.strip("_")
         self.reads = reads
         self.writes = writes
+        # Each position that is only written takes the copies of one that is only read.
+        only_read = [position for position in reads if position not in {*writes, *by_row}]
+        self.into = dict(zip(only_read, (position for position in writes if position not in reads), strict=False))
 
     def __call__(self, first: Tensor, *arguments: Tensor | float, **options: Any) -> None:
         """Call the function. On the meta device one call of an operator stands for it."""
@@ -127,42 +130,30 @@ class Elementwise:
                 tensor.copy_(odd[id(tensor)])
 
     def in_blocks(self, position: int, tensor: Tensor) -> Tensor:
-        """View a tensor with rows of whole blocks as the function takes it: ``(..., row)``, or a number for each."""
+        """View a tensor as the function takes it: ``(..., row)``, or a number for each row."""
         if self.row is None:
             return tensor
         shape = tensor.shape[:-1] if tensor.ndim > 1 else ()
         return tensor.view(*shape, -1) if position in self.by_row else tensor.view(*shape, -1, self.row)
 
 
-def over(
-    function: Elementwise,
-    columns: Sequence[Sequence[Tensor]],
-    *numbers: float,
-    into: Mapping[int, int] = MappingProxyType({}),
-    **options: Any,
-) -> None:
+def over(function: Elementwise, columns: Sequence[Sequence[Tensor]], *numbers: float, **options: Any) -> None:
     """Call a function on many tensors, in few launches.
 
     Small tensors are copied into flat ones and back, which is one launch for many of them. Large ones, for which copies
-    would take longer than launches, have a call each. If the function takes rows of one length, those of tensors are
-    cut into such blocks; the last one of a row is filled up with zeros, in a copy.
+    would take longer than launches, have a call each.
 
     Args:
         function: takes as many flat tensors as there are columns, then the numbers and options.
         columns: for each argument, a list of tensors. Tensors at one position have equal shapes, but for those with
-            a number for each block, ``(..., ceil(n / row))`` for ``(..., n)``.
+            a number for each row, ``(..., n / row)`` for ``(..., n)``.
         numbers: of the function.
-        into: columns that are only read, with one that is only written and takes their copies.
         options: of the function.
     """
     if not columns[0]:
         return
     at_most = _numbers(columns[0][0].device)
-    rows: list[Sequence[Tensor]] = list(zip(*columns, strict=True))
-    has_padding = function.row is not None and any(_padding(function, row[0]) for row in rows)
-    if has_padding:
-        rows = [part for row in rows for part in _parts(function, row, at_most.run_bytes)]
-    flats = [None if has_padding else adjacent(column) for column in columns]
+    flats = [adjacent(column) for column in columns]
     copied = [c for c, flat in enumerate(flats) if flat is None]
     counted = [c for c in copied if c not in function.by_row]
     passes = [2 * ((c in function.reads) + (c in function.writes)) for c in range(len(columns))]
@@ -171,17 +162,15 @@ def over(
         most_bytes = max(most_bytes, sum(flat.nbytes for flat in flats if flat is not None) // 4)
     waiting: list[Sequence[Tensor]] = []  # for others, to be copied together
     waiting_bytes, kind = 0, None
-    for row in rows:
+    for row in zip(*columns, strict=True):
         last_kind, kind = kind, [(tensor.dtype, tensor.device) for tensor in row]
         if kind != last_kind:
-            copy_bytes = sum(row[c].dtype.itemsize for c in counted if c not in into)
+            copy_bytes = sum(row[c].dtype.itemsize for c in counted if c not in function.into)
             pass_bytes = sum(row[c].dtype.itemsize * passes[c] for c in counted)
         size = row[0].numel()
-        alone = any(not row[c].is_contiguous() for c in copied) or (
-            size * pass_bytes >= at_most.copied_bytes and not _padding(function, row[0])
-        )
+        alone = size * pass_bytes >= at_most.copied_bytes or any(not row[c].is_contiguous() for c in copied)
         if waiting and (alone or kind != last_kind or waiting_bytes + size * copy_bytes > most_bytes):
-            _gathered(function, waiting, flats, into, *numbers, **options)
+            _together(function, waiting, flats, *numbers, **options)
             waiting, waiting_bytes = [], 0
         if alone:
             _alone(function, row, *numbers, **options)
@@ -189,22 +178,7 @@ def over(
             waiting.append(row)
             waiting_bytes += size * copy_bytes
     if waiting:
-        _gathered(function, waiting, flats, into, *numbers, **options)
-
-
-def _padding(function: Elementwise, tensor: Tensor) -> int:
-    """Return by how many elements each row of a tensor must be filled up."""
-    return 0 if function.row is None else -tensor.shape[-1] % function.row
-
-
-def _parts(function: Elementwise, row: Sequence[Tensor], most_bytes: int) -> Iterable[Sequence[Tensor]]:
-    """Return tensors, or parts with some of their rows if these have to be copied and take more than some bytes."""
-    if not _padding(function, row[0]) or not all(tensor.is_contiguous() for tensor in row):
-        return [row]
-    nbytes = sum(tensor.nbytes for tensor in row)
-    matrices = [tensor.detach().flatten(end_dim=-2) for tensor in row]
-    count = max(1, len(matrices[0]) * most_bytes // max(1, nbytes))
-    return zip(*(torch.split(matrix, count) for matrix in matrices), strict=True)
+        _together(function, waiting, flats, *numbers, **options)
 
 
 def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **options: Any) -> None:
@@ -212,12 +186,12 @@ def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **opti
     tensors = [tensor.detach() for tensor in row]
     if function.row is None and tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
         tensors = [tensor.mT for tensor in tensors]
-    rows = None if _padding(function, tensors[0]) else _in_rows(tensors)
+    rows = _in_rows(tensors)
     if rows is not None:
         function(*(function.in_blocks(c, tensor) for c, tensor in enumerate(rows)), *numbers, **options)
         return
     copies = [tensor.contiguous() for tensor in tensors]
-    _gathered(function, [copies], [None] * len(copies), {}, *numbers, **options)
+    _together(function, [copies], [None] * len(copies), *numbers, **options)
     for c in function.writes:
         if copies[c] is not tensors[c]:
             tensors[c].copy_(copies[c])
@@ -236,65 +210,39 @@ def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     return None
 
 
-def _gathered(
+def _together(
     function: Elementwise,
     rows: Sequence[Sequence[Tensor]],
     flats: Sequence[Tensor | None],
-    into: Mapping[int, int],
     *numbers: float,
     **options: Any,
 ) -> None:
     """Call a function once on contiguous tensors of one dtype a column, some of which lie in flat tensors already."""
     columns = [*zip(*rows, strict=True)]
-    has_padding = any(_padding(function, row[0]) for row in rows)
     arguments: dict[int, Tensor] = {}
     written: list[tuple[list[Tensor], list[Tensor]]] = []
-    for c in sorted(range(len(columns)), key=into.__contains__):  # after those that they are copied into
-        column, flat, shared = columns[c], flats[c], None
+    for c in sorted(range(len(columns)), key=function.into.__contains__):  # after those that they are copied into
+        column, flat = columns[c], flats[c]
         if flat is not None:
             begin = int(column[0].storage_offset()) - int(flat.storage_offset())
-            flat = flat[begin : begin + sum(tensor.numel() for tensor in column)]
-        elif len(column) == 1 and not has_padding:
-            flat = column[0].detach().view(-1)
+            arguments[c] = flat[begin : begin + sum(tensor.numel() for tensor in column)]
+        elif len(column) == 1:
+            arguments[c] = column[0].detach().view(-1)
         else:
-            shared = arguments[into[c]] if c in into else None
-            row = function.row if has_padding and c not in function.by_row else None
-            flat, tensors, places = _places(column, row, None if shared is None else shared.view(-1))
+            tensors = [tensor.detach().view(-1) for tensor in column]
+            sizes = [tensor.numel() for tensor in tensors]
+            shared = arguments.get(function.into.get(c, -1))
+            if shared is None:
+                shared = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+            arguments[c] = shared
+            places = list(torch.split(arguments[c], sizes))
             if c in function.reads:
                 torch._foreach_copy_(places, tensors)
             if c in function.writes:
                 written.append((tensors, places))
-        arguments[c] = function.in_blocks(c, flat) if shared is None else shared
-    function(*(arguments[c] for c in range(len(columns))), *numbers, **options)
+    function(*(function.in_blocks(c, arguments[c]) for c in range(len(columns))), *numbers, **options)
     for targets, copies in written:
         torch._foreach_copy_(targets, copies)
-
-
-def _places(
-    column: Sequence[Tensor], row: int | None, flat: Tensor | None
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return a flat tensor for copies, new if there is none yet, the tensors that are copied, and a place for each.
-
-    Args:
-        column: contiguous tensors of one dtype.
-        row: fill up each of their rows with zeros to a multiple of so many elements; None to leave rows as they are.
-        flat: the flat tensor.
-    """
-    if row is None:
-        tensors = [tensor.detach().view(-1) for tensor in column]
-        sizes = widths = [tensor.numel() for tensor in tensors]
-    else:
-        tensors = [tensor.detach().flatten(end_dim=-2) for tensor in column]
-        widths = [math.ceil(tensor.shape[1] / row) * row for tensor in tensors]
-        sizes = [len(tensor) * width for tensor, width in zip(tensors, widths, strict=True)]
-    if flat is None:
-        new = torch.empty if row is None else torch.zeros
-        flat = new(sum(sizes), dtype=column[0].dtype, device=column[0].device)
-    places = list(torch.split(flat, sizes))
-    if row is not None:
-        wide = [place.view(len(t), width) for place, t, width in zip(places, tensors, widths, strict=True)]
-        places = [place[:, : tensor.shape[1]] for place, tensor in zip(wide, tensors, strict=True)]
-    return flat, tensors, places
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:

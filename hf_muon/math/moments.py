@@ -10,15 +10,16 @@ https://arxiv.org/abs/2509.23106.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hf_muon.math.elementwise import rows_per_chunk
+from hf_muon.math.elementwise import Elementwise, chunk_size, over, rows_per_chunk
 from hf_muon.math.rounding import Salt, salted_bf16, salted_bits
 
 MOMENT_DTYPES = ("auto", "fp32", "bf16", "int8")
@@ -126,6 +127,46 @@ def check_blocks(blocks: Tensor) -> None:
     torch._check(blocks.shape[-1] == BLOCK)  # type: ignore[no-untyped-call]
 
 
+def over_blocks(function: Elementwise, columns: Sequence[Sequence[Tensor]], *numbers: float, **options: Any) -> None:
+    """Call a function of blocks on many tensors, as `over` does.
+
+    Where rows do not end with a block, it gets copies of them that are filled up with zeros, few at a time.
+
+    Args:
+        function: of rows ``(R, BLOCK)``, and of scales ``(R,)`` where its `by_row` says so.
+        columns: see `over`.
+        numbers: of the function.
+        options: of the function.
+    """
+    rows = [*zip(*columns, strict=True)]
+    parts: list[Sequence[Tensor]] = []
+    for row in rows:
+        if row[0].shape[-1] % BLOCK:
+            parts += zip(*(torch.split(tensor.detach(), rows_per_chunk(row[0])) for tensor in row), strict=True)
+    if not parts:
+        over(function, columns, *numbers, **options)
+        return
+    if whole := [row for row in rows if row[0].shape[-1] % BLOCK == 0]:
+        over(function, [*zip(*whole, strict=True)], *numbers, **options)
+    size = chunk_size(rows[0][0].device)
+    totals = itertools.accumulate(part[0].numel() for part in parts)
+    kinds = [(total // size, *(tensor.dtype for tensor in part)) for total, part in zip(totals, parts, strict=True)]
+    for _, turn in itertools.groupby(range(len(parts)), key=kinds.__getitem__):
+        own = [*zip(*(parts[k] for k in turn), strict=True)]
+        copies = [column if c in (*function.by_row, *function.into) else _zeros(column) for c, column in enumerate(own)]
+        for c, other in function.into.items():
+            copies[c] = copies[other]
+        places = [
+            [copy[..., : t.shape[-1]] for copy, t in zip(*each, strict=True)] for each in zip(copies, own, strict=True)
+        ]
+        for c in function.reads:
+            if c not in function.by_row:
+                torch._foreach_copy_(places[c], own[c])
+        over(function, copies, *numbers, **options)
+        for c in function.writes:
+            torch._foreach_copy_(own[c], places[c])
+
+
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the scales of codes: ``(..., ceil(n / BLOCK))`` for ``(..., n)``."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
@@ -225,3 +266,11 @@ def _in_blocks(rows: Tensor) -> Tensor:
     width = min(BLOCK, rows.shape[-1])
     padded = F.pad(rows, (0, -rows.shape[-1] % width)) if rows.shape[-1] % width else rows
     return padded.reshape(*padded.shape[:-1], -1, width)
+
+
+def _zeros(column: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return zeros for tensors of one dtype, with rows as long as a multiple of `BLOCK`, one after the other."""
+    shapes = [(*tensor.shape[:-1], -(-tensor.shape[-1] // BLOCK) * BLOCK) for tensor in column]
+    sizes = [math.prod(shape) for shape in shapes]
+    flats = torch.split(column[0].new_zeros(sum(sizes)), sizes)
+    return [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]

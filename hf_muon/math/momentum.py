@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.elementwise import Elementwise, Number, over, shaped_like
-from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks
+from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, over_blocks
 from hf_muon.math.rounding import Salt, salt
 
 BUFFER = "momentum_buffer"
@@ -102,7 +102,7 @@ def move_(
     updates = shaped_like(flat, buffers)
     if quantized:
         scales = [own[SCALE] for own in moments]
-        over(MOVE_CODES, [buffers, scales, grads, updates], rate, into={2: 3}, nesterov=nesterov)
+        over_blocks(MOVE_CODES, [buffers, scales, grads, updates], rate, nesterov=nesterov)
     else:
-        over(MOVE, [buffers, grads, updates], salt(step), rate, into={1: 2}, nesterov=nesterov)
+        over(MOVE, [buffers, grads, updates], salt(step), rate, nesterov=nesterov)
     return updates if wanted else []
