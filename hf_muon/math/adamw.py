@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math.elementwise import Elementwise, Number, is_accelerator, over
+from hf_muon.math.elementwise import Elementwise, is_accelerator, over
 from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, moment_dtype, over_blocks
-from hf_muon.math.rounding import Salt, is_half, salt, store_
+from hf_muon.math.rounding import is_half, salt, store_
 
 # Elements per chunk on a CPU, so that the temporaries of torch's AdamW stay in a cache.
 CHUNK = 2**18
 MOMENTS_OF_ADAMW = ("exp_avg", "exp_avg_sq")
+_AVERAGE, _SQUARE = (MOMENTS[key] for key in MOMENTS_OF_ADAMW)
 
 
 class Stepped(NamedTuple):
@@ -27,83 +28,36 @@ class Stepped(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-def next_values(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    rate: Number,
-    decay: Number,
-    rest: Number,
-    keep: Number,
-    size: Number,
-    root: Number,
-    eps: Number,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a parameter and its moments after a step, in the dtype of the step.
+def _step(param: Tensor, grad: Tensor, *arguments: Any, stochastic: bool) -> None:
+    """Step a parameter and its moments in fp32, or in the dtype of a wider parameter.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: of one shape, in any dtypes.
-        rate: by which the first moment moves.
-        decay, rest: decay of the second moment, and one minus it.
-        keep: factor of the parameter, ``1 - lr * weight_decay``.
-        size: factor of the update, ``lr`` over the first bias correction.
-        root: factor of the square root of the second moment, one over that of its bias correction.
-        eps: added to this root.
+        param: of any dtype.
+        grad: of its shape.
+        *arguments: the moments, each a tensor, or blocks of codes and their scales; the salt of the step; and numbers:
+            `rate` by which the first moment moves; `decay` of the second, and `rest`, one minus it; `keep`, the factor
+            of the parameter, ``1 - lr * weight_decay``; `size`, that of the update, ``lr`` over the first bias
+            correction; `root`, that of the square root of the second moment, one over the root of its bias correction;
+            and `eps`, added to this root.
+        stochastic: whether to round the parameter at random.
     """
+    *stored, step_salt, rate, decay, rest, keep, size, root, eps = arguments
+    average, square = stored[: len(stored) // 2], stored[len(stored) // 2 :]
     dtype = torch.promote_types(param.dtype, torch.float32)
-    grad, first, second = grad.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)
+    grad, first, second = grad.to(dtype), _AVERAGE.read(*average).to(dtype), _SQUARE.read(*square).to(dtype)
     first = (grad - first).mul_(rate).add_(first)
     second = (grad * grad).mul_(rest).add_(second * decay)
     move = first / second.sqrt().mul_(root).add_(eps)
-    return (param.to(dtype) * keep).sub_(move.mul_(size)), first, second
+    exact = (param.to(dtype) * keep).sub_(move.mul_(size))
+    _AVERAGE.write_(first, step_salt, *average)
+    _SQUARE.write_(second, step_salt, *square)
+    store_(param, exact, first, step_salt, stochastic=stochastic)
 
 
-def _step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step_salt: Salt,
-    *numbers: Number,
-    stochastic: bool,
-) -> None:
-    """Step a parameter and its moments; the numbers are those of `next_values`."""
-    _step_moments(param, grad, (exp_avg,), (exp_avg_sq,), step_salt, *numbers, stochastic=stochastic)
-
-
-def _step_codes(
-    param: Tensor,
-    grad: Tensor,
-    avg_codes: Tensor,
-    avg_scales: Tensor,
-    sq_codes: Tensor,
-    sq_scales: Tensor,
-    step_salt: Salt,
-    *numbers: Number,
-    stochastic: bool,
-) -> None:
-    """Step a parameter in blocks ``(R, BLOCK)`` and its moments of 8 bits; the numbers are those of `next_values`."""
-    check_blocks(avg_codes)
-    average, square = (avg_codes, avg_scales), (sq_codes, sq_scales)
-    _step_moments(param, grad, average, square, step_salt, *numbers, stochastic=stochastic)
-
-
-def _step_moments(
-    param: Tensor,
-    grad: Tensor,
-    average: Sequence[Tensor],
-    square: Sequence[Tensor],
-    step_salt: Salt,
-    *numbers: Number,
-    stochastic: bool,
-) -> None:
-    """Step a parameter and its moments, each a tensor, or codes and their scales."""
-    first, second = (MOMENTS[key] for key in MOMENTS_OF_ADAMW)
-    exact, *moments = next_values(param, grad, first.read(*average), second.read(*square), *numbers)
-    first.write_(moments[0], step_salt, *average)
-    second.write_(moments[1], step_salt, *square)
-    store_(param, exact, moments[0], step_salt, stochastic=stochastic)
+def _step_codes(param: Tensor, grad: Tensor, codes: Tensor, *arguments: Any, stochastic: bool) -> None:
+    """Step a parameter in blocks ``(R, BLOCK)``, with moments of 8 bits."""
+    check_blocks(codes)
+    _step(param, grad, codes, *arguments, stochastic=stochastic)
 
 
 STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
