@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.math.torch_private import inductor_options, is_watched
+from hf_muon.math.torch_private import inductor_options, is_watched, lacking
 
 # By type of device: the package that torch needs to compile for it.
 _COMPILERS = {"cuda": "triton", "xpu": "triton"}
@@ -144,7 +144,7 @@ def _inductor_options() -> dict[str, Any]:
     for names, value in _OPTIONS.items():
         name = next((name for name in names if name in known), None)
         if name is None:
-            raise RuntimeError(f"torch {torch.__version__} has no option {names[0]} of torch.compile [torch-changed]")
+            raise lacking(f"option {names[0]} of torch.compile", "compiled functions")
         chosen[name] = value
     return chosen
 

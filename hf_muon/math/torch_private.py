@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_LATER = "Use a torch that hf_muon was tested with, or a newer hf_muon"
 _COMPILING, _LOADING, _GROUPS = "compiled functions", "hooks of loads", "process groups"
 NEEDS = {
     "_len_torch_dispatch_stack": _COMPILING,
@@ -43,6 +42,14 @@ NEEDS = {
 """What needs each name."""
 
 
+def lacking(what: str, feature: str) -> RuntimeError:
+    """Return the error of a torch that lacks something that a feature needs."""
+    return RuntimeError(
+        f"torch {torch.__version__} has no {what}, which hf_muon needs for {feature}. Use a torch that hf_muon was "
+        "tested with, or a newer hf_muon [torch-changed]"
+    )
+
+
 def _private(owner: Any, name: str) -> Any:
     """Return an attribute.
 
@@ -53,10 +60,7 @@ def _private(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         kind = owner if hasattr(owner, "__name__") else type(owner)
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {kind.__name__}.{name}, which hf_muon needs for {NEEDS[name]}. "
-            f"{_LATER} [torch-changed]"
-        ) from error
+        raise lacking(f"{kind.__name__}.{name}", NEEDS[name]) from error
 
 
 def disable_dynamo(function: _F) -> _F:
@@ -130,10 +134,7 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     c10d._hash_ranks_to_str = lambda *_, **__: name
     try:
         if name_of(list(ranks), use_hashed_name=True) != name:
-            raise RuntimeError(
-                f"torch {torch.__version__} names process groups in a way that this version of hf_muon does not know, "
-                f"and a group that only its own ranks make needs a name. {_LATER} [torch-changed]"
-            )
+            raise lacking("name of a process group that can be given", _GROUPS)
         group: dist.ProcessGroup = c10d.new_group(list(ranks), use_local_synchronization=True)
     finally:
         c10d._hash_ranks_to_str = own
@@ -199,10 +200,7 @@ def dtensor_on_host(
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     except (ImportError, TypeError) as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} makes DTensors in another way, which moments of DTensors on the host need "
-            f"({error}). {_LATER} [torch-changed]"
-        ) from error
+        raise lacking(f"DTensor of a spec ({error})", "moments of DTensors on the host") from error
 
 
 def fake_store() -> Any:
@@ -214,10 +212,7 @@ def fake_store() -> Any:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no fake process group where hf_muon looks for it, which plans of several "
-            f"ranks need ({error}). {_LATER} [torch-changed]"
-        ) from error
+        raise lacking(f"fake process group where hf_muon looks for it ({error})", "plans of several ranks") from error
     return FakeStore()
 
 
