@@ -55,7 +55,7 @@ def build_optimizer(
     require_muon(routes, type(model).__name__)
     groups = groups_of(routes, config)
     optimizer = Muon(groups, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config))
-    optimizer.head_rules.attach(optimizer.param_groups, model)
+    optimizer.head_rules.attach(optimizer.param_groups, lambda: model)
     if optimizer.metrics is not None:
         optimizer.metrics.model = _facts_of(model, routes)
     log_routes(routes, frozen(model))

@@ -94,9 +94,8 @@ class MuonOfGroups(Muon):
         super().__init__(
             split, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
         )
-        if self.head_rules.is_asked(self.param_groups):
-            trained = {p for group in self.param_groups for p in group["params"]}
-            self.head_rules.attach(self.param_groups, holder_of(trained, model))
+        trained = {p for group in self.param_groups for p in group["params"]}
+        self.head_rules.attach(self.param_groups, lambda: holder_of(trained, model))
         log_routes(reached)
 
 

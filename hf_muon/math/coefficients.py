@@ -25,12 +25,12 @@ class Preset:
 
     Attributes:
         steps: one ``(a, b, c)`` per step.
-        singular_range: smallest and largest singular value after `default_steps`, for inputs in ``[1e-3, 1]``.
+        singular_range: smallest and largest singular value after the default steps, for inputs in ``[1e-3, 1]``.
         source: where the numbers were published.
         repeat_last: whether the last step is repeated if more steps are asked for than listed.
-        truncates: whether the first steps alone are a good choice if fewer are asked for than listed.
+        truncates: whether the first steps alone are a good choice if fewer are asked for than listed. The default is
+            then five steps, and else all.
         singular_range_of_four: the same after four steps, which cost a fifth less; None if the preset needs five.
-        default_steps: number of steps that ``ns_steps=auto`` takes.
     """
 
     steps: tuple[Triple, ...]
@@ -39,7 +39,6 @@ class Preset:
     repeat_last: bool = False
     truncates: bool = False
     singular_range_of_four: tuple[float, float] | None = None
-    default_steps: int = DEFAULT_STEPS
 
 
 def _with_margin(steps: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
@@ -117,7 +116,6 @@ PRESETS: dict[str, Preset] = {
         steps=(_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,
         singular_range=(0.999, 1.003),
         source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/blob/main/DeepSeek_V4.pdf",
-        default_steps=10,
     ),
 }
 
@@ -163,7 +161,9 @@ def _of_preset(name: str, ns_steps: int | str) -> Steps:
             "or for each [invalid-value]"
         )
     preset = PRESETS[name]
-    number, listed = preset.default_steps if ns_steps == AUTO else int(ns_steps), len(preset.steps)
+    listed = len(preset.steps)
+    default = DEFAULT_STEPS if preset.truncates else listed
+    number = default if ns_steps == AUTO else int(ns_steps)
     if (number < listed and not preset.truncates) or (number > listed and not preset.repeat_last):
         bound = "at most" if preset.truncates else "exactly"
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.attention import attentions_of
 from hf_muon.routing.parameters import unwrapped
 from hf_muon.rules import registry
-from hf_muon.rules.heads import Attention, LogitSource, source_of
+from hf_muon.rules.heads import Attention, LogitsOf, measure
 from hf_muon.rules.rule import Rule
 from hf_muon.storage.partitions import Partitions
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of
@@ -54,18 +54,17 @@ class HeadRules:
 
     def __init__(self) -> None:
         self._attentions: list[Attention] = []
-        self._source: LogitSource | None = None
+        self._logits_of: LogitsOf | None = None
         self._places: dict[str, tuple[int, int]] = {}  # of parameters, by name: the param group, and the index there
         self._logits: Tensor | None = None  # of this step, on the host
         self._has_measured = False
 
-    @staticmethod
-    def is_asked(groups: Sequence[Group]) -> bool:
-        """Return whether a rule of some param groups follows heads."""
-        return bool(_names(groups))
-
-    def attach(self, groups: Sequence[Group], model: nn.Module) -> None:
+    def attach(self, groups: Sequence[Group], model_of: Callable[[], nn.Module]) -> None:
         """Find the attentions of a model and measure them from now on, if a rule of the param groups asks for it.
+
+        Args:
+            groups: param groups.
+            model_of: returns the model; called if a rule asks for it.
 
         Raises:
             ValueError: an attention that a rule does not fit, or that cannot be measured or rescaled.
@@ -73,7 +72,7 @@ class HeadRules:
         names = _names(groups)
         if not names:
             return
-        attentions, complaints = attentions_of(model)
+        attentions, complaints = attentions_of(model_of())
         of_groups = {id(param): (k, i) for k, group in enumerate(groups) for i, param in enumerate(group["params"])}
         places: dict[str, tuple[int, int]] = {}
         for attention, parameters in attentions.items():
@@ -88,11 +87,11 @@ class HeadRules:
             complaints += _complaints(attention, [groups[k] for k, _ in own.values()])
         if not attentions and not complaints:
             complaints.append(("this model", "has no trained attention [no-attention]"))
-        source = source_of([*attentions]) if not complaints else ""
-        if isinstance(source, str):
-            lines = first_few(_joined(complaints) or [source], 5, "\n  - ")
+        logits_of = measure([*attentions]) if not complaints else ""
+        if isinstance(logits_of, str):
+            lines = first_few(_joined(complaints) or [logits_of], 5, "\n  - ")
             raise ValueError(f"{names} cannot work with this model:\n  - {lines}")
-        self._attentions, self._source, self._places = [*attentions], source, places
+        self._attentions, self._logits_of, self._places = [*attentions], logits_of, places
         if is_rank_zero():
             heads = sum(attention.heads.queries for attention in attentions)
             logger().info("%s: %d heads of %d attentions are measured", names, heads, len(attentions))
@@ -107,7 +106,7 @@ class HeadRules:
         names = _names(groups)
         if not names:
             return
-        if self._source is None:
+        if self._logits_of is None:
             if all(has_data(local_of(param)) for group in groups for param in group["params"][:1]):
                 yield NO_MODEL.format(rules=names)
             return
@@ -130,11 +129,11 @@ class HeadRules:
             RuntimeError: nothing was measured before the first step, on any rank; raised on all of them.
         """
         names = _names(groups)
-        if self._source is None or not names or not (is_first or self._logits is None):
+        if self._logits_of is None or not names or not (is_first or self._logits is None):
             return
         device = local_of(next(param for group in groups for param in group["params"])).device
         own = []
-        for attention, logits in zip(self._attentions, self._source.pop(), strict=True):
+        for attention, logits in zip(self._attentions, self._logits_of(), strict=True):
             none = torch.full((attention.heads.queries,), -math.inf, device=device)
             own.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
         logits = torch.cat(own)

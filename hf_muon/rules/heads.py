@@ -7,9 +7,8 @@ by whoever runs their forward pass.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -64,20 +63,14 @@ class Attention:
     rows: Mapping[str, Rows]
 
 
-class LogitSource(Protocol):
-    """Measures the largest logit of each head in the forward passes of training."""
-
-    def pop(self) -> list[Tensor | None]:
-        """Return for each attention the largest logit of each head ``(H,)``, fp32, since the last call.
-
-        None for an attention that no forward pass has used.
-        """
-        ...
+LogitsOf = Callable[[], "list[Tensor | None]"]
+"""Returns for each attention the largest logit of each head ``(H,)``, fp32, in the forward passes of training since the
+last call; None for an attention that no forward pass has used."""
 
 
-def source_of(attentions: Sequence[Attention]) -> LogitSource | str:
-    """Return what measures the logits of some attentions, or why nothing does."""
+def measure(attentions: Sequence[Attention]) -> LogitsOf | str:
+    """Measure the logits of some attentions from now on. Return what has them, or why they cannot be measured."""
     # By name, because those who run forward passes are above this room.
     measuring = importlib.import_module("hf_muon.integrations.transformers.attention")
-    source: LogitSource | str = measuring.source_of(attentions)
-    return source
+    logits_of: LogitsOf | str = measuring.measure(attentions)
+    return logits_of

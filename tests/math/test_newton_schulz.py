@@ -129,7 +129,7 @@ def test_ranges_are_what_the_coefficients_give_and_the_docs_say():
     values = torch.logspace(-3, 0, 20001, dtype=torch.float64)
     for name, preset in PRESETS.items():
         low, high = preset.singular_range
-        assert f"| `{name}` | {preset.default_steps} | {low:.3f} to {high:.3f} |" in page
+        assert f"| `{name}` | {len(resolve(name))} | {low:.3f} to {high:.3f} |" in page
         for steps, bounds in ((AUTO, preset.singular_range), (4, preset.singular_range_of_four)):
             if bounds is None:
                 continue

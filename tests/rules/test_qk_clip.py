@@ -29,7 +29,7 @@ THRESHOLD = 100.0
 
 def measured(optimizer):
     """Return what is measured of each layer since the last step."""
-    return [logits.clone() for logits in (r._largest for r in optimizer.head_rules._source._recorders)]
+    return [attention._recorders[each.module]._largest.clone() for each in optimizer.head_rules._attentions]
 
 
 def weights_of(model):
@@ -152,7 +152,7 @@ def test_evaluation_does_not_count_and_checkpointed_activations_count_once(atten
     for a, b in zip(expected, measured(other.optimizer), strict=True):
         assert torch.equal(a, b)
     plain.optimizer.step()
-    assert plain.optimizer.head_rules._source.pop() == [None, None]
+    assert plain.optimizer.head_rules._logits_of() == [None, None]
 
 
 def test_without_stored_logits_the_metric_is_not_above_the_true_maximum_and_equal_for_short_sequences():
@@ -162,7 +162,7 @@ def test_without_stored_logits_the_metric_is_not_above_the_true_maximum_and_equa
         ids = tokens(5, batch=2, length=length)
         for model in (eager, hidden):
             model(input_ids=ids, labels=ids).loss.backward()
-        true, estimate = ([layer.clone() for layer in o.head_rules._source.pop()] for o in optimizers)
+        true, estimate = ([layer.clone() for layer in o.head_rules._logits_of()] for o in optimizers)
         for a, b in zip(true, estimate, strict=True):
             if length == attention.MOST_QUERIES:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=0)

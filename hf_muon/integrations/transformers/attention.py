@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_muon.math.logits import Visible, largest_logits
 from hf_muon.math.torch_private import disable_dynamo
-from hf_muon.rules.heads import Attention
+from hf_muon.rules.heads import Attention, LogitsOf
 from hf_muon.storage.tensors import is_dtensor
 
 MOST_QUERIES = 128
@@ -32,24 +32,14 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _recorders: weakref.WeakKeyDictionary[nn.Module, _Recorder] = weakref.WeakKeyDictionary()
 
 
-class AttentionLogits:
-    """The largest logits of some attentions, in forward passes in training mode that compute gradients.
+def measure(attentions: Sequence[Attention]) -> LogitsOf | str:
+    """Measure the logits of some attentions, in forward passes in training mode that compute gradients.
 
     Evaluation does not count. Activation checkpointing, which computes activations twice, does not change the result.
+
+    Returns:
+        A function that returns the largest logits since its last call; or why they cannot be measured.
     """
-
-    def __init__(self, attentions: Sequence[Attention]) -> None:
-        self._recorders = [_Recorder(attention) for attention in attentions]
-        for attention, recorder in zip(attentions, self._recorders, strict=True):
-            _recorders[attention.module] = recorder
-
-    def pop(self) -> list[Tensor | None]:
-        """Return for each attention the largest logit of each head ``(H,)`` since the last call; see `LogitSource`."""
-        return [recorder.pop() for recorder in self._recorders]
-
-
-def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
-    """Return an object that measures the logits of some attentions, or the reason why they cannot be measured."""
     module = sys.modules.get("transformers.modeling_utils")
     interface = getattr(module, "AttentionInterface", None)
     for attention in attentions:
@@ -61,7 +51,9 @@ def source_of(attentions: Sequence[Attention]) -> AttentionLogits | str:
                 "[unmeasured-attention]"
             )
     _patch(interface)
-    return AttentionLogits(attentions)
+    recorders = [_Recorder(attention) for attention in attentions]
+    _recorders.update({one.module: recorder for one, recorder in zip(attentions, recorders, strict=True)})
+    return lambda: [recorder.pop() for recorder in recorders]
 
 
 def _patch(interface: Any) -> None:
