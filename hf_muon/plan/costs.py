@@ -18,6 +18,7 @@ from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
 from hf_muon.plan.stand_ins import ACCELERATOR
+from hf_muon.rules import registry
 from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.tensors import shape_of
 
@@ -144,7 +145,7 @@ class StateBytes(NamedTuple):
     """Bytes of optimizer state on each rank.
 
     Attributes:
-        own: all of it, without the one number per row of `normalize`.
+        own: all of it, without the small state by row of rules.
         adamw: the same if torch's AdamW stepped all weights.
         large: the part that `momentum_offload` moves to the host: moments of large parameters.
     """
@@ -166,6 +167,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], ranks: int, shards: int) ->
     for group in groups:
         use_muon, dtype = bool(group["use_muon"]), dtype_of(group)
         keys = [key for key in STATE_KEYS[use_muon] if key != "step"]
+        of_rules = [*registry.state_of(group).values()].count("weight")
         like = {(tuple(shape_of(param)), param.dtype): param for param in group["params"]}
         counts = Counter((tuple(shape_of(param)), param.dtype) for param in group["params"])
         for kind, count in counts.items():
@@ -175,7 +177,8 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], ranks: int, shards: int) ->
                 for local in set(local_shapes(kind[0], ranks, shards))
             }
             for rank, local in enumerate(local_shapes(kind[0], ranks, shards)):
-                total.own[rank] += count * (moments[local] + (0 if use_muon else _STEP))
+                exact = torch.promote_types(param.dtype, torch.float32).itemsize * math.prod(local)
+                total.own[rank] += count * (moments[local] + of_rules * exact + (0 if use_muon else _STEP))
                 total.adamw[rank] += count * (2 * param.dtype.itemsize * math.prod(local) + _STEP)
                 total.large[rank] += count * moments[local] * (math.prod(kind[0]) >= SMALLEST)
     return total

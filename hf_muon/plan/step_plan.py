@@ -38,7 +38,7 @@ class Plan:
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         muon_weights, adamw_weights: number of trained weights by route.
-        state_bytes: optimizer state, bytes, without the one number per row of `normalize`.
+        state_bytes: optimizer state, bytes, without the small state by row of rules.
         sent_bytes: updates and directions sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hf_muon import Muon, MuonConfig, build_optimizer
 from hf_muon.optim_args import parse_optim_args
+from hf_muon.plan.step_plan import plan_step
 from hf_muon.rules import registry
 from tests.optimizer.cases import gradients, parameters, run
 from tests.rules import others
@@ -88,6 +89,16 @@ def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
     caplog.clear()
     build_optimizer(model).load_state_dict(build_optimizer(model).state_dict())
     assert "no option here" not in caplog.text
+
+
+def test_a_plan_counts_the_state_that_is_stored_like_the_weight(rules):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 4))
+    plain, ruled = (
+        plan_step(model, MuonConfig.from_mapping(own), "fsdp", 2, dtype=torch.bfloat16).state_bytes
+        for own in ({}, {"their_everything": True})
+    )
+    assert sum(ruled) - sum(plain) == 2 * 4 * (6 * 8 + 6 * 6 + 4 * 6), "two tensors in fp32"
 
 
 # --- options that rules change from step to step are measured
