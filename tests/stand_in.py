@@ -62,6 +62,7 @@ class Device:
         self.accesses = {}
         self.races = []
         self.copied = {"in": 0, "out": 0}
+        self.dtypes = set()
 
     def current_stream(self, device=None):
         return self.stream
@@ -106,6 +107,7 @@ class Device:
 
     def reset(self):
         self.peak, self.launches, self.races, self.copied = self.nbytes(), 0, [], {"in": 0, "out": 0}
+        self.dtypes = set()
 
     def hold(self, storage):
         """Count a storage for as long as it lives."""
@@ -187,6 +189,7 @@ class StandIn(torch.Tensor):
         )
         tensor.inner = inner
         DEVICE.hold(inner.untyped_storage())
+        DEVICE.dtypes.add(inner.dtype)
         return tensor
 
     def __repr__(self, *, tensor_contents=None):

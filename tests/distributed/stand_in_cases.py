@@ -121,6 +121,7 @@ def train(
         "after": device.nbytes() - before,
         "races": device.races,
         "copied": dict(device.copied),
+        "dtypes": device.dtypes,
         "devices": {name: kinds(optimizer.state[param]) for name, param in model.named_parameters()},
         "state bytes": sum(
             value.numel() * value.dtype.itemsize
