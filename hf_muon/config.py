@@ -166,8 +166,8 @@ class MuonConfig:
     max_batch_bytes: Annotated[int, types.integer("a positive number of bytes", 1)] = option(
         MAX_BATCH_BYTES,
         "Upper limit for the temporary memory of Newton-Schulz in bytes, updates and directions included. Matrices of "
-        "one shape are processed in batches that fit; a single larger matrix goes alone. In a distributed step a rank "
-        "has 3.6 times as many bytes under way at most, and what exceeds that is sent without overlap.",
+        "one shape are processed in batches that fit; a larger matrix is a batch by itself. In a distributed step a "
+        "rank has at most 3.6 times this limit in flight; a larger round is sent without overlap.",
         scope="optimizer",
     )
     comm_dtype: Annotated[str, types.choice(tuple(COMM_DTYPES))] = option(
