@@ -1,5 +1,5 @@
-"""What travels between ranks: pieces of each update go to the matrix's one owner, pieces of its direction come back.
+"""Communication: ranks send pieces of each update to the owner of the matrix, which returns pieces of the direction.
 
-The room imports `storage` and `math`. An `Exchange` is the only way from stored pieces to directions. Rooms above use
-it, `ranks` (what ranks tell one another before a step) and `groups` (process groups).
+This package imports `storage` and `math`. Others use `exchange.Exchange`, which turns stored pieces into directions,
+`ranks` (messages before a step) and `groups` (process groups).
 """

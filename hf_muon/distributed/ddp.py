@@ -1,7 +1,8 @@
-"""DistributedDataParallel: in which steps its ranks share the work of an optimizer, whoever has built that.
+"""DistributedDataParallel: find the steps in which its ranks share the work of an optimizer.
 
-An optimizer has parameters, which do not know of the wrapper around their model, and wrappers are made before or after
-it. So each wrapper is noted when it registers its model, and each step asks the wrappers that hold its parameters.
+Parameters have no reference to the wrapper around their model, and the wrapper may be made before or after the
+optimizer. So each wrapper is recorded when it registers its model, and each step looks up the wrappers that hold its
+parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _registered = 0
 
 
 def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Note a wrapper; called whenever a module registers a submodule, as a wrapper does with its model."""
+    """Record a wrapper. Called whenever a module registers a submodule, as a wrapper does with its model."""
     global _registered
     if isinstance(module, DistributedDataParallel):
         _wrappers.add(module)
@@ -35,7 +36,7 @@ def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
 
 
 def _note_existing() -> None:
-    """Note the wrappers that were made before this module was imported."""
+    """Record the wrappers that were made before this module was imported."""
     if dist.is_available() and dist.is_initialized():  # without a process group there are none
         # isinstance would read the `__class__` of any object.
         _wrappers.update([made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)])
@@ -48,8 +49,8 @@ _note_existing()
 class Replicas:
     """The wrappers that hold all parameters of an optimizer, whose ranks have the same parameters and moments.
 
-    They have, as long as every step takes gradients that were reduced over all of them. After another step, as in
-    `no_sync`, each rank has moments of its own, and steps alone from then on.
+    Ranks remain equal as long as the gradients of every step were reduced over all of them. After another step, as in
+    `no_sync`, each rank has different moments, and steps without the others from then on.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Replicas:
         self._have_parted = False
 
     def of_step(self, params: Sequence[Tensor]) -> ProcessGroup | None:
-        """Return the process group whose ranks share this step; None if each of them takes it alone.
+        """Return the process group whose ranks share this step; None if each of them takes it without the others.
 
         Args:
             params: of an optimizer, after their gradients have been computed.
@@ -85,14 +86,14 @@ def has_reduced(ddp: DistributedDataParallel) -> bool:
     It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a node.
 
     Raises:
-        RuntimeError: this torch does not say so where it is looked for.
+        RuntimeError: this torch lacks the attribute that is read.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
     return (
         ddp.require_backward_grad_sync
-        and ddp.require_forward_param_sync  # of the last forward pass, where the other one is of this moment
+        and ddp.require_forward_param_sync  # at the last forward pass; the other one is the current value
         and all(hook in over_all for hook in communication_hooks(ddp))
         and not ddp.parameters_to_ignore
         and not ddp.is_multi_device_module

@@ -1,17 +1,17 @@
-"""One matrix, one owner: from what ranks store of matrices to what they store of their directions.
+"""Assemble each matrix on one owner rank, orthogonalize it there, and distribute the direction.
 
 A matrix ``(m, n)`` lies on R ranks in boxes ``(rows, columns)``: shards, replicas, or slices of a flat partition. In a
-step each rank first computes the updates of its own boxes. One `all_to_all_single` of a flat tensor, the boxes in the
-order of their owners, brings every box to its matrix's owner (of replicas, one rank sends). The owner copies the boxes
-into a batch ``(B, m, n)``, orthogonalizes it, and copies the boxes out of the directions ``(B, m, n)`` in the order of
-the ranks that store them. A second `all_to_all_single` takes these back, and each rank applies them to its own boxes.
-Where all ranks store whole matrices (DDP), these are copied to all ranks, and an owner holds its directions once.
-Matrices whose owner stores all of them do not travel. With N elements of b bytes on S shards, each rank sends
-``2 (S - 1) / S^2 * N * b`` bytes, the minimum if one rank owns a matrix.
+step each rank first computes the updates of its own boxes. One `all_to_all_single` of a flat tensor, with the boxes in
+the order of their owners, sends every box to the owner of its matrix (of replicas, one rank sends). The owner copies
+the boxes into a batch ``(B, m, n)``, orthogonalizes it, and copies the boxes out of the directions ``(B, m, n)`` in the
+order of the ranks that store them. A second `all_to_all_single` returns these, and each rank applies them to its own
+boxes. Where all ranks store whole matrices (DDP), these are copied to all ranks, and an owner holds its directions
+once. Matrices whose owner stores all of them do not travel. With N elements of b bytes on S shards, each rank sends ``2
+(S - 1) / S^2 * N * b`` bytes, the minimum if one rank owns a matrix.
 
-Units travel in rounds, in which every owner has one, or small ones. While one round is orthogonalized, the updates of
-the next one travel to their owners and the directions of the last one travel back. A process that is alone with its
-matrices is their owner, and everything is as it is elsewhere for matrices that do not travel.
+Units travel in rounds, in which every owner has one, or several small ones. While one round is orthogonalized, the
+updates of the next one travel to their owners and the directions of the last one travel back. Without other ranks, a
+process owns all of its matrices, which then do not travel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UpdatesOf(Protocol):
     """Moves momentum, and computes updates."""
 
     def __call__(self, pieces: Sequence[Piece], others: Sequence[Piece] = (), /) -> list[Tensor]:
-        """Move the momentum of some pieces and return their updates, memory of their own that may be overwritten.
+        """Move the momentum of some pieces and return their updates in new memory, which may be overwritten.
 
         Args:
             pieces: whose updates are returned.
@@ -71,10 +71,10 @@ class Exchange:
     Owners and rounds are computed once, by the same arithmetic on every rank.
 
     Args:
-        group: the ranks that store the matrices; None for this process alone.
+        group: the ranks that store the matrices; None for this process only.
         units: matrices to orthogonalize together.
         comm_dtype: dtype in which updates travel. Directions travel in the dtype in which Newton-Schulz returns them,
-            which loses nothing, or in `comm_dtype` if that is shorter.
+            without loss, or in `comm_dtype` if that is shorter.
         device: on which matrices are orthogonalized. Updates may come from another device (offload); directions stay
             on this one.
         max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once on a
@@ -196,9 +196,9 @@ class Exchange:
     def _orthogonalize(
         self, current: Round, received: Tensor, directions_of: DirectionsOf, dtype: torch.dtype
     ) -> list[list[Tensor]]:
-        """Return the directions of the units that this rank owns: for each return flat tensors, ordered by destination.
+        """Return the directions of the units that this rank owns, a list of flat tensors per `Return`, by destination.
 
-        Those that stay here are views of the directions, wherever they can be.
+        Those that stay on this rank are views of the directions if possible.
 
         Args:
             current: the round.
@@ -322,7 +322,7 @@ def exchanges_of(
 
 
 def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:
-    """Return how many elements a process that is alone steps together: on accelerators many, in few launches."""
+    """Return how many elements to step together without other ranks: on accelerators many, for few launches."""
     if not is_accelerator(device):
         return 0
     # Updates in fp32, and first copies of small tensors, then directions of two bytes.

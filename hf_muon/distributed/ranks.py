@@ -1,6 +1,6 @@
-"""What ranks tell one another before a step, so that all of them take it or all refuse it.
+"""Messages between ranks before a step, so that all of them take it or all refuse it.
 
-Nothing of variable length is sent before all ranks have agreed on its length.
+Ranks agree on the length of a message of variable length before they send it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Ranks:
-    """The ranks of a process group, which must call each method together; a process that is alone is one of one.
+    """The ranks of a process group, which must call each method together. A process without others is a group of one.
 
     Args:
-        group: the process group; None for this process alone.
+        group: the process group; None for this process only.
         model_device: of the parameters; of the same type on all ranks.
     """
 
@@ -87,7 +87,7 @@ class Ranks:
 
 
 def together(texts: Mapping[int, Sequence[str]]) -> list[str]:
-    """Return each text of the ranks once, followed by the ranks that it comes from unless it comes from all of them."""
+    """Return each text once, followed by the ranks that sent it unless all ranks did."""
     origins: dict[str, list[int]] = {}
     for rank, lines in texts.items():
         for line in dict.fromkeys(lines):

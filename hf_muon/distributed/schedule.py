@@ -1,6 +1,6 @@
-"""When each unit travels: rounds, as plain data that is computed before anything is sent.
+"""Schedule units in rounds, as plain data that is computed before any communication.
 
-Every rank computes the same rounds. A round also holds what this rank sends and receives for it.
+Every rank computes the same rounds. A round also holds what this rank sends and receives.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
 
 
 def _joined(boxes: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Join the boxes that a rank sends or receives, in the order in which they travel, as far as they can be."""
+    """Join neighbouring boxes that a rank sends or receives, in the order in which they travel."""
     joined: list[tuple[int, Box]] = []
     for k, box in boxes:
         together = joined[-1][1].joined(box) if joined and joined[-1][0] == k else None
@@ -153,7 +153,7 @@ def _joined(boxes: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
 
 
 class PlannedRound(NamedTuple):
-    """Units of a round, and what it has in flight on the rank where that is most.
+    """Units of a round, and its bytes in flight, maximum over ranks.
 
     Attributes:
         units: the batches.
@@ -179,7 +179,7 @@ class Schedule:
         ranks: number of ranks.
         comm_dtype: dtype in which updates travel.
         max_bucket_bytes: bound on the bytes that travel at once.
-        direction_bytes: of an element of the directions that Newton-Schulz returns, if it is not told otherwise.
+        direction_bytes: default size of an element of the directions that Newton-Schulz returns.
         small: elements of the units that an owner takes together; None for a share of `max_bucket_bytes`.
     """
 
@@ -271,7 +271,7 @@ def _sum(some: Sequence[int], others: Sequence[int]) -> list[int]:
 def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[Unit]:
     """Yield the units of all owners, largest first, in the order in which they start if all ranks are equally fast.
 
-    Those of a process that is alone come in their own order.
+    Without other ranks, units keep their order.
     """
     if len(queues) == 1:
         yield from queues[0]

@@ -20,7 +20,7 @@ _PADDED = 1.25
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Have all ranks of a group connect to one another, once, before the first all-to-all.
+    """Connect all ranks of a group to one another, once, before the first all-to-all.
 
     NCCL makes the connections of an all-to-all when it first runs. If the device is busy then with collectives of other
     groups, which also wait for ranks, ranks may wait for one another forever. So the first one is small, and each rank

@@ -1,4 +1,4 @@
-"""Which matrices are orthogonalized together, and by which rank; all ranks compute the same without communication."""
+"""Choose which matrices are orthogonalized together, and by which rank, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
         param: the position in the group of the parameter, or flat partition, that stores it.
         shape: of the whole, as it is stored.
         shards: what each rank of `group` stores of it.
-        group: the ranks that store it; None for this process alone.
+        group: the ranks that store it; None for this process only.
         device: on which it is orthogonalized.
         dtype: of its updates.
         transposed: whether it is stored as ``(in, out)``.
@@ -200,7 +200,7 @@ def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTE
     for i, matrix in enumerate(matrices):
         if math.prod(matrix.shape):
             rows, columns = matrix.shape[-2:]
-            # Rules compute by rows of the weight: matrices that are stored transposed have batches of their own.
+            # Rules compute by rows of the weight, so matrices that are stored transposed are in separate batches.
             alike.setdefault(((rows, columns), matrix.transposed, matrix.exchange), []).append(i)
             counts[(rows, columns), matrix.transposed] += matrix.size
             total += matrix.size * _cost((rows, columns))

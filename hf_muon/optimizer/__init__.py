@@ -1,7 +1,7 @@
-"""`Muon`, and what a step, a load and a copy of it need.
+"""The optimizer `Muon`: its step, its state, and its copies.
 
-The room imports every room below it and names no framework. Others use `Muon`; integrations also use
-`partitioned.attach_partitions` and what `state`, `load` and `check` say of checkpoints, the planner
+This package imports every package below it, and depends on no framework. Others use `Muon`; integrations also use
+`partitioned.attach_partitions` and the checks of checkpoints in `state`, `load` and `check`, and the planner uses
 `layout.StepLayout`.
 """
 

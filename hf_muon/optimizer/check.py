@@ -1,8 +1,8 @@
 """The check before a step: all ranks agree on the parameters to step, or on one error, before anything moves.
 
 Each rank collects its complaints in a list, and prepares the step. Then the ranks exchange one record of six numbers.
-If it says that something differs or is wrong, they exchange texts, which say what. A process that is alone takes the
-same way.
+If the record shows a difference or an error, they exchange texts about it. A process without other ranks uses the same
+code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STORED_DIFFERENTLY = (
 
 
 class Own(NamedTuple):
-    """What this rank has found before a step that it has no complaints about.
+    """The findings of this rank before a step, if it has no complaints.
 
     Attributes:
         options: of param groups, as lines that must be equal on all ranks.
@@ -65,7 +65,7 @@ class Own(NamedTuple):
 
 
 def complaints_of_groups(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
-    """Say what is wrong with the options of param groups, on this rank."""
+    """Return complaints about the options of param groups on this rank."""
     for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints itself
         if complaint := hyperparameter_complaint(group, work.devices):
             yield complaint
@@ -108,7 +108,7 @@ def agree(
         groups: param groups.
         layout: of these groups.
         complaints: why this rank cannot take the step.
-        own: what it has found; not read if there are complaints.
+        own: the findings of this rank; not read if there are complaints.
         refusal: how the error begins.
 
     Returns:
@@ -157,7 +157,7 @@ def agree_on_complaints(ranks: Ranks, complaints: Sequence[str], refusal: str) -
 def _of_any_rank(
     ranks: Ranks, groups: Sequence[Group], layout: StepLayout, stored: Sequence[str]
 ) -> tuple[list[bool], list[str]]:
-    """Return which parameters have a gradient on any of the ranks that store them, and what is wrong with that."""
+    """Return which parameters have a gradient on any of the ranks that store them, and complaints."""
     # All ranks have as many parameters: the layouts that they agree on have a line for each.
     rows = ranks.bits([*map(bool, stored), *map(needs_others, stored)])
     there = [bool(text) for text in stored]
@@ -191,7 +191,7 @@ def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[_Shared]:
 
 
 def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
-    """Complain of ranks that store the same region of a parameter, of which some have a gradient and others none."""
+    """Return complaints if only some of the ranks that store the same region of a parameter have a gradient."""
     for k, name, place, members in shared:
         for region in dict.fromkeys(place.regions):
             alike = [
@@ -205,7 +205,7 @@ def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> 
 
 
 def _stored_differently(shared: Sequence[_Shared], stored: Mapping[int, Sequence[str]]) -> Iterator[str]:
-    """Complain of gradients that only some ranks would redistribute, which would wait for the others forever."""
+    """Return complaints about gradients that only some ranks would redistribute, waiting forever for the others."""
     for k, name, _, members in shared:
         text = next((stored[rank][k] for rank in members if needs_others(stored[rank][k])), None)
         lacking = [rank for rank in members if stored[rank][k] != text]
@@ -239,7 +239,7 @@ def complaints_of_all(
     return together(Ranks(root, first_device_of(groups)).texts(complaints))
 
 
-# --- what must be the same on all ranks, in words and as a number
+# --- texts that must be equal on all ranks, and their hash
 
 
 def _hash(lines: Sequence[str]) -> int:
@@ -247,7 +247,7 @@ def _hash(lines: Sequence[str]) -> int:
 
 
 def option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
-    """Return what must be equal on all ranks of the options of param groups, in words."""
+    """Return a text for each option of param groups that must be equal on all ranks."""
     lines = []
     for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
         values = {
@@ -286,7 +286,7 @@ def _comparable(value: Any) -> str:
 
 
 def _difference(texts: Mapping[int, Sequence[str]]) -> str:
-    """Say what differs between the first rank of a group and the next one that has something else.
+    """Return the difference between the first rank of a group and the next one that differs from it.
 
     Entries that only one of the two has come first: where one is missing, all later lines differ by position.
     """
@@ -331,7 +331,7 @@ def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> 
 
 
 def _compile_alike(ranks: Ranks, are_off: Sequence[int], reason: str) -> None:
-    """Have all ranks compile functions, or none, and warn of the reasons once.
+    """Make all ranks compile functions, or none, and warn of the reasons once.
 
     Args:
         ranks: that decide together.

@@ -1,4 +1,4 @@
-"""Copies and pickles of a `Muon`: what they carry beside what torch does, and what they refuse."""
+"""Copy and pickle a `Muon`: attributes that torch does not copy, and optimizers that cannot be copied."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def carried(optimizer: Any) -> dict[str, Any]:
 
 
 def complete_(optimizer: Any) -> None:
-    """Give a copy its attributes. Options that a pickle of an older version lacks get their defaults."""
+    """Set the attributes of a copy. Options that a pickle of an older version lacks get their defaults."""
     for name, option in OPTIMIZER_OPTIONS.items():
         optimizer.__dict__.setdefault(name, option.default)
     for name, default in {

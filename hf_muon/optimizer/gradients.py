@@ -31,7 +31,7 @@ def local_grad(param: Tensor) -> Tensor:
 
 
 class Gradients:
-    """What this rank finds of the gradients of param groups, in one pass over all parameters.
+    """The findings of this rank about the gradients of param groups, in one pass over all parameters.
 
     Args:
         groups: param groups.
@@ -98,7 +98,7 @@ def _stored(param: Tensor, grad: Tensor) -> str:
 
 
 def complaint(group: Group, param: Tensor) -> str | None:
-    """Say why a parameter's gradient does not fit it; None where it does."""
+    """Return why a parameter's gradient does not match the parameter; None if it does."""
     grad = param.grad
     assert grad is not None
     if complaint_of_class := class_complaint(param):  # it was frozen when the layout was made

@@ -37,7 +37,7 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     """
     group = dict(param_group)
     if not group.get("differentiable"):
-        group.pop("differentiable", None)  # torch writes it into groups that an older version has saved
+        group.pop("differentiable", None)  # torch adds it to groups that an older version has saved
     for name in group:
         if name in (*OWN_KEYS, *FOREIGN_KEYS):
             continue
@@ -103,7 +103,7 @@ def complete_group_(group: dict[str, Any]) -> None:
 
 
 def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.device] | None = None) -> str | None:
-    """Say why the options of a group cannot work, alone, together, or on a device; None where they can.
+    """Return why the options of a group cannot work, by themselves, together, or on a device; None if they can.
 
     Schedulers, hooks and users write into groups between steps, so every step checks them again.
 

@@ -1,4 +1,4 @@
-"""Rules that follow the heads of attention: what is measured of them, and the factors of their rows after a step."""
+"""Rules about attention heads: measure their logits, and rescale their rows after a step."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def of_heads(group: Group) -> list[Rule]:
 
 
 class HeadRules:
-    """Measures the heads of a model's attentions, and applies what rules make of that after each step.
+    """Measures the heads of a model's attentions, and rescales their rows by rules after each step.
 
-    Before `attach`, and where no rule follows heads, the other methods measure and change nothing.
+    Before `attach`, and if there is no rule about heads, the other methods do nothing.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class HeadRules:
         layout: StepLayout,
         replicate_group: ProcessGroup | None,
     ) -> Iterator[str]:
-        """Say why the rules of the param groups cannot follow heads in a step."""
+        """Return why the rules of the param groups cannot be applied to heads in a step."""
         names = _names(groups)
         if not names:
             return
@@ -168,7 +168,7 @@ class HeadRules:
             if (highest := float(logits.max())) > -math.inf:
                 largest[attention.name] = highest
             group = groups[self._places[next(iter(attention.rows))][0]]
-            # What overflowed says nothing about how far it is from a threshold.
+            # Ignore overflowed (inf) logits: their distance to a threshold is unknown.
             factors = _factors(group, attention, logits.masked_fill(logits.isinf(), -math.inf))
             if bool((factors == 1).all()):
                 continue

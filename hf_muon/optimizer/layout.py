@@ -1,4 +1,4 @@
-"""How the parameters of an optimizer are stored, and what each param group's step works on because of it."""
+"""The storage of an optimizer's parameters, and the work of each param group's step that follows from it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GroupWork:
-    """What a step of one param group works on.
+    """The work of a step of one param group.
 
     Positions of matrices are those in `matrices`; `Matrix.param` leads from there to the parameters.
 
     Attributes:
-        shared: for each parameter, the ranks that store it together; None where this process stores it alone.
+        shared: for each parameter, the ranks that store it together; None if only this process stores it.
         matrices: of a Muon group; empty for an AdamW group.
         exchanges: orthogonalize the matrices, which they know by position; empty for an AdamW group.
         factors: of an AdamW group, for each parameter the factor of its elements; empty where all are 1.
@@ -62,7 +62,7 @@ class GroupWork:
 
 
 class StepLayout:
-    """How the parameters of all groups are stored, and what follows from it for a step.
+    """The storage of the parameters of all groups, and the work of a step that follows from it.
 
     A layout sends nothing, but may create process groups, once for a set of ranks: one for the ranks of each device
     mesh of two or more axes, and, when `root` is first read, one for all ranks of a step that no existing group
@@ -70,10 +70,10 @@ class StepLayout:
 
     Attributes:
         key: of the storage that the layout was made for, as by `storage_key`.
-        process_groups: over which parameters are stored; none where this process stores all parameters alone.
+        process_groups: over which parameters are stored; none if no other process stores them.
         devices: on which this rank stores parameters.
         first_device: the device of the first parameter that has one.
-        works: for each group, what its step works on. Empty where `complaints` came too early.
+        works: for each group, the work of its step. Empty if `complaints` came too early.
         complaints: why parameters cannot be stepped as they are stored.
         lines: what must be the same on all ranks, in words.
         digest: a hash of `lines`.
@@ -120,7 +120,7 @@ class StepLayout:
 
     @property
     def root(self) -> ProcessGroup | None:
-        """The group of all ranks that take part in a step; None where this process is alone with its parameters."""
+        """The group of all ranks that take part in a step; None if no other process stores these parameters."""
         if not self.process_groups:
             return None
         from hf_muon.distributed.groups import root_group
@@ -129,7 +129,7 @@ class StepLayout:
 
     @contextlib.contextmanager
     def guarded(self, complaints: list[str]) -> Iterator[None]:
-        """Turn an error into a complaint where other ranks wait for this one."""
+        """Turn an error into a complaint if other ranks wait for this one."""
         try:
             yield
         except Exception as error:
@@ -151,12 +151,12 @@ class Layouts:
         partitions: Partitions | None,
         **options: Any,
     ) -> StepLayout:
-        """Return the layout of the parameters that now stand in the groups, made when their storage has changed.
+        """Return the layout of the parameters that are in the groups now, made when their storage has changed.
 
         Args:
             groups: param groups.
             replicate_group: over which plain parameters are replicated.
-            partitions: flat partitions that stand in the place of parameters; None where there are none.
+            partitions: flat partitions that replace parameters; None if there are none.
             **options: of `StepLayout`.
         """
         ids = tuple(map(id, params_of(groups)))
@@ -172,7 +172,7 @@ class Layouts:
 def storage_key(
     groups: Sequence[Group], replicate_group: ProcessGroup | None = None, partitions: Partitions | None = None
 ) -> list[Any]:
-    """Return what a `StepLayout` depends on, to compare."""
+    """Return a key to compare: the storage on which a `StepLayout` depends."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [
         (dtype_of(group), *(str(group.get(key)) for key in ("views", "momentum_offload", KEY))) for group in groups
@@ -185,7 +185,7 @@ _OF_DTENSOR = operator.attrgetter("_local_tensor.dtype", "_local_tensor.device",
 
 
 def _storage(param: Tensor) -> tuple[Any, ...]:
-    """Return what changes with the storage of a parameter, in little time: every step asks all parameters."""
+    """Return a value that changes with the storage of a parameter. Fast: every step calls it for each parameter."""
     if not is_dtensor(param):
         return id(param), *_OF_TENSOR(param)
     dtype, device, local, spec = _OF_DTENSOR(param)
@@ -241,7 +241,7 @@ def process_groups_of(
 def _who_stores(
     groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions, complaints: list[str]
 ) -> Iterator[list[SharedStorage | None]]:
-    """Yield who stores each parameter of each group together, and add to `complaints` why some cannot be stepped."""
+    """Yield who stores each parameter of each group, and add to `complaints` why some cannot be stepped."""
     known: dict[Hashable, tuple[str | None, SharedStorage | None]] = {}
     for group in groups:
         storages: list[SharedStorage | None] = []
@@ -268,7 +268,7 @@ def _who_stores(
 
 
 def _partition_complaint(group: Group) -> str | None:
-    """Say why a flat partition cannot be stepped with the options of its group; None where it can."""
+    """Return why a flat partition cannot be stepped with the options of its group; None if it can."""
     if group.get("momentum_offload", "none") != "none":
         return (
             "is a flat ZeRO partition, which its framework itself keeps on the host if it is told to: "
@@ -294,7 +294,7 @@ def _storage_kind(param: Tensor) -> Hashable:
 
 
 def _shared_storage(param: Tensor, replicate_group: ProcessGroup | None) -> tuple[str | None, SharedStorage | None]:
-    """Return why a parameter cannot be stepped, or None; and who stores it, None for this process alone."""
+    """Return why a parameter cannot be stepped, or None; and who stores it, None for only this process."""
     shape = tuple(param.shape)
     if not is_dtensor(param):
         is_shared = replicate_group is not None and replicate_group.size() > 1
@@ -329,7 +329,7 @@ def _matrices(group: Group, storages: Sequence[SharedStorage | None], partitions
 
 
 def _matrices_of_partition(index: int, partition: Partition, dtype: torch.dtype) -> Iterator[Matrix]:
-    """Yield the matrices of whose parameters a flat partition holds slices, in the order of the slices."""
+    """Yield the matrices of the parameters in a flat partition, in the order of its slices."""
     for part in partition.slices:
         elements = part.elements(partition.rank)
         for shape, shards in zip(part.view.shapes(part.shape), part.shards(), strict=True):
@@ -347,11 +347,11 @@ def _matrices_of_partition(index: int, partition: Partition, dtype: torch.dtype)
             )
 
 
-# --- what must be the same on all ranks, in words
+# --- texts that must be equal on all ranks
 
 
 def lines_of(groups: Sequence[Group]) -> Iterator[str]:
-    """Yield what must be equal of param groups: numbers of parameters, how each is stored and stepped, factors."""
+    """Yield texts about param groups that must be equal on all ranks: numbers of parameters, their storage, factors."""
     sizes = [len(group["params"]) for group in groups]
     yield f"{sum(sizes)} parameters, in param groups of {' and '.join(map(str, sizes))}"
     for group in groups:

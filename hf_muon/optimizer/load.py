@@ -1,4 +1,4 @@
-"""Loading a state: its normal form, one comparison with this run, and the conversion of its tensors.
+"""Load a state: bring it into a normal form, compare it with this run, and convert its tensors.
 
 `compare` finds on one rank why a state cannot be loaded, and what a user should know about it. `load_` refuses what any
 rank complains of, and only then writes: a load that fails changes nothing. Moments are matched with parameters by
@@ -87,13 +87,13 @@ _OF_OPTIONS = ("options", "rates", "dtypes", "rules")  # all of these are listed
 
 @dataclass
 class Comparison:
-    """What a comparison of a saved state with a run has found on this rank.
+    """The result of comparing a saved state with a run on this rank.
 
     Attributes:
         complaints: why the state cannot be loaded.
-        differences: what a user should know, by kind; the texts are keys.
+        differences: facts that a user should know, by kind; the texts are keys.
         groups: the param groups after the load.
-        moments: the saved state of each parameter that has any, as far as it is loaded.
+        moments: the part of the saved state that is loaded, for each parameter that has some.
     """
 
     complaints: list[str] = field(default_factory=list)
@@ -151,7 +151,7 @@ def refuse(complaints: Sequence[str]) -> None:
 
 
 def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
-    """Return what the pre-hooks that users have registered make of a state dict, as in `Optimizer.load_state_dict`.
+    """Apply the pre-hooks that users have registered to a state dict, as `Optimizer.load_state_dict` does.
 
     If a hook fails on one rank, the other ranks, which wait for its complaints, refuse the load.
     """
@@ -172,7 +172,7 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
 
 
 def _shared_lines(found: Comparison) -> Iterator[str]:
-    """Yield what must be equal on all ranks: step counts, and which moments are redistributed from which placements."""
+    """Yield texts that must be equal on all ranks: step counts, and moments to redistribute with their placements."""
     for k, group in enumerate(found.groups):
         if any(map(is_dtensor, group["params"])):  # without DTensors a rank steps on its own
             yield f"param group {k} after {group['step']} steps"
@@ -248,7 +248,7 @@ def _normal_groups(state_dict: Any, complaints: list[str]) -> list[dict[str, Any
 
 
 def _entry_complaints(group: Group) -> Iterator[str]:
-    """Say which entries of a saved param group, other than options, are not what they should be."""
+    """Return complaints about the entries of a saved param group other than options."""
     if not isinstance(group["use_muon"], bool):
         yield f"has use_muon={quoted(group['use_muon'])}. Valid: true or false [invalid-value]"
     params = group.get("params")
@@ -308,7 +308,7 @@ def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
         return found
     saved_state = state_dict["state"]
     if not any("step" in saved for saved in saved_groups):
-        # In the oldest format only AdamW's parameters count steps; the largest of their counts stands for all groups.
+        # In the oldest format only AdamW's parameters count steps; all groups get the largest of these counts.
         states = [saved_state.get(key) for saved in saved_groups if not saved["use_muon"] for key in saved["params"]]
         steps = max((steps_of(own.get("step")) or 0 for own in states if isinstance(own, Mapping)), default=0)
         saved_groups = [{**saved, "step": steps} for saved in saved_groups]
@@ -343,7 +343,7 @@ def _merged(group: Group, saved: Group) -> dict[str, Any]:
 
 
 def _options_of_run() -> tuple[str, ...]:
-    """Return the options that stay this run's, to which a checkpoint is converted: what is stored how, and rules."""
+    """Return the options of this run that a load keeps, for storage and rules: a checkpoint is converted to them."""
     return ("momentum_dtype", "adamw_state_dtype", "weight_rounding", "momentum_offload", *registry.option_names())
 
 
@@ -390,7 +390,7 @@ def _list_complaints(group: Group, saved: Group) -> Iterator[str]:
         KEY: factors_of(saved) if has_factors(saved) else (),
     }
     for name, there in lists.items():
-        # A flat partition stands for many parameters: its group has more names than `params`, here and in the state.
+        # A flat partition replaces many parameters: its group has more names than `params`, here and in the state.
         if there and len(there) not in (len(names), len(group.get("views") or ()), len(group["params"])):
             yield f"it has {len(there)} {name} for {len(group['params'])} parameters [not-one-for-each]"
     if names and saved_names and list(names) != list(saved_names):
@@ -420,7 +420,7 @@ def _state_complaints(
         for name, entry in needed.items() if not missing else ():
             if complaint := _value_complaint(name, own[name], entry, param):
                 yield f"{describe(group, i)}: its {name} {complaint}"
-        # DCP leaves the scales of its template beside moments that were saved without any.
+        # DCP keeps the scales of its template if moments were saved without scales.
         extra = [name for name in own.keys() & ALL_STATE_KEYS if name not in needed and SCALES.get(name) not in needed]
         if extra:
             use_muon = bool(group["use_muon"])
@@ -483,7 +483,7 @@ def _value_complaint(name: str, value: Any, entry: Entry, param: Tensor) -> str 
 
 
 def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str]]:
-    """Yield in what a saved param group differs from this run's: a key of `_NOTICES`, and words for it."""
+    """Yield the differences between a saved param group and this run's: a key of `_NOTICES`, and a text."""
     of_rules, of_run, use_muon = registry.option_names(), _options_of_run(), bool(group["use_muon"])
     for name, option in sorted(GROUP_OPTIONS.items()):
         if name in of_rules:

@@ -1,4 +1,4 @@
-"""Moments of pieces and of AdamW's parameters in a step; those on the host are brought to the device and taken back."""
+"""Moments in a step. Those on the host are copied to the device and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_muon.storage.transport import Moments, Transport
 class Momentum:
     """The momentum of the pieces of an exchange in one step; a context manager, in which `updates` moves it.
 
-    Momentum that is stored on the host is brought to the device of its gradient for each call.
+    Momentum on the host is copied to the device of its gradient for each call.
 
     Args:
         moments: the momentum of each matrix, or stack, to step, by its position in the group; local tensors. Several
@@ -65,7 +65,7 @@ class Momentum:
     def updates(self, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
         """Move the momentum of the pieces of the next call, and return the updates of those that are not `others`.
 
-        The updates are memory of their own, which may be overwritten.
+        The updates are in new memory, and may be overwritten.
         """
         every = [*pieces, *others]
         order = [*range(len(pieces), len(every)), *range(len(pieces))]  # the others first, which leave no updates
@@ -91,7 +91,7 @@ class Momentum:
         return contextlib.nullcontext([self._stored(piece) for piece in pieces])
 
     def _stored(self, piece: Piece) -> Moments:
-        """Return the tensors that a piece needs of the stored momentum: views of its own, or all codes that it cuts."""
+        """Return the stored momentum tensors that a piece needs: views of the piece, or all codes if it cuts blocks."""
         stored = self._moments[piece.matrix]
         return stored if self._cuts_blocks(piece) else {key: piece.of(tensor) for key, tensor in stored.items()}
 
@@ -143,7 +143,7 @@ def _without_step(state: Moments) -> Moments:
 
 
 def _with_counter(own: Stepped, moments: Moments) -> Stepped:
-    """Return a chunk with moments on its device, and with a counter of its own."""
+    """Return a chunk with moments on its device, and with a separate step counter."""
     alike = all(moment.dtype is own.param.dtype for moment in moments.values())
     device = own.param.device if alike and uses_fused_adamw([own.param]) else "cpu"
     step = torch.full((), own.state["step"].item(), dtype=torch.float32, device=device)

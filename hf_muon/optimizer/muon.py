@@ -61,7 +61,7 @@ class Muon(Optimizer):
     DTensor parameters (FSDP2, HSDP, tensor parallel) need nothing else: the ranks send their parts of a matrix's update
     to one owner, which orthogonalizes the matrix and sends back the parts of the direction. The same happens for plain
     parameters that DistributedDataParallel holds, in the steps whose gradients it has reduced; in others, as in
-    `no_sync`, each process steps alone. Ranks that share parameters must step together.
+    `no_sync`, each process steps without the others. Ranks that share parameters must step together.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
@@ -70,8 +70,8 @@ class Muon(Optimizer):
             `MuonOfGroups`, in place of ``model.parameters()``.
         {options}
         replicate_group: process group over which plain parameters are replicated, and their gradients equal in every
-            step, where torch's DistributedDataParallel does not say so: a group of this rank alone for parameters that
-            are not. An initialized torch.distributed does not imply replicas.
+            step, if they are not in torch's DistributedDataParallel. For parameters that are not replicated, a group
+            of only this rank. An initialized torch.distributed does not imply replicas.
         diagnostics_file: file to which the lines of metrics are appended; None for `muon_diagnostics.jsonl`.
         **rules: options of rules, see :mod:`hf_muon.rules`: those above that are not among the arguments, and those
             that others have registered.
@@ -220,7 +220,7 @@ class Muon(Optimizer):
             watch.end(*measured, complete=complete)
 
     def _layout(self) -> StepLayout:
-        """Return how the parameters that now stand in the param groups are stored."""
+        """Return how the parameters that are in the param groups now are stored."""
         replicate_group = self.replicate_group
         if replicate_group is None:
             replicate_group = self._replicas.of_step(params_of(self.param_groups))
@@ -321,6 +321,6 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_layouts" not in self.__dict__:  # a copy or an unpickled optimizer; a loaded one keeps what it has
+        if "_layouts" not in self.__dict__:  # a copy or an unpickled optimizer; a loaded one keeps its attributes
             copies.complete_(self)
             self._begin()

@@ -1,4 +1,4 @@
-"""Steps on flat partitions, by which a framework (ZeRO) replaces parameters, and which it steps one by one."""
+"""Steps on flat partitions, with which a framework (ZeRO) replaces parameters and which it steps one by one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Group = Mapping[str, Any]
 class PartitionedStep:
     """The protocol between a `Muon` and a framework that replaces its parameters by flat partitions.
 
-    1. `expect_partitions`, before the framework takes the optimizer. Until step 2 it may take steps with zero gradients
-       only, by which it has optimizers create their state.
+    1. `expect_partitions`, before the framework takes the optimizer. Until step 2 it may only take steps with zero
+       gradients, to make the optimizer create its state.
     2. `attach_partitions`, when the framework has replaced the parameters: which slices of which parameters each flat
-       tensor holds. Nothing is attached where it has left them whole.
+       tensor holds. Nothing is attached if it left them whole.
     3. `Muon.step`, for all partitions at once or for one after the other: the framework puts those to step into the
        param groups, and leaves the other groups empty.
 
-    Every `Muon` has one, which 1 and 2 replace. For an optimizer that no framework wraps it has nothing to do.
+    Every `Muon` has one; 1 and 2 replace it. Without a framework it does nothing.
 
     Attributes:
         framework: its name, for errors.
@@ -110,9 +110,9 @@ class PartitionedStep:
 
 
 def expect_partitions(optimizer: Muon, framework: str) -> None:
-    """Have an optimizer take no step but those that create state, until `attach_partitions`.
+    """Allow an optimizer only steps that create state, until `attach_partitions`.
 
-    Where the framework fails to start in between, later steps say so.
+    If the framework fails to start in between, later steps report it.
 
     Args:
         optimizer: a `Muon` over the model's parameters.
@@ -129,11 +129,11 @@ def expect_partitions(optimizer: Muon, framework: str) -> None:
 def attach_partitions(
     optimizer: Muon, partitions: Partitions | None, replicate_group: ProcessGroup | None = None
 ) -> None:
-    """Have an optimizer step what a framework has made of its parameters.
+    """Make an optimizer step the flat partitions with which a framework replaced its parameters.
 
     Args:
         optimizer: a `Muon` that the framework steps with.
-        partitions: by the flat tensors that stand in its param groups; None where parameters have stayed whole.
+        partitions: by the flat tensors in its param groups; None if parameters are whole.
         replicate_group: the ranks that store whole parameters alike; not used for partitions.
     """
     optimizer.partitioned = dataclasses.replace(

@@ -1,6 +1,6 @@
-"""What an optimizer tells people on rank 0, through logging: what they may not expect, and how it takes its first step.
+"""Log on rank 0: warnings about an optimizer, and the report of its first step.
 
-Nothing is sent to other ranks, and nothing that a step goes on with is written to.
+There is no communication, and tensors of the step are not modified.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SMALLEST = 100_000
 def warn_of_tables(group: Mapping[str, Any]) -> None:
     """Log on rank 0 which matrices of a Muon group are embeddings, heads or the like in the model that holds them.
 
-    Parameters alone do not say what they are: those of no live module, and groups of fewer than `SMALLEST` weights, are
-    taken for hidden matrices, as in torch.optim.Muon.
+    A parameter does not show what it is. Parameters without a live module, and groups of fewer than `SMALLEST` weights,
+    are assumed to be hidden matrices, as in torch.optim.Muon.
     """
     matrices = [param for param in group["params"] if isinstance(param, nn.Parameter) and param.ndim == 2]
     if sum(param.numel() for param in matrices) < SMALLEST or not log.is_rank_zero():
@@ -67,7 +67,7 @@ def warn_of_empty_step(groups: Sequence[Group]) -> None:
 
 
 def _likely_cause(params: Sequence[Tensor]) -> str:
-    """Return why parameters most likely have no gradients, judging by what has become of them."""
+    """Return the likely reason why parameters have no gradients, from their present state."""
     if not any(param.requires_grad for param in params):
         return "none of them requires a gradient"
     if any(param.device.type == "meta" for param in params):

@@ -1,4 +1,4 @@
-"""Resuming with other state than a sharded checkpoint has: rules that were switched on since, moments in another dtype.
+"""Resume with state that a sharded checkpoint lacks: rules that were switched on since, moments in another dtype.
 
 `torch.distributed.checkpoint` reads a checkpoint into the state that the optimizer offers, and refuses one that lacks
 any of it. In `loading_from`, a `Muon` offers what the checkpoint has; `load_state_dict` then converts it, and says so,
@@ -51,7 +51,7 @@ def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | Stor
     """
     try:
         saved = _Saved(checkpoint)
-    except Exception as error:  # noqa: BLE001  raised by one rank alone, it would leave the others waiting
+    except Exception as error:  # noqa: BLE001  raised by one rank, it would leave the others waiting
         logger().warning(
             "%s: what it has cannot be read, so nothing is converted (%s) [unreadable-shards]", checkpoint, error
         )

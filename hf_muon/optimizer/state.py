@@ -1,11 +1,11 @@
-"""The state of parameters: what it must have, zeros, conversion, and why a step cannot use it.
+"""The state of parameters: its entries, initial zeros, conversion, and checks before a step.
 
 `entries_of` describes the state of a param group. Steps, saves, loads and the templates of
-torch.distributed.checkpoint all go by it. How moments are stored is known to :mod:`hf_muon.math.moments` alone.
+torch.distributed.checkpoint all use it. Only :mod:`hf_muon.math.moments` knows how moments are stored.
 
 Rules may keep state, too. State of the kind `weight` is stored like its parameter. State by row is small: every rank
-that stores some of a parameter has the state of all of its matrices, in one flat tensor, and the owner of a matrix
-sends what it has changed to all of them after a step.
+that stores a part of a parameter has the state of all of its matrices, in one flat tensor, and the owner of a matrix
+sends its changes to all of them after a step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def blocks_complaint(group: Group, param: Tensor) -> str | None:
 
 
 def check_params(groups: Sequence[Group], first: int = 0) -> None:
-    """Raise where a param group has no parameters, not even an empty list.
+    """Raise if a param group has no parameters, not even an empty list.
 
     Args:
         groups: param groups.
@@ -98,7 +98,7 @@ def describe(group: Group, index: int) -> str:
 
 
 class Entry(NamedTuple):
-    """What the state of a parameter has under one key.
+    """One entry of the state of a parameter.
 
     Attributes:
         shape: of the whole tensor; None for the state by row of a flat partition, whose matrices only its layout knows.
@@ -229,7 +229,7 @@ def zero_state(param: Tensor, key: str, entry: Entry) -> Tensor:
 
 
 def converted(param: Tensor, state: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Return a parameter's moments and state of rules as entries describe them, in memory of their own.
+    """Return copies of a parameter's moments and state of rules, as entries describe them.
 
     Moments that are not there are left out, and so is the number of steps. State of rules that is not there, or does
     not fit, starts from zero.
@@ -350,7 +350,7 @@ _FORMS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 class LeftState:
-    """The state as a step has left it, checked and complete: the next one looks at it only if something has changed.
+    """The state after a step, checked and complete: the next step checks it again only if something has changed.
 
     Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
     same form, for parameters that are stored as they were and groups with the same options. Tensors that are replaced
@@ -367,7 +367,7 @@ class LeftState:
         self._of_rules: dict[Tensor, dict[str, torch.Size]] = {}
 
     def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
-        """Note a state that is checked and complete.
+        """Record a state that is checked and complete.
 
         Args:
             groups: param groups.
@@ -385,7 +385,7 @@ class LeftState:
                 self._of_rules[param] = {key: state[param][key].shape for key in keys if key in state[param]}
 
     def complaints(self, groups: Sequence[Group], state: State) -> Iterator[str]:
-        """Say which state of rules is gone, or does not have its shape any more."""
+        """Return which state of rules is missing, or has another shape than before."""
         for group in groups:
             keys = registry.state_of(group)
             for i, param in enumerate(group["params"] if keys else ()):

@@ -41,7 +41,7 @@ _NOT_OPTIONS = ("params", "param_names", "views", KEY)
 
 
 def hyperparameters(group: Group, number: int) -> dict[str, Any]:
-    """Return the options of a group as its rules make them in one step.
+    """Return the options of a group in one step, after its rules have changed them.
 
     Args:
         group: a param group.
@@ -83,10 +83,10 @@ def prepared(
 
 
 class MuonStep:
-    """A step of a Muon group: momentum, orthogonalization, weights, one round of pieces after the other.
+    """A step of a Muon group: momentum, orthogonalization and weights, round by round.
 
-    `_update`, `_direction` and `_apply` do these three for what an exchange hands them. Each calls the functions that
-    rules have for that point.
+    An exchange calls `_update`, `_direction` and `_apply` for these three. Each calls the functions of rules for that
+    point.
 
     Args:
         group: a param group.
@@ -143,10 +143,10 @@ class MuonStep:
         }
 
     def take(self, watch: GroupWatch | None = None) -> None:
-        """Take the step; all ranks have agreed that they do.
+        """Take the step, after all ranks have agreed on it.
 
         Args:
-            watch: measures this step; None where nothing does.
+            watch: measures this step; None if it is not measured.
         """
         local = {i: gradients.local_grad(param) for i, param in self._params.items()}  # which may communicate
         grads = {k: matrix.of(local[matrix.param]) for k, matrix in self._active.items()}
@@ -224,7 +224,7 @@ class MuonStep:
         )
 
     def _applied(self, piece: Piece, direction: Tensor, weight: Tensor) -> Tensor:
-        """Return the direction that rules apply to a piece in place of another."""
+        """Return the direction of a piece after rules have changed it."""
         exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
         direction = direction.to(exact)
         options, factor = self._options, self._active[piece.matrix].factor
@@ -286,7 +286,7 @@ def adamw_step(
         state: of its parameters; complete.
         number: of the group's step, from one.
         options: of this step, from `hyperparameters`.
-        watch: measures this step; None where nothing does.
+        watch: measures this step; None if it is not measured.
     """
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
@@ -313,7 +313,7 @@ def adamw_step(
 
 
 def _parts(own: Stepped, runs: FactorRuns) -> Iterator[tuple[float, Stepped]]:
-    """Yield the parts of a parameter that have the same factor, each with a step counter of its own."""
+    """Yield the parts of a parameter that have the same factor, each with a separate step counter."""
     if len(runs) == 1:
         yield runs[0][1], own
         return

@@ -1,4 +1,4 @@
-"""What is measured of a step. Nothing is sent, and nothing that the step goes on with is written to."""
+"""Collect metrics during a step, without communication and without modifying its tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _MOST_PARTS = 8
 
 
 class StepWatch:
-    """A step that metrics time, and measure where a line of metrics is due.
+    """One step observed by metrics: always timed, measured only if a line of metrics is due.
 
     Args:
         metrics: of the optimizer.
         groups: all param groups.
-        partitioned: whether flat partitions stand in them.
+        partitioned: whether they hold flat partitions.
     """
 
     def __init__(self, metrics: Metrics, groups: Sequence[Group], *, partitioned: bool) -> None:
@@ -51,11 +51,11 @@ class StepWatch:
             self._watch.options.update(facts.options(groups, dict.fromkeys([*GROUP_OPTIONS, *registry.option_names()])))
 
     def of_group(self, group: Group, work: GroupWork) -> GroupWatch | None:
-        """Return what measures the step of a group; None where this step is only timed."""
+        """Return the watch of a group's step; None if the step is only timed."""
         return None if self._watch is None else GroupWatch(self._watch, group, work, self._names(group))
 
     def end(self, logits: Mapping[str, float], clipped: int, *, complete: bool) -> None:
-        """End the step, or a part of it where it is not complete.
+        """End the step, or a part of it if it is not complete.
 
         Args:
             logits: the largest of each attention, by its name, if they are measured.
@@ -125,17 +125,17 @@ class GroupWatch:
             self._watch.add("weight_rms", name, sum_of_squares(weight), weight.numel())
 
     def momentum(self, matrix: int, buffer: Tensor) -> None:
-        """Measure what this rank stores of a matrix's momentum, after its update."""
+        """Measure this rank's part of a matrix's momentum, after its update."""
         self._watch.add("momentum_rms", self._names[matrix], sum_of_squares(buffer), buffer.numel())
 
     def rules(self, hyperparameters: Group) -> None:
-        """Note the options of the group in this step, if rules change them."""
+        """Record the options of the group in this step, if rules change them."""
         if any(rule.hyperparameters is not None for rule in registry.rules_of(self._group)):
             for key in ("momentum", "weight_decay"):
                 self._watch.numbers[f"muon_{key}"] = float(hyperparameters[key])
 
     def adamw(self, param: int, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Measure what this rank stores of a parameter and of its moments, after the step; local tensors."""
+        """Measure this rank's part of a parameter and of its moments after the step; local tensors."""
         name = self._parameters[param]
         runs = self._work.factors[param] if self._work.factors else []
         factor = runs[0][1] if len(runs) == 1 else 1.0  # those of a partition's members are measured together
@@ -149,7 +149,7 @@ class GroupWatch:
 
 
 def can_watch(groups: Sequence[Group]) -> bool:
-    """Return whether there is something to measure: estimators of memory step fake tensors, or on the meta device."""
+    """Return whether tensors have values to measure, unlike fake tensors and those of the meta device."""
     return all(has_data(local_of(param)) for group in groups for param in group["params"][:1])
 
 

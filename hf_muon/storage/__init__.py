@@ -1,5 +1,5 @@
-"""Where a parameter lies: which elements of a whole tensor a rank stores, as facts and index arithmetic.
+"""Describe which elements of a whole tensor a rank stores, by index arithmetic.
 
-The room imports `math`; it sends nothing and makes no process group. Rooms above may use `views` (which matrices a
-stored tensor holds), `regions`, `boxes` and `shared` (what each rank stores), `tensors`, `dtensor` and `partitions`.
+This package imports `math`, and does not communicate. Others may use `views` (the matrices of a stored tensor),
+`regions` and `boxes` (what each rank stores), `tensors`, `dtensor` and `partitions`.
 """

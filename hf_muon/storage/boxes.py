@@ -1,7 +1,7 @@
-"""Where a rank finds the elements of matrices in what it stores, and where these belong in the matrices: boxes.
+"""Map what a rank stores to the matrices that it belongs to: boxes.
 
-A *box* is some rows and columns of consecutive matrices, and a strided view of a stored tensor. Whatever ranks store of
-a tensor, by whatever view, it consists of boxes. Only boxes are ever moved, copied or sent.
+A *box* is a range of rows and columns of consecutive matrices, and a strided view of a stored tensor. With any sharding
+and any view, a rank's part of a tensor consists of boxes. Only boxes are moved, copied or sent.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank stores of the matrices that one part of a view makes of a tensor.
+    """The part of a tensor's matrices that one rank stores, for one part of a view.
 
     Two of them that are equal hold the same elements.
 
@@ -325,7 +325,7 @@ class SharedStorage:
     """How the ranks of a process group store a tensor.
 
     Attributes:
-        group: the process group; None where this process has the tensor alone.
+        group: the process group; None if only this process has the tensor.
         shape: of the whole tensor.
         regions: what each rank stores, in the order of the group's ranks; empty for flat partitions.
     """
@@ -343,5 +343,5 @@ class SharedStorage:
 
 
 def replicated(shape: tuple[int, ...], group: ProcessGroup | None) -> SharedStorage:
-    """Return the storage of a tensor that each rank of a group has whole, or this process alone."""
+    """Return the storage of a tensor that each rank of a group has whole, or only this process."""
     return SharedStorage(group, shape, (whole(shape),) * (1 if group is None else group.size()))

@@ -74,7 +74,7 @@ def mesh_complaint(param: DTensor) -> str | None:
             "[unexpected-split]"
         )
     region, local = own_region(param, param.shape), param.to_local()
-    # FSDP2 over tensor parallel stores nothing of a dim that is used up as (0, 0), and not as (rows, 0).
+    # With FSDP2 over tensor parallel, an empty shard has shape (0, 0) instead of (rows, 0).
     if tuple(local.shape) != region.shape and (local.numel() or region.numel):
         return (
             f"stores a local tensor of shape {tuple(local.shape)}, where its placements {param.placements} on a mesh "

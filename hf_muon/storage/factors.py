@@ -1,6 +1,6 @@
 """Factors of the learning rate, one for every parameter of a param group.
 
-A group may have a list `lr_factors`; without it, every factor is 1. State dicts have text in its place:
+A group may have a list `lr_factors`; without it, every factor is 1. State dicts have a text instead:
 torch.distributed.checkpoint loads no full state with keys that the optimizer lacks, and lists have a key for each
 element.
 """

@@ -1,4 +1,4 @@
-"""Moments in the host's memory: which ones, and in which kind of memory."""
+"""Choose which moments are in the host's memory, and allocate pinned or pageable memory for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFFLOADS = ("none", "cpu")
 SMALLEST = 2**16
 """Moments of fewer elements stay on the device: they are few bytes, and a copy costs a launch whatever its size."""
 
-_PINS = ("cuda", "xpu")  # devices that copy memory of the host by themselves if its pages do not move
+_PINS = ("cuda", "xpu")  # devices that copy pinned host memory asynchronously
 _HAS_NO_HOST = ("cpu", "meta")
 
 
@@ -33,13 +33,13 @@ def moments_device(param: Tensor, offload: str, shape: Sequence[int] | None = No
 
 
 def asynchronous(device: torch.device) -> Any:
-    """Return torch's module of a device that computes in streams while the host goes on; None for other devices."""
+    """Return torch's module of an asynchronous device with streams; None for other devices."""
     module = None if device.type in _HAS_NO_HOST else torch.get_device_module(device)
     return module if hasattr(module, "Stream") else None
 
 
 def zeros_like(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Tensor:
-    """Return zeros in the host's memory, in pages that do not move if `local`'s device can copy such ones by itself.
+    """Return zeros in the host's memory, pinned if the device of `local` copies pinned memory asynchronously.
 
     Args:
         local: stored on a device, with the shape and strides of the result.
@@ -53,7 +53,7 @@ def zeros_like(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = 
 
 
 def copied(local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a copy in the host's memory, in pages that do not move if `device` can copy such ones by itself.
+    """Return a copy in the host's memory, pinned if `device` copies pinned memory asynchronously.
 
     Raises:
         RuntimeError: the host has no such memory left.

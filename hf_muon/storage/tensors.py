@@ -13,7 +13,7 @@ from hf_muon.math.torch_private import is_of_fsdp1, is_strided
 STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of parameters and gradients."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # the classes of most tensors, which are told fast
+_PLAIN = (Tensor, torch.nn.Parameter)  # the classes of most tensors, checked first because that is fast
 
 
 def shape_of(param: Tensor) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def _is_known(cls: type) -> bool:
     module = sys.modules.get(_KNOWN_CLASSES.get(cls.__name__, ""))
     if getattr(module, cls.__name__, None) is cls:
         return True
-    # A subclass that behaves like nn.Parameter, with attributes of its own. Shards of other frameworks do not get here:
+    # A subclass that behaves like nn.Parameter, with more attributes. Shards of other frameworks do not get here:
     # nn.Parameter(tensor) keeps the class of the tensor.
     own = [base for base in cls.__mro__ if base not in torch.nn.Parameter.__mro__]
     behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(base).keys() for base in own)
@@ -86,7 +86,7 @@ def class_complaint(param: Tensor) -> str | None:
             "[lazy-parameter]"
         )
     if not param.requires_grad:
-        return None  # frozen quantized weights have classes of their own
+        return None  # frozen quantized weights have other classes
     with torch.no_grad():  # with gradients, the class of a local tensor would be another one
         stored = local_of(param)
     for tensor in (param, stored):
@@ -129,7 +129,7 @@ def storage_complaint(param: Tensor) -> str | None:
 
 
 def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
-    """Say why a parameter can only be stepped by the framework that stores it; None where that is not so.
+    """Return why a parameter can only be stepped by the framework that stores it; None otherwise.
 
     Args:
         param: not a flat partition that the optimizer knows.

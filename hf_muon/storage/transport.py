@@ -1,4 +1,4 @@
-"""Copies between the host's memory and a device: few of them, and those of moments while the device computes."""
+"""Copies between host and device: batched, and those of moments overlapped with computation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hf_muon.math.elementwise import adjacent, adjacent_runs, shaped_like
 from hf_muon.storage.host import asynchronous
 
 Moments = Mapping[str, Tensor]
-_ALIGNMENT = 256  # bytes; a multiple of every dtype's size, and of what copy engines like
+_ALIGNMENT = 256  # bytes; a multiple of every dtype's size, and fast to copy
 
 
 class Transport:
     """Brings moments from the host to a device, turn by turn, and takes them back.
 
     In a turn some moments are on the device. While it computes with them, those of the next turn are copied in and
-    those of the last turn are copied out, each in a stream of its own. The device has memory for two turns, allocated
-    once. On a device without streams, copies take place when they are asked for.
+    those of the last turn are copied out, each in a separate stream. The device has memory for two turns, allocated
+    once. On a device without streams, copies are synchronous.
 
-    Call `synchronize` at the end, also where a step fails.
+    Call `synchronize` at the end, also if a step fails.
 
     Args:
-        device: to which moments are brought. Those that are there already are neither copied nor taken back.
+        device: to which moments are copied. Those that are there already are not copied.
         turns: the moments of each turn, in order; views of what the host stores.
     """
 
@@ -116,13 +116,13 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 def beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the devices of others: those that lie one after the other in memory in one copy.
+    """Return tensors on the devices of others; neighbours in memory are copied together.
 
     The host waits for a device once, not for each copy. torch copies into pinned memory, of which it keeps some.
 
     Args:
-        tensors: that are to be brought; returned themselves if all are there.
-        others: as many.
+        tensors: to copy; returned as they are if all are on the right device.
+        others: tensors on the target devices, equally many.
     """
     if all(tensor.device == other.device for tensor, other in zip(tensors, others, strict=True)):
         return list(tensors)
