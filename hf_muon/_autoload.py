@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 Change = tuple[Any, Any, Any]
-"""What a patch puts where: an owner, an attribute's name and its value; or a dict or a list, a key and its item."""
+"""A change of a patch: an owner, an attribute's name and its value; or a dict or a list, a key and its item."""
 
 
 class Hook(NamedTuple):
@@ -23,11 +23,11 @@ class Hook(NamedTuple):
 
     module: str
     patch: str
-    """The function that is called with the module and yields every `Change` of it, before any of them is made."""
+    """The function that is called with the module and yields all changes of it, before any is made."""
     lost: str
-    """What a run lacks where the hook has failed: the reason for the hook."""
+    """The feature that a run lacks if the hook has failed."""
     seam: str
-    """What the module does not offer in public, so that it is patched."""
+    """The missing public API that makes the patch necessary."""
 
 
 _TRANSFORMERS = "hf_muon.integrations.transformers"

@@ -16,7 +16,7 @@ RULE_OF_THUMB = (
     "part 3) gives for any optimizer; no experiment with Muon is behind it. Runs at other rates (hf-muon sweep) say "
     "more."
 )
-"""Where the limits come from, for people."""
+"""The sources of the limits, shown on the page."""
 
 _MOST_STEPS = 500
 _FEWEST_LOSSES = 30

@@ -75,7 +75,7 @@ class Matrix(NamedTuple):
 
     @property
     def exchange(self) -> tuple[ProcessGroup | None, torch.device, torch.dtype]:
-        """What matrices of one exchange have in common: ranks, device and dtype."""
+        """A key that is equal for the matrices of one exchange: ranks, device and dtype."""
         return self.group, self.device, self.dtype
 
     def of(self, local: Tensor) -> Tensor:

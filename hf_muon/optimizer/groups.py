@@ -24,7 +24,7 @@ FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
 """Keys of param groups that are not Muon's: those of schedulers (timm's multiply by `lr_scale`), and a group's tag."""
 
 OWN_KEYS = ("params", "param_names", "use_muon", "views", factors.KEY, "step")
-"""Keys of param groups besides the options."""
+"""Keys of param groups other than options."""
 
 _RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
 

@@ -79,7 +79,7 @@ _NOTICES = {
     "factors": "this run's lr_scales hold: %s [lr-scales-of-run]",
     "views": "from here on, other matrices than before are orthogonalized: %s [views-of-run]",
 }
-"""What is logged of each kind of differences, in this order."""
+"""The log line of each kind of differences, in this order."""
 
 _EXPECTED = ("steps", "others", "dtypes")  # of these nobody need be warned
 _OF_OPTIONS = ("options", "rates", "dtypes", "rules")  # all of these are listed, of the others a few

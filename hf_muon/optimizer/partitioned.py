@@ -55,7 +55,7 @@ class PartitionedStep:
 
     @property
     def refusal(self) -> str:
-        """How the error of a step that is refused begins."""
+        """The beginning of the error of a refused step."""
         if not self.partitions:
             return REFUSED
         return "Muon refuses this step; partitions stepped before it have moved, the rest is as it was"

@@ -67,7 +67,7 @@ def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | Stor
 
 
 class _Saved:
-    """What a checkpoint has, by the names in it, such as ``optimizer.state.layers.0.weight.momentum_buffer``.
+    """The content of a checkpoint, by the names in it, such as ``optimizer.state.layers.0.weight.momentum_buffer``.
 
     Attributes:
         options: the keys of its param groups.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Group = Mapping[str, Any]
 
 _MOST_PARTS = 8
-"""Matrices of one weight that get numbers of their own. If it has more, as with `per_head`, one mean covers them."""
+"""Maximum number of matrices of one weight with separate measures; more, as with `per_head`, share a mean."""
 
 
 class StepWatch:

@@ -249,7 +249,7 @@ def _folded(dims: Sequence[Ranges], sizes: Sequence[int]) -> Ranges:
 
 
 class Shards:
-    """What each rank of a group stores of the matrices that one part of a view makes of a tensor.
+    """Each rank's part of a tensor's matrices, for one part of a view.
 
     What any two ranks store is either equal or disjoint. Tensors that are stored alike share one object, so that what
     follows from it is computed once.

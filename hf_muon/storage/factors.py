@@ -17,7 +17,7 @@ from typing import Any
 from hf_muon.storage.partitions import Partition, Partitions
 
 KEY = "lr_factors"
-"""The key of the list in param groups; None stands there without one."""
+"""The key of the list in param groups; its value may be None."""
 
 FactorRuns = Sequence[tuple[slice, float]]
 """Slices of a parameter's elements, in order, each with its factor. What is in none of them is padding."""

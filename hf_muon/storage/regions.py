@@ -48,7 +48,7 @@ def chunk(ranges: Ranges, chunks: int, index: int) -> Ranges:
 
 @dataclass(frozen=True)
 class Region:
-    """What one rank stores of a tensor: indices along each dim."""
+    """A rank's part of a tensor: indices along each dim."""
 
     dims: tuple[Ranges, ...]
 
@@ -65,7 +65,7 @@ class Region:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """What one rank stores of a matrix or stack: a slice of its elements in row-major order.
+    """A rank's part of a matrix or stack: a slice of its elements in row-major order.
 
     Attributes:
         matrix: shape ``(m, n)`` of each matrix.

@@ -51,7 +51,7 @@ BEFORE = "Resume from the checkpoint before it"
 WEIGHTS = "zero_to_fp32.py, which lies beside the checkpoint"
 FROZEN = "frozen_param_fragments"
 OF_THE_RUN = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What ZeRO's optimizers store beside partitions."""
+"""Keys that ZeRO's optimizers store in addition to partitions."""
 
 
 def check_before_loading(engine: Any, optimizer: Muon) -> None:
