@@ -63,7 +63,7 @@ def build_optimizer(
 
 
 def as_config(config: MuonConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> MuonConfig:
-    """Return `config` as a `MuonConfig`, with the values of `options` in place of its own.
+    """Return `config` as a `MuonConfig`, with the values in `options` replaced.
 
     Raises:
         ValueError: `config` is neither a `MuonConfig`, a mapping nor None, or an option is not valid.
@@ -121,7 +121,7 @@ def _rate(lr: Any, own_lr: float | None, config: MuonConfig) -> Any:
 
 
 def require_muon(routes: Sequence[Route], model_name: str) -> None:
-    """Raise if no parameter goes to Muon: the user did not ask for AdamW alone.
+    """Raise if no parameter goes to Muon: the user did not ask for plain AdamW.
 
     Raises:
         ValueError: no route goes to Muon; the message counts the reasons.
@@ -146,7 +146,7 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
 
 
 def _facts_of(model: nn.Module, routes: Sequence[Route]) -> dict[str, Any]:
-    """Return what a run's metrics say of its model: class, name, and the numbers of trained weights."""
+    """Return facts about the model for a run's metrics: class, name, and the numbers of trained weights."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     name = getattr(getattr(model, "config", None), "_name_or_path", None)

@@ -225,7 +225,7 @@ if both := _OWN.keys() & registry.OTHERS_OPTIONS.keys():
 OPTIONS = ChainMap(_OWN, registry.OTHERS_OPTIONS)
 """Every option by name, with those of registered rules."""
 GROUP_OPTIONS = ChainMap({name: of for name, of in _OWN.items() if of.scope == "group"}, registry.OTHERS_OPTIONS)
-"""The hyperparameters that a param group of `Muon` holds, besides `use_muon`."""
+"""The hyperparameters of a param group of `Muon`, in addition to `use_muon`."""
 OPTIMIZER_OPTIONS = {name: of for name, of in _OWN.items() if of.scope == "optimizer"}
 """The options that `Muon` holds as a whole."""
 MUON_OPTIONS = ChainMap(GROUP_OPTIONS.maps[0], OPTIMIZER_OPTIONS, registry.OTHERS_OPTIONS)

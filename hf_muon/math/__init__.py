@@ -1,4 +1,5 @@
-"""Formulas: tensors in, tensors out.
+"""Formulas on tensors.
 
-Nothing here knows a process group, a param group or a model. The room imports torch alone. All other rooms may use it.
+This package does not depend on process groups, param groups or models. It imports only torch, and every other package
+may use it.
 """

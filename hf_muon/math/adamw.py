@@ -21,7 +21,7 @@ _AVERAGE, _SQUARE = (MOMENTS[key] for key in MOMENTS_OF_ADAMW)
 
 
 class Stepped(NamedTuple):
-    """What AdamW steps: a parameter, or a chunk of one, with its gradient and its state; local tensors."""
+    """A parameter, or a chunk of one, with its gradient and its state, for AdamW; local tensors."""
 
     param: Tensor
     grad: Tensor
@@ -74,11 +74,11 @@ def adamw_(
     step: int = 0,
     rounding: str = "auto",
 ) -> None:
-    """Step with torch's functional AdamW where all tensors have one dtype of at least 32 bits, and else with `STEP`.
+    """Step with torch's functional AdamW if all tensors have one dtype of at least 32 bits, and else with `STEP`.
 
-    torch's AdamW is the fused kernel where step counters are on an accelerator. On a CPU that kernel rounds the last
-    elements of a tensor differently, so that sharded tensors would not be bit-identical to whole ones: there it takes
-    its other form, in chunks, which needs little temporary memory.
+    torch's AdamW is the fused kernel if step counters are on an accelerator. On a CPU that kernel rounds the last
+    elements of a tensor differently, so that sharded tensors would not be bit-identical to whole ones: there its
+    other implementation is used, in chunks, which needs little temporary memory.
 
     bf16 and fp16 parameters, and moments in bf16 or 8 bits, are computed in fp32 and rounded once.
 
@@ -175,7 +175,7 @@ def uses_fused_adamw(params: Sequence[Tensor], state_dtype: str = "auto") -> boo
 
     Args:
         params: of a param group.
-        state_dtype: of their moments, as the option has it; the kernel takes those of the parameter's dtype alone.
+        state_dtype: the option for the dtype of their moments; the kernel supports only that of the parameter.
     """
     return all(
         param.device.type in ("cuda", "xpu", "meta")

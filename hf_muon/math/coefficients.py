@@ -13,10 +13,10 @@ Triple = tuple[float, float, float]
 Steps = tuple[Triple, ...]
 """``(a, b, c)`` of each Newton-Schulz step of an orthogonalization."""
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
-"""What the option `ns_coefficients` takes."""
+"""A value of the option `ns_coefficients`."""
 DEFAULT_STEPS = 5
 AUTO = "auto"
-"""Stands for the number of steps that belongs to the coefficients."""
+"""The value of `ns_steps` for the number of steps that belongs to the coefficients."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Preset:
         singular_range: smallest and largest singular value after the default steps, for inputs in ``[1e-3, 1]``.
         source: where the numbers were published.
         repeat_last: whether the last step is repeated if more steps are asked for than listed.
-        truncates: whether the first steps alone are a good choice if fewer are asked for than listed. The default is
+        truncates: whether the first steps are a good choice if fewer are asked for than listed. The default is
             then five steps, and else all.
         singular_range_of_four: the same after four steps, which cost a fifth less; None if the preset needs five.
     """

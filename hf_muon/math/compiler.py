@@ -1,6 +1,6 @@
-"""Elementwise functions are compiled on accelerators if a trial before the first step says that they can be.
+"""Compile elementwise functions on accelerators, if a trial before the first step succeeds.
 
-What is compiled gives the bits of the plain functions: each operation is rounded once, as `torch` rounds it. An error
+Compiled functions are bit-identical to uncompiled ones: each operation is rounded once, as `torch` rounds it. An error
 of a compiled function is an error of the step.
 """
 
@@ -20,9 +20,9 @@ from hf_muon.math.torch_private import inductor_options, is_watched, lacking
 # By type of device: the package that torch needs to compile for it.
 _COMPILERS = {"cuda": "triton", "xpu": "triton"}
 _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-# Options of Inductor by which each operation is rounded once, under the names that versions of torch have for them.
+# Options of Inductor with which each operation is rounded once, under their names in different versions of torch.
 _OPTIONS: dict[tuple[str, ...], bool] = {
-    ("triton.autotune_pointwise",): False,  # a stopwatch would choose between kernels that round differently
+    ("triton.autotune_pointwise",): False,  # timings would choose between kernels that round differently
     ("deterministic", "test_configs.force_filter_reduction_configs"): True,  # nor between those of rows
     ("emulate_precision_casts",): True,  # no product and sum are contracted
     ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
@@ -89,7 +89,7 @@ def call(
         options: of the function.
         row: length of all rows; None for any.
     """
-    # torch tells views from other tensors, and would compile anew for them.
+    # torch distinguishes views from other tensors, and would compile again for them.
     own = {id(tensor): tensor.detach() for tensor in tensors}
     tensors = [own[id(tensor)] for tensor in tensors]
     order = {id(tensor): k for k, tensor in reversed([*enumerate(tensors)])}
@@ -104,7 +104,7 @@ def call(
 
 
 def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., None]:
-    """Compile a function anew. If `divides` is set, a kernel can load 16 elements at once, up to the end."""
+    """Compile a function again. If `divides` is set, a kernel can load 16 elements at once, up to the end."""
 
     def traced(*tensors: Tensor, **options: Any) -> None:
         if divides:

@@ -1,11 +1,11 @@
-"""How a matrix is orthogonalized, from its shape and dtype alone: the form, its FLOPs, its memory.
+"""How a matrix is orthogonalized, from its shape and dtype: the form, its FLOPs, its memory.
 
 With the Gram matrix ``R = X X^T`` of ``s x s``, a Newton-Schulz step is ``X <- W X``, ``W = a I + b R + c R^2``. The
-*standard form* computes a new ``R`` in every step. The *Gram form* takes several steps on small matrices alone,
+*standard form* computes a new ``R`` in every step. The *Gram form* takes several steps on only small matrices,
 ``R <- W R W`` and ``Q <- W Q``, and then multiplies ``X`` by ``Q`` once. Such a group of steps is a *segment*; the
 standard form has segments of one step.
 
-Nothing here depends on the batch size or the rank: the same matrix is always computed in the same way.
+The form does not depend on the batch size or the rank, so a matrix is always computed in the same way.
 
 Source: Zhang, Amsel, Chen, Dao, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/.
 """
@@ -24,7 +24,7 @@ import torch
 _LONGEST_SEGMENT = {torch.bfloat16: 1}
 _LONGEST_SEGMENT_OF_OTHERS = 3
 # Smaller matrices keep the standard form: FLOPs matter little, and rounding errors average out less in short products.
-# In fp16, updates of 64 rows leave the range of the preset; benchmarks/README.md has the figures.
+# In fp16, updates of 64 rows leave the range of the preset; benchmarks/findings.md has the figures.
 _SMALLEST_GRAM = {torch.float16: 256}
 _SMALLEST_GRAM_OF_OTHERS = 64
 # For symmetric products on a CPU: the smallest size for which blocks of rows are faster, and the most rows of a block,
@@ -61,7 +61,7 @@ class Form(NamedTuple):
 def form(shape: Sequence[int], steps: int, dtype: torch.dtype, device_type: str | None = None) -> Form:
     """Return how a matrix takes its steps.
 
-    In units of ``s^3``, for sides ``s`` and ``alpha s``, a segment of ``n`` steps takes ``4 alpha + 8 n - 6`` FLOPs in
+    In units of ``s^3``, for a matrix ``s x alpha s``, a segment of ``n`` steps takes ``4 alpha + 8 n - 6`` FLOPs in
     the Gram form and ``n (4 alpha + 2)`` in the standard form. For any ``n`` the Gram form is cheaper from
     ``alpha = 3/2`` on. bf16, which rounds more, has segments of one step.
 
@@ -130,7 +130,7 @@ def batch_size(shape: Sequence[int], form: Form, dtype: torch.dtype, device_type
 
 
 def small_matrices(form: Form) -> int:
-    """Return how many matrices of ``s x s`` the segments need at once, besides one in the memory of their output."""
+    """Return how many matrices of ``s x s`` the segments need at once, in addition to one in the output's memory."""
     return 2 if max(form.lengths) == 1 else 3
 
 

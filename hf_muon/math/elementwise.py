@@ -1,9 +1,9 @@
 """Elementwise functions, many tensors at once: compiled into one kernel where torch can, in chunks elsewhere.
 
-There is one source for all devices, and each of its operations is rounded once: a compiled function has the bits of the
-plain one. Functions take flat tensors, so that one compilation serves every shape, and write into their arguments. They
-are functions of single elements: where an element lies does not change its result, so that every layout is
-bit-identical to a single process.
+All devices run the same source, and each operation is rounded once, so compiled functions are bit-identical to
+uncompiled ones. Functions take flat tensors, so that one compilation serves every shape, and write into their
+arguments. The result of an element does not depend on its position, so every layout is bit-identical to a single
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_muon.math import compiler
 
 
 class _Numbers(NamedTuple):
-    """What a kind of device is good at.
+    """Sizes that suit a kind of device.
 
     Attributes:
         copied_bytes: copying so many bytes takes as long as several calls.
@@ -34,9 +34,9 @@ class _Numbers(NamedTuple):
 
 
 Number = float | Tensor
-"""An argument of an `Elementwise` that is no flat tensor; where it is compiled, a tensor of no dims."""
+"""An argument of an `Elementwise` other than a flat tensor; a 0-dim tensor where it is compiled."""
 
-_HOSTS = {"cpu", "mps"}  # nobody has counted on MPS
+_HOSTS = {"cpu", "mps"}  # not measured on MPS
 _ON_HOST = _Numbers(2**18, 2**20, 2**17)  # a chunk stays in a core's cache
 _ON_ACCELERATOR = _Numbers(56 * 2**20, 224 * 2**20, 2**22)  # 20 us at 3 TB/s
 _ALIGNED_BYTES = 16
@@ -67,7 +67,7 @@ def most_elements(max_bytes: int) -> int:
 
 
 def as_tensor(argument: Tensor | float) -> Tensor:
-    """Return an argument of a function as a compiler gets it, which compiles anew for each number of Python's."""
+    """Return an argument as a tensor, because the compiler would compile again for each Python number."""
     if isinstance(argument, Tensor):
         return argument
     return torch.tensor(argument, dtype=torch.int32 if isinstance(argument, int) else torch.float64)
@@ -106,7 +106,7 @@ class Elementwise:
         self.into = dict(zip(only_read, (position for position in writes if position not in reads), strict=False))
 
     def __call__(self, first: Tensor, *arguments: Tensor | float, **options: Any) -> None:
-        """Call the function. On the meta device one call of an operator stands for it."""
+        """Call the function. On the meta device, call one operator instead."""
         if first.device.type == "meta":
             first.copy_(first)
         elif not first.numel():

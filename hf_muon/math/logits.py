@@ -16,18 +16,18 @@ _BLOCK = 2**24  # logits at a time
 
 
 def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, most_queries: int | None) -> Tensor:
-    """Return the largest logit of each head, over all sequences and over the keys that queries see.
+    """Return the largest logit of each head, over all sequences and over the keys to which queries attend.
 
     Args:
         query: ``(B, H, S, D)``.
         key: ``(B, K, T, D)``; each of the K key heads is shared by H / K consecutive query heads.
         scale: factor of the logits.
-        visible: which keys a query sees.
-        most_queries: per sequence and head, look at so many queries alone, those of largest norm: the result is then at
-            most the true maximum. None for all queries.
+        visible: which keys a query attends to.
+        most_queries: use only so many queries of largest norm per sequence and head. The result is then at most the
+            true maximum. None for all queries.
 
     Returns:
-        ``(H,)``, fp32; -inf for a head none of whose queries sees a key.
+        ``(H,)``, fp32; -inf for a head whose queries attend to no key.
     """
     batch, heads, length, size = query.shape
     few, keys = key.shape[1], key.shape[2]

@@ -1,11 +1,11 @@
 """How moments are stored between steps: fp32, bf16 with stochastic rounding, or 8-bit codes with scales.
 
-Everything that a dtype needs is in this file: state keys, dtypes, shapes, and how elementwise functions read and write.
+This module has everything about a dtype: state keys, dtypes, shapes, and how elementwise functions read and write.
 
 In 8 bits a moment is a code for each element, and a scale for each block of a row. Blocks lie within the rows of a
-matrix, and codes do not depend on where a block lies. A CPU's may differ from a card's: torch's square root on a CPU
-may be off by a unit in the last place. Block-wise scales: https://arxiv.org/abs/2110.02861; for Muon:
-https://arxiv.org/abs/2509.23106.
+matrix, and codes do not depend on the position of a block. CPUs and GPUs may give different codes, because torch's
+square root on a CPU may be off by a unit in the last place. Block-wise scales: https://arxiv.org/abs/2110.02861; for
+Muon: https://arxiv.org/abs/2509.23106.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Moment(NamedTuple):
     power: int
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Return what codes stand for, from -1 to 1, in fp32."""
+        """Return the fractions, from -1 to 1, that codes represent, in fp32."""
         exact = codes.float() * codes.float().abs()
         exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
         return exact.mul_(exact) if self.power == 4 else exact
@@ -229,7 +229,7 @@ def lacks_scales(state: Mapping[str, Tensor], key: str) -> bool:
 
 
 def decoded(state: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return the values that a moment stands for: fp32 from codes, else the stored tensor itself."""
+    """Return the values of a moment: fp32 decoded from codes, else the stored tensor itself."""
     moment, stored = MOMENTS[key], state[key]
     if moment.scale not in state:
         return stored

@@ -6,7 +6,7 @@
     update = momentum * buffer + (1 - momentum) * grad      # with nesterov, else the buffer
 
 A step computes in fp32, or in the dtype of a wider parameter. How a value is rounded depends on the value, its block
-and the number of the step alone, and blocks lie within the rows of a matrix: layouts do not matter.
+and the number of the step, and blocks lie within the rows of a matrix, so results do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _move(buffer: Tensor, grad: Tensor, update: Tensor, step_salt: Salt, rate: N
 
 
 def _move_alone(buffer: Tensor, grad: Tensor, step_salt: Salt, rate: Number) -> None:
-    """Move a buffer where nobody needs the update."""
+    """Move a buffer without computing the update."""
     _moved(buffer, grad, step_salt, rate)
 
 

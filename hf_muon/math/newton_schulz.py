@@ -44,7 +44,7 @@ def newton_schulz_step(
 def newton_schulz_segment(
     x: Tensor, coefficients: Sequence[Triple], work: Workspace, *, out: Tensor | None = None
 ) -> Tensor:
-    """Return ``Q X``: several steps in the Gram form, which computes ``Q`` from the Gram matrix ``R = X X^T`` alone.
+    """Return ``Q X``: several steps in the Gram form, which computes ``Q`` from the Gram matrix ``R = X X^T``.
 
     ``R``, ``W`` and ``Q`` are polynomials of the first ``R``: symmetric, and their products commute.
 
@@ -179,7 +179,7 @@ def newton_schulz_in_batches(
         matrices: see `newton_schulz`.
         coefficients: of the steps.
         dtype: dtype of the products.
-        max_batch_bytes: bound on the memory that matrices take together; a single larger matrix goes alone.
+        max_batch_bytes: bound on the memory that matrices take together; a single larger matrix is a batch.
         overwrite: see `newton_schulz`.
     """
     device = matrices.device.type

@@ -39,7 +39,7 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
 def _fast_dtype(device_type: str, device_index: int | None) -> torch.dtype:
     """Return the shortest dtype that a device multiplies natively. Emulated, bf16 is 100 times slower than fp32."""
     if device_type == "cuda":
-        # AMD's GPUs are called "cuda", too. Some of them flush subnormal fp16 numbers, which nobody has compared.
+        # AMD's GPUs are called "cuda", too. Some of them flush subnormal fp16 numbers, whose effect is not measured.
         if torch.version.hip is not None:
             return torch.bfloat16
         # One machine may hold cards of different generations, hence the index.

@@ -17,7 +17,7 @@ _ALIGNED_BYTES = 256
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor begins where a new one could begin."""
+    """Return whether a tensor begins at an aligned address, as new ones do."""
     return int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES == 0
 
 
@@ -91,8 +91,8 @@ def _is_part(matrices: Tensor) -> bool:
 class Workspace:
     """Memory for Newton-Schulz steps on a batch ``X``, and the products in it.
 
-    ``X`` is ``(B, m, n)`` with ``m <= n``. A tall batch stands for its transpose: ``R`` is ``X^T X`` then, and products
-    with small matrices are taken from the right, which saves transposing it.
+    ``X`` is ``(B, m, n)`` with ``m <= n``. A tall batch is used as its transpose: ``R`` is then ``X^T X``, and
+    products with small matrices are taken from the right, which saves a transposition.
 
     Args:
         x: the batch. Its memory is used too: the first `apply` makes it the output of the second one.

@@ -1,8 +1,8 @@
-"""torch's private names. No other module uses one: here is what to look at when a new torch comes out.
+"""All uses of torch's private names, to be checked for each new version of torch.
 
-None of them has a public replacement, but where a function says so. They were seen in torch 2.10.0, 2.11.0, 2.12.0,
-2.13.0 and 2.15.0. Where one is gone, the function that needs it raises, with the name and the feature, before a step
-changes anything; what does not need the name goes on.
+They have no public replacement unless a function says so. They exist in torch 2.10.0, 2.11.0, 2.12.0, 2.13.0 and
+2.15.0. If one is gone, the function that needs it raises with the name and the feature, before a step changes anything;
+other features continue to work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEEDS = {
     "_spec": "DTensors",
     "_split_tensor": "DTensors",
 }
-"""What needs each name."""
+"""The feature that needs each name."""
 
 
 def lacking(what: str, feature: str) -> RuntimeError:
@@ -64,10 +64,10 @@ def _private(owner: Any, name: str) -> Any:
 
 
 def disable_dynamo(function: _F) -> _F:
-    """Return a function that torch.compile leaves alone.
+    """Return a function that torch.compile does not compile.
 
     The public `torch.compiler.disable` does the same, but imports the compiler at once, which takes seconds; it is
-    taken where the private one is gone.
+    used if the private one is gone.
     """
     disable = getattr(getattr(torch, "_compile", None), "_disable_dynamo", None) or torch.compiler.disable
     disabled: _F = disable(function)
@@ -75,7 +75,7 @@ def disable_dynamo(function: _F) -> _F:
 
 
 def is_watched() -> bool:
-    """Return whether operators go to a dispatch mode, as of fake tensors or FlopCounterMode: torch compiles nothing."""
+    """Return whether a dispatch mode is active, such as fake tensors or FlopCounterMode: torch then never compiles."""
     length: int = _private(torch._C, "_len_torch_dispatch_stack")()
     return length > 0
 
@@ -163,9 +163,9 @@ def is_strided(placement: Any) -> bool:
 
 
 def shard_orders(param: DTensor) -> Mapping[int, Sequence[int]]:
-    """Return the order in which mesh dims shard a dim of a DTensor, for each dim where it is one of its own.
+    """Return the order in which mesh dims shard a dim of a DTensor, for each dim with another than the default order.
 
-    A torch without such orders has the mesh dims' own only.
+    A torch without such orders has only the default.
     """
     orders = getattr(_private(param, "_spec"), "shard_order", None) or ()
     # A `_StridedShard` is one way to write an order, which torch 2.10 then repeats here.
@@ -217,9 +217,9 @@ def fake_store() -> Any:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor remembers of its operators: equal meshes of a later process group have other groups.
+    """Clear DTensor's caches of operators, because equal meshes of a later process group have other groups.
 
-    A torch without this function is taken as one that remembers nothing.
+    A torch without this function is assumed to have no caches.
     """
     from torch.distributed.tensor import debug
 

@@ -1,5 +1,5 @@
-"""What one option is: how text is read, which values are valid, and how errors and docstrings name it.
+"""Declare an option: how text is read, which values are valid, and its name in errors and docstrings.
 
-The room imports `math` and `storage`. `hf_muon.config` declares the options with it. Other rooms may use `quoted` for
-their errors, and `compile_patterns`.
+This package imports `math` and `storage`. `hf_muon.config` declares the options. Others may use `quoted` for errors,
+and `compile_patterns`.
 """

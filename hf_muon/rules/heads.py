@@ -1,7 +1,7 @@
-"""Heads of attention, as rules see them: how many there are, and which rows of which weights make them.
+"""Attention heads for rules: their number, and the rows of weights that belong to them.
 
-Which attentions a model has is found by `hf_muon.routing.attention`. What their heads do between two steps is measured
-by whoever runs their forward pass.
+`hf_muon.routing.attention` finds the attentions of a model. The integration that runs their forward pass measures their
+logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which heads the outputs of a projection belong to.
+    """The heads to which the outputs of a projection belong.
 
     Attributes:
         roles: for each output, 0 if its rows are neither queries nor keys, else a position in the factors ``[1, query
@@ -69,8 +69,8 @@ last call; None for an attention that no forward pass has used."""
 
 
 def measure(attentions: Sequence[Attention]) -> LogitsOf | str:
-    """Measure the logits of some attentions from now on. Return what has them, or why they cannot be measured."""
-    # By name, because those who run forward passes are above this room.
+    """Measure the logits of some attentions from now on. Return a function that reads them, or why it is impossible."""
+    # Stored as import paths, because this package must not import the integrations.
     measuring = importlib.import_module("hf_muon.integrations.transformers.attention")
     logits_of: LogitsOf | str = measuring.measure(attentions)
     return logits_of

@@ -21,7 +21,7 @@ def momentum(options: Options, step: int) -> dict[str, float]:
 
 
 def complaint(options: Options) -> str | None:
-    """Say why momentum cannot rise."""
+    """Return why momentum cannot rise; None if it can."""
     if options["momentum"] < LOW:
         return (
             f"momentum={options['momentum']} is below {LOW}, where momentum_warmup starts: leave it out, or raise "

@@ -2,7 +2,7 @@
 
 Source: Kimi Team, https://arxiv.org/abs/2507.20534, section 2.1, Algorithm 1. Of keys that heads share the paper says
 only what multi-head latent attention does: the shared rotary key stays as it is, and its queries get the whole factor.
-The same holds here for grouped queries, as far as one of the heads that share a key needs no rescaling.
+The same holds here for grouped queries, if one of the heads that share a key needs no rescaling.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def rescaling(logits: Tensor, heads: Heads, options: Options) -> Mapping[str, Te
     No factor is above 1, and a head within the threshold keeps its queries and its key as they are.
     """
     gamma = (options["qk_clip"] / logits).where(logits > options["qk_clip"], 1.0)  # (H,)
-    # Keys take the root of what all heads that share them need. One that needs nothing leaves them alone.
+    # A key gets the square root of the largest factor among its heads: 1 if one of them needs no rescaling.
     key = gamma.view(heads.keys, -1).amax(dim=1).sqrt()
     query = gamma / key.repeat_interleave(heads.queries // heads.keys)
     return {"query": query, "key": key, "query_rotary": gamma}
 
 
 def complaint(heads: Heads, options: Options) -> str | None:
-    """Say why the heads of an attention need no rescaling; None where they may."""
+    """Return why the heads of an attention never need rescaling; None if they may."""
     if not heads.normalized or options["qk_clip"] == float("inf"):
         return None
     return (

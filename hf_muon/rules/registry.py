@@ -1,4 +1,4 @@
-"""The rules that a step may follow: those of hf_muon, and those that others have registered."""
+"""Registry of rules: those of hf_muon, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq"
 
 
 def register(rule: Rule) -> None:
-    """Let param groups follow a rule: its options can be set where those of Muon can.
+    """Register a rule, whose options can then be set like those of Muon.
 
     Register it before an optimizer is built, on every rank: by calling this, or by an entry point of the group
     ``hf_muon.rules`` that names the rule, which is loaded when an option is not known otherwise.

@@ -1,4 +1,4 @@
-"""A rule: data and pure functions, by which a step differs from plain Muon."""
+"""A rule: data and pure functions that change a step of Muon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_muon.options.declaration import Option
 from hf_muon.rules.heads import Heads
 
 StateKind = Literal["weight", "row"]
-"""What a state has a number for: an element of a weight, or a row of a matrix ``(out, in)``."""
+"""The kind of a state: a number for each element of a weight, or for each row of a matrix ``(out, in)``."""
 
 Options = Mapping[str, Any]
 """The options of a param group, by name, with the learning rate of this step."""
@@ -23,18 +23,18 @@ States = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a step does beside, or in place of, plain Muon.
+    """Functions that a step calls in addition to, or instead of, parts of plain Muon.
 
-    Functions are pure but for their state, and see neither ranks nor shards. Elementwise ones get any piece of a
-    matrix; each element of what they return may depend on this element alone. They change nothing but their state.
+    Functions are pure except for their state, and do not depend on ranks or shards. Elementwise ones get any piece of a
+    matrix; each element of their result may depend only on this element. They modify only their state.
 
     Attributes:
         name: of the rule, for errors.
-        options: the options that it declares, by name. In YAML and `optim_args` they stand beside those of Muon.
+        options: the options that it declares, by name. YAML and `optim_args` set them like those of Muon.
         is_on: whether the options of a param group ask for the rule.
-        state: the state that it keeps for each parameter: a key, which no other rule has, and what it has a number for.
-            State is fp32, zero before the first step, and is saved and resharded like momentum.
-        non_negative: the keys of state that a checkpoint with negative numbers is refused for.
+        state: the state that it keeps for each parameter: a key, which no other rule has, and the kind, `weight` or
+            `row`. State is fp32, zero before the first step, and is saved and resharded like momentum.
+        non_negative: the keys of state that are never negative; checkpoints with negative numbers there are refused.
         hyperparameters: called with the options and the number of the step, from one; returns options of Muon that
             have other values in this step (`momentum`, `nesterov`, `weight_decay`, `ns_coefficients`, `ns_steps`).
         update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
@@ -45,15 +45,15 @@ class Rule:
         apply: elementwise, as directions are applied, ``weight -= lr * scale * direction``. Called with directions and
             weights in fp32, their state of the kind `weight`, the options, the number of the step and the scale;
             returns directions.
-        decays: whether `apply` takes care of weight decay, so that nothing else does.
+        decays: whether `apply` applies the weight decay, in place of the step.
         head_factors: after the step, on the heads of each attention. Called with the largest attention logit of each
             query head ``(H,)`` in the forward passes since the last step, over all ranks, fp32 on the CPU, the heads
             and the options; returns factors of whole heads of weights and biases: `query` ``(H,)``, `key` ``(K,)`` and
             `query_rotary` ``(H,)``. It applies to a group's attention weights, whichever optimizer steps them. Logits
             are measured only if a rule has this function.
-        head_complaint: called with the heads and the options; says why an attention is not for the rule, or None.
-        complaint: called with the options; says why they cannot be meant, or None. Options that do not go together are
-            refused before a step.
+        head_complaint: called with the heads and the options; returns why an attention does not suit the rule, or None.
+        complaint: called with the options; returns why they do not go together, or None. Such options are refused
+            before a step.
     """
 
     name: str
