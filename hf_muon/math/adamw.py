@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_muon.math.elementwise import Elementwise, is_accelerator, over
-from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, moment_dtype, over_blocks
+from hf_muon.math.moments import BLOCK, MOMENTS, moment_dtype, over_blocks
 from hf_muon.math.rounding import is_half, salt, store_
 
 # Elements per chunk on a CPU, so that the temporaries of torch's AdamW stay in a cache.
@@ -54,14 +54,10 @@ def _step(param: Tensor, grad: Tensor, *arguments: Any, stochastic: bool) -> Non
     store_(param, exact, first, step_salt, stochastic=stochastic)
 
 
-def _step_codes(param: Tensor, grad: Tensor, codes: Tensor, *arguments: Any, stochastic: bool) -> None:
-    """Step a parameter in blocks ``(R, BLOCK)``, with moments of 8 bits."""
-    check_blocks(codes)
-    _step(param, grad, codes, *arguments, stochastic=stochastic)
-
-
 STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
-STEP_CODES = Elementwise(_step_codes, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5), row=BLOCK, by_row=(3, 5))
+STEP_CODES = Elementwise(
+    _step, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5), row=BLOCK, by_row=(3, 5), name="step_codes"
+)
 
 
 def adamw_(

@@ -84,6 +84,7 @@ class Elementwise:
         writes: positions of the tensors that it writes.
         row: the only length of its rows; None for any.
         by_row: positions of the tensors that have a number for each of these rows.
+        name: for those who count calls; by default that of the function.
     """
 
     def __init__(
@@ -94,11 +95,12 @@ class Elementwise:
         writes: Sequence[int],
         row: int | None = None,
         by_row: Sequence[int] = (),
+        name: str = "",
     ) -> None:
         self.plain = function
         self.row = row
         self.by_row = by_row
-        self.name = cast(FunctionType, function).__name__.strip("_")
+        self.name = name or cast(FunctionType, function).__name__.strip("_")
         self.reads = reads
         self.writes = writes
         # Each position that is only written takes the copies of one that is only read.

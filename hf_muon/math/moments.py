@@ -81,10 +81,14 @@ class Moment(NamedTuple):
         """Return the values of a stored moment: the tensor itself, or those of blocks of codes, in fp32.
 
         Args:
-            stored: the moment; with scales ``(...)`` the codes ``(..., width)``.
+            stored: the moment; with scales ``(...)`` the codes ``(..., BLOCK)``.
             scales: of codes.
         """
-        return stored if scales is None else self.fractions(stored) * scales.unsqueeze(-1)
+        if scales is None:
+            return stored
+        # For a compiler, which would give rows of unknown length memory for their results.
+        torch._check(stored.shape[-1] == BLOCK)  # type: ignore[no-untyped-call]
+        return self.fractions(stored) * scales.unsqueeze(-1)
 
     def write_(self, values: Tensor, salt: Salt | None, stored: Tensor, scales: Tensor | None = None) -> None:
         """Store values that a step has computed; the opposite of `read`.
@@ -116,15 +120,6 @@ MOMENTS = {
 """By state key."""
 SCALES = {moment.scale: key for key, moment in MOMENTS.items()}
 """State keys of scales, with those of their moments."""
-
-
-def check_blocks(blocks: Tensor) -> None:
-    """Tell a compiler that rows ``(R, BLOCK)`` have that length: those of unknown length need memory for the results.
-
-    Args:
-        blocks: codes, or what has their shape.
-    """
-    torch._check(blocks.shape[-1] == BLOCK)  # type: ignore[no-untyped-call]
 
 
 def over_blocks(function: Elementwise, columns: Sequence[Sequence[Tensor]], *numbers: float, **options: Any) -> None:
@@ -262,10 +257,9 @@ def encode_(state: Mapping[str, Tensor], key: str, values: Tensor) -> None:
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
-    """View ``(..., n)`` as ``(..., blocks, width)``, padded with zeros if the last block is not full."""
-    width = min(BLOCK, rows.shape[-1])
-    padded = F.pad(rows, (0, -rows.shape[-1] % width)) if rows.shape[-1] % width else rows
-    return padded.reshape(*padded.shape[:-1], -1, width)
+    """View ``(..., n)`` as ``(..., blocks, BLOCK)``, padded with zeros if the last block is not full."""
+    padded = F.pad(rows, (0, -rows.shape[-1] % BLOCK)) if rows.shape[-1] % BLOCK else rows
+    return padded.reshape(*padded.shape[:-1], -1, BLOCK)
 
 
 def _zeros(column: Sequence[Tensor]) -> Sequence[Tensor]:

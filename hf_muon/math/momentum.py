@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_muon.math.elementwise import Elementwise, Number, over, shaped_like
-from hf_muon.math.moments import BLOCK, MOMENTS, check_blocks, over_blocks
+from hf_muon.math.moments import BLOCK, MOMENTS, over_blocks
 from hf_muon.math.rounding import Salt, salt
 
 BUFFER = "momentum_buffer"
@@ -59,7 +59,6 @@ def _move_alone(buffer: Tensor, grad: Tensor, step_salt: Salt, rate: Number) -> 
 
 def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Number, *, nesterov: bool) -> None:
     """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
-    check_blocks(codes)
     exact, grad = _MOMENT.read(codes, scales), grad.float()
     _MOMENT.write_(exact.add_((grad - exact).mul_(rate)), None, codes, scales)
     stored = _MOMENT.read(codes, scales)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from hf_muon.math.moments import MOMENTS, SCALES
 from hf_muon.options.declaration import Option
 from hf_muon.rules import cautious, momentum_schedule, normalize, qk_clip
 from hf_muon.rules.rule import Rule, StateKind
@@ -29,7 +30,6 @@ OWN_NAMES: set[str] = set()
 
 _FUNCTIONS = ("hyperparameters", "update", "direction", "apply", "head_factors")
 _MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")  # diagnostics measure their RMS
-_MOMENTS = ("step", "momentum_buffer", "momentum_scale", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 def register(rule: Rule) -> None:
@@ -48,7 +48,7 @@ def register(rule: Rule) -> None:
     for what, names, others in (
         ("rule", [rule.name], RULES),
         ("option", rule.options, {*OWN_NAMES, *OTHERS_OPTIONS}),
-        ("state", rule.state, {*state_kinds(), *_MOMENTS, *_MEASURED}),
+        ("state", rule.state, {*state_kinds(), "step", *MOMENTS, *SCALES, *_MEASURED}),
     ):
         if taken := [name for name in names if name in others]:
             raise ValueError(
