@@ -12,65 +12,54 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from hf_muon import build_optimizer
 from tests.distributed.training import Model, batches, wrap
 from tests.equality.placed import whole
 
 # As of OmegaConf: its DictConfig and ListConfig are a mapping and a sequence, and neither dict nor list.
-OPTIONS = {
-    "momentum": 0.9,
-    "normalize": "rows",
-    "adamw_betas": UserList([0.9, 0.95]),
-    "adamw_patterns": UserList(["up"]),
-    "lr_scales": UserDict(embed=0.5),
-}
-RATES = {"lr": 5e-3, "weight_decay": 0.1}
+OPTIONS = UserDict(
+    momentum=0.9,
+    normalize="rows",
+    adamw_betas=UserList([0.9, 0.95]),
+    adamw_patterns=UserList(["up"]),
+    lr_scales=UserDict(embed=0.5),
+)
 
 
 def move(model, optimizer):
     """Move weights and states from a device to the host, or back: copy them, which is all that a CPU can do."""
     model._apply(torch.clone)
-    if optimizer.state:
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            own = optimizer.state[param]
-            own.update({key: value.clone() for key, value in own.items()})
+    for param in (param for group in optimizer.param_groups for param in group["params"] if optimizer.state):
+        own = optimizer.state[param]
+        own.update({key: value.clone() for key, value in own.items()})
 
 
-def train(rank, folder="", first=0, last=5):
-    """Return weights after some steps: with a folder as verl's actor, else with `build_optimizer` in a plain loop."""
+def train(rank, folder, first=0, last=5, moves=0):
+    """Return weights after some steps, between which everything moves so many times."""
     torch.manual_seed(0)
     reference, *_ = wrap(Model(), "fsdp")
     torch.manual_seed(0)
     model, shards, place = wrap(Model(), "fsdp")
-    if folder:
-        kind = pkgutil.resolve_name("hf_muon.MuonOfGroups")
-        optimizer = kind(model.parameters(), **RATES, **UserDict(OPTIONS))
-        move(model, optimizer)
-    else:
-        optimizer = build_optimizer(model, **RATES, **OPTIONS)
+    kind = pkgutil.resolve_name("hf_muon.MuonOfGroups")
+    optimizer = kind(model.parameters(), lr=5e-3, weight_decay=0.1, **OPTIONS)
     if first:
         saved = torch.load(f"{folder}/{first}-{rank}.pt", weights_only=False)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     for step in range(first, last):
-        if folder:
+        for _ in range(moves):
             move(model, optimizer)
         tokens = batches(step)[place::shards]
         F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if folder:
-            move(model, optimizer)
-    if folder:
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(saved, f"{folder}/{last}-{rank}.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/{last}-{rank}.pt")
     del reference  # alive until here, as a policy's reference is
     return [whole(param) for param in model.parameters()]
 
 
 @pytest.mark.promise("verl")
-def test_equals_a_plain_loop_and_resumes_exactly(pools, tmp_path):
-    expected = pools[2].run(train)[0]
+def test_weights_and_states_that_move_resume_exactly(pools, tmp_path):
+    expected = pools[2].run(train, folder=str(tmp_path))[0]
     for steps in ({"last": 3}, {"first": 3}, {}):
-        weights = pools[2].run(train, folder=str(tmp_path), **steps)[0]
+        weights = pools[2].run(train, folder=str(tmp_path), moves=2, **steps)[0]
         assert all(map(torch.equal, weights, expected)) is (steps != {"last": 3})
