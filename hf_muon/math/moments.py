@@ -49,7 +49,8 @@ class Moment(NamedTuple):
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Return the fractions, from -1 to 1, that codes represent, in fp32."""
-        exact = codes.float() * codes.float().abs()
+        exact = codes.float()
+        exact = exact * exact.abs()
         exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
         return exact.mul_(exact) if self.power == 4 else exact
 
