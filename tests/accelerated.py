@@ -54,7 +54,8 @@ def compiling(backend="aot_eager", package="torch"):
         backend: of `torch.compile`.
         package: that torch needs to compile.
     """
-    state = {"_COMPILERS": {"cpu": package}, "_BACKEND": backend, "_is_off": False, "_tried": set(), "_functions": {}}
+    state = {"_COMPILERS": {"cpu": package}, "_BACKEND": backend, "_why_off": "", "_is_reported": False}
+    state |= {"_tried": set(), "_functions": {}}
     with mock.patch.multiple(compiler, **state), accelerated():
         yield
 

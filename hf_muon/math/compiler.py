@@ -34,47 +34,51 @@ _SIZE, _ROWS, _WIDTH = 2**17, 2048, 1024
 
 
 _tried: set[torch.device] = set()
-_is_off = False
+_why_off = ""
+_is_reported = False
 _functions: dict[Any, Callable[..., None]] = {}
 
 
 def is_compiled(device: torch.device) -> bool:
     """Return whether functions are compiled on a device."""
-    return not _is_off and device in _tried and not is_watched()
+    return not _why_off and device in _tried and not is_watched()
 
 
-def is_off() -> bool:
-    """Return whether functions are compiled on no device of this process."""
-    return _is_off
+def why_off() -> str:
+    """Return why functions are compiled on no device of this process; an empty text if they are, or could be."""
+    return _why_off
 
 
-def turn_off() -> None:
+def turn_off(reason: str) -> None:
     """Compile no functions from now on."""
-    global _is_off
-    _is_off = True
+    global _why_off
+    _why_off = _why_off or reason
+
+
+def is_news() -> bool:
+    """Return whether compiling is off and nobody has asked since."""
+    global _is_reported
+    was_reported, _is_reported = _is_reported, bool(_why_off)
+    return bool(_why_off) and not was_reported
 
 
 def untried(devices: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices for which it is not yet known whether functions can be compiled there."""
     new = [device for device in devices if device.type in _COMPILERS and device not in _tried]
-    return [] if _is_off or not new or is_watched() else new
+    return [] if _why_off or not new or is_watched() else new
 
 
-def try_on(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
+def try_on(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
     """Compile and run a small function on a device, which takes some seconds, and turn compiling off if that fails.
 
     Args:
         device: one that has not been tried.
         dtypes: of what functions read and write there.
-
-    Returns:
-        Why functions cannot be compiled there, or an empty text.
     """
     if reason := _why_not(device, dtypes):
-        turn_off()
+        turn_off(reason)
     else:
         _tried.add(device)
-    return reason
 
 
 def call(

@@ -146,7 +146,10 @@ def over_blocks(function: Elementwise, columns: Sequence[Sequence[Tensor]], *num
         over(function, [*zip(*whole, strict=True)], *numbers, **options)
     size = chunk_size(rows[0][0].device)
     totals = itertools.accumulate(part[0].numel() for part in parts)
-    kinds = [(total // size, *(tensor.dtype for tensor in part)) for total, part in zip(totals, parts, strict=True)]
+    kinds = [
+        (total // size, part[0].device, *(tensor.dtype for tensor in part))
+        for total, part in zip(totals, parts, strict=True)
+    ]
     for _, turn in itertools.groupby(range(len(parts)), key=kinds.__getitem__):
         own = [*zip(*(parts[k] for k in turn), strict=True)]
         copies = [column if c in (*function.by_row, *function.into) else _zeros(column) for c, column in enumerate(own)]

@@ -55,13 +55,11 @@ class Own(NamedTuple):
         options: of param groups, as lines that must be equal on all ranks.
         stored: how the gradient of each parameter is stored; see `Gradients`.
         flags: of the gradients; see `Gradients.flags`.
-        reason: why it cannot compile functions, if a trial has just shown that.
     """
 
     options: Sequence[str] = ()
     stored: Sequence[str] = ()
     flags: Sequence[Tensor] = ()
-    reason: str = ""
 
 
 def complaints_of_groups(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
@@ -126,7 +124,12 @@ def agree(
     # is not zero; what must be the same on all ranks; how gradients are stored; whether it has complaints; and whether
     # it compiles no functions.
     flags = [flag for flag in own.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
-    numbers = [_hash([layout.digest, *own.options]), _hash(own.stored), int(bool(complaints)), int(compiler.is_off())]
+    numbers = [
+        _hash([layout.digest, *own.options]),
+        _hash(own.stored),
+        int(bool(complaints)),
+        int(bool(compiler.why_off())),
+    ]
     rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
     steppable, moves, same, stored, complains, are_off = zip(*rows, strict=True)
     if any(complains):
@@ -140,7 +143,7 @@ def agree(
     if not is_alike:
         there, differences = _of_any_rank(ranks, groups, layout, own.stored)
         stop(differences)
-    _compile_alike(ranks, are_off, own.reason)
+    _compile_alike(ranks, are_off)
     return by_group(groups, there) if any(moves) else None, is_alike
 
 
@@ -305,8 +308,8 @@ def _difference(texts: Mapping[int, Sequence[str]]) -> str:
 # --- compiled functions
 
 
-def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> str:
-    """Try whether functions can be compiled on the devices of a step, once for each; return why not, or an empty text.
+def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> None:
+    """Try whether functions can be compiled on the devices of a step, once for each.
 
     Args:
         groups: param groups.
@@ -315,7 +318,7 @@ def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> 
     """
     untried = compiler.untried(dict.fromkeys([*layout.devices, *(d for work in layout.works for d in work.devices)]))
     if not untried:
-        return ""
+        return
     params = [param for group in groups for param in group["params"]]
     grads = [param.grad for param in params if param.grad is not None]
     moments = [local_of(value) for param in params for value in state.get(param, {}).values() if torch.is_tensor(value)]
@@ -323,26 +326,23 @@ def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> 
     precisions = [group["ns_dtype"] for group in groups if group["use_muon"]]
     for device in untried:
         of_products = (compute_dtype(precision, device.type, device.index) for precision in precisions)
-        if reason := compiler.try_on(device, dict.fromkeys([*dtypes, *of_products])):
-            return reason
-    if log.is_rank_zero():
+        compiler.try_on(device, dict.fromkeys([*dtypes, *of_products]))
+    if log.is_rank_zero() and not compiler.why_off():
         log.logger().info("compiling elementwise functions: the first step takes longer")
-    return ""
 
 
-def _compile_alike(ranks: Ranks, are_off: Sequence[int], reason: str) -> None:
+def _compile_alike(ranks: Ranks, are_off: Sequence[int]) -> None:
     """Make all ranks compile functions, or none, and warn of the reasons once.
 
     Args:
         ranks: that decide together.
         are_off: whether functions are compiled on no device, of each of them.
-        reason: why this rank cannot compile functions, if a trial has just shown that.
     """
-    reasons = [reason] if reason else []
+    reasons = [compiler.why_off()]
     if len(set(are_off)) > 1:
-        reasons = together(ranks.texts(reasons))
-        compiler.turn_off()
-    if log.is_rank_zero() and not all(text.endswith("=1 is set") for text in reasons):  # where it is set on all
+        reasons = together(ranks.texts(list(filter(None, reasons))))
+        compiler.turn_off("; ".join(reasons))
+    if log.is_rank_zero() and compiler.is_news() and not all(text.endswith("=1 is set") for text in reasons):
         log.logger().warning(
             "Elementwise functions are not compiled, which makes steps slower: %s [not-compiled]",
             log.first_few(reasons, 3, "; "),

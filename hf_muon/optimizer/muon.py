@@ -198,16 +198,17 @@ class Muon(Optimizer):
 
     def _step(self) -> None:
         groups, layout, known = self.param_groups, self._layout(), len(self.state)
-        steps: list[Take | None] | None = []
+        keeps_state = False
         try:
             steps, watch = self._agreed(layout)
+            keeps_state = steps is None or any(steps) or known > 0
         finally:
-            if steps is not None and not any(steps):
+            if not keeps_state:
                 for param in list(self.state)[known:]:  # allocated for a step that is not taken
                     del self.state[param]
         if steps is None:
             return
-        if reports.warn_of_weights_that_cannot_move(groups, layout, is_known="weights-cannot-move" in self._warned_of):
+        if "weights-cannot-move" not in self._warned_of and reports.warn_of_weights_that_cannot_move(groups, layout):
             self._warned_of.add("weights-cannot-move")
         for group, work, take in zip(groups, layout.works, steps, strict=True):
             if take is not None:
@@ -268,8 +269,8 @@ class Muon(Optimizer):
                 steps = prepared(groups, layout.works, indices, self.state, self.max_batch_bytes)
                 if not is_complete:
                     self._left_state.note(groups, self.state, layout)
-                reason = check.try_compiling(groups, layout, self.state)
-                own = check.Own(check.option_lines(groups, layout), found.stored, flags, reason)
+                check.try_compiling(groups, layout, self.state)
+                own = check.Own(check.option_lines(groups, layout), found.stored, flags)
         ranks = Ranks(layout.root, layout.first_device)
         agreed, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
         if agreed is None:

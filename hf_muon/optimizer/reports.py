@@ -80,7 +80,7 @@ def _likely_cause(params: Sequence[Tensor]) -> str:
     )
 
 
-def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout, *, is_known: bool) -> bool:
+def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout) -> bool:
     """Warn if rounding to nearest loses typical updates of more than half of the bf16 and fp16 weights on rank 0.
 
     A typical update is the learning rate times the root mean square of directions. The step to judge by is the first
@@ -89,7 +89,6 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     Args:
         groups: param groups, before their step.
         layout: of these groups.
-        is_known: whether an earlier step was judged; then nothing happens.
 
     Returns:
         Whether this was a step to judge by.
@@ -99,16 +98,16 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     for group, work in zip(groups, layout.works, strict=True):
         lr = float(group["lr"])
         highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))
-        if is_known or group["weight_rounding"] != "nearest" or lr <= 0 or lr < highest / 2 or not log.is_rank_zero():
+        if group["weight_rounding"] != "nearest" or lr <= 0 or lr < highest / 2 or not log.is_rank_zero():
             continue
-        scales = {
-            matrix.param: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"])
-            / math.sqrt(max(matrix.out_in))
-            for matrix in work.matrices
-        }
-        for i, weights in enumerate(map(local_of, group["params"])):
-            if is_half(weights) and has_data(weights):
-                stays = (weights.float() + lr * scales.get(i, 1.0)).to(weights.dtype) == weights
+        moves = {i: factor for i, ((_, factor), *_) in enumerate(work.factors)}
+        for matrix in (matrix for matrix in work.matrices if math.prod(matrix.shape)):
+            scale = lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"])
+            moves[matrix.param] = scale * matrix.factor / math.sqrt(max(matrix.out_in))
+        for i, param in enumerate(group["params"]):
+            weights = local_of(param)
+            if param.grad is not None and is_half(weights) and has_data(weights):
+                stays = (weights.float() + lr * moves.get(i, 1.0)).to(weights.dtype) == weights
                 counts.setdefault((lr, weights.dtype), []).append(stays.sum())
                 total += weights.numel()
     share = sum(int(count) for own in counts.values() for count in own) / max(total, 1)

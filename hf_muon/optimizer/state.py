@@ -378,10 +378,11 @@ class LeftState:
         self._tensors = list(map(weakref.ref, tensors))
         self._forms = [list(map(form, tensors)) for form in _FORMS]
         # No weak references to parameters: torch would not move the model any more (`torch.utils.swap_tensors`).
-        self._of_rules = {param: shapes for param, shapes in self._of_rules.items() if param in state}
+        present = {param for group in groups for param in group["params"]}
+        self._of_rules = {p: shapes for p, shapes in self._of_rules.items() if p in state and p not in present}
         for group in groups:
             keys = registry.state_of(group)
-            for param in group["params"]:
+            for param in group["params"] if keys else ():
                 self._of_rules[param] = {key: state[param][key].shape for key in keys if key in state[param]}
 
     def complaints(self, groups: Sequence[Group], state: State) -> Iterator[str]:

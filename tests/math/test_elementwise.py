@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_muon import Muon
 from hf_muon.math import compiler, elementwise
 from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, over, shaped_like
+from hf_muon.math.moments import BLOCK, over_blocks
 from tests.accelerated import accelerated, compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
@@ -194,6 +195,17 @@ def test_where_nothing_can_be_compiled_functions_are_plain_and_why_is_said_once(
     assert all(re.search(says, message) for message in messages)
 
 
+def test_why_functions_are_plain_is_said_also_if_the_first_step_was_refused(caplog):
+    with compiling(Backend(fails_at=0)):
+        params, optimizer = stepped(0)
+        for value in (torch.nan, 1.0, 1.0):
+            for param in params:
+                param.grad = torch.full_like(param, value)
+            with contextlib.nullcontext() if value == 1 else pytest.raises(RuntimeError, match="not finite"):
+                optimizer.step()
+    assert caplog.text.count("[not-compiled]") == 1
+
+
 def test_an_error_that_waited_on_the_device_is_not_the_compilers(monkeypatch):
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: exec("raise BrokenError"))
     with compiling(Backend()), pytest.raises(BrokenError):
@@ -204,7 +216,7 @@ def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_
     """Tensors that are not aligned are copied for the compiler, one that is passed twice once, and written."""
     shapes = [(6, 8), (8, 6), (1,), (3, 5), (2, 3, 16), (17,), (4, 4, 4), (5, 32)]
     with compiling(backend := Backend()):
-        assert not compiler.try_on(torch.device("cpu"), [torch.float32])
+        compiler.try_on(torch.device("cpu"), [torch.float32])
         trial = backend.compiled
         add = Elementwise(lambda target, addend: target.copy_(target + addend), reads=(0, 1), writes=(0,))
         for shape, kind, other in itertools.product(shapes, KINDS, KINDS):
@@ -221,3 +233,13 @@ def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_
         odd = flat[7:11]
         ADD(flat[1:5], odd, odd, 0.5)
         assert torch.equal(flat, expected)
+
+
+def test_rows_that_do_not_end_with_a_block_stay_on_their_devices():
+    add = Elementwise(lambda rows: rows.add_(1), reads=(0,), writes=(0,), row=BLOCK)
+    column = [torch.zeros(3, 100), torch.zeros(3, 100, device="meta"), torch.zeros(2, 70)]
+    calls = []
+    with mock.patch.object(Elementwise, "__call__", lambda _, rows: calls.append(rows.device.type) or add.plain(rows)):
+        over_blocks(add, [column])
+    assert set(calls) == {"cpu", "meta"}
+    assert all(bool((tensor == 1).all()) for tensor in column if tensor.device.type == "cpu")

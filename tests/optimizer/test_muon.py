@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
+import weakref
 
 import numpy
 import pytest
@@ -314,3 +316,40 @@ def test_a_warning_says_once_what_share_is_lost(dtype, lrs, options, warnings, c
         run(optimizer, params, [[normal(64, 64, seed=k).to(dtype)] * 2])
     assert caplog.text.count("[weights-cannot-move]") == warnings
     assert not warnings or ("learning rate of 2e-05, 8" in caplog.text and "bfloat16" in caplog.text)  # 80 to 89 %
+
+
+@pytest.mark.parametrize(
+    ("factors", "has_gradient", "warnings"),
+    [([1.0, 1.0], True, 1), ([1.0, 1000.0], True, 0), ([1.0, 1.0], False, 0)],
+    ids=["both", "one at a rate that moves it", "only the one that moves"],
+)
+def test_a_warning_is_about_the_weights_that_are_stepped_at_their_rates(factors, has_gradient, warnings, caplog):
+    small, large = (nn.Parameter(normal(n, n, scale=scale).bfloat16()) for n, scale in ((16, 1e-4), (64, 0.1)))
+    empty = nn.Parameter(torch.zeros(0, 0, dtype=torch.bfloat16))
+    optimizer = Muon([small, large, empty], lr=1e-4, ns_dtype="fp32", **NEAREST)
+    optimizer.param_groups[0]["lr_factors"] = [*factors, 1.0]
+    grads = [normal(16, 16).bfloat16(), normal(64, 64).bfloat16() if has_gradient else None, torch.zeros_like(empty)]
+    run(optimizer, [small, large, empty], [grads])
+    assert caplog.text.count("[weights-cannot-move]") == warnings
+
+
+def test_a_group_that_is_added_before_a_step_without_gradients_is_stepped_later():
+    first, second = parameters()[:2]
+    optimizer = Muon([first])
+    run(optimizer, [first], [gradients(steps=1)[0][:1]])
+    optimizer.add_param_group({"params": [second], "use_muon": True})
+    run(optimizer, [first, second], [[None, None], gradients(steps=1)[0][:2]])
+    assert [group["step"] for group in optimizer.param_groups] == [3, 2]
+
+
+def test_an_optimizer_does_not_keep_parameters_that_left_it():
+    (param,) = parameters()[:1]
+    optimizer = Muon([param])
+    run(optimizer, [param], [gradients(steps=1)[0][:1]])
+    left = weakref.ref(param)
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    del param
+    gc.collect()
+    assert left() is None
