@@ -57,7 +57,7 @@ def llama(layers: int, width: int) -> list[tuple[int, int]]:
     return [*layer, (inner, width), (inner, width), (width, inner)] * layers
 
 
-_QWEN3_LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
+QWEN3_LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "8 of 256x1024": [(256, 1024)] * 8,
     "Llama, 24 layers of 192": llama(24, 192),
@@ -66,7 +66,7 @@ SHAPES: dict[str, list[tuple[int, int]]] = {
         *[(250, 1000), (513, 257), (3, 500), (257, 513), (250, 1000)],
         *[(1000, 250), (63, 63), (333, 130), (250, 1000)],
     ],
-    "Qwen3-0.6B, 4 layers": _QWEN3_LAYER * 4,
+    "Qwen3-0.6B, 4 layers": QWEN3_LAYER * 4,
     "tiny": [(32, 64), (48, 32), (32, 64)],  # to check that everything runs
 }
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
+from benchmarks.distributed_step import QWEN3_LAYER
 from benchmarks.rivals import sides
 from benchmarks.tables import table
 from hf_muon.distributed.exchange import exchanges_of
@@ -29,7 +30,6 @@ from hf_muon.storage.boxes import replicated
 from hf_muon.storage.views import WHOLE
 
 Lines = list[str]
-QWEN3_06B = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)] * 28
 LEAST_RATE = 0.65
 """Of cuBLAS's FLOP rate; a slower kernel gains less than blocks of cuBLAS do."""
 LEAST_GAIN = 1.15
@@ -238,7 +238,7 @@ def _batches(*, small: bool) -> Iterator[Sequence[int]]:
         return
     matrices = [
         Matrix(i, shape, replicated(shape, None).shards(WHOLE)[0], device=torch.device("meta"))
-        for i, shape in enumerate(QWEN3_06B)
+        for i, shape in enumerate(QWEN3_LAYER * 28)
     ]
     (exchange,) = exchanges_of(matrices)
     yield from dict.fromkeys((unit.count, *unit.shape) for unit in exchange.schedule.units)

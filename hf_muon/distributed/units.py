@@ -138,7 +138,7 @@ class Unit:
     @property
     def cost(self) -> int:
         """FLOPs of five Newton-Schulz steps in the Gram form, by which units are compared, whatever steps they take."""
-        return self.count * flops(self.shape, form(self.shape, 5, torch.float16))
+        return self.count * _cost(self.shape)
 
     def only(self, active: Collection[int]) -> Unit:
         """Return the unit without the matrices that are not stepped."""

@@ -327,7 +327,9 @@ def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> 
     for device in untried:
         of_products = (compute_dtype(precision, device.type, device.index) for precision in precisions)
         compiler.try_on(device, dict.fromkeys([*dtypes, *of_products]))
-    if log.is_rank_zero() and not compiler.why_off():
+        if compiler.why_off():
+            return
+    if log.is_rank_zero():
         log.logger().info("compiling elementwise functions: the first step takes longer")
 
 

@@ -96,9 +96,11 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     counts: dict[tuple[float, torch.dtype], list[Tensor]] = {}
     total = 0
     for group, work in zip(groups, layout.works, strict=True):
+        if group["weight_rounding"] != "nearest" or not log.is_rank_zero():
+            continue
         lr = float(group["lr"])
         highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))
-        if group["weight_rounding"] != "nearest" or lr <= 0 or lr < highest / 2 or not log.is_rank_zero():
+        if lr <= 0 or lr < highest / 2:
             continue
         moves = {i: factor for i, ((_, factor), *_) in enumerate(work.factors)}
         for matrix in (matrix for matrix in work.matrices if math.prod(matrix.shape)):

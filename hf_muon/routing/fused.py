@@ -245,20 +245,24 @@ def _state_space_inputs(module: Any, size: int) -> Fused | None:
     return Fused((Part("dt", number(module, "time_step_rank")), Part("B", state), Part("C", state)))
 
 
+def _interleaved(size: int) -> Fused:
+    return Fused((Part("gate", 1), Part("up", 1)), size // 2)
+
+
 def _experts(module: Any, size: int) -> Fused | None:
     """Split as transformers' `use_experts_implementation` says: gate and up consecutive or interleaved."""
     if not getattr(module, "has_gate", False):
         return None
     # transformers before 5.6 has no attribute for interleaved rows.
     if not getattr(module, "is_concatenated", read_as(module) != "GptOssExperts"):
-        return Fused((Part("gate", 1), Part("up", 1)), size // 2)
+        return _interleaved(size)
     return _HALVES(module, size)
 
 
 def _nemo_experts(module: Any, size: int) -> Fused | None:
     """Split as the activation reads: gate and up interleaved or consecutive; only up if there is no gate."""
     if module.config.expert_activation == "quick_geglu":
-        return Fused((Part("gate", 1), Part("up", 1)), size // 2)
+        return _interleaved(size)
     return _HALVES(module, size) if module.is_gated else None
 
 
