@@ -177,6 +177,7 @@ class MuonConfig:
     )
     momentum_warmup: int = declared(registry.BUILT_IN_OPTIONS["momentum_warmup"])
     normalize: str = declared(registry.BUILT_IN_OPTIONS["normalize"])
+    balance: str = declared(registry.BUILT_IN_OPTIONS["balance"])
     weight_decay_mode: str = declared(registry.BUILT_IN_OPTIONS["weight_decay_mode"])
     qk_clip: float | None = declared(registry.BUILT_IN_OPTIONS["qk_clip"])
     rules: Mapping[str, Any] = field(default_factory=dict, hash=False)

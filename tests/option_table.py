@@ -18,7 +18,7 @@ SECTIONS = {
     "For experiments: mathematics": (
         "momentum nesterov ns_coefficients ns_steps ns_dtype adamw_betas adamw_eps weight_rounding"
     ),
-    "For experiments: rules, which change the step": ("momentum_warmup normalize weight_decay_mode qk_clip"),
+    "For experiments: rules, which change the step": ("momentum_warmup normalize balance weight_decay_mode qk_clip"),
     "For experiments: limits": "max_batch_bytes comm_dtype",
 }
 

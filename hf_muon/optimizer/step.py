@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hf_muon.diagnostics.measures import orthogonality_error
 from hf_muon.distributed.exchange import UpdatesOf
 from hf_muon.distributed.units import Matrix, Piece, Unit
 from hf_muon.math.adamw import Stepped, adamw_
@@ -27,7 +28,7 @@ from hf_muon.optimizer.moments import Momentum, adamw_offloaded_
 from hf_muon.optimizer.state import STATE_KEYS, flat_zeros, is_offloaded, row_shape
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.rules import registry
-from hf_muon.rules.rule import Rule
+from hf_muon.rules.rule import Direction, Rule
 from hf_muon.storage.factors import KEY, FactorRuns
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.transport import beside
@@ -115,7 +116,7 @@ class MuonStep:
         self._options = hyperparameters(group, number)
         rules = registry.rules_of(group)
         self._on_update = [(rule, rule.update) for rule in rules if rule.update is not None]
-        self._on_direction = [(rule, rule.direction) for rule in rules if rule.direction is not None]
+        self._on_direction = registry.on_directions(group)
         self._on_apply = [(rule, rule.apply) for rule in rules if rule.apply is not None]
         self._active = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in params}
         local = {i: local_of(param) for i, param in params.items()}
@@ -156,7 +157,9 @@ class MuonStep:
             dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
             direction = functools.partial(self._direction, coefficients, dtype, watch)
             with Momentum(self._moments, grads, exchange.order(self._active), **average) as momentum:
-                update = functools.partial(self._update, momentum.updates) if self._on_update else momentum.updates
+                update = momentum.updates
+                if self._on_update:
+                    update = functools.partial(self._update, momentum.updates, grads)
                 for pieces, directions in exchange.directions(self._active, update, direction, dtype):
                     self._apply(pieces, directions, watch)
                     del directions  # before the next ones are made
@@ -169,17 +172,26 @@ class MuonStep:
                 watch.momentum(k, decoded(self._moments[k], BUFFER))
             watch.rules(self._options)
 
-    def _update(self, updates_of: UpdatesOf, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
+    def _update(
+        self,
+        updates_of: UpdatesOf,
+        grads: Mapping[int, Tensor],
+        pieces: Sequence[Piece],
+        others: Sequence[Piece] = (),
+    ) -> list[Tensor]:
         """Move the momentum of all these pieces, and return the updates of `pieces` as rules change them."""
         updates = []
         every = [*pieces, *others]  # a rule may have state that moves with every update
         for piece, computed in zip(every, updates_of(every), strict=True):
             weight = piece.of(self._weights[piece.matrix])
             update = computed.to(weight.device)
+            grad = piece.of(grads[piece.matrix]).to(weight.device)
             for rule, function in self._on_update:
                 state = self._state_of(piece, rule)
-                update = function(update, weight, state, self._options, self._number)
-                if any(update.untyped_storage() is other.untyped_storage() for other in (weight, *state.values())):
+                update = function(update, grad, weight, state, self._options, self._number)
+                if any(
+                    update.untyped_storage() is other.untyped_storage() for other in (grad, weight, *state.values())
+                ):
                     update = update.clone()  # what orthogonalizes updates overwrites them
             updates.append(update.to(computed.device))
         return updates[: len(pieces)]
@@ -188,24 +200,47 @@ class MuonStep:
         self, coefficients: Steps, dtype: torch.dtype, watch: GroupWatch | None, unit: Unit, updates: Tensor
     ) -> Tensor:
         """Return the directions of whole matrices ``(B, m, n)`` as rules change them; updates are overwritten."""
+
+        errors: list[Tensor] = []
+
+        def orthogonalize(matrices: Tensor) -> Tensor:
+            directions = newton_schulz_in_batches(matrices, coefficients, dtype, self._max_batch_bytes, overwrite=True)
+            if watch is not None:  # a rule may orthogonalize several times: the last one counts
+                errors[:] = [orthogonality_error(directions[: unit.count])]
+            return directions
+
         if watch is not None:
             watch.updates(unit, updates)
-        directions = newton_schulz_in_batches(updates, coefficients, dtype, self._max_batch_bytes, overwrite=True)
-        if watch is not None:
-            watch.orthogonalized(unit, directions)
-        if not self._on_direction:
-            return directions
+        directions = self._ruled(unit, updates, orthogonalize) if self._on_direction else orthogonalize(updates)
+        if watch is not None and errors:
+            watch.orthogonalized(unit, *errors)
+        return directions
+
+    def _ruled(self, unit: Unit, updates: Tensor, orthogonalize: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the directions of whole matrices ``(B, m, n)`` that rules make; the first rule gets the updates."""
         transposed = self._active[unit.ranges[0].matrix].transposed
-        changed = directions.to(torch.promote_types(directions.dtype, torch.float32))
-        changed = changed.mT if transposed else changed
-        for rule, function in self._on_direction:
-            slices = {key: self._rows(unit, key) for key in rule.state if key in self._row_keys}
-            state = {key: torch.cat(own).to(changed.device) for key, own in slices.items()}
-            changed = function(changed, state, self._options, self._number)
-            for key, own in slices.items():
-                for stored, new in zip(own, torch.split(state[key], list(map(len, own))), strict=True):
-                    stored.copy_(new)
-        return (changed.mT if transposed else changed).to(directions.dtype)
+
+        def turned(matrices: Tensor) -> Tensor:
+            return matrices.mT if transposed else matrices
+
+        def direct(matrices: Tensor) -> Tensor:
+            return turned(orthogonalize(turned(matrices).contiguous()).float())
+
+        for rule, function in reversed(self._on_direction):
+            direct = functools.partial(self._directions_of_rule, unit, rule, function, direct)
+        return turned(direct(turned(updates.float())))
+
+    def _directions_of_rule(
+        self, unit: Unit, rule: Rule, function: Direction, orthogonalize: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> Tensor:
+        """Return the directions of whole matrices ``(B, out, in)`` that a rule makes, and store its state by row."""
+        slices = {key: self._rows(unit, key) for key in rule.state if key in self._row_keys}
+        state = {key: torch.cat(own).to(updates.device) for key, own in slices.items()}
+        directions = function(updates, orthogonalize, state, self._options, self._number)
+        for key, own in slices.items():
+            for stored, new in zip(own, torch.split(state[key], list(map(len, own))), strict=True):
+                stored.copy_(new)
+        return directions
 
     def _apply(self, pieces: Sequence[Piece], directions: Sequence[Tensor], watch: GroupWatch | None) -> None:
         """Move the weights of some pieces by their directions, as rules change them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics import facts
-from hf_muon.diagnostics.measures import adamw_sum_of_squares, orthogonality_error, stable_rank, sum_of_squares
+from hf_muon.diagnostics.measures import adamw_sum_of_squares, stable_rank, sum_of_squares
 from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.diagnostics.watch import Watch
 from hf_muon.distributed.units import Piece
@@ -102,9 +102,9 @@ class GroupWatch:
         """Measure whole matrices ``(B, m, n)`` on the rank that orthogonalizes them next."""
         self._add_batch("stable_rank", unit, stable_rank(updates))
 
-    def orthogonalized(self, unit: Unit, directions: Tensor) -> None:
-        """Measure the directions of whole matrices ``(B, m, n)`` on the rank that has orthogonalized them."""
-        self._add_batch("orthogonality_error", unit, orthogonality_error(directions))
+    def orthogonalized(self, unit: Unit, errors: Tensor) -> None:
+        """Record the `orthogonality_error` ``(B,)`` of whole matrices on the rank that has orthogonalized them."""
+        self._add_batch("orthogonality_error", unit, errors)
 
     def _add_batch(self, measure: str, unit: Unit, values: Tensor) -> None:
         counts = [each.stop - each.start for each in unit.ranges]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_muon.config import MuonConfig
 from hf_muon.distributed.schedule import Schedule
@@ -15,10 +17,12 @@ from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import chunk_size
 from hf_muon.math.moments import moment_bytes
-from hf_muon.optimizer.layout import StepLayout
+from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of
+from hf_muon.optimizer.step import hyperparameters
 from hf_muon.plan.stand_ins import ACCELERATOR
 from hf_muon.rules import registry
+from hf_muon.rules.rule import Direction, Orthogonalize, States
 from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.tensors import shape_of
 
@@ -46,24 +50,30 @@ class StepCost(NamedTuple):
     turn: int = 0
 
 
-def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torch.dtype) -> StepCost:
+def step_cost(
+    groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torch.dtype
+) -> StepCost:
     """Return the total cost of the exchanges of all param groups on each rank.
 
     Args:
-        layout: of the param groups.
+        groups: param groups.
+        layout: of them.
         ranks: number of ranks.
         config: the options of the run.
         ns_dtype: of the products.
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
 
-    def newton_schulz(unit: Unit) -> int:
-        return unit.count * cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
+    def newton_schulz(group: Mapping[str, Any], work: GroupWork, unit: Unit) -> int:
+        shape = unit.shape[::-1] if work.matrices[unit.ranges[0].matrix].transposed else unit.shape
+        times = unit.count * orthogonalizations(group, shape)
+        return times * cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
-    for exchange in (exchange for work in layout.works for exchange in work.exchanges):
-        own = schedule_cost(exchange.schedule, newton_schulz, ns_dtype)
+    pairs = zip(groups, layout.works, strict=True)
+    for group, work, exchange in ((*pair, exchange) for pair in pairs for exchange in pair[1].exchanges):
+        own = schedule_cost(exchange.schedule, functools.partial(newton_schulz, group, work), ns_dtype)
         # Without other ranks, every process does all the work.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
@@ -71,6 +81,32 @@ def step_cost(layout: StepLayout, ranks: int, config: MuonConfig, ns_dtype: torc
         in_flight = max(in_flight, own.in_flight_bytes)  # exchanges step one after the other
         largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
     return StepCost(flops, sent, in_flight, largest, turn)
+
+
+def orthogonalizations(group: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Return how many times a step of a group orthogonalizes a matrix ``(out, in)``.
+
+    The group's rules run on the meta device.
+    """
+    calls = 0
+
+    def direct(matrices: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return matrices
+
+    options = hyperparameters(group, 1)
+    for rule, function in reversed(registry.on_directions(group)):
+        state = {key: torch.zeros(1, shape[0], 1, device="meta") for key, kind in rule.state.items() if kind == "row"}
+        direct = functools.partial(_called, function, direct, state, options)
+    direct(torch.empty(1, *shape, device="meta"))
+    return calls
+
+
+def _called(
+    function: Direction, orthogonalize: Orthogonalize, state: States, options: Mapping[str, Any], updates: Tensor
+) -> Tensor:
+    return function(updates, orthogonalize, state, options, 1)
 
 
 def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:
@@ -104,27 +140,37 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
     return StepCost(flops, sent, max(in_flight, default=0), largest, max((each.sent for each in rounds), default=0))
 
 
-def step_buffers(layout: StepLayout, of_step: StepCost, config: MuonConfig, ns_dtype: torch.dtype) -> int:
+def step_buffers(
+    groups: Sequence[Mapping[str, Any]],
+    layout: StepLayout,
+    of_step: StepCost,
+    config: MuonConfig,
+    ns_dtype: torch.dtype,
+) -> int:
     """Return a bound on the bytes of a step's temporary tensors on a rank.
 
     They are updates and directions in flight or stepped together, the workspace of Newton-Schulz for the largest batch,
-    and fp32 copies of a chunk of weights, moments and updates for elementwise functions.
+    fp32 copies of updates and directions for rules, and of a chunk of weights, moments and updates for elementwise
+    functions.
 
     Args:
-        layout: of the param groups.
+        groups: param groups.
+        layout: of them.
         of_step: their cost.
         config: the options of the run.
         ns_dtype: of the products.
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
-    batches = 0
+    of_rules = 8 if any(group["use_muon"] and registry.on_directions(group) for group in groups) else 0
+    batches = copies = 0
     for unit in _units(layout):
+        copies = max(copies, of_rules * unit.numel)
         form = cost.form(unit.shape, steps, ns_dtype)
         most = cost.batch_size(unit.shape, form, ns_dtype, ACCELERATOR.type, config.max_batch_bytes)
         each = cost.working_bytes(unit.shape, form, ns_dtype)
         batches = max(batches, min(most, unit.count) * each)
     chunk = chunk_size(ACCELERATOR)
-    return of_step.in_flight_bytes + of_step.unit_bytes + 8 * of_step.turn + batches + 16 * chunk
+    return of_step.in_flight_bytes + of_step.unit_bytes + 8 * of_step.turn + batches + copies + 16 * chunk
 
 
 def turns_of_moments(of_step: StepCost) -> int:

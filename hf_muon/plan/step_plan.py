@@ -107,8 +107,8 @@ def plan_step(
     with stand_ins.fake_ranks(ranks):
         stored = torch.float32 if is_zero else dtype
         groups, made = stand_ins.stored_groups(routes, config, layout, replicas, stored)
-        cost = costs.step_cost(made, ranks, config, products)
-        buffers = costs.step_buffers(made, cost, config, products)
+        cost = costs.step_cost(groups, made, ranks, config, products)
+        buffers = costs.step_buffers(groups, made, cost, config, products)
         state = costs.state_bytes(groups, ranks, shards)
     flats = [param.numel() for group in groups for param in group["params"]] if is_zero else []
     cut = ranks if layout == "zero3" else shards

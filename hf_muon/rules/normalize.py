@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_muon.options import types
 from hf_muon.options.declaration import Option
-from hf_muon.rules.rule import Options, Rule, States
+from hf_muon.rules.rule import Options, Orthogonalize, Rule, States
 
 _EPS = 1e-10
 _BETA = 0.95
@@ -20,8 +20,11 @@ _SOURCE = "[2510.05491](https://arxiv.org/abs/2510.05491)"
 SECOND_MOMENT = "row_second_moment"
 
 
-def normalized_rows(directions: Tensor, state: States, options: Options, step: int) -> Tensor:
+def normalized_rows(
+    updates: Tensor, orthogonalize: Orthogonalize, state: States, options: Options, step: int
+) -> Tensor:
     """Return directions ``(B, out, in)`` whose rows are normalized; each keeps its Frobenius norm."""
+    directions = orthogonalize(updates)
     moment = state[SECOND_MOMENT]  # (B, out, 1)
     moment.lerp_(directions.square().mean(dim=-1, keepdim=True), 1 - _BETA)
     normalized = directions / moment.sqrt().add_(_EPS)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from hf_muon.math.moments import MOMENTS, SCALES
 from hf_muon.options.declaration import Option
-from hf_muon.rules import cautious, momentum_schedule, normalize, qk_clip
-from hf_muon.rules.rule import Rule, StateKind
+from hf_muon.rules import balance, cautious, momentum_schedule, normalize, qk_clip
+from hf_muon.rules.rule import Direction, Rule, StateKind
 
 ENTRY_POINTS = "hf_muon.rules"
 """The group of entry points under which packages name their rules."""
 
 RULES: dict[str, Rule] = {
-    rule.name: rule for rule in (momentum_schedule.RULE, normalize.RULE, cautious.RULE, qk_clip.RULE)
+    rule.name: rule for rule in (momentum_schedule.RULE, normalize.RULE, balance.RULE, cautious.RULE, qk_clip.RULE)
 }
 """By name, in the order in which they apply."""
 
@@ -28,7 +29,14 @@ OTHERS_OPTIONS: dict[str, Option] = {}
 OWN_NAMES: set[str] = set()
 """The names of Muon's own options, which `hf_muon.config` declares."""
 
-_FUNCTIONS = ("hyperparameters", "update", "direction", "apply", "head_factors")
+_ARGUMENTS = {
+    "hyperparameters": "options, step",
+    "update": "updates, gradients, weights, state, options, step",
+    "direction": "updates, orthogonalize, state, options, step",
+    "apply": "directions, weights, state, options, step, scale",
+    "head_factors": "logits, heads, options",
+}
+"""What each function of a rule is called with."""
 _MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")  # diagnostics measure their RMS
 
 
@@ -39,7 +47,8 @@ def register(rule: Rule) -> None:
     ``hf_muon.rules`` that names the rule, which is loaded when an option is not known otherwise.
 
     Raises:
-        ValueError: a name of the rule, of an option or of a state is taken, or it has no function.
+        ValueError: a name of the rule, of an option or of a state is taken, it has no function, or one that takes
+            other arguments.
     """
     if not isinstance(rule, Rule):
         raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r} [not-a-rule]")
@@ -54,10 +63,19 @@ def register(rule: Rule) -> None:
             raise ValueError(
                 f"The rule {rule.name!r} cannot be registered: the {what} {taken[0]!r} exists. Rename it [name-taken]"
             )
-    if all(getattr(rule, name) is None for name in _FUNCTIONS):
+    functions = {name: function for name in _ARGUMENTS if (function := getattr(rule, name)) is not None}
+    if not functions:
         raise ValueError(
-            f"The rule {rule.name!r} has no function. Give it one of {', '.join(_FUNCTIONS)} [rule-without-function]"
+            f"The rule {rule.name!r} has no function. Give it one of {', '.join(_ARGUMENTS)} [rule-without-function]"
         )
+    for name, function in functions.items():
+        try:
+            inspect.signature(function).bind(*_ARGUMENTS[name].split(", "))
+        except TypeError as error:
+            raise ValueError(
+                f"The rule {rule.name!r} cannot be registered: {name} is called with ({_ARGUMENTS[name]}): {error} "
+                "[arguments-of-rule]"
+            ) from None
     RULES[rule.name] = rule
     OTHERS_OPTIONS.update(rule.options)
 
@@ -102,6 +120,15 @@ def rules_of(group: Mapping[str, Any]) -> list[Rule]:
 def _with_defaults(rule: Rule, group: Mapping[str, Any]) -> Mapping[str, Any]:
     missing = {name: option.default for name, option in rule.options.items() if name not in group}
     return {**group, **missing} if missing else group
+
+
+def on_directions(group: Mapping[str, Any]) -> list[tuple[Rule, Direction]]:
+    """Return the rules of a param group that have a `direction`, and these.
+
+    Those with state come first: the others may orthogonalize twice, which must not move it twice.
+    """
+    rules = [(rule, rule.direction) for rule in rules_of(group) if rule.direction is not None]
+    return sorted(rules, key=lambda each: not each[0].state)
 
 
 def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:

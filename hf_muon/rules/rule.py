@@ -20,6 +20,13 @@ Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
 """The state of what a function gets, by key, fp32. A function writes to it what the next step reads."""
 
+Orthogonalize = Callable[[Tensor], Tensor]
+"""Returns the directions of whole matrices ``(B, out, in)``, fp32. It may overwrite its argument."""
+
+Update = Callable[[Tensor, Tensor, Tensor, States, Options, int], Tensor]
+Direction = Callable[[Tensor, Orthogonalize, States, Options, int], Tensor]
+Apply = Callable[[Tensor, Tensor, States, Options, int, float], Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -37,11 +44,13 @@ class Rule:
         non_negative: the keys of state that are never negative; checkpoints with negative numbers there are refused.
         hyperparameters: called with the options and the number of the step, from one; returns options of Muon that
             have other values in this step (`momentum`, `nesterov`, `weight_decay`, `ns_coefficients`, `ns_steps`).
-        update: elementwise, before orthogonalization. Called with updates, weights, their state of the kind `weight`,
-            the options and the number of the step; returns the updates to orthogonalize, in their dtype.
-        direction: on whole matrices, where they are orthogonalized. Called with directions ``(B, out, in)`` in fp32,
-            state ``(B, out, 1)`` of the kind `row`, the options and the number of the step; returns directions of that
-            shape.
+        update: elementwise, before orthogonalization. Called with updates, gradients, weights, their state of the kind
+            `weight`, the options and the number of the step; returns the updates to orthogonalize, in their dtype. With
+            `momentum` and `nesterov` from `hyperparameters`, a rule decides what average an update is.
+        direction: on whole matrices, in place of orthogonalization. Called with updates ``(B, out, in)`` in fp32, the
+            function that orthogonalizes them, state ``(B, out, 1)`` of the kind `row`, the options and the number of
+            the step; returns directions of that shape. Of several rules, each orthogonalizes by the function of the
+            next one; those with state come first.
         apply: elementwise, as directions are applied, ``weight -= lr * scale * direction``. Called with directions and
             weights in fp32, their state of the kind `weight`, the options, the number of the step and the scale;
             returns directions.
@@ -62,9 +71,9 @@ class Rule:
     state: Mapping[str, StateKind] = field(default_factory=dict)
     non_negative: Collection[str] = ()
     hyperparameters: Callable[[Options, int], Mapping[str, Any]] | None = None
-    update: Callable[[Tensor, Tensor, States, Options, int], Tensor] | None = None
-    direction: Callable[[Tensor, States, Options, int], Tensor] | None = None
-    apply: Callable[[Tensor, Tensor, States, Options, int, float], Tensor] | None = None
+    update: Update | None = None
+    direction: Direction | None = None
+    apply: Apply | None = None
     decays: bool = False
     head_factors: Callable[[Tensor, Heads, Options], Mapping[str, Tensor]] | None = None
     head_complaint: Callable[[Heads, Options], str | None] | None = None

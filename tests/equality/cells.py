@@ -67,7 +67,9 @@ RULES: dict[str, dict[str, Any]] = {
     "scaled": {"scaled": True, "scheduled": True},
     "together": {"scaled": True, "scheduled": True, "update_rms": 0.3, "ns_coefficients": TRIPLES, **TOGETHER},
     "watched": {"diagnostics_every": 1},
-    "others": {"their_everything": True},
+    "others": {"their_everything": True, "bimaxwell": 2, "balance": "updates"},
+    "balanced": {"balance": "directions"},
+    "sinkhorn": {"sinkhorn": True},
     "travels": {"comm_dtype": "bf16"},
 }
 """Options by name. `scaled` gives parameters learning rates of their own, and `scheduled` every step another one."""

@@ -48,7 +48,7 @@ OF_PLANS = {
     "momentum": ALL["momentum"],
     "adamw": ALL["adamw"],
     "dtype": ["float32", "bfloat16"],
-    "rule": ["plain", "unclamped", "cautious"],  # plans leave out what `normalize` stores and sends
+    "rule": ["plain", "unclamped", "cautious", "balanced"],  # plans leave out what `normalize` stores and sends
     "batch": [0, 1125],
     "then": ["single-1", "fsdp-2"],
 }
@@ -73,6 +73,7 @@ NAMED = {
     "rows of stacks": Cell(place="middle-2", model="aligned", momentum="int8"),
     "nothing to offload on a CPU": Cell(offload="cpu", then="single-1", fault="nan"),
     "experts on a mesh of their own": Cell(place="experts-4", rule="together", momentum="bf16", then="single-1"),
+    "directions that are not orthogonal": Cell(place="fsdp-tp-4", rule="sinkhorn", then="single-1"),
     "no gradient on one replica": Cell(place="ddp-2", fault="missing"),
     **{
         f"{grads} gradients of {dtype} weights": Cell(place="fsdp-tp-row-4", dtype=dtype, grad_dtype=grads)

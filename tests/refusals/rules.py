@@ -292,6 +292,12 @@ OPTIONS, REGISTER, LOAD = "MuonConfig.from_mapping", "register", "Muon.load_stat
 RULES = [
     *table(
         [
+            (
+                "arguments-of-rule",
+                REGISTER,
+                registered_as(direction=lambda directions, state, options, step: directions),
+                r"direction is called with \(updates, orthogonalize, state, options, step\)",
+            ),
             ("name-taken", REGISTER, registered_as(name="normalize"), "rule 'normalize'"),
             ("name-taken", REGISTER, registered_as(**option("lr", scope="group")), "option 'lr'"),
             ("name-taken", REGISTER, registered_as(state={"momentum_buffer": "row"}), "state 'momentum_buffer'"),

@@ -1,13 +1,15 @@
-"""Rules as another package would write them: NorMuon again, and one at every point with state of every kind."""
+"""Rules as another package would write them: NorMuon again, one at every point with state of every kind, examples."""
 
 from __future__ import annotations
 
 import contextlib
 
+from examples.rules import bimaxwell, sinkhorn
 from hf_muon.rules import Option, Rule, register, registry, types
 
 
-def rows_normalized(directions, state, options, step):
+def rows_normalized(updates, orthogonalize, state, options, step):
+    directions = orthogonalize(updates)
     beta = options["their_beta"]
     moment = state["their_moment"]
     moment.copy_(moment + (directions.square().mean(dim=-1, keepdim=True) - moment) * (1 - beta))
@@ -27,12 +29,14 @@ NORMUON = Rule(
 )
 
 
-def scaled(updates, weights, state, options, step):
-    state["their_squares"].lerp_(updates.float().square(), 0.1)
+def scaled(updates, grads, weights, state, options, step):
+    state["their_squares"].lerp_(grads.float().square(), 0.1)
     return (updates / (state["their_squares"].sqrt() + 0.1) + 0.01 * weights).to(updates.dtype)
 
 
-def rows_weighted(directions, state, options, step):
+def rows_weighted(updates, orthogonalize, state, options, step):
+    norms = updates.norm(dim=-1, keepdim=True)
+    directions = orthogonalize(updates / (norms + norms.mean(dim=-2, keepdim=True) + 1e-30))
     state["their_rows"].add_(directions.abs().mean(dim=-1, keepdim=True))
     state["their_count"].add_(1)
     return directions * state["their_rows"].rsqrt() * state["their_count"]
@@ -53,6 +57,7 @@ EVERYWHERE = Rule(
     direction=rows_weighted,
     apply=pulled,
 )
+EXAMPLES = [module.RULE for module in (bimaxwell, sinkhorn)]
 RULES = {"their_normalize": NORMUON, "their_everything": EVERYWHERE}
 
 
@@ -60,7 +65,7 @@ RULES = {"their_normalize": NORMUON, "their_everything": EVERYWHERE}
 def registered():
     """Register the rules, and forget them: processes of a pool run other tests, too."""
     before = dict(registry.RULES), dict(registry.OTHERS_OPTIONS)
-    for rule in RULES.values():
+    for rule in (*RULES.values(), *EXAMPLES):
         register(rule)
     try:
         yield RULES

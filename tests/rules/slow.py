@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import math
 import re
 
@@ -88,7 +89,7 @@ class Slow:
         state, beta = self.state[k], self.momentum()
         state["momentum"] = beta * state["momentum"] + (1 - beta) * grad
         update = beta * state["momentum"] + (1 - beta) * grad
-        direction = newton_schulz_on_singular_values(update, self.steps)
+        direction = self.orthogonalized(update)
         if "normalize" in self.options:
             direction = self.normalized(state, direction)
         decaying = weight
@@ -101,6 +102,23 @@ class Slow:
         """Return what modded-nanogpt's `get_muon_momentum` does."""
         step, warmup = self.number - 1, self.options.get("momentum_warmup", 0)
         return 0.85 + step / warmup * (0.95 - 0.85) if step < warmup else 0.95
+
+    def orthogonalized(self, update):
+        """Chang et al., https://arxiv.org/abs/2603.28254 (R), or Dewulf et al., https://arxiv.org/abs/2606.27715."""
+        polar, balance = (
+            functools.partial(newton_schulz_on_singular_values, steps=self.steps),
+            self.options.get("balance"),
+        )
+        rows, columns = update.shape
+        if balance == "updates":
+            return polar(update.square().sum(1).rsqrt().diag() @ update)
+        if balance != "directions" or rows == columns:
+            return polar(update)
+        tall = update if rows > columns else update.T
+        scale = 1 / tall.norm(dim=1)
+        squares = polar(scale.diag() @ tall).square().sum(1)
+        direction = polar((scale * (min(rows, columns) / max(rows, columns) / squares).sqrt()).diag() @ tall)
+        return direction if rows > columns else direction.T
 
     def normalized(self, state, direction):
         """Li et al., https://arxiv.org/abs/2510.05491, with the norm of the authors' code."""

@@ -18,6 +18,8 @@ LR, DECAY, STEPS = 0.02, 0.5, 10
 OPTIONS = {
     "momentum_schedule": {"momentum_warmup": 2},
     "normalize": {"normalize": "rows"},
+    "muoneq": {"balance": "updates"},
+    "aurora": {"balance": "directions"},
     "cautious": {"weight_decay_mode": "cautious"},
     "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
     "update_rms": {"update_rms": 0.3},
@@ -29,8 +31,11 @@ OPTIONS = {
 # One option would have two values in the other pairs.
 PAIRS = [(a, b) for a, b in itertools.combinations(OPTIONS, 2) if not OPTIONS[a].keys() & OPTIONS[b].keys()]
 # Those of which one depends on what the other does.
-CLOSE = (
-    "momentum_schedule-normalize|normalize-cautious|cautious-lr_scales|normalize-qk_clip|lr_scales-qk_clip|cautious-qk"
+CLOSE = "|".join(
+    [
+        *("momentum_schedule-normalize", "normalize-(muoneq|aurora|cautious)", "normalize-qk_clip"),
+        *("cautious-lr_scales", "cautious-qk", "lr_scales-qk_clip"),
+    ]
 )
 
 
@@ -93,7 +98,7 @@ def test_ten_steps_are_those_of_both_papers(pair):
 
 
 def test_ten_steps_are_those_of_all_papers():
-    assert_those_of([name for name in OPTIONS if name != "deepseek_v4"], [])
+    assert_those_of([name for name in OPTIONS if name not in ("deepseek_v4", "muoneq")], [])
 
 
 @pytest.mark.parametrize("name", TOGETHER)
