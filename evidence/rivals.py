@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_muon import build_optimizer
+from hf_muon import Muon, build_optimizer
 
 Groups = list[dict[str, Any]]
 
@@ -36,16 +36,20 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
     """Return another package's optimizer.
 
     Args:
-        name: `adamw`, or a Muon: `torch`, `torch_original`, `llamafactory` or `deepspeed`.
+        name: `adamw`, a Muon: `torch`, `torch_original`, `llamafactory` or `deepspeed`; or `sinkhorn`: hf_muon with
+            examples/rules/sinkhorn.py on embeddings and heads.
         model: whose parameters it steps.
         settings: `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, and the rate of the matrices that
-            Muon steps where it is another: `muon_lr`, or `hidden_lr` if AdamW steps them here.
+            Muon steps where it is another: `muon_lr`, or `hidden_lr` if AdamW steps them here. For `sinkhorn`
+            `table_lr`, how many times this rate that of tables is.
 
     Raises:
         ValueError: there is no such rival.
     """
+    if name == SINKHORN:
+        return _with_sinkhorn_tables(model, settings)
     if name not in RIVALS:
-        raise ValueError(f"rival {name} is not known. Valid: {', '.join(RIVALS)}")
+        raise ValueError(f"rival {name} is not known. Valid: {', '.join([*RIVALS, SINKHORN])}")
     rate, decay = settings["learning_rate"], settings["weight_decay"]
     of_hidden = settings.get("hidden_lr", settings.get("muon_lr", rate))
     ours = build_optimizer(model, lr=rate, weight_decay=decay)
@@ -56,6 +60,20 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
         of_group["lr"] = of_hidden if group["use_muon"] else rate
         (muon if group["use_muon"] else adamw).append(of_group)
     return RIVALS[name](muon, adamw, (settings["adam_beta1"], settings["adam_beta2"]))
+
+
+def _with_sinkhorn_tables(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    rate, betas = settings["learning_rate"], (settings["adam_beta1"], settings["adam_beta2"])
+    ours = build_optimizer(model, lr=rate, weight_decay=settings["weight_decay"], adamw_betas=betas)
+    groups: Groups = []
+    for group in ours.param_groups:
+        own = {name: group[name] for name in ("use_muon", "lr", "weight_decay", "adamw_betas")}
+        tables = [param for param in group["params"] if param.ndim == 2 and not group["use_muon"]]
+        others = [param for param in group["params"] if all(param is not table for table in tables)]
+        table = {"use_muon": True, "sinkhorn": True, "lr": rate * settings["table_lr"], "weight_decay": 0.0}
+        groups += [{**own, "params": others}] if others else []
+        groups += [{**table, "params": tables}] if tables else []
+    return Muon(groups)
 
 
 def _torch(scale: str) -> Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]:
@@ -104,6 +122,7 @@ def _deepspeed(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch
     return module.SingleDeviceMuonWithAuxAdam(groups)  # type: ignore[no-any-return]
 
 
+SINKHORN = "sinkhorn"
 RIVALS: dict[str, Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "torch": _torch("match_rms_adamw"),

@@ -19,7 +19,7 @@ import transformers
 from transformers import TrainerCallback
 
 from evidence.corpus import Corpus
-from evidence.trial import build_trainer, new_model, write_result
+from evidence.trial import build_trainer, new_model, register_rules, write_result
 
 LONGEST = 600
 """Seconds that a step may take, with what comes before the first one."""
@@ -96,6 +96,7 @@ def _train(spec: Mapping[str, Any], corpus: Corpus, pipe: Any, others: list[Any]
 def main(spec_file: str, result_file: str) -> None:
     content = json.loads(Path(spec_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
+    register_rules()
     transformers.logging.set_verbosity_error()
     spec = content["spec"]
     found = steps_of(spec["sides"], Corpus(Path(content["corpus"])), spec["turns"], spec["warm_up"])

@@ -22,11 +22,16 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from evidence.corpus import BUILD, Corpus
 from evidence.models import build_model
 from evidence.rivals import build_rival
+from examples.rules import bimaxwell, sinkhorn
 from hf_muon.config import OPTIONS
+from hf_muon.rules import registry
 
 HELD_OUT_BLOCKS = 128
 EVALUATION_BATCH = 16
-_NOT_FOR_TRAINER = {"warmup", "weights", "lora_rank", "rival", "hidden_lr", "attention"}
+_NOT_FOR_TRAINER = {
+    *("warmup", "weights", "lora_rank", "rival", "hidden_lr", "attention"),
+    *("table_lr", "clip_muon", "clip_adamw", "spike"),
+}
 
 Result = dict[str, Any]
 
@@ -54,8 +59,37 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": block, "labels": block}
 
 
+class ClipApart(TrainerCallback):
+    """Clips the gradients of Muon's matrices, of AdamW's parameters, or of each, by their own norm.
+
+    Args:
+        norms: the largest norm, by `use_muon`; others are not clipped.
+    """
+
+    def __init__(self, norms: Mapping[bool, float]) -> None:
+        self.norms = norms
+
+    def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        optimizer.optimizer.register_step_pre_hook(self._clip)  # of the one that accelerate wraps
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        for use_muon, norm in self.norms.items():
+            groups = [group for group in optimizer.param_groups if group["use_muon"] is use_muon]
+            torch.nn.utils.clip_grad_norm_([param for group in groups for param in group["params"]], norm)
+
+
 class InOrder(Trainer):
-    """Trainer that takes the blocks as they come, so that both sides see the same batches."""
+    """Trainer that takes the blocks as they come, so that both sides see the same batches.
+
+    Attributes:
+        spike: what the gradients of the step in the middle are multiplied by.
+    """
+
+    spike = 1.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * self.spike if self.state.global_step == self.state.max_steps // 2 else loss
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
@@ -150,6 +184,10 @@ def build_trainer(spec: Mapping[str, Any], corpus: Corpus, model: PreTrainedMode
         optimizers=(rival, None),
     )
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    trainer.spike = settings.get("spike", 1.0)
+    apart = {name == "clip_muon": settings[name] for name in ("clip_muon", "clip_adamw") if name in settings}
+    if apart:
+        trainer.add_callback(ClipApart(apart))
     return trainer
 
 
@@ -165,7 +203,7 @@ def arguments(settings: Mapping[str, Any], batch: int, steps: int, seed: int) ->
     for name, value in settings.items():
         if name in names:
             of_trainer[name] = value
-        elif name in OPTIONS:
+        elif name in OPTIONS or name in registry.OTHERS_OPTIONS:
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         elif name not in _NOT_FOR_TRAINER:
             raise ValueError(f"setting {name} is neither of TrainingArguments nor of muon")
@@ -236,9 +274,16 @@ def write_result(target: Path, result: Mapping[str, Any]) -> None:
     target.with_suffix(".partial").replace(target)
 
 
+def register_rules() -> None:
+    """Register the rules of examples/rules: their options are settings like those of Muon."""
+    for module in (bimaxwell, sinkhorn):
+        registry.register(module.RULE)
+
+
 def main(spec_file: str, result_file: str) -> None:
     content = json.loads(Path(spec_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
+    register_rules()
     transformers.logging.set_verbosity_error()
     began = time.monotonic()
     result = train(content["spec"], Corpus(Path(content["corpus"])))

@@ -66,6 +66,23 @@ OTHER_MODELS = {
     "`split_fused: false`": ("fused", "split_fused false"),
 }
 
+VARIANTS = {
+    ("`normalize: rows`", "none"): ("NorMuon", "plain"),
+    ("`balance: updates`", "none"): ("MuonEq", "plain"),
+    ("`balance: directions`", "none"): ("Aurora", "plain"),
+    ("`momentum: 0.9`", "0.95"): ("momentum 0.9", "plain"),
+    ("`balance: updates`, `momentum: 0.9`", "`momentum: 0.9`"): ("MuonEq and momentum 0.9", "momentum 0.9"),
+    ("`bimaxwell: 1`", "`momentum: 0.9`"): ("bi-Maxwell", "momentum 0.9"),
+    ("`sinkhorn: true` for embedding and head", "AdamW with a rate of its own"): ("Sinkhorn tables", "AdamW tables"),
+}
+CLIPPED = {
+    "all together": ("plain", "together"),
+    "nothing": ("no clipping", "none"),
+    "AdamW's parameters": ("AdamW clipped apart", "AdamW's alone"),
+    "Muon's parameters": (None, "Muon's alone"),
+    "each of both by its own norm": (None, "each apart"),
+}
+
 
 @cache
 def finals(name):
@@ -156,6 +173,27 @@ def test_settings(first, sides):
         test = difference("settings", cell, side, "default")
         assert row[-2] == f"{test.mean:+.3f} ± {test.deviation:.3f}".replace("0.", ".")
         assert row[-1].split(" (")[0] == verdict(test).replace("no difference shown", "no")
+
+
+def test_rules():
+    rows = table("| rule | compared with |")
+    assert [tuple(row[:2]) for row in rows] == list(VARIANTS)
+    for row in rows:
+        cell = "untied tables" if "sinkhorn" in row[0] else "1M"
+        test = difference("variants", cell, *VARIANTS[tuple(row[:2])])
+        assert test.pairs == 8
+        assert row[2] == f"{test.mean:+.3f} ± {test.deviation:.3f}".replace("0.", ".")
+        assert row[3].split(" (")[0] == verdict(test).replace("no difference shown", "no")
+
+
+def test_clipping():
+    rows = table("| clipped |")
+    assert [row[0] for row in rows] == list(CLIPPED)
+    for name, usual, spiked in rows:
+        side, with_spike = CLIPPED[name]
+        test = difference("variants", "1M", side, "plain") if side not in (None, "plain") else None
+        assert usual == ("" if test is None else f"{test.mean:+.3f} ± {test.deviation:.3f}".replace("0.", "."))
+        assert spiked == f"{mean(finals('clipping')['1M', with_spike]):.2f}"
 
 
 def test_answers():
