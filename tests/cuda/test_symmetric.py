@@ -22,7 +22,7 @@ SHARED = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes of a multipr
 REGISTERS = 2**16
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(6, id="few"), pytest.param(60, id="many", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("rounds", [pytest.param(6, id="few"), pytest.param(20, id="many", marks=pytest.mark.extended)])
 def test_products_and_newton_schulz_are_those_of_float64_and_do_not_depend_on_the_batch(rounds):
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.cuda.symmetric", str(rounds), str(rounds)],
