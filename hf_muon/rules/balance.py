@@ -18,7 +18,6 @@ from hf_muon.options.declaration import Option
 from hf_muon.rules.rule import Options, Orthogonalize, Rule, States
 
 _ROWS, _COLUMNS = -1, -2  # the dimension that their norms sum over
-_PASSES = 2
 # Of the mean norm. Rows below that, which gradients no longer reach, do not get a norm like the others'.
 _LEAST_SHARE = 1e-3
 _LEAST = 2.0**-60  # matrices of zeros stay zero, and two inverses do not overflow
@@ -37,8 +36,8 @@ def _of_balanced(updates: Tensor, orthogonalize: Orthogonalize) -> Tensor:
 def _balanced(updates: Tensor, orthogonalize: Orthogonalize) -> Tensor:
     """Return orthogonal directions whose rows have nearly equal norms; of wide matrices, columns.
 
-    A diagonal matrix scales the longer dimension of an update. After a pass it is corrected by the norms of the
-    direction: by their squares to the power of 1/2.
+    A diagonal matrix scales the longer dimension of an update. The norms of a first direction correct it: their
+    squares to the power of 1/2.
     """
     out, columns = updates.shape[-2:]
     if out == columns:  # rows of an orthogonal matrix have norm one
@@ -46,9 +45,8 @@ def _balanced(updates: Tensor, orthogonalize: Orthogonalize) -> Tensor:
     dim = _ROWS if out > columns else _COLUMNS
     wanted = (min(out, columns) / max(out, columns)) ** 0.5
     scale = _norms(updates, dim).reciprocal_()
-    for _ in range(_PASSES - 1):
-        scale = scale * (wanted / _norms(orthogonalize(updates * scale), dim))
-    return orthogonalize(updates.mul_(scale))
+    correction = wanted / _norms(orthogonalize(updates * scale), dim)
+    return orthogonalize(updates.mul_(scale * correction))
 
 
 def _scaled(updates: Tensor) -> Tensor:

@@ -105,10 +105,8 @@ class Slow:
 
     def orthogonalized(self, update):
         """Chang et al., https://arxiv.org/abs/2603.28254 (R), or Dewulf et al., https://arxiv.org/abs/2606.27715."""
-        polar, balance = (
-            functools.partial(newton_schulz_on_singular_values, steps=self.steps),
-            self.options.get("balance"),
-        )
+        polar = functools.partial(newton_schulz_on_singular_values, steps=self.steps)
+        balance = self.options.get("balance")
         rows, columns = update.shape
         if balance == "updates":
             return polar(update.square().sum(1).rsqrt().diag() @ update)

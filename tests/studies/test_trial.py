@@ -131,7 +131,7 @@ def test_adamw_with_two_rates(corpus):
         assert rates[param] == (0.001 if hidden else 0.01), name
 
 
-def test_gradients_are_clipped_apart_as_by_hand(corpus, monkeypatch):
+def test_gradients_are_clipped_apart_as_by_hand(corpus):
     """Look at the gradients that the optimizer gets: of one half clipped, of both, of both together, after a spike."""
     norms = {}
 
