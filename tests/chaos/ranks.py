@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import forking
+from tests.distributed.pool import Crash, ending, forking
 from tests.equality.cells import Cell
 from tests.equality.runs import digest, started, train
 
@@ -70,13 +70,16 @@ class Fault:
 
 
 def run(layout: str, fault: Fault | None = None, *, timeout: float = 120, **options: Any) -> list[Any]:
-    """Train on two ranks; return for each the result of `trained`, the text of its error, or the signal that ended it.
+    """Train on two ranks; return for each the result of `trained`, the text of its error, or SIGKILL.
 
     Args:
         layout: of `tests.equality.layouts`.
         fault: the fault of one rank.
         timeout: timeout of the process group in seconds.
         options: of `trained`.
+
+    Raises:
+        Crash: a rank ended by a signal that no fault sends, as in torch's own code.
     """
     with tempfile.TemporaryDirectory(prefix="hf_muon_chaos") as folder:
         path = Path(folder)
@@ -100,7 +103,9 @@ def run(layout: str, fault: Fault | None = None, *, timeout: float = 120, **opti
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
             elif process.exitcode < 0:
-                results.append(signal.Signals(-process.exitcode).name)
+                if -process.exitcode != signal.SIGKILL:
+                    raise Crash(f"rank {rank} {ending(process.exitcode)}, which no fault sends")
+                results.append("SIGKILL")
             else:
                 results.append(torch.load(path / str(rank), weights_only=False))
         return results

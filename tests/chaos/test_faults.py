@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
+import random
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from tests.chaos.ranks import RANKS, Fault, run
 
@@ -51,45 +48,22 @@ def test_the_others_end_and_the_checkpoint_before_resumes(straight, layout, kind
     assert run(layout, **options) == expected[:1] * RANKS
 
 
-FEW = settings(max_examples=3, stateful_step_count=6, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-class Interrupted(RuleBasedStateMachine):
-    """A run that goes on from its last checkpoint: it saves, it is killed in a step or while it saves."""
-
-    layout = ""
-
-    def __init__(self):
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.step, self.saved, self.last = 0, "", None
-
-    def options(self, **more):
-        return {"first": self.step, "last": self.step + 1, "load": self.saved, **LAYOUTS[self.layout], **more}
-
-    @rule()
-    def goes_on(self):
-        path = f"{self.folder.name}/{self.step}"
-        self.last, other = run(self.layout, **self.options(save=path))
-        assert self.last == other
-        self.saved, self.step = path, self.step + 1
-
-    @precondition(lambda self: self.step)
-    @rule(phase=st.sampled_from(["step", "save"]), rank=st.integers(0, RANKS - 1))
-    def is_killed(self, phase, rank):
-        rank = 0 if self.layout == "ddp" and phase == "save" else rank  # which alone writes there
-        lost = self.options(save=f"{self.folder.name}/lost-{phase}-{rank}-{self.step}")
-        results = run(self.layout, Fault("killed", phase, rank), timeout=GROUP_TIMEOUT, **lost)
-        assert results[rank] == "SIGKILL"
-
-    def teardown(self):
-        if self.last is not None:
-            assert run(self.layout, last=self.step)[0] == self.last
-        self.folder.cleanup()
-
-
 @pytest.mark.extended
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_that_save_and_are_killed_are_the_uninterrupted_run(layout):
-    machine = type("Machine", (Interrupted,), {"layout": layout})
-    run_state_machine_as_test(machine, settings=FEW)
+def test_runs_that_save_and_are_killed_are_the_uninterrupted_run(layout, seed, tmp_path):
+    """Go on from the last checkpoint, or be killed in a step or while a rank saves, in an order drawn from the seed."""
+    draw = random.Random(seed)
+    saved, last = "", None
+    for step in range(3):
+        options = {"first": step, "last": step + 1, "load": saved, **LAYOUTS[layout]}
+        if draw.random() < 0.7:
+            phase, rank = draw.choice(["step", "save"]), draw.randrange(RANKS)
+            rank = 0 if (layout, phase) == ("ddp", "save") else rank
+            fault = Fault("killed", phase, rank)
+            results = run(layout, fault, timeout=GROUP_TIMEOUT, save=str(tmp_path / f"lost-{step}"), **options)
+            assert results[rank] == "SIGKILL"
+        saved = str(tmp_path / str(step))
+        last = run(layout, save=saved, **options)
+        assert last[0] == last[1]
+    assert run(layout, last=3) == last

@@ -26,6 +26,7 @@ class Mortal(Pool):
 
         Raises:
             AssertionError: a rank did not end in time.
+            Crash: a rank but the victim died.
         """
         self._start()
         for _, pipe in self._workers:
@@ -35,7 +36,7 @@ class Mortal(Pool):
             for rank, (_, pipe) in enumerate(self._workers):
                 if rank != victim:
                     assert pipe.poll(self.timeout), f"rank {rank} did not end in {self.timeout} s"
-                    fine, answer = pipe.recv()
+                    fine, answer = self._answer(rank)
                     errors.append(None if fine else answer)
         finally:
             self.close(kill=True)

@@ -31,6 +31,10 @@ GRACE = 8.0
 """Seconds that other ranks have when one has failed, to say why they wait."""
 
 
+class Crash(BaseException):
+    """A process of a rank has died. It is no `Exception`, which hypothesis would try again and then call flaky."""
+
+
 def forking(modules: Sequence[str] = PRELOADED) -> Any:
     """Return a context that forks processes in 0.1 s each, from a server that has imported these modules.
 
@@ -74,6 +78,7 @@ class Pool:
 
         Raises:
             AssertionError: a rank failed; the message has the traceback of each such rank.
+            Crash: a rank died; the message has the signal or exit code, and the tracebacks of the others.
         """
         if not self._workers:
             self._start()
@@ -81,17 +86,16 @@ class Pool:
         for _, pipe in self._workers:
             pipe.send((function.__module__, function.__qualname__, kwargs))
         answers: dict[int, tuple[bool, Any]] = {}
+        failure: type[BaseException] = AssertionError
         deadline = time.monotonic() + self.timeout
         while len(answers) < self.world_size and (seconds := deadline - time.monotonic()) > 0:
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in answers}
             for pipe in connection.wait(list(waiting), seconds):
                 rank = waiting[pipe]
                 try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, OSError):
-                    process, _ = self._workers[rank]
-                    process.join(5)
-                    answers[rank] = (False, f"the process died: {_ending(process.exitcode)}")
+                    answers[rank] = self._answer(rank)
+                except Crash as crash:
+                    failure, answers[rank] = Crash, (False, str(crash))
                 if not answers[rank][0]:  # the others may wait for this rank
                     deadline = min(deadline, time.monotonic() + GRACE)
         for rank in set(range(self.world_size)) - answers.keys():
@@ -99,7 +103,7 @@ class Pool:
         failures = [f"rank {rank}: {answer}" for rank, (fine, answer) in sorted(answers.items()) if not fine]
         if failures:
             self.close(kill=True)  # the ranks no longer agree on which collective is next
-            raise AssertionError("\n".join(failures))
+            raise failure("\n".join(failures))
         return [answers[rank][1] for rank in range(self.world_size)]
 
     def _start(self) -> None:
@@ -112,6 +116,14 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        process, pipe = self._workers[rank]
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            process.join(5)
+            raise Crash(f"the process died: {ending(process.exitcode)}") from None
 
     def close(self, *, kill: bool = False) -> None:
         """End the workers.
@@ -133,11 +145,11 @@ class Pool:
             if process.exitcode is None:
                 process.kill()
         if not kill and any(code != 0 for code in codes):
-            endings = [f"rank {rank} {_ending(code)}" for rank, code in enumerate(codes) if code != 0]
+            endings = [f"rank {rank} {ending(code)}" for rank, code in enumerate(codes) if code != 0]
             raise AssertionError(f"{'; '.join(endings)}. The last that its pool ran was {self._last}")
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
     """Return in words how a process has ended, by its exit code."""
     if code is None:
         return "did not end in time"

@@ -7,8 +7,10 @@ import signal
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Crash, Pool
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +45,26 @@ def test_ranks_end_by_themselves_unless_one_dies_in_between(forks):
     pool._workers[0][0].join()
     with pytest.raises(AssertionError, match="rank 0 ended with SIGKILL"):
         pool.close()
+
+
+def in_between(rank):
+    """Have a rank end as in a crash inside torch, while the other waits for it."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_crash_is_seen_through_hypothesis():
+    """Expect the text for which the Makefile has pytest try a test again; hypothesis would call it flaky."""
+    pool, tries = Pool(2, timeout=60, forks=True), []
+
+    @settings(database=None)
+    @given(st.integers())
+    def drawn(number):
+        tries.append(number)
+        pool.run(in_between)
+
+    with pytest.raises(Crash, match="rank 1: the process died: ended with SIGSEGV"):
+        drawn()
+    assert len(tries) == 1
+    pool.close()
