@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -148,21 +148,28 @@ class Unit:
     @cached_property
     def stored(self) -> list[int]:
         """Elements that each rank stores."""
-        return _total(each.shards.stored(each.start, each.stop) for each in self.ranges)
+        return self._total(Shards.stored)
 
     @cached_property
     def holders(self) -> list[int]:
         """The ranks that store all of the unit."""
-        return [rank for rank, stored in enumerate(self.stored) if stored == self.numel]
+        numel = self.numel
+        return [rank for rank, stored in enumerate(self.stored) if stored == numel]
 
     @property
     def is_everywhere(self) -> bool:
         """Whether all ranks store all of the unit."""
-        return len(self.holders) == len(self.stored)
+        return min(self.stored) == self.numel
 
     def sent(self) -> list[int]:
         """Return the elements that each rank sends to the owner, including the owner's own."""
-        return _total(each.shards.sent_to(self.owner, each.start, each.stop) for each in self.ranges)
+        return self._total(lambda shards, start, stop: shards.sent_to(self.owner, start, stop))
+
+    def _total(self, of_ranks: Callable[[Shards, int, int], tuple[int, ...]]) -> list[int]:
+        """Return the sum over all ranges of numbers of each rank; most ranges are stored alike."""
+        alike = Counter((each.shards, each.start, each.stop) for each in self.ranges)
+        numbers = [[times * number for number in of_ranks(*stored)] for stored, times in alike.items()]
+        return numbers[0] if len(numbers) == 1 else list(map(sum, zip(*numbers, strict=True)))
 
     def boxes(self, rank: int) -> Iterator[tuple[Piece, Box, bool]]:
         """Yield what a rank stores of the unit, in the order in which it stores it.
@@ -176,12 +183,6 @@ class Unit:
             for box in shards.held[rank].boxes(start, stop):
                 yield Piece(matrix, box), box._replace(first=position + box.first), sends
             position += stop - start
-
-
-def _total(numbers: Iterable[tuple[int, ...]]) -> list[int]:
-    """Return the sum of numbers of each rank; many matrices of a unit are stored alike."""
-    alike = [[times * number for number in own] for own, times in Counter(numbers).items()]
-    return alike[0] if len(alike) == 1 else list(map(sum, zip(*alike, strict=True)))
 
 
 def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTES) -> list[Unit]:

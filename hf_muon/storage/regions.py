@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 Ranges = tuple[tuple[int, int], ...]
@@ -52,7 +53,7 @@ class Region:
 
     dims: tuple[Ranges, ...]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
         return tuple(length(ranges) for ranges in self.dims)

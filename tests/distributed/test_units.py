@@ -141,10 +141,12 @@ def test_a_unit_that_one_rank_stores_stays_there_as_long_as_others_have_their_sh
 
 
 @pytest.mark.first_tier("llama")
-@pytest.mark.parametrize(("model", "ranks", "slack"), [(llama_70b, 64, 1.05), (qwen3_235b_a22b, 1024, 1.3)])
-def test_owners_work_at_the_same_time_whatever_the_bound(model, ranks, slack):
+@pytest.mark.parametrize(
+    ("model", "accelerated", "ranks", "slack"), [(llama_70b, False, 64, 1.05), (qwen3_235b_a22b, True, 1024, 1.3)]
+)
+def test_owners_work_at_the_same_time_whatever_the_bound(model, accelerated, ranks, slack):
     shapes = model()
-    units = units_of(shapes, ranks=ranks)
+    units = units_of(shapes, accelerated, ranks)
     owners = assign_owners(units, ranks, [unit.holders for unit in units])
     owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
     rounds = Schedule(owned, 5, ranks, torch.float32, 2**28).rounds(range(len(shapes)))
