@@ -6,29 +6,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from benchmarks.count import Count
 from hf_muon.optimizer import check, gradients, layout
 from hf_muon.storage import host, transport
 
 META = torch.device("meta")
 
 
-class Noted(Protocol):
-    """The attribute of `benchmarks.count.Count` that is used here."""
-
-    waits: Counter[str]
-
-
 @contextlib.contextmanager
-def as_accelerator(count: Noted | None = None, *, reads: bool = True, device: torch.device = META) -> Iterator[None]:
+def as_accelerator(count: Count | None = None, *, reads: bool = True, device: torch.device = META) -> Iterator[None]:
     """Make hf_muon run its code for CUDA on the meta device, or on fake CUDA tensors.
 
     Moments can be offloaded to the host, without touching its memory, and copies have streams.

@@ -16,15 +16,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import json
+import itertools
 import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.measure import machine, peak_extra_bytes, ratios
+from benchmarks.measure import peak_extra_bytes, ratios
 from benchmarks.rivals import STEPS, bfloat16_is
 from benchmarks.tables import table
 from hf_muon import Muon, orthogonalize
@@ -50,24 +48,16 @@ LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 COEFFICIENTS = "original"  # torch.optim.Muon supports no other preset
 
 
-def llama(layers: int, width: int) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices of a Llama, layer by layer; one key and value head serves four query heads."""
-    inner = -(-8 * width // 3 // 64) * 64
-    layer = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
-    return [*layer, (inner, width), (inner, width), (width, inner)] * layers
-
-
 QWEN3_LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
 SHAPES: dict[str, list[tuple[int, int]]] = {
     "8 of 256x1024": [(256, 1024)] * 8,
-    "Llama, 24 layers of 192": llama(24, 192),
     # Row counts that no number of ranks divides, fewer rows than ranks, and few matrices of equal shape.
     "uneven": [
         *[(250, 1000), (513, 257), (3, 500), (257, 513), (250, 1000)],
         *[(1000, 250), (63, 63), (333, 130), (250, 1000)],
     ],
-    "Qwen3-0.6B, 4 layers": QWEN3_LAYER * 4,
     "tiny": [(32, 64), (48, 32), (32, 64)],  # to check that everything runs
+    "Qwen3-0.6B, 4 layers": QWEN3_LAYER * 4,
 }
 
 
@@ -184,8 +174,8 @@ def _parameters(shapes: list[tuple[int, int]], setting: Setting, device: torch.d
     return params
 
 
-def _case(shapes: list[tuple[int, int]], setting: Setting, device: torch.device, limit_s: float) -> dict[str, Any]:
-    """Return the figures of all optimizers for some shapes in one layout."""
+def _case(shapes: list[tuple[int, int]], setting: Setting, device: torch.device, limit_s: float) -> list[str]:
+    """Return a table of all optimizers for some shapes in one layout."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -223,23 +213,25 @@ def _case(shapes: list[tuple[int, int]], setting: Setting, device: torch.device,
         for name in names[first:] + names[:first]:
             times[name].append(timed(steps[name]))
 
-    figures: dict[str, Any] = {}
-    for name in names:
-        seconds = zip(*gathered(times[name]), strict=True)
-        figures[name] = {
-            "step s": [max(ranks) for ranks in seconds],
-            "peak extra bytes": max(gathered(peak_extra_bytes(steps[name], device))),
-            "parted": _farthest(weights[name], weights[OURS]) / moved,
-        }
-    return {"Newton-Schulz dtype": setting.dtype_name, "failed": failed, "sides": figures}
+    seconds = {name: [max(ranks) for ranks in zip(*gathered(own), strict=True)] for name, own in times.items()}
+    rows = []
+    for name, own in seconds.items():
+        middle, least, most = (f"{1e3 * number:.3g}" for number in (median(own), min(own), max(own)))
+        peak = max(gathered(peak_extra_bytes(steps[name], device)))
+        parted = _farthest(weights[name], weights[OURS]) / moved
+        ratio = median(ratios(own, seconds[OURS]))
+        rows.append([name, f"{middle} ({least}-{most})", f"{ratio:.2f}", f"{peak / 1e6:.1f}", f"{parted:.0e}"])
+    rows += [[name, f"fails: {why}", *[""] * 3] for name, why in failed.items()]
+    title = f"{setting.dtype_name} products, medians of {rounds} rounds (least-greatest):"
+    return [title, "", *table(["optimizer", "step ms", "x ours", "peak extra MB", "parted"], rows)]
 
 
 def _farthest(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:
-    """Measure every case in one process of the group; rank 0 writes the figures."""
+def _rank(rank: int, ranks: int, folder: str, args: argparse.Namespace) -> None:
+    """Measure every case in one process of the group; rank 0 prints the tables."""
     on_cuda = torch.cuda.device_count() >= ranks
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
@@ -255,66 +247,27 @@ def _rank(rank: int, ranks: int, folder: str, args: dict[str, Any]) -> None:
         timeout=datetime.timedelta(minutes=5),
     )
     mesh = init_device_mesh(device.type, (ranks,))
-    dtype = compute_dtype(args["ns_dtype"], device.type, device.index)
-    cases = []
-    for layout in args["layout"]:
+    dtype = compute_dtype("auto", device.type, device.index)
+    for layout, shapes in itertools.product(args.layout, args.shapes):
         setting = Setting(mesh, layout == "fsdp", dtype)
-        for shapes in args["shapes"]:
-            begin = time.perf_counter()
-            figures = _case(SHAPES[shapes], setting, device, args["seconds"])
-            cases.append({"ranks": ranks, "layout": layout, "shapes": shapes, **figures})
-            if rank == 0:
-                print(f"{layout}, {shapes}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    if rank == 0:
-        Path(folder, "cases.json").write_text(json.dumps(cases))
+        lines = _case(SHAPES[shapes], setting, device, args.seconds)
+        if rank == 0:
+            print(f"{ranks} ranks, {layout}, {shapes}, {lines[0]}", *lines[1:], sep="\n", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-# --- the tables
-
-
-def _lines(case: dict[str, Any]) -> list[str]:
-    """Return the table of a case."""
-
-    def ms(seconds: list[float]) -> str:
-        return f"{1e3 * median(seconds):.3g} ({1e3 * min(seconds):.3g}-{1e3 * max(seconds):.3g})"
-
-    ours_s = case["sides"][OURS]["step s"]
-    rows = [
-        [
-            *(name, ms(own["step s"]), f"{median(ratios(own['step s'], ours_s)):.2f}"),
-            *(f"{own['peak extra bytes'] / 1e6:.1f}", f"{own['parted']:.0e}"),
-        ]
-        for name, own in case["sides"].items()
-    ]
-    rows += [[name, f"fails: {why}", *[""] * 3] for name, why in case["failed"].items()]
-    heads = ["optimizer", "step ms", "x ours", "peak extra MB", "parted"]
-    rounds = len(ours_s)
-    title = f"{case['ranks']} ranks, {case['layout']}, {case['shapes']}, {case['Newton-Schulz dtype']} products"
-    return [f"{title}, medians of {rounds} rounds (least-greatest):", "", *table(heads, rows)]
-
-
 def main() -> None:
-    """Start the ranks, and print the figures."""
+    """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layout", nargs="+", choices=["fsdp", "ddp"], default=["fsdp", "ddp"])
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=list(SHAPES)[:3])
-    parser.add_argument("--ns-dtype", choices=["auto", "fp32", "bf16"], default="auto")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=list(SHAPES)[:2])
     parser.add_argument("--seconds", type=float, default=15, help="of each case; at least 3 rounds run")
-    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    report: dict[str, Any] = {"machine": machine(gpu=gpus), "cases": []}
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (ranks, folder, vars(args)), nprocs=ranks)
-            cases = json.loads(Path(folder, "cases.json").read_text())
-        report["cases"] += cases
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(*(line for case in cases for line in _lines(case)), sep="\n", flush=True)
+            mp.spawn(_rank, (ranks, folder, args), nprocs=ranks)
 
 
 if __name__ == "__main__":

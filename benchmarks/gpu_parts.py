@@ -19,13 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hf_muon.math
 from benchmarks import measure, optimizer_step, tables
+from benchmarks.gpu import Body
 from benchmarks.gpu_products import products_of
 from benchmarks.measure import asked, attempt
 from benchmarks.models import build, on_meta, scaled_config
@@ -40,12 +41,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "Qwen3-0.6B"
 # Bytes of a card that holds all layers of MODEL, five times; a smaller card gets fewer layers.
 _LARGE_CARD = 64e9
-
-
-class Body(Protocol):
-    """Blocks of Markdown lines by name, which are on the page from now on."""
-
-    def __setitem__(self, name: str, lines: list[str]) -> None: ...
 
 
 @dataclass(frozen=True)

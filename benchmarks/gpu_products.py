@@ -19,7 +19,6 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.distributed_step import QWEN3_LAYER
-from benchmarks.rivals import sides
 from benchmarks.tables import table
 from hf_muon.distributed.exchange import exchanges_of
 from hf_muon.distributed.units import Matrix
@@ -203,23 +202,7 @@ class _Trial:
             f"It belongs into the package from {LEAST_GAIN} on, if no batch is slower."
         )
         head = ["batch", "products", "ms now", "ms, kernel", "times as fast", "host ms now", "host ms, kernel"]
-        return [*table(head, rows), f"gram-newton-schulz, by kernels of quack: {self._rival()}."]
-
-    def _rival(self) -> str:
-        """Return how gram-newton-schulz compares with the kernel, or why that is not known."""
-        name = "gram-newton-schulz"
-        rivals, missing = sides(self._where.kind, torch.bfloat16, only=[name])
-        if name not in rivals or not self._where.on_cuda:
-            return missing.get(name, "not measured on a CPU")
-        x, coefficients = self._random(16, 1024, 3072, dtype=torch.float32), resolve("polar_express", 5)
-
-        def own() -> Tensor:
-            with self._kernels.multiplying(self._tile):
-                return newton_schulz(x, coefficients, torch.bfloat16)
-
-        seconds = self._seconds(own=own, rival=lambda: rivals[name].run(x))
-        times = statistics.median(measure.ratios(seconds["own"], seconds["rival"]))
-        return f"{times:.2f} times as fast as the kernel on 16x1024x3072 in bf16"
+        return table(head, rows)
 
     def _host_ms(self, call: Callable[[], Any]) -> float:
         """Return the milliseconds in which the host prepares a call."""

@@ -122,13 +122,6 @@ def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
     return [rows[0], rows[2]] if quick else rows
 
 
-def config_of(model: Model, changed: dict[str, Any] | None = None) -> Any:
-    """Return the config of a published model, with some fields changed."""
-    import transformers
-
-    return transformers.AutoConfig.for_model(**{**model.fields, **(changed or {})})
-
-
 def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = None) -> tuple[Any, str]:
     """Return a config that fits the device, and a text that says what is smaller in it.
 
@@ -140,6 +133,8 @@ def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = N
         quick: whether to make it tiny.
         layers: in place of the number that fits the device.
     """
+    import transformers
+
     model = MODELS[name]
     on_cpu = device == "cpu"
     divisor = 32 if quick else model.cpu_divisor if on_cpu else 1
@@ -159,19 +154,7 @@ def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = N
         experts = 4 if quick else model.experts[0 if on_cpu else 1]
         changed |= {"num_experts": experts, "num_experts_per_tok": min(experts, 8)}
         what += f", {experts} of {model.fields['num_experts']} experts"
-    return config_of(model, changed), what
-
-
-def small_qwen3(width: int, layers: int, vocabulary: int) -> Any:
-    """Return the config of a Qwen3 of some width."""
-    changed = {
-        "hidden_size": width,
-        "head_dim": width // 8,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "vocab_size": vocabulary,
-    }
-    return config_of(MODELS["Qwen3-0.6B"], changed)
+    return transformers.AutoConfig.for_model(**{**model.fields, **changed}), what
 
 
 def build(config: Any) -> Any:

@@ -105,23 +105,6 @@ def _torch(dtype: torch.dtype) -> Side:
     return Side(one_by_one(run, dtype), resolve("original", STEPS), torch.__version__)
 
 
-def _keller_jordan(dtype: torch.dtype) -> Side:
-    """Return the algorithm of https://kellerjordan.github.io/posts/muon/, in its plainest form."""
-    coefficients = resolve("original", STEPS)
-
-    def run(matrices: Tensor) -> Tensor:
-        tall = matrices.size(-2) > matrices.size(-1)
-        x = matrices.to(dtype)
-        x = x.mT if tall else x
-        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-        for a, b, c in coefficients:
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.mT if tall else x
-
-    return Side(run, coefficients, "reimplemented")
-
-
 def llamafactory_muon() -> ModuleType:
     """Import LLaMA-Factory's file without its package, which imports much more.
 
@@ -208,11 +191,10 @@ def sides(
     version = commit()
     available = {OURS: _ours("polar_express", version), OURS_SAME: _ours("original", version)}
     missing = {}
-    # The code of torch, Keller Jordan and LLaMA-Factory says bf16, which every measured GPU has.
+    # The code of torch and LLaMA-Factory says bf16, which every measured GPU has.
     half = dtype if device == "cpu" else torch.bfloat16
     makers: dict[str, Callable[[], Side]] = {
         TORCH: lambda: _torch(half),
-        "Keller Jordan": lambda: _keller_jordan(half),
         "LLaMA-Factory": lambda: _llamafactory(half),
         "DeepSpeed, Gram form": lambda: _deepspeed(device, dtype),
         "dion": lambda: _dion(device, dtype, dion),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-BENCHMARKS = ("orthogonalization", "optimizer_step", "share", "growth")
+BENCHMARKS = ("orthogonalization", "optimizer_step")
 OURS, TORCH = "hf_muon", "torch.optim.Muon"
 
 
@@ -68,10 +68,6 @@ def _whole(x: float) -> str:
     return f"{x:.0f}"
 
 
-def _percent(x: float) -> str:
-    return f"{100 * x:.3g} %"
-
-
 def _figure(row: Row, column: str, text: Callable[[float], str], *, ranged: bool = True) -> str:
     """Return a figure with its range, "median (least-greatest)", if the row has one; "-" without the figure."""
     if column not in row:
@@ -81,8 +77,8 @@ def _figure(row: Row, column: str, text: Callable[[float], str], *, ranged: bool
     return f"{text(row[column])} ({text(row[f'{column} min'])}-{text(row[f'{column} max'])})"
 
 
-Columns = dict[str, tuple[str, Callable[[Any], str]]]  # heading: the column of the CSV, and how it is written
-_STEP: Columns = {
+# Headings: the column of the CSV, and how it is written.
+_STEP: dict[str, tuple[str, Callable[[Any], str]]] = {
     "model": ("model", str),
     "optimizer": ("side", str),
     "ms": ("ms", _milli),
@@ -99,22 +95,6 @@ _STEP: Columns = {
     "host ms": ("host ms", _milli),
     "note": ("note", str),
 }
-_SHARE: Columns = {
-    "tokens a step": ("tokens", _whole),
-    "optimizer": ("side", str),
-    "share, measured": ("share", _percent),
-    "from the smallest step": ("from smallest", _percent),
-    "`hf-muon plan`, by FLOPs": ("plan", _percent),
-}
-_GROWTH: Columns = {
-    "varied": ("kind", str),
-    "what": ("what", str),
-    "optimizer": ("side", str),
-    "ms": ("ms", _milli),
-    "GFLOP": ("gflop", _three),
-    "times as fast as torch's": ("speedup", _ratio),
-    "exponent": ("exponent", _ratio),
-}
 _PIVOTS = {
     "Milliseconds": ("ms", _milli),
     f"Times as fast as {TORCH}'s": ("speedup", _ratio),
@@ -127,12 +107,6 @@ _PIVOTS = {
 }
 
 
-def _rows(columns: Columns, rows: Sequence[Row]) -> list[str]:
-    """Return a table of rows, without the columns that no row has."""
-    shown = {head: spec for head, spec in columns.items() if any(spec[0] in row for row in rows)}
-    return table(list(shown), [[_figure(row, *spec) for spec in shown.values()] for row in rows])
-
-
 # --- the page
 
 
@@ -140,7 +114,7 @@ def summary(folder: Path) -> Path:
     """Write tables.md from the CSV files of a folder, and return its path."""
     machines = json.loads((folder / "machine.json").read_text())
     lines = ["Written by `make bench` from the CSV files of this folder; [how](../../README.md).", ""]
-    for benchmark, of in zip(BENCHMARKS, (_orthogonalization, optimizer_step, _share, _growth), strict=True):
+    for benchmark, of in zip(BENCHMARKS, (_orthogonalization, optimizer_step), strict=True):
         if rows := read(folder, benchmark):
             machine = machines[benchmark]
             lines += [f"## {benchmark}", "", _machine(machine), "", *of(rows)]
@@ -183,26 +157,12 @@ def _orthogonalization(rows: list[Row]) -> list[str]:
 
 
 def optimizer_step(rows: list[Row]) -> list[str]:
-    """Return the lines of the table of whole steps."""
+    """Return the lines of the table of whole steps, without the columns that no row has."""
     models = {row["model"]: row for row in rows if "muon weights" in row}
     sizes = [
         f"- {name}: {row['scaled']}; {row['muon weights'] / 1e6:.3g} M weights by Muon, "
         f"{row['adamw weights'] / 1e6:.3g} M by AdamW"
         for name, row in models.items()
     ]
-    return [*sizes, "", *_rows(_STEP, rows)]
-
-
-def _share(rows: list[Row]) -> list[str]:
-    modelled: dict[str, dict[float, str]] = {}
-    for row in rows:
-        if row["kind"] == "modelled":
-            modelled.setdefault(row["model"], {})[row["tokens"]] = _percent(row["plan"])
-    tokens = [_whole(n) for n in next(iter(modelled.values()))]
-    lines = ["A small Qwen3:", "", *_rows(_SHARE, [row for row in rows if row["kind"] == "measured"])]
-    lines += ["Modelled by `hf-muon plan`, by FLOPs, on one rank:", ""]
-    return lines + table(["model", *tokens], [[name, *shares.values()] for name, shares in modelled.items()])
-
-
-def _growth(rows: list[Row]) -> list[str]:
-    return _rows(_GROWTH, rows)
+    shown = {head: spec for head, spec in _STEP.items() if any(spec[0] in row for row in rows)}
+    return [*sizes, "", *table(list(shown), [[_figure(row, *spec) for spec in shown.values()] for row in rows])]
