@@ -21,7 +21,7 @@ from hf_muon import Muon
 from hf_muon.distributed.groups import make_group
 from hf_muon.distributed.ranks import report_device
 from hf_muon.math import compiler, torch_private
-from hf_muon.storage.dtensor import stored_like
+from hf_muon.storage.dtensor import wrapped
 from tests.accelerated import compiling
 from tests.refusals import differences, snapshot
 
@@ -113,7 +113,7 @@ def test_dtensors_on_the_host_are_refused_where_torch_makes_them_in_another_way(
     else:
         monkeypatch.setattr("torch.distributed.tensor._dtensor_spec.TensorMeta", lambda shape: shape)
     with pytest.raises(RuntimeError, match=r"\[torch-changed\]"):
-        stored_like(param, torch.ones(2, 3), (8, 3))
+        wrapped(param, torch.ones(2, 3), (8, 3))
 
 
 def test_a_step_that_torch_does_not_compile_needs_no_private_name(monkeypatch):

@@ -296,9 +296,9 @@ def wrapped_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the tensor of this shape of which this rank stores `local`, with the placements of another tensor."""
     if not is_dtensor(param):
         return local
-    from hf_muon.storage import dtensor
+    from hf_muon.storage.dtensor import wrapped
 
-    return dtensor.stored_like(param, local, shape)  # type: ignore[arg-type]
+    return wrapped(param, local, shape)  # type: ignore[arg-type]
 
 
 # --- checks of a step and of a save

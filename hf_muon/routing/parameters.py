@@ -31,11 +31,10 @@ def unwrapped(name: str, *others: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *others))
 
 
-def examples(names: Iterable[str], limit: int = 4) -> str:
-    """Return a few of these names for an error, showing one layer only."""
+def examples(names: Iterable[str]) -> str:
+    """Return up to four of these names for an error, showing one layer only."""
     distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-    step = max(1, len(distinct) // limit)
-    return ", ".join(distinct[::step][:limit]) or "nothing"
+    return ", ".join(distinct[:: max(1, len(distinct) // 4)][:4]) or "nothing"
 
 
 @dataclass(frozen=True)

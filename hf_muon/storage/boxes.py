@@ -332,14 +332,11 @@ class SharedStorage:
 
     group: ProcessGroup | None
     shape: tuple[int, ...]
-    regions: Sequence[Region] = ()
-    _shards: dict[View, tuple[Shards, ...]] = field(default_factory=dict, repr=False)
+    regions: tuple[Region, ...] = ()
 
     def shards(self, view: View) -> tuple[Shards, ...]:
         """Return, for each part of a view of the tensor, what each rank stores of it."""
-        if view not in self._shards:
-            self._shards[view] = shards_of(view, self.shape, tuple(self.regions))
-        return self._shards[view]
+        return shards_of(view, self.shape, self.regions)
 
 
 def replicated(shape: tuple[int, ...], group: ProcessGroup | None) -> SharedStorage:

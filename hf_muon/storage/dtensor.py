@@ -15,7 +15,7 @@ from hf_muon.math.torch_private import dtensor_on_host, part_of, shard_orders
 from hf_muon.storage.regions import Region, regions
 
 
-def mesh_regions(param: DTensor, ranks: Sequence[int], shape: Sequence[int] | None = None) -> Sequence[Region]:
+def mesh_regions(param: DTensor, ranks: Sequence[int], shape: Sequence[int] | None = None) -> tuple[Region, ...]:
     """Return the region of a parameter that each rank stores.
 
     Args:
@@ -40,7 +40,7 @@ def _regions(
     mesh_ranks: tuple[int, ...],
     placements: tuple[Any, ...],
     ranks: tuple[int, ...],
-) -> Sequence[Region]:
+) -> tuple[Region, ...]:
     by_rank = dict(zip(mesh_ranks, regions(shape, mesh_shape, placements), strict=True))
     return tuple(by_rank[rank] for rank in ranks)
 
@@ -126,7 +126,7 @@ def _cuts_quantization_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...
     return False
 
 
-def stored_like(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
+def wrapped(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
     """Return a DTensor of shape `shape` with a parameter's mesh and placements, from this rank's local tensor."""
     size = torch.Size(shape)
     stride = param.stride() if size == param.shape else torch.empty(size, device="meta").stride()
@@ -145,13 +145,4 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
         local = torch.cat(pieces, dim) if pieces else local.narrow(dim, 0, 0)
     if value.shape == param.shape and not local.numel():
         local = local.reshape(param.to_local().shape)
-    if value.shape != param.shape:
-        return stored_like(param, local.to(param.device).contiguous(), value.shape)
-    return DTensor.from_local(
-        local.to(param.device),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    return wrapped(param, local.to(param.device).contiguous(), value.shape)

@@ -19,16 +19,9 @@ _PINS = ("cuda", "xpu")  # devices that copy pinned host memory asynchronously
 _HAS_NO_HOST = ("cpu", "meta")
 
 
-def moments_device(param: Tensor, offload: str, shape: Sequence[int] | None = None) -> torch.device:
-    """Return the device on which the moments of a parameter are stored.
-
-    Args:
-        param: plain or DTensor.
-        offload: one of `OFFLOADS`.
-        shape: of the whole parameter; None for its own.
-    """
-    device = local_of(param).device
-    numel = math.prod(shape_of(param) if shape is None else shape)
+def moments_device(param: Tensor, offload: str) -> torch.device:
+    """Return the device on which the moments of a parameter are stored, with one of `OFFLOADS`."""
+    device, numel = local_of(param).device, math.prod(shape_of(param))
     return torch.device("cpu") if offload == "cpu" and device.type not in _HAS_NO_HOST and numel >= SMALLEST else device
 
 

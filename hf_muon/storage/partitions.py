@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,8 +36,7 @@ class Division(NamedTuple):
 
     def bounds(self, ranks: int) -> tuple[tuple[int, int], ...]:
         """Return, for each rank, the first element that it holds and the one after the last; equal if it has none."""
-        edges = [min(max(rank * self.size - self.offset, 0), self.numel) for rank in range(ranks + 1)]
-        return tuple(itertools.pairwise(edges))
+        return tuple(self.held(rank)[:2] for rank in range(ranks))
 
     def held(self, rank: int) -> tuple[int, int, int]:
         """Return the first element that a rank holds, the one after the last, and where its partition has the first."""
@@ -87,13 +84,9 @@ class Slice:
 
     def shards(self) -> tuple[Shards, ...]:
         """Return, for each part of the parameter's view, what each rank stores of it."""
-        return _shards_of_slices(self.view, self.shape, self.division.bounds(self.ranks))
-
-
-@lru_cache(maxsize=4096)
-def _shards_of_slices(view: View, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[Shards, ...]:
-    rows, columns = view.folded(shape)[-2:]
-    return shards_of(view, shape, tuple(FlatRegion((rows, columns), first, last) for first, last in bounds))
+        rows, columns = self.view.folded(self.shape)[-2:]
+        bounds = self.division.bounds(self.ranks)
+        return shards_of(self.view, self.shape, tuple(FlatRegion((rows, columns), *of_rank) for of_rank in bounds))
 
 
 @dataclass(frozen=True)

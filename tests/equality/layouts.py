@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer.sharded_checkpoints import loading_from
-from hf_muon.storage.dtensor import stored_like
+from hf_muon.storage.dtensor import wrapped
 from hf_muon.storage.tensors import local_of
 from tests.equality.cells import RULES, Cell
 from tests.equality.models import Given, Routed
@@ -241,7 +241,7 @@ class Emptied(FSDP):
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
         for name, param in self.module.named_parameters():
             own = stored(gradients[name], param.device_mesh, param.placements).to_local()
-            param.grad = stored_like(param, own.reshape(param.to_local().shape), param.shape)
+            param.grad = wrapped(param, own.reshape(param.to_local().shape), param.shape)
 
 
 class TP(Layout):

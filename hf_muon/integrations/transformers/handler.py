@@ -39,7 +39,9 @@ class MuonFactory:
     def __new__(cls, params: Any = None, **options: Any) -> Any:
         if params is None and not options:
             return super().__new__(cls)
-        return _build_of_groups(params, **options)
+        from hf_muon.ready_groups import MuonOfGroups
+
+        return MuonOfGroups(params, model=options.pop("routing_model", None), **options)
 
     def __call__(self, model: nn.Module, /, **options: Any) -> Muon:
         from hf_muon.build import build_optimizer
@@ -47,15 +49,9 @@ class MuonFactory:
         routing_model = options.pop("routing_model", None)
         for key in _GROUPS:
             if key in options:
-                groups = options.pop(key)
-                return _build_of_groups(groups, model if routing_model is None else routing_model, **options)
+                groups, own = options.pop(key), model if routing_model is None else routing_model
+                return MuonFactory(groups, routing_model=own, **options)  # type: ignore[no-any-return]
         return build_optimizer(model, **options)
-
-
-def _build_of_groups(groups: Any, routing_model: nn.Module | None = None, **options: Any) -> Muon:
-    from hf_muon.ready_groups import MuonOfGroups
-
-    return MuonOfGroups(groups, model=routing_model, **options)
 
 
 def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dict[str, Any]]:
