@@ -53,9 +53,6 @@ _COPIES = {"copy", "_to_copy"}
 class Count(TorchDispatchMode):
     """Counts the operators that run while it is active.
 
-    Args:
-        device: type of the device on which they run. With another device, tensors on the CPU are in the host's memory.
-
     Attributes:
         launches: by name.
         traffic: bytes that elementwise operators read and write, by name.
@@ -63,9 +60,8 @@ class Count(TorchDispatchMode):
         host_bytes: copied between the host's memory and the device's.
     """
 
-    def __init__(self, device: str = "meta") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device = device
         self.launches: Counter[str] = Counter()
         self.traffic: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
@@ -88,14 +84,14 @@ class Count(TorchDispatchMode):
             return NotImplemented  # its operators on local tensors follow
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1].rstrip("_")
-        if self.device == "meta" and name == "_local_scalar_dense" and args[0].is_meta:
+        if name == "_local_scalar_dense" and args[0].is_meta:
             self.waits["item"] += 1
             return answer(args[0]).item()
-        if self.device == "meta" and name in _COPIES and self._crosses(name, args, kwargs):
+        if name in _COPIES and self._crosses(name, args, kwargs):
             return self._copied(function, name, args, kwargs)
         result = function(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs), *_tensors_in(result)]
-        if name not in _FREE and any(tensor.device.type == self.device for tensor in tensors):
+        if name not in _FREE and any(tensor.is_meta for tensor in tensors):
             self.launches[name] += _launches_of_lists(args) if name.startswith("_foreach") else _LAUNCHES.get(name, 1)
             if name not in _PRODUCTS:
                 self.traffic[name] += _traffic_of(function, name, args, kwargs, result)
@@ -153,9 +149,9 @@ def answer(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def counting(device: str = "meta") -> Iterator[Count]:
-    """Count the operators and the compiled functions of the `with` block, on a type of device."""
-    count, call = Count(device), Elementwise.__call__
+def counting() -> Iterator[Count]:
+    """Count the operators and the compiled functions of the `with` block."""
+    count, call = Count(), Elementwise.__call__
 
     def counted(self: Elementwise, *tensors: Tensor | float, **options: Any) -> None:
         if tensors[0].device.type == "meta":

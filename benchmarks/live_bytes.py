@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Measures `peak`, the most bytes of tensors alive at once that were created inside the context.
 
+    Of DTensors the local tensors count.
+
     Args:
         device: type of the device whose tensors are measured; None for every device.
     """
@@ -24,6 +26,8 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any("DTensor" in kind.__name__ for kind in types):
+            return NotImplemented  # its operations on local tensors follow
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._storages = {key: own for key, own in self._storages.items() if not own[0].expired()}  # type: ignore[no-untyped-call]

@@ -149,18 +149,6 @@ def executed_flops(function: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-def has_subclass(types: Any) -> bool:
-    """Return whether a subclass such as DTensor is among the types; its operations dispatch again on local tensors."""
-    return any(t is not torch.Tensor and not issubclass(t, torch.nn.Parameter) for t in types)
-
-
-class _LiveLocalBytes(LiveBytes):
-    """Measures the peak of the local tensors of DTensors."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented if has_subclass(types) else super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """Return the peak memory of tensors during a call, above what was allocated before it, in bytes.
 
@@ -174,7 +162,7 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _LiveLocalBytes() as live:
+    with LiveBytes() as live:
         function()
     return live.peak
 
