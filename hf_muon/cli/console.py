@@ -1,14 +1,30 @@
-"""Print tables, JSON and errors; shared by all commands."""
+"""Options that several commands have, and functions that print tables, JSON and errors."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the "
+        "hub, or a known configuration such as qwen3-8b. Weights are not read."
+    ),
+]
+OptimArgsOption = Annotated[
+    str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the code that comes with a model that transformers does not know."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def fail(error: Exception | str) -> NoReturn:
@@ -19,13 +35,17 @@ def fail(error: Exception | str) -> NoReturn:
     """
     if isinstance(error, BrokenPipeError):
         raise error
-    Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False, highlight=False)
+    console(stderr=True).print(str(error), style="red")
     raise typer.Exit(1)
 
 
-def console() -> Console:
-    """Return a console for tables, as wide as the terminal, or 200 columns wide if stdout is not a terminal."""
-    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200, soft_wrap=True)
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is.
+
+    For stdout it is as wide as the terminal, or 200 columns wide if stdout is not a terminal.
+    """
+    width = None if stderr or sys.stdout.isatty() else 200
+    return Console(stderr=stderr, width=width, soft_wrap=True, markup=False, highlight=False)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

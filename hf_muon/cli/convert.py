@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_muon.cli.console import console, fail
+from hf_muon.cli.console import TrustOption, console, fail
 
 
 def convert(
@@ -24,10 +24,7 @@ def convert(
     names: Annotated[
         Path | None, typer.Option(help="File with the parameter names in SOURCE's order, one per line.")
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run the code that comes with a model transformers does not know."),
-    ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Convert the optimizer state of another Muon, with its momentum, into one that hf_muon loads.
 
@@ -71,7 +68,7 @@ def convert(
         f"Their learning rates and decays are not SOURCE's but of --optim-args: {rates}.",
         f"So are their other options. SOURCE has {there}; docs/migrating.md says what that is here.",
     ]
-    console().print("\n".join(lines), markup=False, highlight=False)
+    console().print("\n".join(lines))
 
 
 def _load(path: Path) -> Any:

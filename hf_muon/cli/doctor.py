@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from hf_muon._autoload import HOOKS
-from hf_muon.cli.console import console, print_json
+from hf_muon.cli.console import JsonOption, console, print_json
 from hf_muon.diagnostics.log import EVERY, OF_LLAMAFACTORY, REPORT, is_on
 
 VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, OF_LLAMAFACTORY)
@@ -25,7 +25,7 @@ def doctor(
     everything: Annotated[
         bool, typer.Option("--all", help="Also list what is not installed, variables that are not set, and hooks.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what is installed, and whether `optim: muon` is accepted. Exits with 1 if it is not."""
     findings = _examine()
@@ -69,13 +69,11 @@ def _show(findings: dict[str, Any], *, everything: bool) -> None:
     screen.print(table, soft_wrap=False)
 
     for name, lost in findings["lost"].items():
-        sentence = f"{name} has failed: {lost}. Runs of Muon that need it are refused."
-        screen.print(sentence, style="yellow", markup=False, highlight=False)
+        screen.print(f"{name} has failed: {lost}. Runs of Muon that need it are refused.", style="yellow")
     if findings["accepted"]:
         screen.print(f"optim: {findings['name']} is accepted without any import.", style="green")
     else:
-        sentence = f"optim: muon is NOT accepted: {findings['reason']}."
-        screen.print(sentence, style="red", markup=False, highlight=False)
+        screen.print(f"optim: muon is NOT accepted: {findings['reason']}.", style="red")
 
 
 def _version(package: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_muon.cli.console import console, fail, print_json
+from hf_muon.cli.console import JsonOption, OptimArgsOption, SourceArgument, TrustOption, console, fail, print_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,21 +16,13 @@ if TYPE_CHECKING:
     from hf_muon.cli.model_source import Source
     from hf_muon.routing.route import Route
 
-SOURCE_HELP = (
-    "A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the hub, or a "
-    "known configuration such as qwen3-8b. Weights are not read."
-)
-TRUST_HELP = "Run the code that comes with a model that transformers does not know."
-
 
 def inspect(
-    source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
-    optim_args: Annotated[
-        str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
-    ] = "",
+    source: SourceArgument,
+    optim_args: OptimArgsOption = "",
     every: Annotated[bool, typer.Option("--all", help="Print one line per parameter.")] = False,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show which weights go to Muon, which to AdamW, and why; check whether a training file's run would be refused.
 
@@ -95,19 +87,15 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
 def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
     from hf_muon.routing.route import frozen, table
 
-    screen = console()
-
-    def show(text: str, style: str | None = None) -> None:
-        screen.print(text, style=style, markup=False, highlight=False)
-
-    show(f"{type(source.model).__name__}, {source.title}", "bold")
+    show = console().print
+    show(f"{type(source.model).__name__}, {source.title}", style="bold")
     show(table(routes, every=every))
     for first, others in _tied(source.model).items():
         show(f"tied: {' and '.join(others)}, the same as {first}")
     for line in frozen(source.model):
         show(line)
     for note in source.notes:
-        show(note, "yellow")
+        show(note, style="yellow")
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:

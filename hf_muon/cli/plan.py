@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from hf_muon.cli.console import console, fail, print_json
-from hf_muon.cli.inspect import SOURCE_HELP, TRUST_HELP, refuse
+from hf_muon.cli.console import JsonOption, OptimArgsOption, SourceArgument, TrustOption, console, fail, print_json
+from hf_muon.cli.inspect import refuse
 from hf_muon.integrations.transformers.training_file import (
     is_llamafactory,
     is_llamafactory_v1,
@@ -35,7 +35,7 @@ _NOTES = (
 
 
 def plan(
-    source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
+    source: SourceArgument,
     layout: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3.")] = "fsdp",
     ranks: Annotated[
         int | None,
@@ -68,11 +68,9 @@ def plan(
         bool | None,
         typer.Option(help="Recompute layers in the backward pass. Default: as in SOURCE, else no.", show_default=False),
     ] = None,
-    optim_args: Annotated[
-        str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
-    ] = "",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    optim_args: OptimArgsOption = "",
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compute memory, traffic and Newton-Schulz work per step; with --memory, say whether the run fits."""
     ranks = ranks if ranks is not None else 1 if layout == "single" else 8
@@ -158,7 +156,7 @@ def _show(source: str, plan: Plan, training: Training, memory: float | None, not
     screen = console()
     weights = plan.muon_weights + plan.adamw_weights
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
-    screen.print(f"{source}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}", markup=False)
+    screen.print(f"{source}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}")
     by_muon = f"{plan.muon_weights:,} of them with Muon ({plan.muon_weights / max(weights, 1):.1%})"
     screen.print(f"{weights:,} trained weights, {by_muon}")
     sides = {"Muon": plan.memory, "AdamW": plan.adamw_memory}
@@ -187,19 +185,17 @@ def _show(source: str, plan: Plan, training: Training, memory: float | None, not
     for name, side in sides.items() if memory is not None else ():
         rest = (memory or 0) * 1e9 - side.peak
         words = f"fits, {_size(rest)} left" if rest >= 0 else f"does not fit: {_size(-rest)} too much"
-        screen.print(f"{memory:g} GB with {name}: {words}", highlight=False)
+        screen.print(f"{memory:g} GB with {name}: {words}")
     screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean")
     shares = ", ".join(f"{plan.share(tokens):.2%} with {tokens:,}" for tokens in _TOKENS)
-    screen.print(f"Newton-Schulz share of the FLOPs of a training step, by its tokens: {shares}", highlight=False)
+    screen.print(f"Newton-Schulz share of the FLOPs of a training step, by its tokens: {shares}")
     for line in _NOTES:
-        screen.print(line, style="dim", highlight=False)
+        screen.print(line, style="dim")
     if plan.memory.activations is None:
-        screen.print(
-            "Activations are estimated for decoders like Llama alone: here peaks are without them",
-            style="yellow",
-        )
+        text = "Activations are estimated for decoders like Llama alone: here peaks are without them"
+        screen.print(text, style="yellow")
     for note in notes:
-        screen.print(note, style="yellow", markup=False, highlight=False)
+        screen.print(note, style="yellow")
 
 
 def _spread(values: Sequence[int], unit: str = "B") -> str:

@@ -43,4 +43,4 @@ def report(
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     watched = ", ".join(f"{len(run.rows):,} watched steps" for run in named.values())
-    console().print(f"{target} ({len(text) / 1000:.0f} kB, {watched})", markup=False)
+    console().print(f"{target} ({len(text) / 1000:.0f} kB, {watched})")

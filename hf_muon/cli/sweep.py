@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import math
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hf_muon.cli.console import console, fail
@@ -204,7 +204,7 @@ def _run(
     output, file = folder / "output", folder / f"run{suffix}"
     own = trial_settings(settings, rate, steps, output.absolute())
     setup = json.loads(json.dumps({"command": list(command), "settings": own}, default=str))
-    say = Console(stderr=True, soft_wrap=True, style="dim", markup=False, highlight=False).print
+    say = functools.partial(console(stderr=True).print, style="dim")
     if (folder / _RESULT).is_file():
         before = Trial(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
         if before.setup == setup:
@@ -304,4 +304,4 @@ def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path,
         table.add_row(rate_text(trial.rate), *cells, trial.failure, style=style)
     screen = console()
     screen.print(table)
-    screen.print(f"{text}\npicture: {picture}", markup=False, highlight=False)
+    screen.print(f"{text}\npicture: {picture}")
