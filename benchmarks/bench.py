@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks import tables
@@ -79,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import torch
 
-    from benchmarks.measure import machine, setting_on
+    from benchmarks.measure import machine, setting_on, versions
     from hf_muon.math.precision import NS_DTYPES
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -98,7 +97,7 @@ def measure(options: argparse.Namespace) -> None:
         load = os.getloadavg()[0]
         rows = importlib.import_module(f"benchmarks.{benchmark}").run(setting)
         others = {
-            **_versions(),
+            **versions(*_PACKAGES),
             "device": "cpu" if setting.on_cpu else torch.cuda.get_device_name(setting.device),
             "dtype": dtype,
             "GEMM GFLOP/s": round(gemm.rate / 1e9, 1),
@@ -110,16 +109,6 @@ def measure(options: argparse.Namespace) -> None:
             "left out": dict(setting.missing),
         }
         tables.write(options.out, benchmark, rows, machine(**others))
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for package in _PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return installed
 
 
 def main() -> None:

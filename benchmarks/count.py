@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_muon.math.elementwise import Elementwise
 
@@ -90,7 +91,7 @@ class Count(TorchDispatchMode):
         if name in _COPIES and self._crosses(name, args, kwargs):
             return self._copied(function, name, args, kwargs)
         result = function(*args, **kwargs)
-        tensors = [*_tensors_in(args), *_tensors_in(kwargs), *_tensors_in(result)]
+        tensors = _tensors_in((args, kwargs, result))
         if name not in _FREE and any(tensor.is_meta for tensor in tensors):
             self.launches[name] += _launches_of_lists(args) if name.startswith("_foreach") else _LAUNCHES.get(name, 1)
             if name not in _PRODUCTS:
@@ -167,15 +168,9 @@ def counting() -> Iterator[Count]:
         Elementwise.__call__ = call  # type: ignore[method-assign]
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument or a result."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an argument or a result."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _nbytes_of(tensor: Tensor) -> int:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import importlib.metadata
 import importlib.util
 import itertools
 import logging
@@ -112,16 +111,12 @@ def _driver() -> str:
 
 def machine(where: Where, body: Body) -> None:
     """Describe the machine."""
-    versions = {}
-    for package in ("triton", "transformers", "accelerate", "deepspeed", "pytest"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     rows = {
         "machine": f"{measure.machine()['cpu']}, {_gib(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}",
         "card, driver, memory, clock, power": _driver() or "none",
         "Python": sys.version.split()[0],
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
-        **versions,
+        **measure.versions("triton", "transformers", "accelerate", "deepspeed", "pytest"),
         "`ns_dtype: auto` is": _name(where.ns_dtype),
         "sums in fp16 may be split": str(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
         "sums in bf16 may be split": str(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import importlib.metadata
 import json
 import math
 import os
@@ -316,6 +317,15 @@ def commit(path: str | Path = _ROOT) -> str:
     """Return the commit of a checkout, as `git describe` names it."""
     command = ["git", "-C", str(path), "describe", "--always", "--dirty", "--abbrev=10"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    installed = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def machine(**others: Any) -> Row:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.accelerator import META, as_accelerator
-from benchmarks.count import counting
+from benchmarks.count import Count, counting
 from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 from benchmarks.live_bytes import LiveBytes
 from hf_muon import build_optimizer
@@ -194,23 +194,8 @@ def step_of(case: Case, model: nn.Module) -> Callable[[], Any]:
     return build_optimizer(model, options_of(case), replicate_group=group).step  # type: ignore[no-any-return]
 
 
-@dataclasses.dataclass(frozen=True)
-class RankFigures:
-    """The figures of one rank; `stored` is the number of weights that it stores."""
-
-    launches: int
-    products: int
-    collectives: int
-    waits: int
-    traffic: int
-    host: int
-    peak: int
-    stored: float
-    names: dict[str, int]
-
-
-def rehearse_rank(case: Case, rank: int) -> RankFigures:
-    """Return what the second step of a rank asks of its device."""
+def rehearse_rank(case: Case, rank: int) -> tuple[Count, int, float]:
+    """Return what the second step of a rank asks of its device, its peak memory, and the number of its weights."""
     with rank_of(case.ranks, rank), as_accelerator():
         model = meta_model(case.model, DTYPES[case.weights])
         total = sum(param.numel() for param in model.parameters() if param.requires_grad)
@@ -220,17 +205,7 @@ def rehearse_rank(case: Case, rank: int) -> RankFigures:
         with LiveBytes("meta") as live, counting() as count, as_accelerator(count):
             step()
         local = sum(local_of(param).numel() for param in model.parameters() if param.requires_grad)
-    return RankFigures(
-        count.launches.total(),
-        count.products,
-        count.collectives,
-        count.waits.total(),
-        count.traffic.total(),
-        count.host_bytes,
-        live.peak,
-        total / case.ranks if case.layout.startswith("ZeRO") else local,
-        dict(count.launches) | {f"wait: {name}": number for name, number in count.waits.items()},
-    )
+    return count, live.peak, total / case.ranks if case.layout.startswith("ZeRO") else local
 
 
 def ranks_of(case: Case) -> range:
@@ -240,17 +215,17 @@ def ranks_of(case: Case) -> range:
 
 def rehearse(case: Case) -> Figures:
     """Return the figures of a case."""
-    ranks = [rehearse_rank(case, rank) for rank in ranks_of(case)]
-    stored = sum(rank.stored for rank in ranks)
+    counts, peaks, numels = zip(*(rehearse_rank(case, rank) for rank in ranks_of(case)), strict=True)
+    launches = [count.launches.total() for count in counts]
     return Figures(
-        launches=round(fmean(rank.launches for rank in ranks), 1),
-        most=max(rank.launches for rank in ranks),
-        products=round(fmean(rank.products for rank in ranks), 1),
-        collectives=max(rank.collectives for rank in ranks),
-        waits=max(rank.waits for rank in ranks),
-        traffic=round(sum(rank.traffic for rank in ranks) / stored, 1),
-        host=round(sum(rank.host for rank in ranks) / stored, 1),
-        peak=round(max(rank.peak for rank in ranks) / 1e6, 1),
+        launches=round(fmean(launches), 1),
+        most=max(launches),
+        products=round(fmean(count.products for count in counts), 1),
+        collectives=max(count.collectives for count in counts),
+        waits=max(count.waits.total() for count in counts),
+        traffic=round(sum(count.traffic.total() for count in counts) / sum(numels), 1),
+        host=round(sum(count.host_bytes for count in counts) / sum(numels), 1),
+        peak=round(max(peaks) / 1e6, 1),
     )
 
 
@@ -285,7 +260,9 @@ def main() -> None:
         host = f", host {host_ms(case):.0f} ms" if arguments.host and not case.offload else ""
         print(f"{case}: {', '.join(f'{k} {v:g}' for k, v in dataclasses.asdict(figures).items())}{host}", flush=True)
         if arguments.names:
-            print("  " + ", ".join(f"{k} {v}" for k, v in rehearse_rank(case, 0).names.items()))
+            count, *_ = rehearse_rank(case, 0)
+            waits = [f"wait: {name} {number}" for name, number in count.waits.items()]
+            print("  " + ", ".join([*(f"{name} {number}" for name, number in count.launches.items()), *waits]))
         for line in differences(case, figures, table.get(case)):
             print(f"  {line}")
         table[case] = figures
