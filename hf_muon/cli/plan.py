@@ -97,13 +97,7 @@ def plan(
         training = Training(**sizes)
         with console().status(f"planning {source} on {ranks} ranks"):
             step = plan_step(
-                described.model,
-                described.config,
-                layout,
-                ranks,
-                replicas=replicas,
-                dtype=stored,
-                training=training,
+                described.model, described.config, layout, ranks, replicas=replicas, dtype=stored, training=training
             )
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)

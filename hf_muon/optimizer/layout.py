@@ -112,10 +112,7 @@ class StepLayout:
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
-            self.lines = [
-                f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}",
-                *lines_of(groups),
-            ]
+            self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
     @property
@@ -160,8 +157,10 @@ class Layouts:
             **options: of `StepLayout`.
         """
         ids = tuple(map(id, params_of(groups)))
-        layout = self._layouts.get(ids)
-        if layout is None or not _stands(layout, groups, replicate_group, partitions):
+        layout, key = self._layouts.get(ids), None
+        with contextlib.suppress(Exception):  # which the new layout has as its complaint
+            key = storage_key(groups, replicate_group, partitions)
+        if layout is None or key is None or layout.key != key:
             if partitions is None:
                 self._layouts.clear()
             layout = StepLayout(groups, replicate_group, partitions=partitions, **options)
@@ -170,7 +169,7 @@ class Layouts:
 
 
 def storage_key(
-    groups: Sequence[Group], replicate_group: ProcessGroup | None = None, partitions: Partitions | None = None
+    groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions | None
 ) -> list[Any]:
     """Return a key to compare: the storage on which a `StepLayout` depends."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
@@ -190,17 +189,6 @@ def _storage(param: Tensor) -> tuple[Any, ...]:
         return id(param), *_OF_TENSOR(param)
     dtype, device, local, spec = _OF_DTENSOR(param)
     return id(param), dtype, device, id(local), spec
-
-
-def _stands(
-    layout: StepLayout, groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions | None
-) -> bool:
-    """Return whether a layout is still that of these groups."""
-    try:
-        key = storage_key(groups, replicate_group, partitions)
-    except Exception:  # noqa: BLE001  the layout that is made instead has it as its complaint
-        return False
-    return layout.key == key
 
 
 def params_of(groups: Sequence[Group]) -> list[Tensor]:

@@ -271,10 +271,8 @@ class Shards:
         for ranks in alike.values():
             for position, rank in enumerate(ranks):
                 self._replicas[rank] = position, len(ranks)
-        self._period = math.lcm(*(len(ranks) for own, ranks in alike.items() if own.numel))
         # Numbers and no tensors, which would be those of a fake mode that has long ended.
         self._stored: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._sent: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def sends(self, rank: int, owner: int) -> bool:
         """Return whether a rank sends what it stores to an owner: of ranks that store the same, exactly one does.
@@ -293,12 +291,7 @@ class Shards:
 
     def sent_to(self, owner: int, start: int, stop: int) -> tuple[int, ...]:
         """Return the elements of the matrices `start` to `stop` that each rank sends to an owner, or keeps."""
-        # Owners with equal phases receive from the same ranks.
-        phase = self._replicas[owner][0] % self._period
-        if (phase, start, stop) not in self._sent:
-            stored = self.stored(start, stop)
-            self._sent[phase, start, stop] = tuple(n if self.sends(r, owner) else 0 for r, n in enumerate(stored))
-        return self._sent[phase, start, stop]
+        return tuple(n if self.sends(rank, owner) else 0 for rank, n in enumerate(self.stored(start, stop)))
 
 
 @lru_cache(maxsize=4096)

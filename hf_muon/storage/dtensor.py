@@ -62,12 +62,7 @@ def mesh_complaint(param: DTensor) -> str | None:
             f"has its dim {dim} sharded over the mesh dims {order} in this order, and only their own order is known "
             "here: redistribute it in torch's default shard order [shard-order]"
         )
-    if not _is_as_torch_splits(
-        tuple(param.shape),
-        tuple(param.device_mesh.mesh.shape),
-        tuple(param.device_mesh.get_coordinate() or ()),
-        tuple(param.placements),
-    ):
+    if not _is_as_torch_splits(param):
         return (
             f"is stored as {param.placements} on a mesh of shape {tuple(param.device_mesh.mesh.shape)}, which this "
             "version of torch splits into other rows or columns than hf_muon expects. Report it, with torch's version "
@@ -83,25 +78,18 @@ def mesh_complaint(param: DTensor) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1024)
-def _is_as_torch_splits(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
-) -> bool:
-    """Return whether torch's own split of the indices of each dim gives those of the region at a mesh coordinate."""
-    flat = 0
-    for size, at in zip(mesh_shape, coordinate, strict=True):
-        flat = flat * size + at
-    region = regions(shape, mesh_shape, placements)[flat]
+def _is_as_torch_splits(param: DTensor) -> bool:
+    """Return whether torch's own split of the indices of each dim gives those of this rank's region."""
+    mesh, at = param.device_mesh.mesh, tuple(param.device_mesh.get_coordinate() or ())
+    (region,) = mesh_regions(param, (int(mesh[at]),))
     with torch.device("cpu"):
         for dim, ranges in enumerate(region.dims):
-            indices = torch.arange(shape[dim]).view([-1 if other == dim else 1 for other in range(len(shape))])
-            for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
+            indices = torch.arange(param.shape[dim]).view([-1 if other == dim else 1 for other in range(param.ndim)])
+            for size, index, placement in zip(mesh.shape, at, param.placements, strict=True):
                 if getattr(placement, "dim", None) == dim:
-                    indices = part_of(indices, placement, size, at)
-            expected = [torch.arange(start, stop) for start, stop in ranges]
-            if not torch.equal(
-                indices.flatten(), torch.cat(expected) if expected else torch.empty(0, dtype=torch.int64)
-            ):
+                    indices = part_of(indices, placement, size, index)
+            expected = [torch.arange(start, stop) for start, stop in ranges] or [torch.empty(0, dtype=torch.int64)]
+            if not torch.equal(indices.flatten(), torch.cat(expected)):
                 return False
     return True
 

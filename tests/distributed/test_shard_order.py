@@ -35,8 +35,8 @@ def test_rows_that_are_not_torchs_default_are_refused(rank, monkeypatch):
             assert "dim 0 sharded over the mesh dims (1, 0) in this order" in mesh_complaint(stored(mesh, (1, 0)))
         own = dtensor.regions  # compute the regions of another mesh
         monkeypatch.setattr(dtensor, "regions", lambda shape, *rest: list(reversed(own(shape, *rest))))
-        dtensor._is_as_torch_splits.cache_clear()
+        dtensor._regions.cache_clear()
         assert "splits into other rows or columns than hf_muon expects" in mesh_complaint(stored(mesh))
     finally:
-        dtensor._is_as_torch_splits.cache_clear()
+        dtensor._regions.cache_clear()
         dist.destroy_process_group()

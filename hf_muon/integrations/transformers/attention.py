@@ -191,12 +191,7 @@ def _of_mask(mask: Tensor, shape: Sequence[int], positions: Tensor) -> Tensor:
 
 
 def _of_positions(
-    keys: int,
-    causal: bool,
-    window: int | None,
-    documents: Tensor | None,
-    padding: Tensor | None,
-    positions: Tensor,
+    keys: int, causal: bool, window: int | None, documents: Tensor | None, padding: Tensor | None, positions: Tensor
 ) -> Tensor | None:
     """Return which keys queries attend to, ``(B, H, n, T)``, from positions; None for all keys.
 

@@ -25,10 +25,8 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     Raises:
         RuntimeError: the layout that was asked for, and what to do instead.
     """
-    layout, advice = (
-        None,
-        "Train on one process, with DDP or with FSDP2, or choose another optimizer. [unsupported-layout]",
-    )
+    layout = None
+    advice = "Train on one process, with DDP or with FSDP2, or choose another optimizer. [unsupported-layout]"
     state = accelerator_state()
     kind = state.distributed_type.value if state else None
     sequence = [axis for axis in ("cp", "sp") if axis_size(args, axis) > 1]
