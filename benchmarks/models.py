@@ -20,7 +20,6 @@ class Model:
         cpu_divisor: divisor of the widths on a CPU; a GPU keeps them.
         layers: number of layers to step on a CPU and on a GPU.
         experts: number of experts to keep on a CPU and on a GPU.
-        views: how hf_muon reads the weights of Muon, so that all optimizers do the same work; None for its default.
     """
 
     fields: dict[str, Any]
@@ -28,11 +27,6 @@ class Model:
     cpu_divisor: int
     layers: tuple[int, int] = (1, 4)
     experts: tuple[int, int] = (0, 0)
-    views: str | None = None
-
-    @property
-    def layer_field(self) -> str:
-        return "n_layer" if "n_layer" in self.fields else "num_hidden_layers"
 
 
 MODELS = {
@@ -60,13 +54,6 @@ MODELS = {
         cpu_divisor=4,
         layers=(1, 2),
         experts=(16, 128),
-    ),
-    "GPT-2": Model(
-        {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
-        ("n_embd",),
-        cpu_divisor=2,
-        layers=(2, 12),
-        views="transposed",  # the others step c_attn as one matrix
     ),
 }
 
@@ -139,17 +126,12 @@ def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = N
     on_cpu = device == "cpu"
     divisor = 32 if quick else model.cpu_divisor if on_cpu else 1
     layers = layers or (1 if quick else model.layers[0 if on_cpu else 1])
-    whole = model.fields[model.layer_field]
+    whole = model.fields["num_hidden_layers"]
     changed = {field: max(4, model.fields[field] // divisor) for field in model.widths}
-    changed[model.layer_field] = layers
+    changed["num_hidden_layers"] = layers
     changed["vocab_size"] = max(64, model.fields["vocab_size"] * layers // (whole * divisor))
     smaller = model.fields["vocab_size"] // changed["vocab_size"]
     what = f"widths / {divisor}, {layers} of {whole} layers, vocabulary / {smaller}"
-    if "n_embd" in changed:
-        heads = model.fields["n_head"]
-        changed["n_embd"] = max(heads, changed["n_embd"] // heads * heads)
-        changed |= {"bos_token_id": None, "eos_token_id": None}
-        changed["n_positions"] = max(8, model.fields["n_positions"] * layers // (whole * divisor))
     if "num_experts" in model.fields:
         experts = 4 if quick else model.experts[0 if on_cpu else 1]
         changed |= {"num_experts": experts, "num_experts_per_tok": min(experts, 8)}

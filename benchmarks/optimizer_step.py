@@ -29,7 +29,7 @@ from benchmarks.measure import (
 )
 from benchmarks.models import MODELS, build, on_meta, scaled_config
 from benchmarks.rivals import STEPS, bfloat16_is, llamafactory_muon, sides
-from hf_muon import build_optimizer, route_parameters
+from hf_muon import Muon, build_optimizer, route_parameters
 
 OURS, WATCHED, TORCH = "hf_muon", "hf_muon, watched", "torch.optim.Muon + AdamW"
 LLAMAFACTORY, DION, ADAMW = "LLaMA-Factory", "dion", "fused AdamW"
@@ -37,20 +37,10 @@ LR, DECAY, MOMENTUM, BETAS, EPS = 1e-3, 0.1, 0.95, (0.9, 0.95), 1e-8
 Step = Callable[[], Any]
 
 
-def ours(model: nn.Module, views: str | None = None, **options: Any) -> Any:
-    """Return this package's optimizer, with the coefficients of the others.
-
-    Args:
-        model: whose weights it steps.
-        views: of all weights of Muon; None for the known ones.
-        **options: further ones.
-    """
+def ours(model: nn.Module, **options: Any) -> Muon:
+    """Return this package's optimizer, with the coefficients of the others."""
     own = {"lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM, "ns_coefficients": "original", "ns_steps": STEPS}
-    optimizer = build_optimizer(model, **own, adamw_betas=BETAS, adamw_eps=EPS, **options)
-    for group in optimizer.param_groups:
-        if views is not None and group["use_muon"]:
-            group["views"] = [views] * len(group["params"])
-    return optimizer
+    return build_optimizer(model, **own, adamw_betas=BETAS, adamw_eps=EPS, **options)
 
 
 def _routed(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -175,12 +165,11 @@ def rows_of(
     torch.manual_seed(0)
     config, scaled = config or scaled_config(name, setting.device.type, setting.quick)
     model = build(config).to(setting.device)
-    views = MODELS[name].views
     folder = tempfile.TemporaryDirectory()
     watching = {"diagnostics_every": 1, "diagnostics_file": str(Path(folder.name) / "metrics.jsonl")}
     makers: dict[str, Callable[[nn.Module], Step]] = {
-        OURS: lambda own: ours(own, views).step,
-        WATCHED: lambda own: ours(own, views, **watching).step,
+        OURS: lambda own: ours(own).step,
+        WATCHED: lambda own: ours(own, **watching).step,
         TORCH: lambda own: torch_step(own, setting.half),
         LLAMAFACTORY: lambda own: llamafactory_step(own, setting.half),
         DION: lambda own: dion_step(own, setting),
@@ -189,7 +178,7 @@ def rows_of(
     # As on an NVIDIA GPU: what `ns_dtype: auto` is there, and the dtype that the others take.
     counted = {
         **makers,
-        OURS: lambda meta: ours(meta, views, ns_dtype="fp16").step,
+        OURS: lambda meta: ours(meta, ns_dtype="fp16").step,
         TORCH: lambda meta: torch_step(meta, torch.bfloat16),
         LLAMAFACTORY: lambda meta: llamafactory_step(meta, torch.bfloat16),
     }

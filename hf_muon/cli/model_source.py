@@ -45,6 +45,7 @@ class Source:
         config: options of Muon.
         notes: further lines for the user.
         refusals: why the run would be refused before training; empty if it would train.
+        settings: of the training file; empty without one.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Source:
     config: MuonConfig
     notes: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = False) -> Source:
@@ -92,7 +94,7 @@ def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Sour
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
         notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
         complaints = []
-    return Source(str(path), model, _replaced(config, optim_args), notes, complaints)
+    return Source(str(path), model, _replaced(config, optim_args), notes, complaints, settings)
 
 
 def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:

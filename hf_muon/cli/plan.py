@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,12 +11,7 @@ from rich.table import Table
 
 from hf_muon.cli.console import JsonOption, OptimArgsOption, SourceArgument, TrustOption, console, fail, print_json
 from hf_muon.cli.inspect import refuse
-from hf_muon.integrations.transformers.training_file import (
-    is_llamafactory,
-    is_llamafactory_v1,
-    is_trl_sft,
-    read_training_file,
-)
+from hf_muon.integrations.transformers.training_file import is_llamafactory, is_llamafactory_v1, is_trl_sft
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,9 +76,7 @@ def plan(
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
         refuse(source, described.refusals)
-        path = Path(source).expanduser()
-        settings = read_training_file(path) if path.suffix in (".yaml", ".yml") and path.is_file() else {}
-        dtype = dtype or _stored_dtype(settings, described.model, layout)
+        dtype = dtype or _stored_dtype(described.settings, described.model, layout)
         stored = NS_DTYPES.get(_DTYPES.get(dtype.removeprefix("torch."), dtype))
         if stored is None:
             raise ValueError(
@@ -93,7 +85,7 @@ def plan(
             )
         stated = {"batch_size": batch_size, "sequence_length": sequence_length}
         stated["gradient_checkpointing"] = gradient_checkpointing
-        sizes = {**_sizes(settings), **{name: value for name, value in stated.items() if value is not None}}
+        sizes = {**_sizes(described.settings), **{name: value for name, value in stated.items() if value is not None}}
         training = Training(**sizes)
         with console().status(f"planning {source} on {ranks} ranks"):
             step = plan_step(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,10 +40,6 @@ class Watch:
         """Add to the sum of a measure's values, to be divided by the sum of `weight`; for RMS, the sum of squares."""
         if weight:
             self._measured.append((measure, name, value, weight))
-
-    def note_logits(self, logits: Mapping[str, float], clipped: int) -> None:
-        """Record the largest logit of each attention by name, and how many heads were rescaled."""
-        self.logits, self.clipped = dict(logits), clipped
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return each measure by name, with one read per device."""

@@ -51,7 +51,7 @@ from hf_muon.options.declaration import quoted
 from hf_muon.rules import registry
 from hf_muon.storage.factors import KEY, factors_of, has_factors, list_complaint
 from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
-from hf_muon.storage.views import views_of
+from hf_muon.storage.views import texts_complaint, views_of
 
 Group = Mapping[str, Any]
 
@@ -256,13 +256,9 @@ def _entry_complaints(group: Group) -> Iterator[str]:
         yield f"has params={quoted(params)}, and not a list of its parameters [no-params]"
     if "step" in group and steps_of(group["step"]) is None:
         yield f"has step={quoted(group['step'])}, and not a number of steps [no-steps]"
-    for name in ("param_names", "views"):
-        words = group.get(name)
-        texts = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
-        if words is not None and not texts:
-            yield f"has {name}={quoted(words)}, and not a text for each parameter [not-one-for-each]"
-    if complaint := list_complaint(group.get(KEY)):
-        yield f"has {KEY}: {complaint} [not-one-for-each]"
+    for name, complaint_of in (("param_names", texts_complaint), ("views", texts_complaint), (KEY, list_complaint)):
+        if complaint := complaint_of(group.get(name)):
+            yield f"has {name}: {complaint} [not-one-for-each]"
     for name in SCHEDULER_KEYS:
         if name in group and _number(group[name]) is None:
             yield f"has {name}={quoted(group[name])}, and not a number [invalid-value]"

@@ -63,7 +63,7 @@ class StepWatch:
             complete: whether no other part follows.
         """
         if self._watch is not None and logits:
-            self._watch.note_logits(logits, clipped)
+            self._watch.logits, self._watch.clipped = dict(logits), clipped
         self._metrics.end(self._step, whole=complete)
 
     def _names(self, group: Group) -> list[str]:

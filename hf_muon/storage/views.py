@@ -192,13 +192,13 @@ def complaint(text: str, stored: Sequence[int]) -> str | None:
     return None
 
 
-def texts_complaint(texts: Any, count: int) -> str | None:
-    """Return why `texts` is neither None nor a list of `count` texts, one for each parameter, or None if it is."""
+def texts_complaint(texts: Any, count: int | None = None) -> str | None:
+    """Return why a value is neither None nor a list of texts, one for each of `count` parameters; None if it is."""
     if texts is None:
         return None
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         return f"{texts!r:.200} is not a list of texts"
-    return None if len(texts) == count else f"{len(texts)} of {count} parameters"
+    return None if count in (None, len(texts)) else f"{len(texts)} of {count} parameters"
 
 
 def views_of(group: Mapping[str, Any]) -> list[str]:
