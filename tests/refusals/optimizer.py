@@ -412,7 +412,7 @@ MUTATIONS = [
     ("no-params", (*GROUP, "params"), None, "group 0 "),
     ("no-params", (*GROUP, "params"), [{}, {}], r"\[{}, {}\]"),
     ("parameter-twice", (*GROUP, "params"), [0, 0], ""),
-    ("not-one-for-each", (*GROUP, "param_names"), 3, "param_names=3"),
+    ("not-one-for-each", (*GROUP, "param_names"), 3, "param_names: 3 "),
     ("not-one-for-each", (*GROUP, "views"), ["", "", ""], "3 views.* 2 "),
     ("not-a-state", ("param_groups",), None, ""),
     ("not-a-state", ("state",), None, ""),
