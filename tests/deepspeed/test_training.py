@@ -41,11 +41,13 @@ LATER = pytest.mark.skipif(is_older(version("deepspeed"), "0.19"), reason="holds
 
 SCALES = r"embed:0.5|norm:2|blocks\.1:0.25"
 BF16 = {"dtype": "bfloat16"}
+SUMS = {"fp32_sums": True, **BF16}
 BF16_MOMENTS = {"momentum_dtype": "bf16", "adamw_state_dtype": "bf16"}
 RULES = {"scheduled": True, "viewed": True, "lr_scales": SCALES, **PLAIN, **TOGETHER}
 LAYOUTS = {
     **STAGES,
     "1-bf16-optimizer": {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "1-cpu-fp32": {"stage": 1, "zero": CPU, "config": {"communication_data_type": "fp32"}},
     "2-aligned": {"stage": 2, "zero": {"parameter_alignment": True}},
     "2-buckets": {"stage": 2, "max_batch_bytes": 1125},
     "2-cpu-overlap": {"stage": 2, "zero": {**CPU, "overlap_comm": True, "reduce_bucket_size": 300}},
@@ -76,7 +78,7 @@ CHAINS = {
     # loses the middle ones in ZeRO-2 with CPU offload.
     "flagged": ({"flagged": True, "turns": True, "accumulate": 4}, "2:2-cpu 2:1 2:0 2:2 2:1-cpu 2:3 2:3-cpu 2:2-cpu"),
     "branched": ({"turns": True}, "2:0 2:1-cpu 2:2 2:2-cpu-overlap 2:3 2:2-cpu-round-robin 2:3-cpu-sub-groups"),
-    "sums": ({**BF16, "turns": True, "accumulate": 4, "fp32_sums": True}, "2:2 2:2-cpu 2:2-cpu 2:2"),
+    "sums": ({**SUMS, "turns": True, "accumulate": 4}, "2:2 2:2-cpu 2:2-cpu 2:1-cpu-fp32"),
     "bf16-moments": ({**BF16, **BF16_MOMENTS}, "2:3 4:2 4:2-aligned 1:0 2:2-aligned 2:3-cpu 2:0 2:2-cpu"),
 }
 
@@ -176,6 +178,17 @@ def test_shards_train_as_one_process_and_resume_exactly(pools, name, accumulate,
     assert_close(result, 6, TIMES if dtype == "float32" else 2, **options)
 
 
+@EVERY
+def test_sums_in_fp32_with_offload_are_averaged_or_refused(ranks):
+    """Version 0.18.4 averages a copy of them, so that ranks step with different gradients."""
+    options = {**SUMS, **LAYOUTS["1-cpu-fp32"], "last": 2, "shared": False}
+    if is_older(version("deepspeed"), "0.19"):
+        with pytest.raises(Exception, match="gradients-not-averaged"):
+            ranks.run(run, **options)
+    else:
+        assert_close(ranks.run(run, **options)[0], 2, **SUMS)
+
+
 def test_a_clipped_direction_would_be_seen():
     wrong = single(6, clipping=0.3, clip_directions=True)
     with pytest.raises(AssertionError):
@@ -186,7 +199,6 @@ def test_a_clipped_direction_would_be_seen():
 
 # The step reaches the branch, and the next one does not. With the optimizer offloaded and sums in fp32, DeepSpeed
 # without hf_muon skips all later steps. On a CPU it has no fp16, and does for bf16 what it does there.
-SUMS = {"fp32_sums": True, **BF16}
 SKIPPED = [
     *(pytest.param(cell, "overflow", BF16, marks=LATER) for cell in STAGES if cell != "0"),
     *(pytest.param(cell, "overflow", SUMS, marks=LATER, id=f"{cell}-overflow-fp32") for cell in ("1-cpu", "2-cpu")),

@@ -131,7 +131,7 @@ def moments(option, value, device):
 
 def engine(name="DeepSpeedEngine", **attributes):
     """Return the complaint about an engine of this class."""
-    return engine_complaint(type(name, (), {"optimizer": None, **attributes})()) or ""
+    return engine_complaint(type(name, (), {"optimizer": None, "dp_world_size": 2, **attributes})()) or ""
 
 
 def with_fault(rank: int, fault: str, stage: int) -> str:
@@ -184,6 +184,12 @@ def fp16_from_zero0():
     return list(loading._refusals())
 
 
+# An old DeepSpeed, whose ranks average a copy of the gradients.
+COPIES = SimpleNamespace(
+    cpu_offload=True,
+    use_grad_accum_attribute=True,
+    get_gradient_for_reduction=lambda param: param.grad_accum.bfloat16(),
+)
 MEGATRON = type("Megatron", (), {"get_model_parallel_world_size": lambda self: 2})
 UNFUSED = type("FP16_UnfusedOptimizer", (), {"loss_scale": 65536})
 IN_BF16 = {"bfloat16_enabled": lambda self: True}
@@ -199,6 +205,7 @@ CASES = [
         for code, *own in MOMENTS
     ),
     *faults(2, *OTHERS, *KNOWN),
+    *faults(3, ("step-the-engine", "started without us", "initialize")),
     *(dataclasses.replace(case, marks=[pytest.mark.extended]) for case in faults(3, *KNOWN)),
     Refusal("loss-scale-of-zero0", "engine.load_checkpoint", fp16_from_zero0, says="stage to 0"),
     Refusal("unsupported-engine", "attach", lambda: engine("PipelineEngine"), says="PipelineEngine"),
@@ -206,4 +213,5 @@ CASES = [
     Refusal("deepspeed-moe", "attach", lambda: engine(has_moe_layers=True)),
     # Gradients that an old DeepSpeed unscales without having scaled.
     Refusal("bf16-zero0", "attach", lambda: engine(optimizer=UNFUSED(), **IN_BF16), says="65536"),
+    Refusal("gradients-not-averaged", "attach", lambda: engine(optimizer=COPIES), says="grad_accum_dtype"),
 ]

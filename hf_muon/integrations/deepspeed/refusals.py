@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from hf_muon.integrations.deepspeed.partitions import version
 from hf_muon.optimizer.muon import Muon
@@ -144,8 +147,14 @@ def engine_complaint(engine: Any) -> str | None:
     if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" and engine.bfloat16_enabled() and scale != 1:
         # In 0.18.4, gradients become so small that AdamW's eps outweighs them and clipping never applies.
         return (
-            f"ZeRO-0 in bf16 in {version()}, which divides gradients by a loss scale of {scale} that the loss was not "
-            "multiplied by. Use ZeRO-1, or another version of DeepSpeed [bf16-zero0]"
+            f"ZeRO-0, or ZeRO-1 with grad_accum_dtype, in bf16 in {version()}, which divides gradients by a loss scale "
+            f"of {scale} that the loss was not multiplied by. Use ZeRO-2, or another version of DeepSpeed [bf16-zero0]"
+        )
+    if engine.dp_world_size > 1 and _averages_a_copy(engine.optimizer):
+        return (
+            f"ZeRO-1 with the optimizer offloaded and grad_accum_dtype in {version()}, which does not average the "
+            "gradients of the ranks. Use ZeRO-2, or another version of DeepSpeed, or leave grad_accum_dtype out "
+            "[gradients-not-averaged]"
         )
     if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
         return None  # its "model parallel" ranks share sequences; parameters are whole
@@ -157,3 +166,11 @@ def engine_complaint(engine: Any) -> str | None:
                 "[model-parallel]"
             )
     return None
+
+
+def _averages_a_copy(zero: Any) -> bool:
+    """Return whether ranks average a copy of the gradients that ZeRO-1 with offload steps with, as in 0.18.4."""
+    if not (getattr(zero, "cpu_offload", False) and getattr(zero, "use_grad_accum_attribute", False)):
+        return False
+    param = SimpleNamespace(grad_accum=torch.zeros(1))
+    return zero.get_gradient_for_reduction(param) is not param.grad_accum
