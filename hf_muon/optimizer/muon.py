@@ -154,8 +154,10 @@ class Muon(Optimizer):
         count, is_marked = len(self.param_groups), "use_muon" in group
         check_params([group], count)
         super().add_param_group(group)
-        if not any(param in self.state for param in group["params"]):
+        if not any(self.state.get(param) for param in group["params"]):
             group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
+        # A group that was taken out comes back with its moments, after as many steps as the others.
+        group.setdefault("step", max((other["step"] for other in self.param_groups[:count]), default=0))
         try:
             complete_group_(self.param_groups[count])
         except Exception:

@@ -326,7 +326,7 @@ def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
             yield (
                 f"the optimizer has taken {group['step']} steps and its moments are gone: {first_few(lost)}. They were "
                 "dropped on the way (an empty load template, or parameters that were replaced); load a checkpoint that "
-                "has them [moments-gone]"
+                "has them, or put parameters that are new into a param group of their own [moments-gone]"
             )
 
 

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from hf_muon import Muon, MuonConfig, MuonOfGroups, build_optimizer
 from hf_muon.config import GROUP_OPTIONS, OPTIONS
-from tests.optimizer.cases import bits, both_halves, equal, normal, step
+from tests.optimizer.cases import bits, both_halves, equal, normal, step, stepped
 from tests.refusals.optimizer import Behaving, shard
 
 # --- keys of groups, and torch's schedulers
@@ -189,6 +189,19 @@ PASSED = {
     "ready groups": (lambda net: MuonOfGroups(net.parameters()).param_groups, 0),
     "of a small model": (lambda net: Net(16, 40).parameters(), 0),
 }
+
+
+def test_groups_that_are_taken_out_and_added_again_go_on_exactly():
+    """Number steps of bf16 weights alike, too: the number decides how they are rounded."""
+    states = []
+    for again in (False, True):
+        model, optimizer = stepped(torch.bfloat16)
+        for _ in optimizer.param_groups if again else ():
+            group = optimizer.param_groups.pop(0)
+            optimizer.add_param_group({key: value for key, value in group.items() if key != "step"})
+        step(optimizer, 5)
+        states.append([model.state_dict(), optimizer.state_dict()])
+    assert equal(*states)
 
 
 @pytest.mark.parametrize("passed", PASSED)
