@@ -13,10 +13,9 @@ from torch import nn
 from hf_muon.config import MUON_OPTIONS, MuonConfig
 from hf_muon.diagnostics import log as diagnostics
 from hf_muon.optimizer.muon import Muon
-from hf_muon.options.declaration import quoted
 from hf_muon.routing.route import Route, frozen, route_parameters, table
 from hf_muon.routing.rules import is_lora
-from hf_muon.storage.tensors import storage_complaint
+from hf_muon.storage.tensors import quoted, storage_complaint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

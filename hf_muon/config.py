@@ -20,9 +20,10 @@ from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.rounding import WEIGHT_ROUNDINGS
 from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.options import types
-from hf_muon.options.declaration import Option, declared, documented, option, options_of, quoted
+from hf_muon.options.declaration import Option, declared, documented, option, options_of
 from hf_muon.rules import registry
 from hf_muon.storage.host import OFFLOADS
+from hf_muon.storage.tensors import quoted
 
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_muon.config import OPTIONS, listed, option_of
-from hf_muon.options.declaration import quoted
 from hf_muon.options.patterns import factor_text
+from hf_muon.storage.tensors import quoted
 
 
 def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from hf_muon.config import OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import check_params
-from hf_muon.options.declaration import quoted
 from hf_muon.routing.live_models import holder_of, routes_of
 from hf_muon.routing.route import Route
+from hf_muon.storage.tensors import quoted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

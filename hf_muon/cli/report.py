@@ -22,7 +22,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write the page. Default: muon_report.html beside the metrics, or here for several."
+            dir_okay=False,
+            help="Where to write the page. Default: muon_report.html beside the metrics, or here for several.",
         ),
     ] = None,
 ) -> None:

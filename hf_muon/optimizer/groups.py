@@ -15,7 +15,7 @@ from hf_muon.math.update import check_scale
 from hf_muon.optimizer.state import blocks_complaint, describe
 from hf_muon.rules import registry
 from hf_muon.storage import factors, views
-from hf_muon.storage.tensors import has_data, shape_of, storage_complaint
+from hf_muon.storage.tensors import has_data, quoted, shape_of, storage_complaint
 
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 """Numbers that torch's schedulers keep in param groups."""
@@ -43,7 +43,7 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
             continue
         group[name] = check_option(name, group[name], GROUP_OPTIONS, more=("params", "use_muon", "views"))
     if not isinstance(group.get("use_muon", True), bool):
-        raise ValueError(f"use_muon={group['use_muon']!r} is not valid. Valid: true or false [invalid-value]")
+        raise ValueError(f"use_muon={quoted(group['use_muon'])} is not valid. Valid: true or false [invalid-value]")
     return group
 
 

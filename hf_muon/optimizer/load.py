@@ -47,10 +47,9 @@ from hf_muon.optimizer.state import (
     entries_of,
     is_known,
 )
-from hf_muon.options.declaration import quoted
 from hf_muon.rules import registry
 from hf_muon.storage.factors import KEY, factors_of, has_factors, list_complaint
-from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of
+from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of, quoted
 from hf_muon.storage.views import texts_complaint, views_of
 
 Group = Mapping[str, Any]

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_type_hints
 
-import torch
-
 from hf_muon.options.types import OptionType, flag
+from hf_muon.storage.tensors import quoted
 
 Scope = Literal["group", "optimizer", "model"]
 """Who reads an option: a param group of `Muon`, `Muon` as a whole, or `build_optimizer`, which routes a model."""
@@ -99,17 +98,6 @@ def options_of(config: type) -> dict[str, Option]:
     annotations = get_type_hints(config, include_extras=True)
     fields = [field for field in dataclasses.fields(config) if "option" in field.metadata]
     return {field.name: field.metadata["option"](annotations[field.name]) for field in fields}
-
-
-def quoted(value: Any) -> str:
-    """Return the repr of a value for an error, cut at 200 characters; of a tensor with several elements, its shape."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}"
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001  an integer of more digits than Python prints, or a class with a broken repr
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def documented(options: Mapping[str, Option]) -> Callable[[type[_T]], type[_T]]:

@@ -51,7 +51,7 @@ def number(valid: str, low: float, below: float | None = math.inf) -> OptionType
     return OptionType(valid, check, float)
 
 
-def integer(valid: str, low: int, below: float = math.inf) -> OptionType:
+def integer(valid: str, low: int, below: int = 2**63) -> OptionType:
     """Return the type of an integer of at least `low` that is less than `below`."""
 
     def check(value: Any) -> int:

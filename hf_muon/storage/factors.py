@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_muon.storage.partitions import Partition, Partitions
+from hf_muon.storage.tensors import quoted
 
 KEY = "lr_factors"
 """The key of the list in param groups; its value may be None."""
@@ -34,13 +35,13 @@ def list_complaint(values: Any, count: int | None = None) -> str | None:
         with contextlib.suppress(ValueError):
             values = _of_text(values)
     if not isinstance(values, (list, tuple)) or not all(map(_is_factor, values)):
-        return f"{values!r:.200} is not a list of numbers of at least 0"
+        return f"{quoted(values)} is not a list of numbers of at least 0"
     return None if count in (None, len(values)) else f"{len(values)} of {count} parameters"
 
 
 def _is_factor(value: Any) -> bool:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and 0 <= float(value) < math.inf
+    return is_number and 0 <= value <= sys.float_info.max
 
 
 def _of_text(text: str) -> list[float]:

@@ -137,8 +137,9 @@ def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
     """
     if hasattr(param, "ds_id"):
         return (
-            "is partitioned by DeepSpeed ZeRO-3, and stepped without it. Step the engine: engine.step() "
-            "[step-the-engine]"
+            "is partitioned by DeepSpeed ZeRO-3, which was started without Muon. Start it with "
+            "hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare, and step its engine: "
+            "engine.step() [step-the-engine]"
         )
     if is_matrix and len(shape_of(param)) < 2:
         return (
@@ -147,6 +148,17 @@ def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
             "[replaced-by-flat]"
         )
     return None
+
+
+def quoted(value: Any) -> str:
+    """Return the repr of a value for an error, cut at 200 characters; of a tensor with several elements, its shape."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001  an integer of more digits than Python prints, or a class with a broken repr
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def accelerator() -> torch.device:

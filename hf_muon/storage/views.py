@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from hf_muon.storage.tensors import quoted
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -197,7 +199,7 @@ def texts_complaint(texts: Any, count: int | None = None) -> str | None:
     if texts is None:
         return None
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        return f"{texts!r:.200} is not a list of texts"
+        return f"{quoted(texts)} is not a list of texts"
     return None if count in (None, len(texts)) else f"{len(texts)} of {count} parameters"
 
 

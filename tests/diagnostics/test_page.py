@@ -35,6 +35,8 @@ def test_numbers_are_those_of_the_file(tmp_path, golden):
     # It needs nothing else, and names cannot break out.
     assert (page.links, "b" in page.tags) == ([], False)
     assert list(page.charts) == page.titles[1:]
+    into_a_folder = report(tmp_path / "run", "--out", tmp_path)
+    assert (into_a_folder.exit_code, "is a directory" in into_a_folder.output) == (2, True)
 
 
 def test_logits_of_attentions_have_a_chart_where_they_were_measured(tmp_path):

@@ -23,6 +23,7 @@ from tests.optimizer.cases import REST, SHAPES, parameters, step, stepped
 from tests.refusals import Refusal, table
 
 NAN, INF = float("nan"), float("inf")
+HUGE = 10**5000  # more digits than Python prints
 
 
 # --- arguments
@@ -30,6 +31,10 @@ NAN, INF = float("nan"), float("inf")
 
 def muon(**options: Any) -> Callable[[], Any]:
     return lambda: Muon(parameters([(4, 4)]), **options)
+
+
+def of_group(**group: Any) -> Callable[[], Any]:
+    return lambda: Muon([{"params": parameters(), **group}])
 
 
 def add(**group: Any) -> Callable[..., Any]:
@@ -47,7 +52,7 @@ ARGUMENTS = [
             *(("invalid-value", "Muon", muon(lr=form(NAN)), "lr=") for form in (float, torch.tensor)),
             ("invalid-value", "Muon", muon(lr=torch.tensor(INF)), r"lr=tensor\(.*at least 0"),
             ("invalid-value", "Muon", muon(lr=torch.ones(2)), "lr="),
-            ("invalid-value", "Muon", lambda: Muon([{"params": parameters(), "lr": -1e-8}]), "lr=-1e-08"),
+            ("invalid-value", "Muon", of_group(lr=-1e-8), "lr=-1e-08"),
             ("invalid-value", "Muon", muon(weight_decay=-0.1), "weight_decay=-0.1"),
             ("invalid-value", "Muon", muon(momentum=1.0), "momentum=1.0.*0 to below 1"),
             ("invalid-value", "Muon", muon(nesterov=1), "nesterov=1.*true or false"),
@@ -55,6 +60,12 @@ ARGUMENTS = [
             ("invalid-value", "Muon", muon(update_rms=-0.2), "update_rms=-0.2.*above 0"),
             ("invalid-value", "Muon", muon(adjust_lr_fn="none"), "match_rms_adamw, original or spectral_unclamped"),
             ("invalid-value", "Muon", muon(adamw_betas=(0.9, 1.0)), "adamw_betas="),
+            ("invalid-value", "Muon", of_group(use_muon=HUGE), "use_muon=<int>"),
+            *(
+                ("not-one-for-each", "Muon", of_group(**{key: HUGE}), f"{key}: <int>")
+                for key in ("views", "param_names", "lr_factors")
+            ),
+            ("not-one-for-each", "Muon", of_group(lr_factors=[HUGE] * len(SHAPES)), "lr_factors: <list>"),
             ("ns-steps-misfit", "Muon", muon(ns_coefficients=CANS, ns_steps=6), "at most 5 "),
             ("ns-steps-misfit", "Muon", muon(ns_coefficients=DEEPSEEK, ns_steps=5), "exactly 10 "),
             ("ns-steps-misfit", "Muon", muon(ns_coefficients=[(3, -3, 1)] * 2, ns_steps=5), "lists 2 "),
@@ -268,6 +279,18 @@ def swapped(params: dict[str, Any], optimizer: Muon) -> None:
     optimizer.param_groups[0]["params"][1].grad = torch.ones(3, 8)
 
 
+def added_with(state: dict[str, Any], **group: Any) -> Callable[..., None]:
+    """Return the addition of a parameter that has state already."""
+
+    def change(_: dict[str, Any], optimizer: Muon) -> None:
+        param = nn.Parameter(torch.ones(3, 4))
+        param.grad = torch.ones(3, 4)
+        optimizer.state[param] = dict(state)
+        optimizer.add_param_group({"params": [("new", param)], **group})
+
+    return change
+
+
 def partitioned(_: dict[str, Any], optimizer: Muon) -> None:
     attach_partitions(optimizer, {})
 
@@ -304,6 +327,8 @@ SPOILED = [
     ("moment-misfit", transposed, "0.weight.*momentum_buffer"),
     ("moments-gone", lambda _, optimizer: optimizer.state.clear(), "0.weight"),
     ("moments-gone", lambda _, optimizer: optimizer.state.popitem()[1].clear(), "2.bias|1.bias"),
+    ("moments-gone", added_with({"step": 1.0}), r"\(3, 4\) lacks momentum_buffer.*of their own"),
+    ("moments-gone", added_with({"exp_avg": torch.ones(3, 4)}, use_muon=False), r"lacks step, exp_avg_sq"),
     (f"{UNKNOWN} moments-gone", swapped, "2.weight.*Shard"),
     ("not-started", lambda _, optimizer: expect_partitions(optimizer, "ZeRO"), "ZeRO"),
 ]

@@ -53,6 +53,7 @@ OPTIONS: list[tuple[Any, str, str]] = [
     (3, "not-a-mapping", "not 3"),
     ({"lr": 10**400}, "invalid-value", r"lr=1000.*\.\.\..*at least 0"),
     ({"lr": 10**5000}, "invalid-value", "lr=<int>"),
+    ({"max_batch_bytes": 10**5000}, "invalid-value", "max_batch_bytes=<int>"),
     ({"adamw_patterns": "*proj"}, "invalid-value", r"adamw_patterns='\*proj'"),
     ({"ns_coefficients": [(3.0, -3.2, 1.2)]}, "invalid-value", "ns_steps: 1"),
 ]
