@@ -22,8 +22,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False,
-            help="Where to write the page. Default: muon_report.html beside the metrics, or here for several.",
+            help="Where to write the page. Default: muon_report.html beside the metrics, or here for several."
         ),
     ] = None,
 ) -> None:

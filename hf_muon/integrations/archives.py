@@ -14,6 +14,7 @@ def complete_or_absent(target: Path, temporary: Path | None = None) -> Iterator[
 
     After an error, `target` is as it was, and the temporary file is gone.
     """
+    target = target.absolute()  # "." has no name
     temporary = temporary or target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield temporary
