@@ -18,7 +18,7 @@ from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import chunk_size
 from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import GroupWork, StepLayout
-from hf_muon.optimizer.state import STATE_KEYS, dtype_of
+from hf_muon.optimizer.state import STATE_KEYS, dtype_of, row_shape
 from hf_muon.optimizer.step import hyperparameters
 from hf_muon.plan.stand_ins import ACCELERATOR
 from hf_muon.rules import registry
@@ -37,7 +37,7 @@ class StepCost(NamedTuple):
 
     Attributes:
         flops: of Newton-Schulz, for each rank; one entry if no other rank shares the matrices.
-        sent_bytes: of updates and directions that each rank sends to others.
+        sent_bytes: of updates, directions and state by row that each rank sends to others.
         in_flight_bytes: of the updates and directions that a rank has in flight at once.
         unit_bytes: of the buffers for the largest unit on its owner.
         turn: elements of the updates that a rank computes at once, to send them.
@@ -64,9 +64,11 @@ def step_cost(
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
 
+    def weight_shape(work: GroupWork, unit: Unit) -> Sequence[int]:
+        return unit.shape[::-1] if work.matrices[unit.ranges[0].matrix].transposed else unit.shape
+
     def newton_schulz(group: Mapping[str, Any], work: GroupWork, unit: Unit) -> int:
-        shape = unit.shape[::-1] if work.matrices[unit.ranges[0].matrix].transposed else unit.shape
-        times = unit.count * orthogonalizations(group, shape)
+        times = unit.count * orthogonalizations(group, weight_shape(work, unit))
         return times * cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
 
     flops, sent = [0] * ranks, [0] * ranks
@@ -74,6 +76,9 @@ def step_cost(
     pairs = zip(groups, layout.works, strict=True)
     for group, work, exchange in ((*pair, exchange) for pair in pairs for exchange in pair[1].exchanges):
         own = schedule_cost(exchange.schedule, functools.partial(newton_schulz, group, work), ns_dtype)
+        for unit in exchange.schedule.units:  # owners copy the state by row of rules to all other ranks
+            numel = unit.count * weight_shape(work, unit)[0] * (exchange.schedule.ranks - 1)
+            own.sent_bytes[unit.owner] += 4 * numel * _row_keys(group)
         # Without other ranks, every process does all the work.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
@@ -191,7 +196,7 @@ class StateBytes(NamedTuple):
     """Bytes of optimizer state on each rank.
 
     Attributes:
-        own: all of it, without the small state by row of rules.
+        own: all of it.
         adamw: the same if torch's AdamW stepped all weights.
         large: the part that `momentum_offload` moves to the host: moments of large parameters.
     """
@@ -201,15 +206,26 @@ class StateBytes(NamedTuple):
     large: list[int]
 
 
-def state_bytes(groups: Sequence[Mapping[str, Any]], ranks: int, shards: int) -> StateBytes:
+def _row_keys(group: Mapping[str, Any]) -> int:
+    """Return the number of fp32 numbers that the rules of a group keep for each row."""
+    return [*registry.state_of(group).values()].count("row")
+
+
+def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: int, shards: int) -> StateBytes:
     """Return the bytes of optimizer state on each rank.
 
     Args:
         groups: param groups, see `stand_ins.stored_groups`.
+        layout: of them.
         ranks: number of ranks.
         shards: ranks among which FSDP2 cuts parameters; 1 where each has all of those that it steps.
     """
-    total = StateBytes([0] * ranks, [0] * ranks, [0] * ranks)
+    rows = sum(  # every rank has those of all matrices
+        _row_keys(group) * math.prod(row_shape(matrix.shape, transposed=matrix.transposed))
+        for group, work in zip(groups, layout.works, strict=True)
+        for matrix in work.matrices
+    )
+    total = StateBytes([4 * rows] * ranks, [0] * ranks, [0] * ranks)
     for group in groups:
         use_muon, dtype = bool(group["use_muon"]), dtype_of(group)
         keys = [key for key in STATE_KEYS[use_muon] if key != "step"]

@@ -38,8 +38,8 @@ class Plan:
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         muon_weights, adamw_weights: number of trained weights by route.
-        state_bytes: optimizer state, bytes, without the small state by row of rules.
-        sent_bytes: updates and directions sent to other ranks, bytes.
+        state_bytes: optimizer state, bytes.
+        sent_bytes: updates, directions and state by row sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
         model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
         memory: on the device and on the host.
@@ -109,7 +109,7 @@ def plan_step(
         groups, made = stand_ins.stored_groups(routes, config, layout, replicas, stored)
         cost = costs.step_cost(groups, made, ranks, config, products)
         buffers = costs.step_buffers(groups, made, cost, config, products)
-        state = costs.state_bytes(groups, ranks, shards)
+        state = costs.state_bytes(groups, made, ranks, shards)
     flats = [param.numel() for group in groups for param in group["params"]] if is_zero else []
     cut = ranks if layout == "zero3" else shards
     of_model = model_memory(model, layout, ranks, cut, sum(flats), dtype, training)

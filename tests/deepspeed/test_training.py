@@ -238,9 +238,9 @@ def test_metrics_change_nothing_and_have_the_names_of_one_process(ranks, kind, t
     assert steps == [2, 4]  # also the last, although ZeRO steps partition by partition
 
 
-def cost(rank, stage, units=contextlib.nullcontext):
+def cost(rank, stage, units=contextlib.nullcontext, **options):
     """Return what a step takes, as `hf-muon plan` computes it with the units of accelerators, and bytes of updates."""
-    engine, optimizer = engine_of(stage)
+    engine, optimizer = engine_of(stage, **options)
     counts, step = Counter(), optimizer.step
 
     def counting(*args, **kwargs):  # DeepSpeed's own part of a step is not counted
@@ -273,9 +273,10 @@ def cost(rank, stage, units=contextlib.nullcontext):
 @pytest.mark.first_tier("2|3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage):
-    measured = ranks.run(cost, stage=stage, units=accelerated)
+    options = {"ns_dtype": "fp32", "normalize": "rows"}
+    measured = ranks.run(cost, stage=stage, units=accelerated, **options)
     training = Training(compute_dtype=torch.float32)
-    plan = plan_step(build_model(), MuonConfig(ns_dtype="fp32"), f"zero{stage}", 2, training=training)
+    plan = plan_step(build_model(), MuonConfig(**options), f"zero{stage}", 2, training=training)
     for quantity in ("sent_bytes", "flops", "state_bytes"):
         assert getattr(plan, quantity) == [rank[quantity] for rank in measured], quantity
     assert plan.memory.weights == [rank["weight_bytes"] for rank in measured]

@@ -48,7 +48,7 @@ OF_PLANS = {
     "momentum": ALL["momentum"],
     "adamw": ALL["adamw"],
     "dtype": ["float32", "bfloat16"],
-    "rule": ["plain", "unclamped", "cautious", "balanced"],  # plans leave out what `normalize` stores and sends
+    "rule": ["normuon", "unclamped", "cautious", "balanced"],
     "batch": [0, 1125],
     "then": ["single-1", "fsdp-2"],
 }
