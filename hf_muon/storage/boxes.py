@@ -271,6 +271,8 @@ class Shards:
         for ranks in alike.values():
             for position, rank in enumerate(ranks):
                 self._replicas[rank] = position, len(ranks)
+        # Most of a thousand ranks hold nothing of a tensor.
+        self._holders = [rank for rank, own in enumerate(held) if own.region.numel]
         # Numbers and no tensors, which would be those of a fake mode that has long ended.
         self._stored: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -285,13 +287,18 @@ class Shards:
     def stored(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the elements of the matrices `start` to `stop` that each rank stores."""
         if (start, stop) not in self._stored:
-            boxes = (own.boxes(start, stop) for own in self.held)
-            self._stored[start, stop] = tuple(sum(box.numel for box in of_rank) for of_rank in boxes)
+            stored = [0] * len(self.held)
+            for rank in self._holders:
+                stored[rank] = sum(box.numel for box in self.held[rank].boxes(start, stop))
+            self._stored[start, stop] = tuple(stored)
         return self._stored[start, stop]
 
     def sent_to(self, owner: int, start: int, stop: int) -> tuple[int, ...]:
         """Return the elements of the matrices `start` to `stop` that each rank sends to an owner, or keeps."""
-        return tuple(n if self.sends(rank, owner) else 0 for rank, n in enumerate(self.stored(start, stop)))
+        sent = [*self.stored(start, stop)]
+        for rank in self._holders:
+            sent[rank] *= self.sends(rank, owner)
+        return tuple(sent)
 
 
 @lru_cache(maxsize=4096)

@@ -91,14 +91,15 @@ def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
     assert "no option here" not in caplog.text
 
 
-def test_a_plan_counts_the_state_that_is_stored_like_the_weight(rules):
+def test_a_plan_counts_the_state_of_rules(rules):
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 4))
     plain, ruled = (
         plan_step(model, MuonConfig.from_mapping(own), "fsdp", 2, dtype=torch.bfloat16).state_bytes
         for own in ({}, {"their_everything": True})
     )
-    assert sum(ruled) - sum(plain) == 2 * 4 * (6 * 8 + 6 * 6 + 4 * 6), "two tensors in fp32"
+    like_weights, by_row = 6 * 8 + 6 * 6 + 4 * 6, 6 + 6 + 4
+    assert sum(ruled) - sum(plain) == 2 * 4 * (like_weights + 2 * by_row), "two of each in fp32; rows on both ranks"
 
 
 # --- options that rules change from step to step are measured
