@@ -6,7 +6,6 @@ and any view, a rank's part of a tensor consists of boxes. Only boxes are moved,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -148,23 +147,16 @@ class Held:
 
     Attributes:
         region: what the rank stores of the tensor.
-        matrices: number of matrices.
         folded: sizes of the dims that make the columns, if the view is flat and the region has such dims.
         axis: the dim of each matrix that the view cuts, -2 for rows and -1 for columns; 0 where it cuts none.
         blocks: the rows or columns of this part; None where the view cuts none.
     """
 
     region: Region | FlatRegion
-    matrices: int
     folded: tuple[int, ...] = ()
     axis: int = 0
     blocks: Blocks | None = None
     _boxes: dict[tuple[int, int], tuple[Box, ...]] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.region.numel if self.blocks is None else sum(box.numel for box in self.boxes(0, self.matrices))
 
     def boxes(self, start: int, stop: int) -> tuple[Box, ...]:
         """Return what the rank stores of the matrices `start` to `stop`; the first of these is 0 in its boxes."""
@@ -311,11 +303,10 @@ def shards_of(view: View, shape: tuple[int, ...], regions: Sequence[Region | Fla
         regions: what each rank stores of the tensor, a tuple; if it stores a flat slice, of matrices of the folded
             shape.
     """
-    matrices = math.prod(view.folded(shape)[:-2])
     folded = tuple(shape[1:]) if view.flat else ()
     parts: list[tuple[int, Blocks | None]] = [(view.axis, blocks) for blocks in view.parts] or [(0, None)]
     return tuple(
-        Shards([Held(region, matrices, folded if isinstance(region, Region) else (), *part) for region in regions])
+        Shards([Held(region, folded if isinstance(region, Region) else (), *part) for region in regions])
         for part in parts
     )
 

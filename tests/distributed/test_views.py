@@ -153,7 +153,6 @@ def test_boxes_hold_the_matrices_of_every_view(shape, text, data):
         results = torch.full((count - start, *part_shape[-2:]), -1)  # (B, m, n)
         for own, local in zip(of_ranks.held, locals_, strict=True):
             boxes = own.boxes(start, count)
-            assert own.numel == sum(box.numel for box in own.boxes(0, count))
             assert len(boxes) <= 5 or text or local.ndim > 1
             for box in boxes:
                 piece = box.of(local)
