@@ -154,11 +154,13 @@ class Muon(Optimizer):
         count, is_marked = len(self.param_groups), "use_muon" in group
         check_params([group], count)
         super().add_param_group(group)
-        if not any(self.state.get(param) for param in group["params"]):
-            group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
-        # A group that was taken out comes back with its moments, after as many steps as the others.
-        group.setdefault("step", max((other["step"] for other in self.param_groups[:count]), default=0))
         try:
+            if not any(param in self.state for param in group["params"]):
+                group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
+            elif "step" not in group:  # a group that was taken out has taken as many steps as the others
+                has_moments = any(self.state.get(param) for param in group["params"])
+                steps = [other.get("step", 0) for other in self.param_groups[:count]]
+                group["step"] = max(steps, default=0) if has_moments else 0
             complete_group_(self.param_groups[count])
         except Exception:
             del self.param_groups[count:]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import numbers
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +41,9 @@ def list_complaint(values: Any, count: int | None = None) -> str | None:
 
 def _is_factor(value: Any) -> bool:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and 0 <= value <= sys.float_info.max
+    with contextlib.suppress(OverflowError):
+        return is_number and 0 <= float(value) < math.inf
+    return False
 
 
 def _of_text(text: str) -> list[float]:

@@ -1,6 +1,6 @@
 """Sequence parallelism: batches, what DeepSpeed divides gradients by, and the script that launches it.
 
-`tests/deepspeed/test_ulysses.py` trains with it, and `tests/refusals/integrations.py` has what is refused.
+`tests/deepspeed/test_trainer.py` trains with it, and `tests/refusals/integrations.py` has what is refused.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def moments(option, value, device):
 
 def engine(name="DeepSpeedEngine", **attributes):
     """Return the complaint about an engine of this class."""
-    return engine_complaint(type(name, (), {"optimizer": None, "dp_world_size": 2, **attributes})()) or ""
+    return engine_complaint(type(name, (), {"optimizer": None, "seq_dp_world_size": 2, **attributes})()) or ""
 
 
 def with_fault(rank: int, fault: str, stage: int) -> str:
@@ -186,8 +186,8 @@ def fp16_from_zero0():
 
 # An old DeepSpeed, whose ranks average a copy of the gradients.
 COPIES = SimpleNamespace(
-    cpu_offload=True,
     use_grad_accum_attribute=True,
+    gradient_accumulation_dtype=torch.float32,
     get_gradient_for_reduction=lambda param: param.grad_accum.bfloat16(),
 )
 MEGATRON = type("Megatron", (), {"get_model_parallel_world_size": lambda self: 2})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ ARGUMENTS = [
                 for key in ("views", "param_names", "lr_factors")
             ),
             ("not-one-for-each", "Muon", of_group(lr_factors=[HUGE] * len(SHAPES)), "lr_factors: <list>"),
+            ("not-one-for-each", "Muon", of_group(lr_factors=[np.float32("inf")] * len(SHAPES)), "lr_factors: "),
             ("ns-steps-misfit", "Muon", muon(ns_coefficients=CANS, ns_steps=6), "at most 5 "),
             ("ns-steps-misfit", "Muon", muon(ns_coefficients=DEEPSEEK, ns_steps=5), "exactly 10 "),
             ("ns-steps-misfit", "Muon", muon(ns_coefficients=[(3, -3, 1)] * 2, ns_steps=5), "lists 2 "),
@@ -327,6 +329,7 @@ SPOILED = [
     ("moment-misfit", transposed, "0.weight.*momentum_buffer"),
     ("moments-gone", lambda _, optimizer: optimizer.state.clear(), "0.weight"),
     ("moments-gone", lambda _, optimizer: optimizer.state.popitem()[1].clear(), "2.bias|1.bias"),
+    ("moments-gone", added_with({}, step=4), r"has taken 4 steps"),
     ("moments-gone", added_with({"step": 1.0}), r"\(3, 4\) lacks momentum_buffer.*of their own"),
     ("moments-gone", added_with({"exp_avg": torch.ones(3, 4)}, use_muon=False), r"lacks step, exp_avg_sq"),
     (f"{UNKNOWN} moments-gone", swapped, "2.weight.*Shard"),

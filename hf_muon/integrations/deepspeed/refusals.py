@@ -150,11 +150,10 @@ def engine_complaint(engine: Any) -> str | None:
             f"ZeRO-0, or ZeRO-1 with grad_accum_dtype, in bf16 in {version()}, which divides gradients by a loss scale "
             f"of {scale} that the loss was not multiplied by. Use ZeRO-2, or another version of DeepSpeed [bf16-zero0]"
         )
-    if engine.dp_world_size > 1 and _averages_a_copy(engine.optimizer):
+    if engine.seq_dp_world_size > 1 and _averages_a_copy(engine.optimizer):
         return (
-            f"ZeRO-1 with the optimizer offloaded and grad_accum_dtype in {version()}, which does not average the "
-            "gradients of the ranks. Use ZeRO-2, or another version of DeepSpeed, or leave grad_accum_dtype out "
-            "[gradients-not-averaged]"
+            f"ZeRO-1 with grad_accum_dtype in {version()}, which does not average the gradients of the ranks. Use "
+            "ZeRO-2, or another version of DeepSpeed, or leave grad_accum_dtype out [gradients-not-averaged]"
         )
     if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
         return None  # its "model parallel" ranks share sequences; parameters are whole
@@ -169,8 +168,8 @@ def engine_complaint(engine: Any) -> str | None:
 
 
 def _averages_a_copy(zero: Any) -> bool:
-    """Return whether ranks average a copy of the gradients that ZeRO-1 with offload steps with, as in 0.18.4."""
-    if not (getattr(zero, "cpu_offload", False) and getattr(zero, "use_grad_accum_attribute", False)):
+    """Return whether ranks average a copy of the gradients with which ZeRO-1 steps, as in 0.18.4."""
+    if not getattr(zero, "use_grad_accum_attribute", False):
         return False
-    param = SimpleNamespace(grad_accum=torch.zeros(1))
+    param = SimpleNamespace(grad_accum=torch.zeros(1, dtype=zero.gradient_accumulation_dtype))
     return zero.get_gradient_for_reduction(param) is not param.grad_accum
