@@ -233,6 +233,8 @@ def single(
 
 
 def config_of(stage, dtype="float32", accumulate=1, clipping=None, zero=None):
+    if stage == 3:  # it would last for the whole process, and rounds differently
+        zero = {"memory_efficient_linear": False, **(zero or {})}
     return {
         "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size() // accumulate,
         "gradient_accumulation_steps": accumulate,
@@ -260,7 +262,6 @@ def engine_of(stage, accumulate=1, clipping=None, zero_init=False, zero=None, co
         config = {**(config or {}), "data_types": {"grad_accum_dtype": "fp32"}}
     if stage == 3:
         zero.setdefault("stage3_param_persistence_threshold", 100)
-        zero.setdefault("memory_efficient_linear", False)  # it would last for the whole process, and rounds differently
     config = {**config_of(stage, of_model.get("dtype"), accumulate, clipping, zero), **(config or {})}
     model = build_model(**of_model)
     if zero_init:
