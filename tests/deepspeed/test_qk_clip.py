@@ -53,7 +53,6 @@ def under_zero(rank, name, stage, zero=None):
     """Train under ZeRO; return what `alone` returns."""
     rank_of_environment()
     model, optimizer, measured = start(name)
-    # Or linear layers round differently for as long as the process lives, in other tests too.
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config_of(stage, zero=zero))
     for step in range(STEPS):
         ids = tokens(step, batch=BATCH).chunk(dist.get_world_size())[rank]
