@@ -8,6 +8,7 @@ the output, and without the zeros they must. Parts that are cut at the wrong pla
 from __future__ import annotations
 
 import importlib
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def fused(model):
         if names:
             view = parse(route.view)
             parts = shards_of(view, route.shape, (whole(route.shape),))
-            boxes = [own.boxes(0, own.matrices)[0] for part in parts for own in part.held]
+            count = math.prod(view.folded(route.shape)[:-2])
+            boxes = [own.boxes(0, count)[0] for part in parts for own in part.held]
             parts = [box.of(route.parameter.data) for box in boxes]
             yield route.name, names, dict(zip(names.split(", "), parts, strict=True))
 
