@@ -64,21 +64,23 @@ def step_cost(
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
 
-    def weight_shape(work: GroupWork, unit: Unit) -> Sequence[int]:
-        return unit.shape[::-1] if work.matrices[unit.ranges[0].matrix].transposed else unit.shape
+    def weight_shape(work: GroupWork, unit: Unit) -> tuple[int, int]:
+        rows, columns = unit.shape
+        return (columns, rows) if work.matrices[unit.ranges[0].matrix].transposed else (rows, columns)
 
-    def newton_schulz(group: Mapping[str, Any], work: GroupWork, unit: Unit) -> int:
-        times = unit.count * orthogonalizations(group, weight_shape(work, unit))
-        return times * cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
+    def newton_schulz(work: GroupWork, times: Callable[[tuple[int, int]], int], unit: Unit) -> int:
+        each = cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
+        return unit.count * times(weight_shape(work, unit)) * each
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
     pairs = zip(groups, layout.works, strict=True)
     for group, work, exchange in ((*pair, exchange) for pair in pairs for exchange in pair[1].exchanges):
-        own = schedule_cost(exchange.schedule, functools.partial(newton_schulz, group, work), ns_dtype)
-        for unit in exchange.schedule.units:  # owners copy the state by row of rules to all other ranks
-            numel = unit.count * weight_shape(work, unit)[0] * (exchange.schedule.ranks - 1)
-            own.sent_bytes[unit.owner] += 4 * numel * _row_keys(group)
+        times = functools.cache(functools.partial(orthogonalizations, group))
+        own = schedule_cost(exchange.schedule, functools.partial(newton_schulz, work, times), ns_dtype)
+        row_bytes = 4 * _row_keys(group) * (exchange.schedule.ranks - 1)
+        for unit in exchange.schedule.units if row_bytes else ():  # owners copy the state by row to all others
+            own.sent_bytes[unit.owner] += row_bytes * unit.count * weight_shape(work, unit)[0]
         # Without other ranks, every process does all the work.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
