@@ -7,6 +7,11 @@ library only, places lazy hooks, and cannot raise: an exception here would break
 from __future__ import annotations
 
 import os
+import warnings
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
 
 VARIABLE = "HF_MUON_AUTOLOAD"
 
@@ -15,7 +20,10 @@ def activate() -> None:
     """Register `optim: muon` unless the user has switched that off."""
     try:
         if is_on():
-            import hf_muon  # noqa: F401  registers itself
+            import hf_muon  # registers itself
+
+            if hf_muon.__file__ is None:
+                _load_into(hf_muon)
     except Exception:  # noqa: BLE001  see above; `hf-muon doctor` shows the error
         pass
 
@@ -23,3 +31,20 @@ def activate() -> None:
 def is_on() -> bool:
     """Return whether the entry point may act; the same words as in `hf_muon.diagnostics.log.is_on`."""
     return os.environ.get(VARIABLE, "").strip().lower() not in ("0", "false", "off", "no")
+
+
+def _load_into(namespace: ModuleType) -> None:
+    """Load the package that lies beside this module into an empty one of its name.
+
+    A folder `hf_muon` on the path, such as that of a checkout, is imported as a namespace package if the installed
+    package is found later than folders are, as by the finder of an editable installation. The module itself is filled,
+    because a script may have imported it before torch.
+    """
+    folder = Path(__file__).parent
+    spec = PathFinder.find_spec("hf_muon", [str(folder)])
+    if spec is None or spec.loader is None:
+        found = ", ".join(namespace.__path__)
+        warnings.warn(f"{found} is imported in place of the package hf_muon, which is not in {folder}", stacklevel=2)
+        return
+    vars(namespace).update(vars(module_from_spec(spec)))
+    spec.loader.exec_module(namespace)

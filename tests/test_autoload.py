@@ -123,6 +123,38 @@ def test_a_broken_package_does_not_break_import_torch(tmp_path, monkeypatch):
     hf_muon_autoload.activate()
 
 
+FOLDER = """
+import importlib.util, sys, warnings
+sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != sys.argv[2])]
+import hf_muon
+assert hf_muon.__file__ is None, hf_muon
+spec = importlib.util.spec_from_file_location("hf_muon_autoload", sys.argv[3])
+autoload = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(autoload)
+warnings.simplefilter("error" if sys.argv[4:] else "always")
+autoload.activate()
+print(getattr(hf_muon, "__version__", None), sys.modules["hf_muon"] is hf_muon)
+"""
+
+
+def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
+    """Find the folder first, as the finder of an editable installation does in the folder of a checkout."""
+    (tmp_path / "hf_muon").mkdir()
+    entry_point = ROOT / "hf_muon_autoload.py"
+    use = "import torch\nfrom hf_muon import Muon\nfrom transformers import TrainingArguments\n" + ARGUMENTS
+    printed = fresh(FOLDER + use, tmp_path, tmp_path, ROOT, entry_point, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert printed.split() == [hf_muon.__version__, "True"]
+    # Without a package beside the entry point, the folder is named, also where warnings are errors.
+    alone = tmp_path / "elsewhere" / entry_point.name
+    alone.parent.mkdir()
+    alone.write_text(entry_point.read_text(encoding="utf-8"), encoding="utf-8")
+    printed = fresh(FOLDER, tmp_path, tmp_path, ROOT, alone)
+    assert (
+        f"{tmp_path / 'hf_muon'} is imported in place of the package hf_muon, which is not in {alone.parent}" in printed
+    )
+    assert "None True" in fresh(FOLDER, tmp_path, tmp_path, ROOT, alone, "error")
+
+
 # --- the name
 
 
