@@ -1,19 +1,22 @@
-"""The oldest versions of other packages that Muon runs with."""
+"""The versions of other packages that Muon runs with."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 
-# Equal to those of pyproject.toml. Checked at run time, because `pip install --no-deps` does not check them.
-OLDEST = {
-    "torch": "2.10",
-    "transformers": "5.5.4",
-    "accelerate": "1.11",
-    "peft": "0.18.1",
-    "deepspeed": "0.18.4",
-    "trl": "0.24",
+TESTED = {
+    "torch": ("2.10", "2.15"),
+    "transformers": ("5.5.4", "5.23"),
+    "accelerate": ("1.11", "1.15"),
+    "peft": ("0.18.1", "0.21"),
+    "deepspeed": ("0.18.4", "0.19"),
+    "trl": ("0.24", "1.16"),
+    "llamafactory": ("0.9.5", "0.9.5"),
 }
+"""The oldest and the newest versions that the tests pass with. A newer one is not refused."""
+# As in pyproject.toml, but for LLaMA-Factory. Checked at run time, because `pip install --no-deps` does not check them.
+OLDEST = {package: oldest for package, (oldest, _) in TESTED.items()}
 NEEDED = ("torch", "transformers", "accelerate", "peft")
 """The packages of every run of Trainer."""
 
@@ -26,6 +29,14 @@ def is_older(version: str, oldest: str) -> bool:
 def _release(version: str) -> list[int]:
     """Return the numbers in front of a version's first letter or sign."""
     return [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
+
+
+def remark(package: str, version: str) -> str:
+    """Return how an installed version lies outside of those that were tested, in a few words; empty if it does not."""
+    oldest, newest = TESTED.get(package, (version, version))
+    if is_older(version, oldest):
+        return f"too old: {oldest} or newer"
+    return f"newer than tested: {newest}" if _release(version)[: len(_release(newest))] > _release(newest) else ""
 
 
 def refuse_older(*packages: str) -> None:

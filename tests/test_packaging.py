@@ -16,22 +16,41 @@ import torch
 
 from hf_muon.integrations.deepspeed.engine import wrapping
 from hf_muon.optimizer.muon import Muon
-from hf_muon.versions import OLDEST
+from hf_muon.versions import OLDEST, TESTED, remark
 from tests.known_failures import Failure, skip_known_failures
 from tests.pin import bounds, pinned
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_oldest_versions_are_those_of_pyproject_of_the_quick_start_and_of_llamafactory():
+def test_versions_are_those_of_pyproject_of_the_quick_start_and_of_llamafactory():
     rows = re.findall(
-        r"^\| (\w+)[^|]*\| ([\d.]+) \| [^|]+ \|$", (ROOT / "docs/quickstart.md").read_text(), re.MULTILINE
+        r"^\| (LLaMA-Factory|\w+)[^|]*\| ([\d.]+) \| [^|]*?([\d.]+) \|$",
+        (ROOT / "docs/quickstart.md").read_text(),
+        re.MULTILINE,
     )
-    documented = {package.lower(): version for package, version in rows}
+    documented = {package.lower().replace("-", ""): (oldest, newest) for package, oldest, newest in rows}
+    assert documented.keys() - {"python"} == TESTED.keys()
     pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints" / "llamafactory.txt").read_text(), re.MULTILINE))
-    for package, version in OLDEST.items():
-        assert bounds()[package] == documented[package] == version
-        assert package == "torch" or pins[package].removesuffix(".0") == version
+    for package, (oldest, newest) in TESTED.items():
+        assert documented[package][0] == oldest
+        assert f"{documented[package][1]}.".startswith(f"{newest}.")
+        assert package == "llamafactory" or bounds()[package] == oldest
+        assert package in ("torch", "llamafactory") or pins[package].removesuffix(".0") == oldest
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.18.3", "too old: 0.18.4 or newer"),
+        ("0.18.4", ""),
+        ("0.19.99", ""),
+        ("0.20.0.dev1", "newer than tested: 0.19"),
+    ],
+)
+def test_what_is_said_of_a_version(version, words):
+    assert remark("deepspeed", version) == words
+    assert remark("unknown", version) == ""
 
 
 @pytest.mark.parametrize("package", ["torch", "deepspeed"])

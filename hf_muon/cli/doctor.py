@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +18,7 @@ from rich.table import Table
 from hf_muon._autoload import HOOKS
 from hf_muon.cli.console import JsonOption, console, print_json
 from hf_muon.diagnostics.log import EVERY, OF_LLAMAFACTORY, REPORT, is_on
+from hf_muon.versions import NEEDED, remark
 
 VARIABLES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", EVERY, REPORT, OF_LLAMAFACTORY)
 PACKAGES = ("hf_muon", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "llamafactory")
@@ -27,8 +30,9 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is installed, and whether `optim: muon` is accepted. Exits with 1 if it is not."""
-    findings = _examine()
+    """Show what is installed, and whether `optim: muon` is accepted in scripts of this folder. Exits with 1 if not."""
+    with console(stderr=True).status("importing torch, transformers and the programs that use them"):
+        findings = _examine()
     if as_json:
         print_json(findings)
     else:
@@ -39,16 +43,20 @@ def doctor(
 
 def _examine() -> dict[str, Any]:
     """Return all findings that `doctor` shows."""
-    trial = _trial()
+    trial, hidden = _trial(), _hidden()
+    reason = trial["reason"] or next((text for package, text in hidden.items() if package in NEEDED), None)
+    versions = {package: _version(package) for package in PACKAGES}
     return {
-        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions},
+        "remarks": {name: text for name, version in versions.items() if version and (text := remark(name, version))},
         "entry_point": _entry_point(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "hooks": trial["states"],
         "lost": {name: HOOKS[name].lost for name, state in trial["states"].items() if state.startswith("failed")},
+        "problems": {**trial["broken"], **hidden},
         "name": trial["name"],
-        "accepted": trial["reason"] is None,
-        "reason": trial["reason"],
+        "accepted": reason is None,
+        "reason": reason,
     }
 
 
@@ -65,11 +73,15 @@ def _show(findings: dict[str, Any], *, everything: bool) -> None:
     table.add_column(overflow="fold")
     for name, state in rows.items():
         if everything or state is not None:
-            table.add_row(name, "-" if state is None else state)
+            words = findings["remarks"].get(name)
+            table.add_row(name, "-" if state is None else f"{state} ({words})" if words else state)
     screen.print(table, soft_wrap=False)
 
     for name, lost in findings["lost"].items():
         screen.print(f"{name} has failed: {lost}. Runs of Muon that need it are refused.", style="yellow")
+    for text in findings["problems"].values():
+        if text != findings["reason"]:
+            screen.print(f"{text}.", style="yellow")
     if findings["accepted"]:
         screen.print(f"optim: {findings['name']} is accepted without any import.", style="green")
     else:
@@ -95,25 +107,52 @@ def _entry_point() -> str:
     return f"found: {points[0].value}"
 
 
+def _hidden() -> dict[str, str]:
+    """Return by package what scripts in the current folder import in place of the installed one. Nothing is imported.
+
+    The finder of an editable installation comes after that of folders, and would find the package itself.
+    """
+    hidden = {}
+    for package in filter(_version, PACKAGES):
+        found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        installed = importlib.util.find_spec(package)
+        if found and installed and found.origin != installed.origin:
+            place = found.origin or next(iter(found.submodule_search_locations or ()))
+            there = f"scripts in this folder find {place} before the installed {package}"
+            hidden[package] = f"{there}: rename it, or start them elsewhere"
+    return hidden
+
+
 _TRIAL = """
-import importlib, json, sys
-seen = {"name": "muon", "states": {}, "reason": None}
+import sys
+sys.path[:] = [path for path in sys.path if path]  # not the current folder: nobody asked to run its files
+import importlib, importlib.util, json
+seen = {"name": "muon", "states": {}, "reason": None, "broken": {}}
+said = lambda error: f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
 modules = ["torch", "transformers", "transformers.trainer_optimizer", "accelerate.accelerator", "transformers.trainer"]
 try:
     for module in (*modules, "torch.distributed.checkpoint.state_dict"):
         importlib.import_module(module)
 except BaseException as error:
-    text = f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
-    seen["reason"] = f"{module} cannot be imported here ({text}). Repair that first; `import hf_muon` does not help"
+    reason = f"{module} cannot be imported here ({said(error)}). Repair that first; `import hf_muon` does not help"
+    seen["reason"] = reason
 else:
     names = sys.modules["transformers.training_args"].OptimizerNames._value2member_map_
     handlers = sys.modules["transformers.trainer_optimizer"]._OPTIMIZER_HANDLERS
     ours = [name for name in ("hf_muon", "muon") if "hf_muon" in getattr(handlers.get(name), "__module__", "")]
     seen["name"] = next((name for name in reversed(ours) if name in names), "muon")
-    if "hf_muon._autoload" in sys.modules:
-        seen["states"] = sys.modules["hf_muon._autoload"].status()
     if seen["name"] not in ours:
         seen["reason"] = "no hook is placed. Say `import hf_muon` in the script, or see the entry point above"
+    if hooks := sys.modules.get("hf_muon._autoload"):
+        for module in sorted({hook.module for hook in hooks.HOOKS.values()}):
+            program = module.partition(".")[0]
+            try:
+                if importlib.util.find_spec(program):
+                    importlib.import_module(module)
+            except BaseException as error:
+                if not module.startswith(getattr(error, "name", None) or " "):  # other versions have no such module
+                    seen["broken"][program] = f"{program} cannot be imported here ({said(error)})"
+        seen["states"] = hooks.status()
 if seen["reason"] is None or not seen["reason"].startswith("torch "):
     from hf_muon.integrations.names import refuse_failed
     from hf_muon.versions import NEEDED, refuse_older
@@ -122,7 +161,7 @@ if seen["reason"] is None or not seen["reason"].startswith("torch "):
         refuse_older(*NEEDED)
     except RuntimeError as error:
         seen["reason"] = str(error)
-print(json.dumps(seen))
+print("\\n" + json.dumps(seen))
 """
 
 
@@ -131,6 +170,6 @@ def _trial() -> dict[str, Any]:
     process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {"name": "muon", "states": {}, "reason": last}
+        return {"name": "muon", "states": {}, "broken": {}, "reason": last}
     result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result

@@ -56,12 +56,12 @@ def test_doctor(golden, monkeypatch):
     for name in packages[1:]:
         found = rows[name] != "-"
         assert found == bool(importlib.util.find_spec(name)), name
-        assert not found or rows[name] == importlib.metadata.version(name), name
+        assert not found or rows[name].partition(" ")[0] == importlib.metadata.version(name), name
     lines = [f"{name}: {'...' if name in packages else value}" for name, value in rows.items()]
     golden("cli/doctor", "\n".join([*lines, last, f"exit status {result.exit_code}"]))
     report = json.loads(doctor("--json").stdout)
     assert (report["accepted"], report["lost"], report["hooks"]["optim: muon"]) == (True, {}, "patched")
-    assert report["versions"]["torch"] == rows["torch"]
+    assert report["versions"]["torch"] == rows["torch"].partition(" ")[0]
 
 
 def test_doctor_says_why_not(monkeypatch):
@@ -104,6 +104,65 @@ def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monke
     result = doctor("--json")
     report = json.loads(result.stdout)
     assert (result.exit_code, report["accepted"], report["reason"]) == (1, False, str(refusal.value))
+
+
+def test_doctor_runs_nothing_of_the_folder_and_names_what_scripts_there_would_import(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("json.py", "transformers.py"):
+        (tmp_path / name).write_text("open('ran', 'w')\nraise ImportError('of the folder')\n")
+    (tmp_path / "hf_muon").mkdir()
+    result = doctor()
+    assert not (tmp_path / "ran").exists()
+    assert result.exit_code == 1
+    assert (
+        f"NOT accepted: scripts in this folder find {tmp_path / 'transformers.py'} before the installed"
+        in result.stdout
+    )
+    assert "hf_muon before" not in result.stdout  # a folder that comes after the package
+    (tmp_path / "transformers.py").unlink()
+    (tmp_path / "peft.py").touch()
+    in_this_process(monkeypatch)
+    assert f"NOT accepted: scripts in this folder find {tmp_path / 'peft.py'}" in doctor().stdout
+    (tmp_path / "peft.py").unlink()
+    (tmp_path / "trl.py").touch()
+    if importlib.util.find_spec("trl"):
+        assert f"scripts in this folder find {tmp_path / 'trl.py'} before the installed trl" in doctor().stdout
+    # As the finder of an editable installation does, find the folder first.
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "hf_muon").is_dir()])
+    result = doctor()
+    assert result.exit_code == 0
+    assert f"find {tmp_path / 'hf_muon'} before the installed hf_muon: rename it" in result.stdout
+
+
+def test_doctor_marks_versions_that_were_not_tested(monkeypatch):
+    version = importlib.metadata.version
+    others = {"transformers": "99.0", "deepspeed": "0.1", "trl": "0.1", "llamafactory": "0.9.4"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: others.get(name) or version(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    in_this_process(monkeypatch)
+    result = doctor()
+    assert result.exit_code == 0, "none of them stops a run of Trainer"
+    for words in (
+        "99.0 (newer than tested: 5.23)",
+        "0.1 (too old: 0.18.4 or newer)",
+        "0.9.4 (too old: 0.9.5 or newer)",
+    ):
+        assert words in result.stdout
+
+
+def test_doctor_names_a_program_that_cannot_be_imported(tmp_path, monkeypatch):
+    """As LLaMA-Factory is where torchaudio is missing."""
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "__init__.py").write_text("import torchaudio_of_another_build\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    in_this_process(monkeypatch)
+    result = doctor()
+    assert result.exit_code == 0
+    assert (
+        "timm cannot be imported here (ModuleNotFoundError: No module named 'torchaudio_of_another_build')."
+        in result.stdout
+    )
 
 
 def test_as_a_program():
