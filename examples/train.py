@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 import torch
 import yaml
+from accelerate.utils import broadcast_object_list
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +35,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 SUFFIXES = (".txt", ".json", ".jsonl")
 
@@ -192,6 +193,15 @@ def load_model(script: ScriptArguments) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, **how)
 
 
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by step, without any whose saving was interrupted.
+
+    Trainer writes trainer_state.json last, and cannot resume without it.
+    """
+    found = (path.parent for path in folder.glob("checkpoint-*/trainer_state.json"))
+    return {int(path.name.split("-")[1]): path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)}
+
+
 def main(argv: list[str]) -> None:
     """Train, evaluate, save."""
     script, training = parse_arguments(argv)
@@ -212,8 +222,10 @@ def main(argv: list[str]) -> None:
         processing_class=tokenizer,
         data_collator=collate,
     )
-    last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or last)
+    checkpoints = complete_checkpoints(Path(training.output_dir))
+    last = [str(checkpoints[max(checkpoints)]) if checkpoints else None]
+    broadcast_object_list(last)  # all ranks resume from the one that rank 0 has found
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or last[0])
     trainer.save_model()
     metrics = trainer.evaluate()
     metrics["perplexity"] = math.exp(metrics["eval_loss"])

@@ -131,15 +131,15 @@ def open_folder(folder: Path, settings: str, max_steps: int) -> str:
 
 def usable_checkpoints(folder: Path, max_steps: int) -> list[int]:
     """Return the steps of the checkpoints from which a run can resume, and delete the other checkpoints."""
-    steps = []
+    sys.path.append(str(Path(__file__).parents[1]))
+    from train import complete_checkpoints  # here, because it imports torch for seconds
+
+    # From a checkpoint of the last step, Trainer would take one more.
+    steps = sorted(step for step in complete_checkpoints(folder) if step < max_steps)
     for checkpoint in folder.glob("checkpoint-*"):
-        step = int(checkpoint.name.split("-")[1])
-        is_complete = (checkpoint / "trainer_state.json").is_file()  # the last file that Trainer writes
-        if is_complete and step < max_steps:  # if it resumes from the last step, Trainer takes one more
-            steps.append(step)
-        else:
+        if checkpoint.name not in {f"checkpoint-{step}" for step in steps}:
             shutil.rmtree(checkpoint)
-    return sorted(steps)
+    return steps
 
 
 class Progress:

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -81,7 +82,9 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path)
     assert any(metrics["eval_loss"] == pytest.approx(value, rel=1e-5) for value in (loss, loss * 63 / 64))
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
 
-    interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
+    checkpoint = interrupt(tmp_path / "out", after=2, destination=tmp_path / "resumed")
+    killed_while_saving = shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-3"))
+    (killed_while_saving / "trainer_state.json").unlink()  # Trainer writes it last
     assert_resumed(train("resumed"), straight)
 
 
@@ -126,7 +129,7 @@ def test_the_plain_loop_equals_one_process_and_resumes(tiny_model, rounding, tmp
         for folder, *more in (
             ("straight", "--steps", 3),
             ("half", "--steps", 2),
-            ("resumed", "--steps", 3, "--resume", tmp_path / name / "half" / "checkpoint"),
+            ("resumed", "--steps", 3, "--resume", tmp_path / name / "half" / ("" if name == "ddp" else "checkpoint")),
         ):
             words = plain_loop_options(tiny_model, tmp_path, "--output", tmp_path / name / folder, *more)
             script = [CPU_FSDP, PLAIN_LOOP] if name == "fsdp2" else [PLAIN_LOOP]
@@ -139,6 +142,45 @@ def test_the_plain_loop_equals_one_process_and_resumes(tiny_model, rounding, tmp
         )
         torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
         assert_close(straight, one, weights(tiny_model), rounding)
+
+
+DIES_IN_ITS_SECOND_SAVE = """
+import os, runpy, signal, sys
+from accelerate import Accelerator
+
+save_state, folders = Accelerator.save_state, []
+
+def save_and_die(self, folder):
+    save_state(self, folder)
+    folders.append(folder)
+    if len(folders) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Accelerator.save_state = save_and_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.newest
+@pytest.mark.extended
+def test_the_plain_loop_resumes_exactly_after_a_kill_during_a_save(tiny_model, tmp_path):
+    """With dropout, whose random numbers must continue, too."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.3}), encoding="utf-8")
+    words = [PLAIN_LOOP, *plain_loop_options(model, tmp_path, "--steps", 4), "--output"]
+    common = {"cwd": tmp_path, "ACCELERATE_USE_CPU": "true"}
+    server.run([*words, tmp_path / "straight"], **common)
+    killed = [*words, tmp_path / "killed", "--save-every"]
+    assert "step 2 loss" in server.run_code(DIES_IN_ITS_SECOND_SAVE, *killed, 1, **common, fails=True)
+    printed = server.run([*killed, 2, "--resume", tmp_path / "killed"], **common)
+    assert [f"step {step} loss" in printed for step in (1, 2, 3, 4)] == [False, True, True, True]
+    torch.testing.assert_close(weights(tmp_path / "killed"), weights(tmp_path / "straight"), rtol=0, atol=0)
+    # Killed between the two renames: the checkpoint before it is still there under its other name.
+    (tmp_path / "killed" / "checkpoint").rename(tmp_path / "killed" / "checkpoint.old")
+    assert "step" not in server.run([*killed, 2, "--resume", tmp_path / "killed"], **common).partition("adamw:")[2]
+    assert "has no complete checkpoint" in server.run([*words, "x", "--resume", tmp_path], **common, fails=True)
 
 
 @pytest.mark.newest
