@@ -40,7 +40,31 @@ def synchronize_nothing(helper):
     helper.torch.accelerator.synchronize = lambda *args, **kwargs: None
 
 
+def end_early(arguments):
+    """Train for as many steps as a variable says, whatever a training file says."""
+    kind = arguments.TrainingArguments
+    post_init = kind.__post_init__
+
+    @functools.wraps(post_init)
+    def end_early(self):
+        self.max_steps = int(os.environ[STEPS])
+        post_init(self)
+
+    if STEPS in os.environ:
+        kind.__post_init__ = end_early
+
+
+def have_bf16(utils):
+    """Take the settings of a GPU together with that number of steps."""
+    if STEPS in os.environ:
+        utils.is_torch_bf16_gpu_available = lambda: True
+
+
+STEPS = "HF_MUON_TESTS_STEPS"
 AFTER = {
+    "transformers.utils.import_utils": have_bf16,
+    "transformers.training_args": end_early,
+    "llamafactory.v1.config.training_args": end_early,
     "deepspeed.ops": leave_out_shared_memory,
     "accelerate.state": name_gloo,
     "llamafactory.v1.accelerator.helper": synchronize_nothing,
