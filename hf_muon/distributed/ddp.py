@@ -10,28 +10,32 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_muon.diagnostics import log
 from hf_muon.distributed.groups import is_alive
-from hf_muon.math.torch_private import communication_hooks, is_joining
+from hf_muon.math.torch_private import communication_hooks, disable_dynamo, is_joining, outputs_of_ddp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _registered = 0
+_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
+"""Whether the last backward pass through each wrapper has reduced gradients; no entry before the first."""
 
 
 def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     """Record a wrapper. Called whenever a module registers a submodule, as a wrapper does with its model."""
     global _registered
     if isinstance(module, DistributedDataParallel):
-        _wrappers.add(module)
+        _record(module)
         _registered += 1
 
 
@@ -39,11 +43,44 @@ def _note_existing() -> None:
     """Record the wrappers that were made before this module was imported."""
     if dist.is_available() and dist.is_initialized():  # without a process group there are none
         # isinstance would read the `__class__` of any object.
-        _wrappers.update([made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)])
+        for made in [made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)]:
+            _record(made)
+
+
+def _record(wrapper: DistributedDataParallel) -> None:
+    if wrapper not in _wrappers:
+        _wrappers.add(wrapper)
+        wrapper.register_forward_hook(_follow)
+
+
+@disable_dynamo
+def _follow(wrapper: DistributedDataParallel, _: Any, outputs: Any) -> None:
+    """Note what a backward pass through the outputs of a forward pass does, when it comes.
+
+    DDP decides in the forward pass whether the backward pass reduces. No attribute of it says what a backward pass
+    did: each later forward pass writes over them, also one without gradients.
+    """
+    if not torch.is_grad_enabled():
+        return
+    reduces, of = wrapper.require_backward_grad_sync, weakref.ref(wrapper)
+
+    def note(_: Tensor) -> None:
+        if (wrapper := of()) is not None:
+            _reduced[wrapper] = reduces
+
+    for output in outputs_of_ddp(outputs):
+        if output.requires_grad:
+            output.register_hook(note)
 
 
 register_module_module_registration_hook(_note)
 _note_existing()
+
+
+PARTED = (
+    "DDP has not reduced the gradients of this step (no_sync, or a communication hook): ranks have moments of their "
+    "own, and from now on each of them orthogonalizes all matrices [ranks-part]"
+)
 
 
 class Replicas:
@@ -57,13 +94,16 @@ class Replicas:
         self._key: tuple[int, ...] = ()
         self._holding: list[weakref.ref[DistributedDataParallel]] = []
         self._have_parted = False
+        self.are_reduced = True
+        """Whether DDP has reduced the gradients of this step. If not, ranks part, or the step fails if they differ."""
 
     def of_step(self, params: Sequence[Tensor]) -> ProcessGroup | None:
-        """Return the process group whose ranks share this step; None if each of them takes it without the others.
+        """Return the process group whose ranks take this step together; None if each takes it without the others.
 
         Args:
             params: of an optimizer, after their gradients have been computed.
         """
+        self.are_reduced = True
         if not _wrappers or self._have_parted:
             return None
         key = (_registered, *map(id, params))
@@ -73,15 +113,21 @@ class Replicas:
             self._holding = [weakref.ref(ddp) for ddp in whole if own <= set(ddp.parameters())]
             self._key = key
         holding = [ddp for ref in self._holding if (ddp := ref()) is not None and is_alive(ddp.process_group)]
-        if not holding or any(map(is_joining, holding)):
-            return None
         groups = {ddp.process_group for ddp in holding}
-        self._have_parted = len(groups) > 1 or not all(map(has_reduced, holding))
-        return None if self._have_parted else groups.pop()
+        if len(groups) != 1 or any(map(is_joining, holding)):
+            return None
+        self.are_reduced = all(map(has_reduced, holding))
+        return groups.pop()
+
+    def part(self) -> None:
+        """Let each rank take this step and all later ones without the others. All ranks call this together."""
+        self._have_parted = True
+        if log.is_rank_zero():
+            log.logger().warning(PARTED)
 
 
 def has_reduced(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has reduced the gradients of its last forward pass, all of them, over all of its ranks.
+    """Return whether DDP has reduced the gradients of its last backward pass, all of them, over all of its ranks.
 
     It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a node.
 
@@ -92,8 +138,8 @@ def has_reduced(ddp: DistributedDataParallel) -> bool:
 
     over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
     return (
-        ddp.require_backward_grad_sync
-        and ddp.require_forward_param_sync  # at the last forward pass; the other one is the current value
+        # Without a hook, as in a forward pass from before this module was imported: at the last forward pass, and now.
+        _reduced.get(ddp, ddp.require_forward_param_sync and ddp.require_backward_grad_sync)
         and all(hook in over_all for hook in communication_hooks(ddp))
         and not ddp.parameters_to_ignore
         and not ddp.is_multi_device_module

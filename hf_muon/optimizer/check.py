@@ -55,11 +55,23 @@ class Own(NamedTuple):
         options: of param groups, as lines that must be equal on all ranks.
         stored: how the gradient of each parameter is stored; see `Gradients`.
         flags: of the gradients; see `Gradients.flags`.
+        are_reduced: whether DDP has reduced the gradients; true without DDP.
     """
 
     options: Sequence[str] = ()
     stored: Sequence[str] = ()
     flags: Sequence[Tensor] = ()
+    are_reduced: bool = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this may be a step that only creates state, and all gradients of this rank are zero."""
+        return len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
+
+    @property
+    def lines(self) -> list[str]:
+        """What must be the same on all ranks, in words."""
+        return [*self.options, f"gradients that DDP has {'' if self.are_reduced else 'not '}reduced"]
 
 
 def complaints_of_groups(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
@@ -110,8 +122,8 @@ def agree(
         refusal: how the error begins.
 
     Returns:
-        The indices of the parameters of each group to step, the same on all ranks, None for an idle step; and whether
-        all ranks have gradients for the same parameters.
+        The indices of the parameters of each group to step, the same on all ranks, None for an idle step or where DDP
+        has not reduced the gradients; and whether all ranks have gradients for the same parameters.
 
     Raises:
         RuntimeError: every complaint of every rank, the same on all of them.
@@ -125,7 +137,7 @@ def agree(
     # it compiles no functions.
     flags = [flag for flag in own.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
     numbers = [
-        _hash([layout.digest, *own.options]),
+        _hash([layout.digest, *own.lines]),
         _hash(own.stored),
         int(bool(complaints)),
         int(bool(compiler.why_off())),
@@ -135,7 +147,9 @@ def agree(
     if any(complains):
         stop(complaints)
     if len(set(same)) > 1:
-        refuse([_difference(ranks.texts([*layout.lines, *own.options]))], head=refusal)
+        refuse([_difference(ranks.texts([*layout.lines, *own.lines]))], head=refusal)
+    if not own.are_reduced:
+        return None, False
     if not all(steppable):
         stop([] if bool(own.flags[0]) else bad_names(groups), NOT_FINITE)
     there = list(map(bool, own.stored))

@@ -71,6 +71,7 @@ class StepLayout:
     Attributes:
         key: of the storage that the layout was made for, as by `storage_key`.
         process_groups: over which parameters are stored; none if no other process stores them.
+        is_whole: whether each rank stores all parameters whole.
         devices: on which this rank stores parameters.
         first_device: the device of the first parameter that has one.
         works: for each group, the work of its step. Empty if `complaints` came too early.
@@ -90,6 +91,7 @@ class StepLayout:
     ) -> None:
         # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
+        self.is_whole = set(self.process_groups) <= {replicate_group}
         self.first_device = first_device_of(groups)
         self.key: list[Any] | None = None
         self.devices: list[torch.device] = []

@@ -261,9 +261,10 @@ class Muon(Optimizer):
             complaints += [*check.complaints_of_groups(groups, layout), *found.complaints]
             complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
             may_be_idle = not complaints and check.may_be_idle(groups, self.state)
-            if not may_be_idle:
+            are_reduced = self._replicas.are_reduced  # else ranks part, and each begins again without the others
+            if are_reduced and not may_be_idle:
                 self._report.add(groups, layout, partitions)
-            if self.metrics is not None and can_watch(groups):
+            if are_reduced and self.metrics is not None and can_watch(groups):
                 watch = StepWatch(self.metrics, groups, partitioned=partitions is not None)
             if not complaints:
                 flags = found.flags(may_be_idle=may_be_idle)  # computed by the device while the host prepares
@@ -274,9 +275,13 @@ class Muon(Optimizer):
                 if not is_complete:
                     self._left_state.note(groups, self.state, layout)
                 check.try_compiling(groups, layout, self.state)
-                own = check.Own(check.option_lines(groups, layout), found.stored, flags)
-        ranks = Ranks(layout.root, layout.first_device)
+                own = check.Own(check.option_lines(groups, layout), found.stored, flags, are_reduced)
+        # Replicas have the same gradients. One of them may ask for state without the others, as who saves a checkpoint.
+        ranks = Ranks(None if layout.is_whole and own.is_idle else layout.root, layout.first_device)
         agreed, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
+        if not own.are_reduced:
+            self._replicas.part()
+            return self._agreed(self._layout())
         if agreed is None:
             return None, watch
         if not is_alike:
@@ -313,7 +318,7 @@ class Muon(Optimizer):
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         load.load_(self, state_dict)
-        self._left_state = LeftState()
+        self._left_state, self._replicas = LeftState(), Replicas()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.

@@ -51,7 +51,7 @@ def given_gradients(rank, layout, steps=4, dtype="float32", device="cpu", viewed
     viewed, dtype = list(viewed), getattr(torch, dtype)
     shapes = [*(shape for shape, _ in viewed), *VECTORS, *tables]
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share one
     put, params = placed([weight.to(device) for weight in make(shapes, 0, dtype)], layout)
     ns_dtype = "bf16" if dtype is torch.bfloat16 else "fp32"
     views = [view for _, view in viewed]

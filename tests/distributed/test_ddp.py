@@ -1,6 +1,6 @@
 """Ranks of DistributedDataParallel share the steps that it has reduced, however the optimizer was made.
 
-Ranks import `loop` and `two_models` by name.
+Ranks import functions such as `loop` by name.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import gc
 import importlib.util
 import weakref
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_muon import MuonOfGroups, build_optimizer
+from hf_muon.diagnostics import log
 from hf_muon.distributed import ddp
 from tests.integrations.accelerate_cases import batches, counted, network, shared_steps
 
@@ -61,7 +64,9 @@ def loop(rank, order, way="plain", alone=False):
         order: as of `made`.
         way: "plain"; "accumulating" (two parts, the first in `no_sync`); "no_sync" around all but the step;
             "once" (the second step in `no_sync`); "closure"; "hook" or "known hook" of communication; "join"
-            (rank 1 has one batch less); "outside" (a parameter that the model does not have); "twice" (a second wrapper
+            (rank 1 has one batch less); "evaluated" or "evaluated by rank 0" (a forward pass without gradients before
+            each step); "logged" (one with gradients before a step in `no_sync`); "static graph"; "compiled";
+            "outside" (a parameter that the model does not have); "twice" (a second wrapper
             of the model), "copied" (another wrapper of a copy of the model).
         alone: as of `group_of`.
     """
@@ -70,6 +75,9 @@ def loop(rank, order, way="plain", alone=False):
         optimizer.add_param_group({"params": [("outside", nn.Parameter(torch.ones(3)))], "use_muon": False})
     elif way in ("hook", "known hook"):
         model.register_comm_hook(None, own_gradients if way == "hook" else fp16_compress_hook)
+    elif way == "static graph":
+        model = DistributedDataParallel(model.module, static_graph=True)
+    called = torch.compile(model, backend="eager") if way == "compiled" else model
     bare = copy.deepcopy(model.module) if way == "copied" else model.module
     other = DistributedDataParallel(bare) if way in ("twice", "copied") else model
     other.require_backward_grad_sync = way != "copied"
@@ -78,9 +86,14 @@ def loop(rank, order, way="plain", alone=False):
         optimizer.zero_grad()
         parts = rows.chunk(2) if way == "accumulating" else (rows,)
         for i, part in enumerate(parts):
-            local = way == "no_sync" or i < len(parts) - 1 or (way == "once" and step == 1)
+            local = way in ("no_sync", "logged") or i < len(parts) - 1 or (way == "once" and step == 1)
             with model.no_sync() if local else contextlib.nullcontext():
-                nn.functional.cross_entropy(model(part).flatten(0, 1), part.flatten()).backward()
+                nn.functional.cross_entropy(called(part).flatten(0, 1), part.flatten()).backward()
+        if way == "logged":
+            model(rows)
+        elif way == "evaluated" or (way == "evaluated by rank 0" and rank == 0):
+            with torch.no_grad():
+                model(rows)
 
     own_batches = [*batches(), *batches()][rank if way == "join" else 0 :]
     work = []
@@ -115,6 +128,10 @@ def run(pools, **case):
         ("ddp first", "known hook"),
         ("groups", "twice"),
         ("ddp first", "copied"),
+        ("ddp first", "evaluated"),
+        ("optimizer first", "evaluated by rank 0"),
+        ("ddp first", "static graph"),
+        ("ddp first", "compiled"),
     ],
 )
 def test_steps_that_ddp_has_reduced_are_shared(pools, order, way):
@@ -138,12 +155,72 @@ def test_a_step_in_no_sync_and_those_after_it_are_each_ranks_own(pools, order):
     assert not torch.equal(results[0][0][1], results[1][0][1])
 
 
-@pytest.mark.parametrize("way", ["no_sync", "hook", "join", "outside"])
+@pytest.mark.parametrize("way", ["no_sync", "logged", "hook", "join", "outside"])
 def test_other_steps_are_not_shared(pools, way):
     results, whole = run(pools, order="ddp given", way=way)
     for _, work, shared in results:
         assert not any(shared)
         assert set(work) == {whole}
+
+
+def parted(rank):
+    """Step in `no_sync`, load the state, and step again; return the warnings, and whether steps were shared."""
+    model, optimizer = made("ddp first")
+    rows = batches()[0].chunk(dist.get_world_size())[rank]
+    lines = []
+    with shared_steps() as shared, mock.patch.object(log.logger(), "warning", lines.append):
+        for local in (True, False, False):
+            optimizer.zero_grad()
+            with model.no_sync() if local else contextlib.nullcontext():
+                nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()).backward()
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    return lines, shared
+
+
+def test_that_ranks_part_is_said_once_and_ends_with_a_load(pools):
+    (first, shared), (other, others) = pools[2].run(parted)
+    assert first == [ddp.PARTED]
+    assert other == []
+    assert shared == others == [False, False, False, True]
+
+
+def unlike(rank):
+    """Step with gradients of which one rank says that DDP has not reduced them; return the error."""
+    model, optimizer = made("ddp first")
+    rows = batches()[0].chunk(dist.get_world_size())[rank]
+    nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()).backward()
+    ddp._reduced[model] = rank > 0
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_ranks_that_differ_raise_in_place_of_waiting(pools):
+    first, other = pools[2].run(unlike)
+    assert first == other
+    assert "rank 0 has gradients that DDP has not reduced, rank 1 has gradients that DDP has reduced" in first
+
+
+def state_of_one(rank):
+    """Ask for the optimizer's state on rank 0 alone, then train; return whether weights have moved."""
+    model, optimizer = made("ddp first")
+    if rank == 0:
+        saved = get_optimizer_state_dict(model.module, optimizer)["state"]
+        assert saved["1.weight"]["momentum_buffer"].count_nonzero() == 0, list(saved)
+    rows = batches()[0].chunk(dist.get_world_size())[rank]
+    before = [param.detach().clone() for param in model.parameters()]
+    nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()).backward()
+    optimizer.step()
+    return [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+
+
+def test_one_rank_can_ask_for_state_before_the_first_step(pools):
+    """As the one that saves a checkpoint does: torch then takes a step with gradients of zero."""
+    first, other = pools[2].run(state_of_one)
+    assert all(first)
+    assert all(other)
 
 
 def two_models(rank, optimizers, alone=False):

@@ -149,7 +149,8 @@ def shared_steps() -> Iterator[list[bool]]:
 
     def recorded(self: Replicas, params: Any) -> Any:
         group = of_step(self, params)
-        shared.append(group is not None)
+        if self.are_reduced:  # else ranks part, and ask again
+            shared.append(group is not None)
         return group
 
     with mock.patch.object(Replicas, "of_step", recorded):
