@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS
-from hf_muon.storage import factors
+from hf_muon.config import OPTIMIZER_OPTIONS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,17 +46,6 @@ def carried(optimizer: Any) -> dict[str, Any]:
 
 
 def complete_(optimizer: Any) -> None:
-    """Set the attributes of a copy. Options that a pickle of an older version lacks get their defaults."""
-    for name, option in OPTIMIZER_OPTIONS.items():
-        optimizer.__dict__.setdefault(name, option.default)
-    for name, default in {
-        factors.KEY: None,
-        **{name: option.default for name, option in GROUP_OPTIONS.items()},
-    }.items():
-        optimizer.defaults.setdefault(name, default)
+    """Set the attributes of a copy."""
     group = optimizer.__dict__.get(_GROUP)
     optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group
-    for param_group in optimizer.param_groups:
-        for name, default in (*optimizer.defaults.items(), ("step", 0)):
-            if name != "differentiable":  # torch's, and no option of a group
-                param_group.setdefault(name, default)

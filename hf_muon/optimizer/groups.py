@@ -37,7 +37,7 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     """
     group = dict(param_group)
     if not group.get("differentiable"):
-        group.pop("differentiable", None)  # torch adds it to groups that an older version has saved
+        group.pop("differentiable", None)  # torch adds it to a loaded optimizer's defaults
     for name in group:
         if name in (*OWN_KEYS, *FOREIGN_KEYS):
             continue
@@ -55,8 +55,6 @@ def check_written_option(name: str, value: Any) -> Any:
     """
     if name == "lr" and _is_rounded_zero(value):
         return value if isinstance(value, torch.Tensor) else 0.0
-    if name == "adjust_lr_fn" and value == "rms_to_rms":  # in checkpoints from before torch had a name for it
-        value = "spectral_unclamped"
     return check_option(name, value)
 
 

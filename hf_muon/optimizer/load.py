@@ -61,7 +61,6 @@ _OF_TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "max
 
 
 _NOTICES = {
-    "steps": "the checkpoint's param groups do not say how many steps they have taken; %s are assumed [steps-assumed]",
     "missing options": "the checkpoint does not say %s; this run's stay [options-of-run]",
     "state keys": "%s in the state of parameters, which Muon does not keep, is left out [state-left-out]",
     "others": "state of %s parameters that no param group holds is left out [state-left-out]",
@@ -80,7 +79,7 @@ _NOTICES = {
 }
 """The log line of each kind of differences, in this order."""
 
-_EXPECTED = ("steps", "others", "dtypes")  # of these nobody need be warned
+_EXPECTED = ("others", "dtypes")  # of these nobody need be warned
 _OF_OPTIONS = ("options", "rates", "dtypes", "rules")  # all of these are listed, of the others a few
 
 
@@ -207,10 +206,7 @@ def _counter(value: Any) -> Tensor:
 
 
 def _normal_groups(state_dict: Any, complaints: list[str]) -> list[dict[str, Any]]:
-    """Return the param groups of a state dict, with canonical options; add to `complaints` why it is none of a `Muon`.
-
-    Those of the oldest format have no `step`.
-    """
+    """Return the param groups of a state dict, with canonical options; add to `complaints` what is wrong with it."""
     if not isinstance(state_dict, Mapping):
         complaints.append(f"it is {quoted(state_dict)}, and not an optimizer's state_dict [not-a-state]")
         return []
@@ -228,13 +224,13 @@ def _normal_groups(state_dict: Any, complaints: list[str]) -> list[dict[str, Any
             listing = f"its param groups hold {known}, and `use_muon` is not among them"
             complaints.append(f"it was written by another optimizer: {listing} [foreign-state]")
             return []
-    counts_steps = any("step" in group for group in groups)
     normal = []
     for k, group in enumerate(groups):
         lines = list(_entry_complaints(group))
-        if counts_steps and "step" not in group:
+        if "step" not in group:
             lines.append("lacks `step`, the number of steps that it has taken [no-steps]")
-        normal.append({name: value for name, value in group.items() if name != "differentiable"})  # of older versions
+        # torch adds it to the defaults of a loaded optimizer, and so to groups that are added later.
+        normal.append({name: value for name, value in group.items() if name != "differentiable"})
         for name in GROUP_OPTIONS.keys() & group.keys():
             try:
                 normal[k][name] = check_written_option(name, group[name])
@@ -302,12 +298,6 @@ def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
     if found.complaints:
         return found
     saved_state = state_dict["state"]
-    if not any("step" in saved for saved in saved_groups):
-        # In the oldest format only AdamW's parameters count steps; all groups get the largest of these counts.
-        states = [saved_state.get(key) for saved in saved_groups if not saved["use_muon"] for key in saved["params"]]
-        steps = max((steps_of(own.get("step")) or 0 for own in states if isinstance(own, Mapping)), default=0)
-        saved_groups = [{**saved, "step": steps} for saved in saved_groups]
-        found.differences["steps"][str(steps)] = None
     for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         merged = _merged(group, saved)
         found.groups.append(merged)

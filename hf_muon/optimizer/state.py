@@ -48,7 +48,7 @@ DTYPE_OPTIONS = {True: "momentum_dtype", False: "adamw_state_dtype"}
 
 
 def dtype_of(group: Group) -> str:
-    """Return a group's option for the dtype of its moments; states of older versions may lack it."""
+    """Return a group's option for the dtype of its moments; a saved group may lack it."""
     return str(group.get(DTYPE_OPTIONS[bool(group["use_muon"])], "auto"))
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import gzip
-import io
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.config import GROUP_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
+from hf_muon.config import OPTIMIZER_OPTIONS
 from hf_muon.math.moments import MOMENTS, decoded, encode_, scale_shape
 from hf_muon.optimizer.state import entries_of
 from tests.optimizer.cases import (
@@ -31,7 +28,6 @@ from tests.optimizer.cases import (
     step,
     stepped,
 )
-from tests.optimizer.old_states import write
 from tests.refusals import differences, snapshot
 
 # --- forms of the same state
@@ -85,9 +81,7 @@ FORMS = {
     ),
     "a key that torch once put into groups": (with_key("differentiable", False),),
     "a key that no option has": (with_key("foreign", True), "foreign=True", "[unknown-in-checkpoint]"),
-    "without options that an older version did not have": (without("ns_dtype", "momentum_dtype"), "this run's stay"),
-    "without steps, as the oldest versions": (without("step"), f"{STEPS} are assumed [steps-assumed]"),
-    "the name of a scale before torch had one": (with_key("adjust_lr_fn", "rms_to_rms"),),
+    "without some options": (without("ns_dtype", "momentum_dtype"), "this run's stay"),
     "what a user keeps there": (lambda saved: saved["state"][0].update(my_ema=torch.ones(3)), "my_ema"),
 }
 
@@ -111,17 +105,6 @@ def test_forms(form, caplog):
     for group in into.param_groups:
         group.pop("foreign", None)
     assert equal(into.state_dict(), optimizer.state_dict())
-
-
-def test_the_oldest_format_of_muon_alone():
-    weight = nn.Parameter(torch.ones(4, 3))
-    optimizer = Muon([weight])
-    step(optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    without("step")(saved)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["step"] == 0
-    assert torch.equal(optimizer.state[weight]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -295,81 +278,6 @@ def test_hooks_run_around_the_load():
         handle.remove()
 
 
-# --- files of older versions, in `old_states`
-
-FOLDER = Path(write.__file__).parent
-
-
-def content(name):
-    return gzip.decompress((FOLDER / name).read_bytes())
-
-
-def set_weights(optimizer, weights):
-    for param, weight in zip(params_of(optimizer), weights, strict=True):
-        param.data.copy_(weight)
-    return optimizer
-
-
-def state_of(kind):
-    """Return the weights and the state dict that the older version wrote, as plain tensors."""
-    return torch.load(io.BytesIO(content("state_dicts.pt.gz")), weights_only=True)[kind]
-
-
-def loaded(kind):
-    """Return a new optimizer with the weights and the state dict of the file."""
-    optimizer = set_weights(write.build(kind), state_of(kind)["weights"])
-    optimizer.load_state_dict(state_of(kind)["state_dict"])
-    return optimizer
-
-
-def of_today(state_dict):
-    """Return a state dict with the defaults of newer options, and with AdamW's moments in fp32."""
-    defaults = {"lr_factors": None, **{name: OPTIONS[name].default for name in GROUP_OPTIONS}}
-    state = {
-        i: {key: value.float() if key.startswith("exp_avg") else value for key, value in moments.items()}
-        for i, moments in state_dict["state"].items()
-    }
-    return {"state": state, "param_groups": [defaults | group for group in state_dict["param_groups"]]}
-
-
-WAYS = {
-    "state dict": loaded,
-    "torch.save": lambda kind: torch.load(io.BytesIO(content("optimizers.pt.gz")), weights_only=False)[kind],
-    "pickle": lambda kind: pickle.loads(content("optimizers.pickle.gz"))[kind],
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", write.KINDS)
-def test_old_files_load_exactly_and_continue(kind, way):
-    optimizer, saved, expected = WAYS[way](kind), state_of(kind), loaded(kind)
-    assert type(optimizer) is Muon
-    assert equal(of_today(optimizer.state_dict()), of_today(saved["state_dict"]))
-    assert equal(bits(params_of(optimizer)), saved["weights"])
-    straight, forgetful = write.trained(kind), set_weights(write.build(kind), saved["weights"])
-    for seed in range(write.STEPS, write.STEPS + 3):
-        for each in (optimizer, expected, straight, forgetful):
-            write.step(each, seed)
-    assert equal(bits(params_of(optimizer)), bits(params_of(expected)))
-    assert equal(optimizer.state_dict(), expected.state_dict())
-    if kind == "fp32 weights, fp32 momentum":  # the CPU that wrote the file may have rounded differently
-        torch.testing.assert_close(bits(params_of(optimizer)), bits(params_of(straight)), rtol=0, atol=1e-5)
-        # Momentum of zero would show.
-        pairs = zip(bits(params_of(forgetful)), bits(params_of(expected)), strict=True)
-        assert min(float((a - b).abs().max()) for a, b in pairs) > 1e-3
-
-
-def test_old_optimizers_over_ready_made_groups():
-    """Load the optimizer that LLaMA-Factory's PPO and LoRA+ build over their own param groups."""
-    optimizer, expected = pickle.loads(content("of_groups.pickle.gz")), write.trained_of_groups()
-    assert type(optimizer) is type(expected)
-    assert optimizer.param_groups[0]["param_names"] == expected.param_groups[0]["param_names"]
-    for seed in range(write.STEPS, write.STEPS + 3):
-        for each in (optimizer, expected):
-            write.step(each, seed)
-    torch.testing.assert_close(bits(params_of(optimizer)), bits(params_of(expected)), rtol=1e-5, atol=1e-6)
-
-
 # --- copies, and groups of another optimizer
 
 
@@ -405,22 +313,6 @@ def test_a_copy_has_every_option_and_does_not_write_into_the_originals_file(way,
     assert counts[0] == counts[1] == counts[2] > 0
 
 
-@pytest.mark.parametrize("name", [*GROUP_OPTIONS, *OPTIMIZER_OPTIONS])
-def test_a_pickle_that_lacks_an_option_gets_its_default(name):
-    """Load a pickle from before the option existed."""
-    state = stepped()[1].__getstate__()
-    state.pop(name, None)
-    state["defaults"] = {key: value for key, value in state["defaults"].items() if key != name}
-    state["param_groups"] = [{k: v for k, v in group.items() if k != name} for group in state["param_groups"]]
-    old = Muon.__new__(Muon)
-    old.__setstate__(state)
-    if name in OPTIMIZER_OPTIONS:
-        assert getattr(old, name) == OPTIMIZER_OPTIONS[name].default
-    else:
-        assert [group[name] for group in old.param_groups] == [GROUP_OPTIONS[name].default] * 2
-    step(old)
-
-
 def test_groups_of_a_loaded_optimizer():
     """Start the steps from zero: the groups count steps whose moments the new optimizer does not have."""
     model, optimizer = stepped()
@@ -431,7 +323,7 @@ def test_groups_of_a_loaded_optimizer():
         step(each)
     assert equal(bits(model.parameters()), bits(twin.parameters()))
     assert [group["step"] for group in optimizer.param_groups] == [STEPS] * 2
-    groups = [{**group, "differentiable": False} for group in optimizer.param_groups]  # of older versions
+    groups = [{**group, "differentiable": False} for group in optimizer.param_groups]  # as torch writes them
     assert "differentiable" not in Muon(groups).param_groups[0]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer
+from hf_muon.distributed.ddp import Replicas
 from hf_muon.integrations.transformers import refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
@@ -87,6 +88,7 @@ CASES = [
             ("unreadable-shards", "loading_from", shards_of_nothing, "metadata"),
             ("shards-not-loadable", "Trainer", sharded_by_an_old_accelerate, r"1\.12\.0"),
             ("no-optimizer-state", "Trainer", begun_without_moments, "optimizer.pt"),
+            ("ranks-part", STEP, lambda: Replicas().part(), "no_sync"),
             ("not-compiled", STEP, without_a_compiler, "no compiler"),
         ],
         error=None,
